@@ -24,6 +24,7 @@ from tests.support import (  # noqa: E402
     event_situations,
     golden_checkpoint,
     replica_logs,
+    statements,
 )
 from tests.support.matrix import cells  # noqa: E402
 
@@ -45,8 +46,9 @@ MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
         **_in(GOLDEN / "help", helps.help_texts()),
     },
     "page": lambda: {ROOT / "docs" / "hooks.md": event_page.render()},
+    "coverage": lambda: {statements.PAGE: statements.page()},
 }
-"""What makes each group of golden files, and the page that is generated."""
+"""What makes each group of golden files, and the pages that are generated."""
 
 
 def write_checkpoints() -> None:

@@ -35,6 +35,7 @@ def snapshot(root: Path) -> dict[Path, tuple[int, bytes]]:
     return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in root.rglob("*") if p.is_file()}
 
 
+@pytest.mark.shows("S23")
 def test_the_command_migrates_below_a_folder_and_keeps_the_old_files(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,12 +51,14 @@ def test_the_command_migrates_below_a_folder_and_keeps_the_old_files(
     assert snapshot(root) == after
 
 
+@pytest.mark.shows("S23")
 def test_no_backup_is_kept_where_none_is_wanted(root: Path) -> None:
     assert migrator.main([str(root), "--no-backup"]) == 0
     assert not list(root.rglob(BACKUP_FOLDER))
     assert len(list(root.rglob("*.json"))) == 2
 
 
+@pytest.mark.shows("S23")
 def test_a_dry_run_says_what_would_be_done(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = snapshot(root)
     assert migrator.main([str(root), "--dry-run", "--json"]) == 0
@@ -65,6 +68,7 @@ def test_a_dry_run_says_what_would_be_done(root: Path, capsys: pytest.CaptureFix
     assert snapshot(root) == before
 
 
+@pytest.mark.shows("S23")
 def test_json_tells_the_same_as_the_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"weight": torch.zeros(2)}, root / "mine.pth")
     (root / "a_epoch_1_iter_1.pth").write_bytes(b"cut off")
@@ -119,6 +123,7 @@ def test_names_can_forge_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "\x1b" not in "".join(lines)
 
 
+@pytest.mark.shows("S23")
 @pytest.mark.parametrize("arguments", [[], ["--wrong", "."], ["one", "two"]])
 def test_wrong_usage_ends_with_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -138,6 +143,7 @@ def call_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.shows("H27", "S23")
 @pytest.mark.parametrize("module", ["helios.chkpt_migrator", "chkpt_migrator"])
 def test_both_module_names_are_the_same_command(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -156,6 +162,7 @@ def test_the_module_of_the_package_migrates(root: Path) -> None:
     assert done.stdout.endswith("2 migrated.\n")
 
 
+@pytest.mark.shows("H27")
 def test_the_function_migrates_what_lies_directly_in_a_folder_in_its_place(root: Path) -> None:
     (first, second) = sorted(root.rglob("*.pth"))
     before = second.read_bytes()
@@ -170,6 +177,7 @@ def test_the_function_migrates_what_lies_directly_in_a_folder_in_its_place(root:
     loading.load(first)
 
 
+@pytest.mark.shows("H27")
 def test_the_function_raises_for_what_it_could_not_migrate_after_the_rest(tmp_path: Path) -> None:
     good = old.lay_out(tmp_path, NAMES[0])
     bad = good.with_name("a_epoch_1_iter_1.pth")
@@ -181,6 +189,7 @@ def test_the_function_raises_for_what_it_could_not_migrate_after_the_rest(tmp_pa
         migrator.migrate_checkpoints_to_current_version(tmp_path / "gone")
 
 
+@pytest.mark.shows("S70")
 def test_a_dictionary_that_a_script_saved_with_the_present_state_is_migrated(
     tmp_path: Path,
 ) -> None:

@@ -1,178 +1,98 @@
-"""docs/coverage.md: every statement once, and every test that it cites exists and runs.
-
-A test that is skipped, expected to fail, or kept for ``scripts/test --all`` shows nothing on the
-machine that runs the default tier, so it may not be cited.
-"""
+"""Each statement has a test that runs or a reason, and docs/coverage.md is made of them."""
 
 from __future__ import annotations
 
-import ast
-import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.house import parse
-
-_ROOT = Path(__file__).resolve().parent.parent
-_PAGE = _ROOT / "docs" / "coverage.md"
-_ROW = re.compile(r"^\| ([HLKERCSUP]\d+) \| (.*) \| (.*) \|$", re.MULTILINE)
-_CITED = re.compile(r"`([^`]*::[^`]*)`")
-_TEST_ID = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
-_REASON = re.compile(r"\b(?:waits|obsolete): \S")
-_COUNTS = {"H": 66, "L": 42, "K": 42, "E": 43, "R": 49, "C": 18, "S": 74, "P": 117}
-_DEMANDS = (2, 3, 10, 12, 13, 14, 17, *range(21, 31))
-_STATEMENTS = [
-    *(f"{letter}{number}" for letter, count in _COUNTS.items() for number in range(1, count + 1)),
-    *(f"U{number}" for number in _DEMANDS),
-]
-_BARRED = {"skip", "skipif", "xfail", "full", "gpu"}
-_LEAVING = {"skip", "xfail", "importorskip"}
+from tests.support import statements
+from tests.support.statements import NUMBERS, ROOT, Shown, Statement
 
 
-def row_faults(page: str) -> list[str]:
-    """Statements that are missing, doubled, unknown, or without evidence."""
-    rows = _ROW.findall(page)
-    counts = Counter(name for name, _, _ in rows)
-    faults = [f"{name} is missing." for name in _STATEMENTS if not counts[name]]
-    faults += [f"{name} is listed {count} times." for name, count in counts.items() if count > 1]
-    faults += [f"{name} is no statement." for name in counts if name not in _STATEMENTS]
-    for name, paraphrase, evidence in rows:
-        if not paraphrase.strip():
-            faults.append(f"{name} does not say what it states.")
-        if not _CITED.search(evidence) and not _REASON.search(evidence):
-            faults.append(f"{name} has neither a test nor 'waits: …' or 'obsolete: …'.")
-    return faults
+def test_every_statement_has_a_test_that_runs_or_a_reason() -> None:
+    known, shown = statements.statements(), statements.marked_tests()
+    assert statements.faults(known, shown, ROOT) == []
 
 
-def citation_faults(page: str, root: Path) -> list[str]:
-    """Cited tests that do not exist, or that the default tier does not run."""
-    faults = []
-    for cited in sorted(set(_CITED.findall(page))):
-        parts = _TEST_ID.fullmatch(cited)
-        if parts is None:
-            faults.append(f"{cited} is no 'tests/….py::test_…'.")
-            continue
-        path, name = parts.groups()
-        text = (root / path).read_text("utf-8") if (root / path).is_file() else ""
-        if fault := fault_of(text, name):
-            faults.append(f"{cited} {fault}")
-    return faults
+def test_the_page_is_made_of_statements_and_marks() -> None:
+    assert statements.page() == statements.PAGE.read_text("utf-8"), (
+        "Write it anew with scripts/make_golden.py coverage."
+    )
 
 
-def fault_of(text: str, name: str) -> str:
-    """Say why a file's test is not there or does not run; empty where it runs."""
-    tree = parse(text)
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if name not in functions:
-        return "does not exist."
-    test = functions[name]
-    assigned = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    expressions = [*test.decorator_list, *filter(None, [assigned.get("pytestmark")])]
-    for expression in expressions:
-        if marks := _barring_marks(expression, assigned):
-            return f"is marked {', '.join(sorted(marks))}."
-    used = [functions[a.arg] for a in test.args.args if a.arg in functions]
-    if any(_leaves(function) for function in (test, *used)):
-        return "may skip itself."
-    return ""
+_WAITING = Statement(says="something", waits="for its turn")
 
 
-def _barring_marks(expression: ast.expr, assigned: dict[str, ast.expr]) -> set[str]:
-    if isinstance(expression, ast.Name):
-        known = assigned.get(expression.id)
-        return set() if known is None else _barring_marks(known, {})
-    if isinstance(expression, ast.Call) and set(_marks(expression.func)) == {"parametrize"}:
-        return _marks_of_all_cases(expression, assigned)
-    return set(_marks(expression)) & _BARRED
+def _known(**changes: Statement) -> Mapping[str, Statement]:
+    return dict.fromkeys(NUMBERS, _WAITING) | changes
 
 
-def _marks_of_all_cases(call: ast.Call, assigned: dict[str, ast.expr]) -> set[str]:
-    """Return what bars every case of a parametrization; one that runs is enough."""
-    cases = call.args[1] if len(call.args) > 1 else None
-    if isinstance(cases, ast.Name):
-        cases = assigned.get(cases.id)
-    if not isinstance(cases, (ast.List, ast.Tuple)):
-        return set()
-    found = [set(_marks(case)) & _BARRED for case in cases.elts]
-    if not found:
-        return {"parametrize without cases"}
-    return set().union(*found) if all(found) else set()
-
-
-def _marks(node: ast.AST) -> Iterator[str]:
-    for part in ast.walk(node):
-        if isinstance(part, ast.Attribute) and ast.unparse(part.value).split(".")[-1] == "mark":
-            yield part.attr
-
-
-def _leaves(function: ast.FunctionDef) -> bool:
-    names = {f"pytest.{name}" for name in _LEAVING}
-    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
-    return any(ast.unparse(call.func) in names for call in calls)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def files_are_parsed_once() -> Iterator[None]:
-    """Forget the parsed files at the end, which every garbage collection would visit."""
-    yield
-    parse.cache_clear()
-
-
-def test_every_statement_is_listed_once_with_its_evidence() -> None:
-    assert row_faults(_PAGE.read_text("utf-8")) == []
-
-
-def test_every_cited_test_exists_and_runs() -> None:
-    assert citation_faults(_PAGE.read_text("utf-8"), _ROOT) == []
-
-
-def _page(**evidence: str) -> str:
-    rows = dict.fromkeys(_STATEMENTS, "waits: for its turn") | evidence
-    return "".join(f"| {name} | says something | {text} |\n" for name, text in rows.items())
+def _faults(known: Mapping[str, Statement], *shown: Shown) -> list[str]:
+    return statements.faults(known, shown, ROOT)
 
 
 @pytest.mark.parametrize(
-    ("page", "fault"),
+    ("known", "fault"),
     [
-        (_page(H67="waits: for ever"), "H67 is no statement."),
-        (_page(K43="waits: for ever"), "K43 is no statement."),
-        (_page(E44="waits: for ever"), "E44 is no statement."),
-        (_page(S75="waits: for ever"), "S75 is no statement."),
-        (_page(U4="waits: for ever"), "U4 is no statement."),
-        (_page(H5="shown elsewhere"), "H5 has neither a test nor 'waits: …' or 'obsolete: …'."),
-        (_page(H5="waits:"), "H5 has neither a test nor 'waits: …' or 'obsolete: …'."),
-        (_page() + "| H5 | again | waits: for ever |\n", "H5 is listed 2 times."),
-        (_page().replace("| L29 |", "| - |"), "L29 is missing."),
-        (_page().replace("| R49 |", "| - |"), "R49 is missing."),
-        (_page().replace("| E43 |", "| - |"), "E43 is missing."),
-        (_page().replace("| H66 | says something |", "| H66 |  |"), "H66 does not say"),
+        (_known(H67=_WAITING), "H67 is no statement."),
+        (_known(K43=_WAITING), "K43 is no statement."),
+        (_known(E44=_WAITING), "E44 is no statement."),
+        (_known(S75=_WAITING), "S75 is no statement."),
+        (_known(U4=_WAITING), "U4 is no statement."),
+        (_known(H5=Statement("a")), "H5 has neither a test nor 'waits' or 'obsolete'."),
+        (_known(H5=Statement("a", waits=" ")), "H5 has neither a test nor 'waits' or 'obsolete'."),
+        (
+            _known(H5=Statement("a", "elsewhere")),
+            "H5 has neither a test nor 'waits' or 'obsolete'.",
+        ),
+        (_known(H66=Statement(" ", waits="for ever")), "H66 does not say what it states."),
+        (
+            _known(H5=Statement("a", "as in `tests/test_none.py`", "for ever")),
+            "H5 names tests/test_none.py: no such file.",
+        ),
+        *(
+            ({name: _WAITING for name in NUMBERS if name != number}, f"{number} is missing.")
+            for number in ("L29", "R49", "E43", "P117")
+        ),
     ],
 )
-def test_a_statement_without_its_row_is_seen(page: str, fault: str) -> None:
-    assert row_faults(_page()) == []
-    (found,) = row_faults(page)
-    assert found.startswith(fault)
+def test_a_statement_without_evidence_is_seen(known: Mapping[str, Statement], fault: str) -> None:
+    assert _faults(_known()) == []
+    assert _faults(known) == [fault]
 
 
-_HEAD = "import pytest\n"
-_TEST = "def test_it(tmp_path): assert tmp_path\n"
+def test_a_mark_shows_its_statements_only() -> None:
+    known = _known(H5=Statement("a"), H6=Statement("b"))
+    assert _faults(known, Shown("tests/test_a.py::test_it", ["H5"])) == [
+        "H6 has neither a test nor 'waits' or 'obsolete'."
+    ]
+    assert _faults(known, Shown("tests/test_a.py::test_it", ["H5", "H6", "H67"])) == [
+        "tests/test_a.py::test_it shows H67, which is no statement."
+    ]
+
+
+def test_a_statement_that_is_listed_twice_is_an_error() -> None:
+    text = '[H5]\nsays = "a"\n'
+    assert statements.read_statements(text) == {"H5": Statement("a")}
+    with pytest.raises(ValueError, match="H5"):
+        statements.read_statements(text + text)
+
+
+_MARK = "@pytest.mark.shows('H5')\n"
+_TEST = f"{_MARK}def test_it(tmp_path): assert tmp_path\n"
+
+
+def _shown_by(text: str, root: Path) -> list[Shown]:
+    (root / "tests").mkdir()
+    (root / "tests" / "test_a.py").write_text(f"import pytest\n{text}")
+    return list(statements.marked_tests(root))
 
 
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (_TEST.replace("test_it", "test_that"), "does not exist."),
-        ("", "does not exist."),
-        (f"class TestIt:\n    {_TEST}", "does not exist."),
         (f"@pytest.mark.skip\n{_TEST}", "is marked skip."),
         (f"@pytest.mark.skipif(True, reason='no')\n{_TEST}", "is marked skipif."),
         (f"@pytest.mark.xfail\n{_TEST}", "is marked xfail."),
@@ -189,15 +109,36 @@ _TEST = "def test_it(tmp_path): assert tmp_path\n"
             "@pytest.fixture\ndef tmp_path():\n    pytest.importorskip('none')\n" + _TEST,
             "may skip itself.",
         ),
+        (_TEST.replace("('H5')", ""), "says no numbers."),
+        (_TEST.replace("'H5'", ""), "says no numbers."),
+        (_TEST.replace("'H5'", "NUMBER"), "says no numbers."),
     ],
 )
-def test_a_citation_of_a_test_that_does_not_run_is_seen(
-    text: str, fault: str, tmp_path: Path
-) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_a.py").write_text(_HEAD + text)
-    page = _page(H5="`tests/test_a.py::test_it`")
-    assert citation_faults(page, tmp_path) == [f"tests/test_a.py::test_it {fault}"]
+def test_a_mark_that_shows_nothing_is_seen(text: str, fault: str, tmp_path: Path) -> None:
+    (shown,) = _shown_by(text, tmp_path)
+    assert (shown.test, shown.fault) == ("tests/test_a.py::test_it", fault)
+    assert f"{shown.test} {fault}" in _faults(_known(), shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "test", "fault"),
+    [
+        (_TEST.replace("test_it", "it"), "tests/test_a.py::it", "is no test."),
+        (
+            f"class TestIt:\n    {_TEST.replace('def', '    def')}",
+            "tests/test_a.py",
+            "marks something else than a test.",
+        ),
+        (
+            "pytestmark = pytest.mark.shows('H5')\n",
+            "tests/test_a.py",
+            "marks something else than a test.",
+        ),
+    ],
+)
+def test_a_mark_on_something_else_is_seen(text: str, test: str, fault: str, tmp_path: Path) -> None:
+    (shown,) = _shown_by(text, tmp_path)
+    assert (shown.test, shown.fault) == (test, fault)
 
 
 @pytest.mark.parametrize(
@@ -209,16 +150,10 @@ def test_a_citation_of_a_test_that_does_not_run_is_seen(
         f"skip = 1\n@pytest.mark.timeout(5)\n{_TEST}\n@pytest.mark.full\ndef test_other(): ...\n",
     ],
 )
-def test_a_citation_of_a_test_that_runs_passes(text: str, tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_a.py").write_text(_HEAD + text)
-    assert citation_faults(_page(H5="`tests/test_a.py::test_it`"), tmp_path) == []
+def test_a_mark_of_a_test_that_runs_passes(text: str, tmp_path: Path) -> None:
+    assert _shown_by(text, tmp_path) == [Shown("tests/test_a.py::test_it", ["H5"])]
 
 
-@pytest.mark.parametrize(
-    "cited", ["tests/test_a.py::it", "test_a.py::test_it", "tests/test_a.py::test_it[1]"]
-)
-def test_a_citation_that_is_no_test_id_is_seen(cited: str, tmp_path: Path) -> None:
-    assert citation_faults(_page(H5=f"`{cited}`"), tmp_path) == [
-        f"{cited} is no 'tests/….py::test_…'."
-    ]
+def test_a_test_may_show_several_statements(tmp_path: Path) -> None:
+    (shown,) = _shown_by(_TEST.replace("'H5'", "'H5', 'P3'"), tmp_path)
+    assert shown.numbers == ["H5", "P3"]

@@ -30,6 +30,7 @@ def _run(code: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.shows("P73")
 @pytest.mark.parametrize(("package", "found"), [(helios, exports), (helios.core, core_exports)])
 def test_a_package_shows_the_names_that_its_exports_import(package: object, found: object) -> None:
     names = {name for name in vars(found) if not name.startswith("__")}
@@ -38,6 +39,7 @@ def test_a_package_shows_the_names_that_its_exports_import(package: object, foun
         assert getattr(package, name) is getattr(found, name)
 
 
+@pytest.mark.shows("P73")
 def test_the_first_use_of_a_name_binds_all_of_them() -> None:
     code = f"""
 import helios
@@ -49,6 +51,7 @@ print({{*helios.__all__}} <= {{*vars(helios)}}, helios.plugins.EMA.__name__)
     assert _run(code).splitlines() == ["[]", "False True", "True EMA"]
 
 
+@pytest.mark.shows("P73")
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'helios' has no attribute 'Trainr'"):
         _ = helios.Trainr
@@ -70,6 +73,7 @@ def test_what_the_deferred_names_need_can_be_imported_first() -> None:
     assert _run("import helios.terminal.root_logger as found\nprint(found.RootLogger.__name__)")
 
 
+@pytest.mark.shows("P73")
 def test_old_paths_are_found_before_any_other_import() -> None:
     code = """
 import warnings
@@ -83,6 +87,7 @@ except ImportError as error:
     assert _run(code).strip() == "MovedModuleError helios.replicas.assignment"
 
 
+@pytest.mark.shows("P73")
 def test_commands_that_read_text_import_no_pytorch(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text("")
     code = f"""

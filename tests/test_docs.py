@@ -45,6 +45,7 @@ def _write_script(page: Path, folder: Path) -> Path:
 
 
 # torch_geometric uses it when it is imported.
+@pytest.mark.shows("S43", "P80")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize(
     "page", [page for page in _PAGES if page not in (_COMPILED, *_SHOWN)], ids=_name
@@ -105,6 +106,7 @@ def test_a_recipe_that_is_killed_ends_with_the_same_ledgers(
     assert run("killed") == whole != {}
 
 
+@pytest.mark.shows("P85")
 def test_a_replay_buffer_has_the_same_bytes_after_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_replay_buffer_has_the_same_bytes_after_kills(
     assert fingerprint(states[1]) == fingerprint(states[0])
 
 
+@pytest.mark.shows("P80", "P83")
 def test_the_job_files_can_be_read() -> None:
     text = (_ROOT / "docs" / "recipes" / "clusters.md").read_text()
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, _BLOCK.flags)

@@ -73,6 +73,7 @@ def note_boundary(done: Walk, schedule: Schedule) -> None:
     note(done.saves, done.state, is_due=is_save_due(schedule, done.state))
 
 
+@pytest.mark.shows("L29", "C7")
 @pytest.mark.parametrize(
     ("unit", "accumulation", "is_manual", "boundaries"),
     [
@@ -108,12 +109,14 @@ def test_windows_end_where_the_design_says(
     assert ends == boundaries
 
 
+@pytest.mark.shows("C7")
 def test_a_window_of_the_iteration_unit_runs_on_across_epochs() -> None:
     """DESIGN section 5: with 3 batches an epoch, a window of 2 spans their border."""
     done = walk(Schedule(unit=ITERATION, total_steps=3, accumulation_steps=2), length=3)
     assert done.boundaries == [2, 4, 6]
 
 
+@pytest.mark.shows("H37")
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 4, 5, 10])
 def test_accumulation_does_not_change_the_counts_of_the_epoch_unit(accumulation: int) -> None:
     """H37: 5 epochs of 10 batches are 50 iterations."""
@@ -124,6 +127,7 @@ def test_accumulation_does_not_change_the_counts_of_the_epoch_unit(accumulation:
     assert len(done.boundaries) == 5 * math.ceil(10 / accumulation)
 
 
+@pytest.mark.shows("H38")
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 4, 5, 10])
 def test_steps_of_the_iteration_unit_are_whole_windows(accumulation: int) -> None:
     """H38: 4 steps with a window of N run 4 N batches, over as many epochs as these need."""
@@ -134,6 +138,7 @@ def test_steps_of_the_iteration_unit_are_whole_windows(accumulation: int) -> Non
     assert done.state.global_epoch == math.ceil(4 * accumulation / 6)
 
 
+@pytest.mark.shows("H39")
 def test_one_predicate_finds_the_boundaries_of_the_iteration_unit() -> None:
     """H39: `global_iteration % N == 0`, the state's own flag says the same."""
     done = walk(Schedule(unit=ITERATION, total_steps=7, accumulation_steps=3), length=4)
@@ -141,6 +146,7 @@ def test_one_predicate_finds_the_boundaries_of_the_iteration_unit() -> None:
     assert done.state.is_step_boundary
 
 
+@pytest.mark.shows("H53")
 @pytest.mark.parametrize(
     ("unit", "accumulation", "logs"),
     [
@@ -163,6 +169,7 @@ def test_logs_are_due_on_multiples_of_the_current_iteration_that_just_moved(
     assert walk(schedule, length=5).logs == logs
 
 
+@pytest.mark.shows("H20", "H29", "L41", "R40", "R41")
 @pytest.mark.parametrize(
     ("unit", "accumulation", "validations", "saves"),
     [
@@ -189,6 +196,7 @@ def test_validations_and_saves_count_in_the_unit(
     assert done.saves == saves
 
 
+@pytest.mark.shows("H29")
 @pytest.mark.parametrize("unit", [EPOCH, ITERATION])
 def test_a_frequency_of_none_means_never(unit: TrainingUnit) -> None:
     """H29, H53."""
@@ -205,6 +213,7 @@ def test_nothing_is_due_before_anything_was_done(unit: TrainingUnit) -> None:
     assert not is_save_due(schedule, state)
 
 
+@pytest.mark.shows("H30")
 @pytest.mark.parametrize(
     ("cycles", "validations", "count", "is_over"),
     [
@@ -226,6 +235,7 @@ def test_patience_ends_when_the_count_reaches_it(
     assert is_out_of_patience(schedule, state) is is_over
 
 
+@pytest.mark.shows("L15")
 @pytest.mark.parametrize(
     ("unit", "total", "steps", "epochs", "is_over"),
     [
@@ -268,6 +278,7 @@ def test_asking_changes_no_counter() -> None:
     assert (state.dict(), cursor.dict()) == before
 
 
+@pytest.mark.shows("S8")
 @pytest.mark.parametrize("total", [1, 6, 7, 12])
 @pytest.mark.parametrize("frequency", [1, 3, 5])
 @pytest.mark.parametrize("unit", [EPOCH, ITERATION])
@@ -287,6 +298,7 @@ def test_a_run_without_saves_has_none_to_come_and_one_without_end_has_them_witho
     assert count_saves(over, TrainingState(current_iteration=9)) == 1
 
 
+@pytest.mark.shows("S53")
 def test_a_limit_is_told_from_a_request_by_its_reason() -> None:
     schedule = Schedule(ITERATION, total_steps=3, early_stop_cycles=2)
     state = TrainingState(current_iteration=2, validation_cycles=2, early_stop_count=1)

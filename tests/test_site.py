@@ -31,6 +31,7 @@ _OPTIONS: list[Callable[..., Any]] = [
 ]
 
 
+@pytest.mark.shows("P79")
 @pytest.mark.parametrize("package", [f"helios{name}" for name in _PACKAGES])
 def test_every_public_name_is_on_one_api_page(package: str) -> None:
     shown = [name.rpartition(".")[2] for names in pages.api_names().values() for name in names]
@@ -39,6 +40,7 @@ def test_every_public_name_is_on_one_api_page(package: str) -> None:
     assert set(public) <= set(shown)
 
 
+@pytest.mark.shows("P79")
 @pytest.mark.parametrize("owner", _OPTIONS, ids=lambda owner: owner.__name__)
 def test_the_docstring_describes_every_argument(owner: Callable[..., Any]) -> None:
     described = re.findall(r"^ +(\w+(?:, \w+)*): ", inspect.getdoc(owner) or "", re.MULTILINE)
@@ -51,6 +53,7 @@ def test_the_docstring_describes_every_argument(owner: Callable[..., Any]) -> No
     assert [name for name in passed if name not in names] == []
 
 
+@pytest.mark.shows("P79")
 def test_a_source_with_public_names_leads_to_the_api_and_any_other_to_its_text() -> None:
     text = (
         "[a](../helios/data/params.py) [b](../helios/loops/view.py) [c](https://d.py) [e](f.md#g)"

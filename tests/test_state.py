@@ -67,6 +67,7 @@ def test_the_dictionary_of_a_state_is_a_copy_that_builds_an_equal_one() -> None:
     assert state.global_iteration == 3
 
 
+@pytest.mark.shows("C13")
 def test_epochs_are_numbered_from_one_and_begin_without_a_batch() -> None:
     """C13."""
     state = TrainingState(dataset_iter=7)
@@ -110,6 +111,7 @@ def test_the_end_of_an_epoch_clears_its_batches_and_nothing_else() -> None:
     )
 
 
+@pytest.mark.shows("H41")
 def test_a_validation_is_counted_and_begins_the_running_iterations_anew() -> None:
     """H41."""
     state = TrainingState(running_iter=6, early_stop_count=2)
@@ -117,6 +119,7 @@ def test_a_validation_is_counted_and_begins_the_running_iterations_anew() -> Non
     assert (state.validation_cycles, state.running_iter, state.early_stop_count) == (1, 0, 2)
 
 
+@pytest.mark.shows("H30")
 def test_an_improvement_resets_the_early_stop_count_and_its_absence_adds_one() -> None:
     """H30."""
     state, seen = TrainingState(), []

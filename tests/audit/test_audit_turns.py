@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.shows("P18")
 @pytest.mark.parametrize(("num_replicas", "num_processes", "accumulation"), CASES)
 def test_in_time_each_process_repeats_each_gradient_of_the_others(
     num_replicas: int, num_processes: int, accumulation: int
@@ -43,6 +44,7 @@ def test_in_time_each_process_repeats_each_gradient_of_the_others(
         assert ranks <= set(range(num_processes))
 
 
+@pytest.mark.shows("P18")
 def test_what_is_audited_does_not_depend_on_the_number_of_processes() -> None:
     found = [
         [(turn.replica, turn.micro_batch) for turn in turns_of(4, processes, 3)[: 4 * 3]]

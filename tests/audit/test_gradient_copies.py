@@ -31,6 +31,7 @@ def test_equal_bytes_are_equal_also_in_another_process() -> None:
     assert sent(first).digest() == first.digest()
 
 
+@pytest.mark.shows("P15")
 @pytest.mark.parametrize(
     ("other", "values"),
     [

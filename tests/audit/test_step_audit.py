@@ -64,6 +64,7 @@ SOUND = {
 }
 
 
+@pytest.mark.shows("P14")
 @pytest.mark.parametrize("name", SOUND)
 def test_an_audited_run_has_the_bits_and_the_events_of_one_that_is_not(
     tmp_path: Path, name: str
@@ -80,6 +81,7 @@ def test_an_audited_run_has_the_bits_and_the_events_of_one_that_is_not(
     assert count_steps(tmp_path / "audited") == count_steps(tmp_path / "plain") + num_windows
 
 
+@pytest.mark.shows("P17")
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -100,6 +102,7 @@ def test_thousands_of_audits_of_sound_models_find_nothing(
     assert helios.load_checkpoint(newest)["training_state"].global_step >= count
 
 
+@pytest.mark.shows("P15")
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_gradient_that_errs_once_is_found_and_named(tmp_path: Path, step: int) -> None:
     setting = Elastic(num_replicas=2, total_steps=4, options=NO_VALIDATION)
@@ -115,6 +118,7 @@ def test_a_gradient_that_errs_once_is_found_and_named(tmp_path: Path, step: int)
     assert (error, code) == ("", 0)
 
 
+@pytest.mark.shows("P15")
 def test_the_fault_of_the_second_computation_is_found_and_the_first_gradient_kept(
     tmp_path: Path,
 ) -> None:
@@ -126,6 +130,7 @@ def test_the_fault_of_the_second_computation_is_found_and_the_first_gradient_kep
     assert_same(found, plain)
 
 
+@pytest.mark.shows("P16")
 def test_a_fault_that_is_the_same_each_time_is_not_found(tmp_path: Path) -> None:
     """The limit of an audit: what errs in the same way everywhere looks right."""
     setting = Elastic(num_replicas=2, total_steps=3, options=NO_VALIDATION)
@@ -135,6 +140,7 @@ def test_a_fault_that_is_the_same_each_time_is_not_found(tmp_path: Path) -> None
     assert read_bits(tmp_path / "faulty").state != read_bits(tmp_path / "sound").state
 
 
+@pytest.mark.shows("P19")
 def test_a_strict_audit_ends_the_run_before_the_update(tmp_path: Path) -> None:
     setting = Elastic(num_replicas=2, total_steps=6, options=NO_VALIDATION)
     # Step 2 has the backwards 2 and 3; the audit is that of replica 0.
@@ -192,6 +198,7 @@ def fit_counting(
     return model, logging.logged, warnings
 
 
+@pytest.mark.shows("P21")
 def test_attributes_that_a_step_changes_are_put_back(tmp_path: Path) -> None:
     plain, logged, _ = fit_counting(tmp_path / "plain", never, None)
     found, logged_too, warnings = fit_counting(tmp_path / "audited", never, OFTEN)
@@ -203,11 +210,13 @@ def test_attributes_that_a_step_changes_are_put_back(tmp_path: Path) -> None:
     assert_same(read_bits(tmp_path / "audited"), read_bits(tmp_path / "plain"))
 
 
+@pytest.mark.shows("P21")
 def test_a_fault_is_found_in_a_step_that_changes_attributes_too(tmp_path: Path) -> None:
     *_, warnings = fit_counting(tmp_path / "faulty", is_found(3), OFTEN)
     assert [NAME in text for text in warnings] == [False, True]
 
 
+@pytest.mark.shows("P14")
 def test_a_model_that_changes_attributes_and_a_plugin_keep_their_bits(tmp_path: Path) -> None:
     setting = Setting(total_steps=5)
     plain = runs.train(tmp_path / "plain", setting)
@@ -227,6 +236,7 @@ class Running(FaultyModel):
         return super().train_step(batch, state) * (2 + mean)
 
 
+@pytest.mark.shows("P14")
 def test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from(
     tmp_path: Path,
 ) -> None:
@@ -280,6 +290,7 @@ class Drawing(Quiet):
         self.drawn += [float(torch.rand(())), random.random(), numbers.random()]
 
 
+@pytest.mark.shows("P14")
 def test_hooks_after_an_audit_draw_the_same_random_numbers(tmp_path: Path) -> None:
     setting = Elastic(num_replicas=1, total_steps=4, options=NO_VALIDATION)
     drawn = []
@@ -354,6 +365,7 @@ class Shrinking(Quiet):
             self.context.model.head.weight.mul_(0.9)
 
 
+@pytest.mark.shows("P14")
 def test_a_step_that_calls_backward_itself_too_is_repeated_with_what_it_started_from(
     tmp_path: Path,
 ) -> None:
@@ -379,6 +391,7 @@ SAID = {
 }
 
 
+@pytest.mark.shows("P21")
 @pytest.mark.parametrize("kind", SAID)
 def test_what_cannot_be_audited_is_said_once_and_trained_as_ever(tmp_path: Path, kind: str) -> None:
     said = []
@@ -397,6 +410,7 @@ def test_what_cannot_be_audited_is_said_once_and_trained_as_ever(tmp_path: Path,
     assert_same(read_bits(tmp_path / "audited"), read_bits(tmp_path / "plain"))
 
 
+@pytest.mark.shows("P21")
 def test_loops_that_compute_gradients_in_another_way_are_not_audited(tmp_path: Path) -> None:
     setting = Elastic(num_replicas=1, total_steps=1, options=NO_VALIDATION)
 
@@ -414,6 +428,7 @@ def test_loops_that_compute_gradients_in_another_way_are_not_audited(tmp_path: P
     ]
 
 
+@pytest.mark.shows("P20", "P61")
 def test_a_mismatch_lowers_the_level_of_all_later_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

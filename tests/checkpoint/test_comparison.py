@@ -26,6 +26,7 @@ def _compare(folder: Path, one: Any, other: Any) -> Any:
     )
 
 
+@pytest.mark.shows("P13")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("start", [-1.5, -0.0, 1.5])
 def test_distances_are_counted_in_units_of_the_last_place(
@@ -97,6 +98,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         compare_checkpoints(one, tmp_path / "bad.pth")
 
 
+@pytest.mark.shows("P13")
 def test_the_command_names_a_flipped_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ class Usage(NamedTuple):
     free: int
 
 
+@pytest.mark.shows("S8")
 @pytest.mark.parametrize(
     ("options", "num_saves", "expected"),
     [
@@ -39,6 +40,7 @@ def test_how_many_lie_there_at_once_follows_from_the_rules(
     assert count_kept(CheckpointStore(**options), num_saves) == expected
 
 
+@pytest.mark.shows("S8")
 @pytest.mark.parametrize(
     ("free", "num_saves", "options", "expected"),
     [

@@ -123,6 +123,7 @@ def export(path: Path, target: Path, **choice: Any) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.shows("S28", "U12")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_one_network_keeps_its_own_names_compiled_or_not(is_compiled: bool, tmp_path: Path) -> None:
     model = One(is_compiled=is_compiled)
@@ -141,6 +142,7 @@ def test_versions_of_classes_come_along_in_pt(tmp_path: Path) -> None:
     assert state._metadata["norm"] == {"version": 2}
 
 
+@pytest.mark.shows("S28")
 def test_several_networks_stand_under_their_attributes(tmp_path: Path) -> None:
     model = Two()
     path = train(model, tmp_path)
@@ -155,6 +157,7 @@ def test_several_networks_stand_under_their_attributes(tmp_path: Path) -> None:
         select_weights(content_of(path), network="head")
 
 
+@pytest.mark.shows("U14")
 def test_an_average_stands_in_for_the_weights(tmp_path: Path) -> None:
     model, ema = One(), EMA(0.5)
     path = train(model, tmp_path, plugins=[ema])
@@ -193,6 +196,7 @@ def weights_of(**tensors: torch.Tensor) -> Weights:
     return Weights(tensors)
 
 
+@pytest.mark.shows("S28")
 def test_every_kind_of_tensor_is_the_same_in_both_formats(tmp_path: Path) -> None:
     base = torch.arange(12, dtype=torch.float32)
     weights = weights_of(
@@ -214,6 +218,7 @@ def test_every_kind_of_tensor_is_the_same_in_both_formats(tmp_path: Path) -> Non
         assert torch.equal(found[name], tensor.resolve_conj())
 
 
+@pytest.mark.shows("S28")
 def test_the_header_of_safetensors_says_where_the_weights_come_from(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_weights(path, weights_of(a=torch.zeros(1)), kind="safetensors", metadata={"epoch": "3"})

@@ -113,6 +113,7 @@ def is_equal(found: State, state: State) -> bool:
     )
 
 
+@pytest.mark.shows("P98")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("form", SAVES)
 def test_every_kind_of_tensor_has_its_bytes_in_every_format(
@@ -145,6 +146,7 @@ def load_dcp(path: Path) -> State:
     return found
 
 
+@pytest.mark.shows("P98")
 @pytest.mark.parametrize("form", SAVES)
 def test_torch_converts_the_folder_to_a_plain_state(form: str, tmp_path: Path) -> None:
     state = make_state()
@@ -153,6 +155,7 @@ def test_torch_converts_the_folder_to_a_plain_state(form: str, tmp_path: Path) -
     assert is_equal(load_dcp(tmp_path / "out"), state)
 
 
+@pytest.mark.shows("P98")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("form", SAVES)
 def test_an_average_is_exported_in_the_types_of_the_weights(
@@ -168,6 +171,7 @@ def test_an_average_is_exported_in_the_types_of_the_weights(
     assert is_equal(load(kind, path.with_suffix(f".{kind}"), expected), expected)
 
 
+@pytest.mark.shows("P98")
 def test_tensors_are_spread_over_files_that_an_index_names(tmp_path: Path) -> None:
     state = {f"layer.{number}": torch.full((250,), float(number)) for number in range(7)}
     state["large"] = torch.ones(4000)
@@ -204,6 +208,7 @@ KEEPS_ALL = pytest.mark.skipif(
 )
 
 
+@pytest.mark.shows("P98")
 @pytest.mark.parametrize(
     ("kind", "limit"), [("huggingface", 4_800), pytest.param("dcp", 2_400, marks=KEEPS_ALL)]
 )
@@ -246,6 +251,7 @@ def value_in(kind: str, path: Path) -> float:
     return float(load(kind, path, {"a": torch.zeros(2)})["a"][0])
 
 
+@pytest.mark.shows("P99")
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_an_export_is_replaced_only_if_asked_for(kind: str, tmp_path: Path) -> None:
     path, layout = tmp_path / "out", LAYOUTS[kind]
@@ -258,6 +264,7 @@ def test_an_export_is_replaced_only_if_asked_for(kind: str, tmp_path: Path) -> N
     assert names(tmp_path) == ["out"]
 
 
+@pytest.mark.shows("P99")
 def test_an_export_is_not_replaced_from_inside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +278,7 @@ def test_an_export_is_not_replaced_from_inside(
     assert names(tmp_path) == ["out"]
 
 
+@pytest.mark.shows("P99")
 def test_nothing_but_an_export_is_ever_replaced(tmp_path: Path) -> None:
     path, layout = tmp_path / "out", LAYOUTS["huggingface"]
     path.mkdir()
@@ -293,6 +301,7 @@ def test_nothing_but_an_export_is_ever_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.shows("P99")
 @pytest.mark.parametrize("name", ["out.tmp", "out.replaced.tmp"])
 def test_what_is_in_the_way_is_removed_only_if_an_export_left_it(name: str, tmp_path: Path) -> None:
     path, layout = tmp_path / "out", LAYOUTS["huggingface"]
@@ -309,6 +318,7 @@ def test_what_is_in_the_way_is_removed_only_if_an_export_left_it(name: str, tmp_
     assert names(tmp_path) == ["out"]
 
 
+@pytest.mark.shows("P99")
 def test_two_processes_do_not_export_to_one_folder(tmp_path: Path) -> None:
     refused = pytest.raises(FolderInUseError, match="Another process is exporting")
     with FolderLock(tmp_path, name=".out.lock"), refused:
@@ -360,6 +370,7 @@ def test_a_full_disk_leaves_the_old_folder_and_no_other(kind: str, tmp_path: Pat
     assert names(tmp_path) == ["x"]
 
 
+@pytest.mark.shows("P99")
 def test_a_rename_that_fails_brings_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,6 +400,7 @@ class Bomb:
 _RANK = "rank-00001-of-00003.safetensors"
 
 
+@pytest.mark.shows("P100")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("name", [RECORD_NAME, INDEX_NAME, _RANK, "foreign.pkl"])
 @pytest.mark.parametrize("damage", ["a flipped bit", "truncated", "missing", "a pickle"])
@@ -449,6 +461,7 @@ def load_by_transformers() -> None:
     print(json.dumps(report))
 
 
+@pytest.mark.shows("P98")
 def test_transformers_loads_the_folder_with_every_byte_and_tie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def scenes() -> Iterator[dict[str, Scene]]:
         }
 
 
+@pytest.mark.shows("P99")
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_kill_leaves_a_whole_export_or_none_and_the_next_one_tidies_up(
     kind: str, scenes: dict[str, Scene]

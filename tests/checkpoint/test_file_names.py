@@ -22,6 +22,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.shows("H23")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_are_found_again_whatever_the_run_is_called(name: str) -> None:
     stem = file_names.stem(name, 3, 100)
@@ -37,6 +38,7 @@ def test_a_run_name_that_is_no_file_name_is_refused(name: str) -> None:
         file_names.stem(name, 1, 1)
 
 
+@pytest.mark.shows("C1")
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
@@ -59,6 +61,7 @@ def test_any_pair_of_numbers_after_epoch_and_iter_is_read_and_the_last_counts(
 STEM = "run_epoch_3_iter_100"
 
 
+@pytest.mark.shows("H22", "C2")
 @pytest.mark.parametrize(
     ("returned", "result"),
     [
@@ -100,6 +103,7 @@ def touch(folder: Path, *names: str) -> None:
         (folder / name).touch()
 
 
+@pytest.mark.shows("H23", "C1")
 def test_the_last_checkpoint_has_the_highest_pair_and_not_the_highest_iteration(
     tmp_path: Path,
 ) -> None:
@@ -107,6 +111,7 @@ def test_the_last_checkpoint_has_the_highest_pair_and_not_the_highest_iteration(
     assert file_names.find_last_checkpoint(tmp_path) == tmp_path / "r_epoch_10_iter_4.pth"
 
 
+@pytest.mark.shows("H23")
 def test_the_first_state_of_all_is_found(tmp_path: Path) -> None:
     touch(tmp_path, "r_epoch_0_iter_0.pth")
     assert file_names.find_last_checkpoint(tmp_path) == tmp_path / "r_epoch_0_iter_0.pth"

@@ -13,11 +13,13 @@ from tests.support import golden_checkpoint as golden
 FILES = sorted(golden.FOLDER.glob("schema_*/*.pth"))
 
 
+@pytest.mark.shows("S22")
 def test_there_is_a_golden_file_of_every_schema() -> None:
     found = {path.parent.name for path in FILES}
     assert found == {f"schema_{number}" for number in range(1, file_names.SCHEMA + 1)}
 
 
+@pytest.mark.shows("S22")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_a_file_of_every_schema_loads_as_it_was(path: Path) -> None:
     loaded = loading.load(path)
@@ -29,6 +31,7 @@ def test_a_file_of_every_schema_loads_as_it_was(path: Path) -> None:
     assert set(keys.split()) <= set(found_keys.split()), "a later schema adds keys only"
 
 
+@pytest.mark.shows("S22")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_a_run_of_every_schema_goes_on_where_it_was(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "old" / "golden"

@@ -87,6 +87,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], int]] = {
 }
 
 
+@pytest.mark.shows("S18")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_next_older_is_taken(
     folder: RunFolder, caplog: pytest.LogCaptureFixture, name: str
@@ -125,6 +126,7 @@ def test_who_may_not_write_renames_nothing(folder: RunFolder) -> None:
     assert names(folder.path) == before
 
 
+@pytest.mark.shows("S19")
 @pytest.mark.parametrize("renames", [True, False])
 def test_when_all_are_damaged_no_start_begins_afresh_in_silence(
     folder: RunFolder, renames: bool
@@ -138,6 +140,7 @@ def test_when_all_are_damaged_no_start_begins_afresh_in_silence(
     assert folder.load_newest() is None
 
 
+@pytest.mark.shows("S18")
 def test_a_missing_sidecar_is_said_and_the_file_is_loaded(
     folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,6 +180,7 @@ def refuses(folder: RunFolder, text: str) -> None:
     assert names(folder.path) == before
 
 
+@pytest.mark.shows("H25", "R45", "S20")
 def test_a_later_format_is_an_error_with_its_remedy(folder: RunFolder) -> None:
     path = folder.path / "run_epoch_2_iter_4.pth"
     write_payload(path, {"schema": file_names.SCHEMA + 1, "renamed": 1})
@@ -185,6 +189,7 @@ def test_a_later_format_is_an_error_with_its_remedy(folder: RunFolder) -> None:
     refuses(folder, "Install the version")
 
 
+@pytest.mark.shows("H25")
 def test_a_checkpoint_without_a_required_key_is_an_error(folder: RunFolder) -> None:
     payload = make_payload(2, 4)
     del payload["cursor"]
@@ -192,6 +197,7 @@ def test_a_checkpoint_without_a_required_key_is_an_error(folder: RunFolder) -> N
     refuses(folder, "lacks 'cursor'")
 
 
+@pytest.mark.shows("S20")
 @pytest.mark.parametrize(
     "payload",
     [[1, 2], {"weight": torch.zeros(2)}, {"schema": 1}, {"schema": 1, "training_state": 3}],
@@ -219,6 +225,7 @@ def old_files() -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.shows("H27", "R45", "S20")
 @pytest.mark.parametrize("version", ["0.1", "0.3", "1.1"])
 def test_a_file_of_helios_ml_is_an_error_that_names_the_migrator(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, version: str
@@ -236,6 +243,7 @@ class Own:
     pass
 
 
+@pytest.mark.shows("S21")
 def test_a_type_that_is_not_allowed_is_an_error_with_its_remedy(folder: RunFolder) -> None:
     save_payload(
         folder,
@@ -260,6 +268,7 @@ def test_a_malicious_checkpoint_executes_nothing(folder: RunFolder) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.shows("S20")
 def test_a_sound_file_that_cannot_be_read_here_is_not_called_damaged(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +279,7 @@ def test_a_sound_file_that_cannot_be_read_here_is_not_called_damaged(
     refuses(folder, r"unknown dtype float2.*Nothing was renamed")
 
 
+@pytest.mark.shows("S20")
 @pytest.mark.parametrize("digest", [True, False])
 def test_too_little_memory_is_not_called_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: bool
@@ -287,6 +297,7 @@ def test_too_little_memory_is_not_called_damage(
     assert names(tmp_path) == before
 
 
+@pytest.mark.shows("S20")
 def test_a_disk_that_fails_is_not_called_damage(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +313,7 @@ def test_a_disk_that_fails_is_not_called_damage(
     assert names(folder.path) == before
 
 
+@pytest.mark.shows("S18")
 def test_files_of_other_names_are_never_touched(folder: RunFolder) -> None:
     others = ["best.pth", "best.json", "weights.pth.tmp", "notes.damaged"]
     for name in others:
@@ -312,6 +324,7 @@ def test_files_of_other_names_are_never_touched(folder: RunFolder) -> None:
     assert all((folder.path / name).read_text() == "not ours" for name in others)
 
 
+@pytest.mark.shows("S18")
 def test_a_migrated_file_may_carry_its_older_name(folder: RunFolder) -> None:
     path = folder.path / "run_epoch_2_iter_400.pth"
     write_payload(path, make_payload(2, 4), make_sidecar(2, 4, is_migrated=True))

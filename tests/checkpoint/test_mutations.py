@@ -206,6 +206,7 @@ def judge(mutants: Mutants, broken: str, caplog: pytest.LogCaptureFixture) -> li
     return ends
 
 
+@pytest.mark.shows("S38")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_digest", [True, False], ids=["digest", "no digest"])
 @pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.full)])

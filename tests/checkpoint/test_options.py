@@ -13,12 +13,14 @@ from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.errors import ArgumentError, UsageError
 
 
+@pytest.mark.shows("S1")
 def test_by_default_everything_stays_and_is_verified_and_written_aside() -> None:
     options = CheckpointStore()
     assert (options.is_async, options.digest, options.on_save_error) == (True, True, "continue")
     assert options.keeps_all
 
 
+@pytest.mark.shows("S5")
 @pytest.mark.parametrize(
     "rule", [{"keep_last": 1}, {"keep_every": 2}, {"keep_best": KeepBest(3, "accuracy", "min")}]
 )
@@ -26,12 +28,14 @@ def test_any_rule_lets_something_go(rule: dict[str, Any]) -> None:
     assert not CheckpointStore(**rule).keeps_all
 
 
+@pytest.mark.shows("S5")
 def test_options_are_frozen_and_public() -> None:
     assert (helios.CheckpointStore, helios.KeepBest) == (CheckpointStore, KeepBest)
     with pytest.raises(dataclasses.FrozenInstanceError):
         CheckpointStore().digest = False  # type: ignore[misc]
 
 
+@pytest.mark.shows("S5")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -48,6 +52,7 @@ def test_a_bad_value_of_the_store_is_named(name: str, value: Any) -> None:
         CheckpointStore(**{name: value})
 
 
+@pytest.mark.shows("S5")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -62,6 +67,7 @@ def test_a_bad_value_of_the_best_is_named(name: str, value: Any) -> None:
         KeepBest(**{**good, name: value})
 
 
+@pytest.mark.shows("U28")
 def test_the_score_of_the_best_must_be_computed() -> None:
     KeepBest(1, "loss").check_scores({"loss": math.nan, "other": 1.0})
     for scores, found in (({"acc": 0.5, "a": 1.0}, r"\['a', 'acc'\]"), ({}, "none")):

@@ -124,6 +124,7 @@ class Run:
         self.replicas = team or Team()
 
 
+@pytest.mark.shows("S48")
 def test_what_was_captured_is_applied() -> None:
     run, fresh = Run(), Run()
     record = capture(run)
@@ -156,6 +157,7 @@ def test_what_fits_no_resume_on_one_process_is_an_error_on_all() -> None:
         capture(Run(Team(lambda _: said, num_replicas=2)))
 
 
+@pytest.mark.shows("S44")
 def test_what_is_missing_is_joined_over_owners_and_processes() -> None:
     said = ({"data: Own": "of rank 1", "net.late": "late"}, {}, ["claimed by Other"])
     record = capture(Run(Team(lambda _: said, num_replicas=2)))
@@ -175,6 +177,7 @@ def test_a_model_with_a_state_of_its_own_may_have_a_key_of_that_name() -> None:
     assert "net.hook" not in capture(run).missing
 
 
+@pytest.mark.shows("S58")
 def test_what_an_owner_holds_on_one_process_goes_back_to_that_process() -> None:
     def other(value: Any) -> Any:
         if isinstance(value, dict) and "owners" in value:
@@ -198,6 +201,7 @@ def test_nobody_lacks_anything_by_default() -> None:
     assert (record.missing, record.owners) == ({}, {})
 
 
+@pytest.mark.shows("S48")
 def test_what_was_trained_is_given_to_inference() -> None:
     run, fresh = Run(), Run()
     trained = capture_trained(run.model, run.plugin_states, run.owner_states, Team())
@@ -210,6 +214,7 @@ def test_what_was_trained_is_given_to_inference() -> None:
     assert fresh.engine.loaded is None
 
 
+@pytest.mark.shows("S48")
 def test_a_file_that_says_little_gets_defaults() -> None:
     record = Record.from_payload(LEAST)
     assert record.place == (2, 7)
@@ -238,6 +243,7 @@ def test_what_hooks_add_is_kept_and_shown_to_them_again() -> None:
     assert record.to_payload()["mine"] == record.snapshot()["mine"] == 3
 
 
+@pytest.mark.shows("S48")
 @pytest.mark.parametrize("key", LEAST)
 def test_a_key_that_a_hook_removes_is_named(key: str) -> None:
     rest = {name: value for name, value in LEAST.items() if name != key}
@@ -245,6 +251,7 @@ def test_a_key_that_a_hook_removes_is_named(key: str) -> None:
         Record.from_payload(rest)
 
 
+@pytest.mark.shows("S48")
 def test_a_sidecar_is_a_projection_of_the_record() -> None:
     record = dataclasses.replace(
         Record(**LEAST),

@@ -38,6 +38,7 @@ def kept(entries: list[Entry], options: CheckpointStore, *protected: Path) -> li
     return [entry.iteration for entry in sorted(entries) if entry not in gone]
 
 
+@pytest.mark.shows("S9")
 @pytest.mark.parametrize(
     ("keep_last", "deleted"),
     [
@@ -55,11 +56,13 @@ def test_the_newest_by_epoch_and_iteration_stay(
     assert numbers(plan(shuffled, CheckpointStore(keep_last=keep_last))) == deleted
 
 
+@pytest.mark.shows("S10")
 def test_the_one_resumed_from_stays_and_does_not_push_out_another() -> None:
     options = CheckpointStore(keep_last=2)
     assert numbers(plan(ENTRIES, options, {ENTRIES[0].path})) == [(1, 10), (2, 11)]
 
 
+@pytest.mark.shows("S10")
 def test_the_last_one_is_never_deleted() -> None:
     for rule in ({"keep_last": 1}, {"keep_every": 7}, {"keep_best": BEST}):
         assert plan(ENTRIES[:1], CheckpointStore(**rule)) == []  # type: ignore[arg-type]
@@ -70,12 +73,14 @@ def test_nothing_there_is_nothing_to_delete() -> None:
     assert plan([], CheckpointStore(keep_last=1, keep_every=2, keep_best=BEST)) == []
 
 
+@pytest.mark.shows("S9")
 def test_every_nth_completed_unit_stays_and_what_lies_in_mid_epoch_goes() -> None:
     entries = [known(10, 1), known(15), known(20, 2), known(30, 3), known(40, 4), known(45)]
     assert kept(entries, CheckpointStore(keep_every=2)) == [20, 40, 45]
     assert kept(entries, CheckpointStore(keep_every=3)) == [30, 45]
 
 
+@pytest.mark.shows("S9")
 def test_the_best_stay_by_the_mode() -> None:
     scores = [0.3, 0.9, 0.1, 0.5, 0.7, 0.4]
     entries = [known(number, accuracy=score) for number, score in enumerate(scores)]
@@ -84,6 +89,7 @@ def test_the_best_stay_by_the_mode() -> None:
     assert kept(entries, lowest) == [0, 2, 5]
 
 
+@pytest.mark.shows("U13", "U25")
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_of_equal_scores_the_earlier_stays(mode: str) -> None:
     entries = [known(number, loss=0.5) for number in range(6)]
@@ -91,6 +97,7 @@ def test_of_equal_scores_the_earlier_stays(mode: str) -> None:
     assert kept(entries, best) == [0, 1, 5], "the newest stays in any case"
 
 
+@pytest.mark.shows("U25")
 def test_a_score_that_equals_the_best_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +113,7 @@ def test_a_score_that_equals_the_best_is_logged(
     ]
 
 
+@pytest.mark.shows("U13")
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_nan_and_a_missing_score_are_never_best(mode: str) -> None:
     entries = [
@@ -125,12 +133,14 @@ def test_infinite_scores_have_their_place() -> None:
     assert kept(entries, CheckpointStore(keep_best=KeepBest(1, "loss", "min"))) == [2, 4]
 
 
+@pytest.mark.shows("S9")
 def test_one_rule_that_keeps_it_is_enough() -> None:
     entries = [known(number, number, accuracy=-number) for number in range(1, 11)]
     options = CheckpointStore(keep_last=2, keep_every=4, keep_best=BEST)
     assert kept(entries, options, entries[5].path) == [1, 2, 4, 6, 8, 9, 10]
 
 
+@pytest.mark.shows("S10")
 def test_what_cannot_be_judged_stays_unless_names_decide_alone() -> None:
     entries = [*make((1, 1), (1, 2)), known(3, 3), known(4, 4), known(5, 5)]
     assert kept(entries, CheckpointStore(keep_every=4)) == [1, 2, 4, 5]
@@ -138,6 +148,7 @@ def test_what_cannot_be_judged_stays_unless_names_decide_alone() -> None:
     assert kept(entries, CheckpointStore(keep_last=2)) == [4, 5]
 
 
+@pytest.mark.shows("S10")
 def test_the_newest_that_is_known_stays_beside_a_newer_one_that_is_not() -> None:
     entries = [known(1, 1), known(2, 3), *make((1, 3))]
     assert kept(entries, CheckpointStore(keep_every=2)) == [2, 3]
@@ -163,6 +174,7 @@ def draw_rules(rng: random.Random) -> dict[str, Any]:
     return {name: rule for name, rule in rules.items() if rng.random() < 0.6}
 
 
+@pytest.mark.shows("S9", "U13")
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_the_rules_enough_stays(seed: int) -> None:
     rng = random.Random(seed)
@@ -207,6 +219,7 @@ def iterations(folder: RunFolder) -> list[int]:
     return [entry.iteration for entry in folder.entries()]
 
 
+@pytest.mark.shows("U13")
 def test_a_folder_keeps_what_the_sidecars_say(tmp_path: Path) -> None:
     options = CheckpointStore(keep_every=4, keep_best=KeepBest(1, "score"))
     folder = RunFolder(tmp_path, options)
@@ -220,6 +233,7 @@ def test_a_folder_keeps_what_the_sidecars_say(tmp_path: Path) -> None:
     assert iterations(again) == [4, 7]
 
 
+@pytest.mark.shows("U13")
 def test_a_damaged_and_a_missing_sidecar_keep_their_checkpoints(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     paths = [save_scored(folder, iteration, count=iteration) for iteration in (1, 3, 5)]
@@ -236,6 +250,7 @@ def test_a_migrated_checkpoint_is_not_judged_but_may_be_best(tmp_path: Path) -> 
     assert (entry.is_known, entry.metrics) == (False, {"score": 2.0})
 
 
+@pytest.mark.shows("S10")
 def test_a_checkpoint_that_was_resumed_from_stays_however_its_path_is_spelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def load_model(path: Path) -> dict[str, Any]:
     return model
 
 
+@pytest.mark.shows("S1", "U21")
 def test_the_file_holds_what_was_there_at_the_call(make: Callable[..., Saver], gate: Gate) -> None:
     saver = make()
     live, history, array = torch.ones(1000), [1, 2], torch.arange(3).numpy()
@@ -110,6 +111,7 @@ def test_the_file_holds_what_was_there_at_the_call(make: Callable[..., Saver], g
     assert model["view"].untyped_storage().data_ptr() == model["live"].untyped_storage().data_ptr()
 
 
+@pytest.mark.shows("S4")
 def test_without_a_thread_the_file_is_there_when_the_call_returns(
     make: Callable[..., Saver],
 ) -> None:
@@ -118,6 +120,7 @@ def test_without_a_thread_the_file_is_there_when_the_call_returns(
     assert saver.newest is not None
 
 
+@pytest.mark.shows("S2")
 def test_a_save_in_flight_counts_as_saved_and_the_next_one_waits_for_it(
     make: Callable[..., Saver], gate: Gate
 ) -> None:
@@ -137,6 +140,7 @@ def test_a_save_in_flight_counts_as_saved_and_the_next_one_waits_for_it(
     assert saver.has(1, 2)
 
 
+@pytest.mark.shows("S4")
 def test_objects_that_nobody_can_copy_are_written_before_the_call_returns(
     make: Callable[..., Saver], gate: Gate
 ) -> None:
@@ -159,6 +163,7 @@ class Half:
         self.value = value
 
 
+@pytest.mark.shows("S7")
 def test_what_cannot_be_loaded_again_is_refused_at_the_call(make: Callable[..., Saver]) -> None:
     saver = make()
     with pytest.raises(StateError, match=r"model\.odd"):
@@ -166,6 +171,7 @@ def test_what_cannot_be_loaded_again_is_refused_at_the_call(make: Callable[..., 
     saver.finish()
 
 
+@pytest.mark.shows("S6", "U17")
 def test_a_disk_that_refuses_a_save_is_told_of_and_the_next_save_heals_it(
     make: Callable[..., Saver], disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,6 +194,7 @@ def test_a_disk_that_refuses_a_save_is_told_of_and_the_next_save_heals_it(
     assert saver.newest == third
 
 
+@pytest.mark.shows("S6")
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_refused_last_save_is_raised_at_the_end(
     is_async: bool, make: Callable[..., Saver], disk: Disk
@@ -201,6 +208,7 @@ def test_a_refused_last_save_is_raised_at_the_end(
     assert caught.value.__cause__ is disk.error
 
 
+@pytest.mark.shows("S6")
 def test_a_sidecar_is_not_left_behind_by_a_rename_that_fails(
     make: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +226,7 @@ def test_a_sidecar_is_not_left_behind_by_a_rename_that_fails(
     assert names(path.parent) == []
 
 
+@pytest.mark.shows("S7")
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -239,6 +248,7 @@ def test_other_failures_wait_for_the_next_safe_point_to_be_raised(
             act()
 
 
+@pytest.mark.shows("S3", "S40")
 def test_the_memory_of_the_copies_is_one_state_and_given_back(
     make: Callable[..., Saver],
 ) -> None:
@@ -264,6 +274,7 @@ def test_a_failure_of_torch_while_it_writes_is_named(
         save(saver, 1)
 
 
+@pytest.mark.shows("S4")
 def test_without_memory_for_a_copy_saves_wait_for_the_disk(
     make: Callable[..., Saver], caplog: pytest.LogCaptureFixture, gate: Gate
 ) -> None:

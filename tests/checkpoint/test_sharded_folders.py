@@ -59,6 +59,7 @@ def files_of(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
 
 
+@pytest.mark.shows("P92")
 def test_each_rank_has_a_file_beside_the_record_and_the_index(folder: RunFolder) -> None:
     path = save_sharded(folder, 1, 4)
     assert names(folder.path) == ["run_epoch_1_iter_4.ckpt", "run_epoch_1_iter_4.json"]
@@ -66,6 +67,7 @@ def test_each_rank_has_a_file_beside_the_record_and_the_index(folder: RunFolder)
     assert files_of(path) == [INDEX_NAME, *ranks, RECORD_NAME]
 
 
+@pytest.mark.shows("P92")
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_standard_reader_opens_the_file_of_each_rank(folder: RunFolder, num_ranks: int) -> None:
     path = save_sharded(folder, 1, 4, num_ranks)
@@ -76,6 +78,7 @@ def test_a_standard_reader_opens_the_file_of_each_rank(folder: RunFolder, num_ra
         assert torch.cat(rows).equal(tensor_of(name, 4))
 
 
+@pytest.mark.shows("P93")
 def test_any_process_reads_its_rows_and_one_alone_reads_all(folder: RunFolder) -> None:
     path = save_sharded(folder, 1, 4, 3)
     assert is_whole(loading.load(path).payload, 4)
@@ -95,6 +98,7 @@ def test_any_process_reads_its_rows_and_one_alone_reads_all(folder: RunFolder) -
             assert average.equal(tensor_of("plugins.ema.weight", 4))
 
 
+@pytest.mark.shows("P93")
 def test_a_process_reads_no_more_than_its_rows(folder: RunFolder) -> None:
     path = save_sharded(folder, 1, 4, 3)
     damage_rows(path, NETWORK[3], 2)
@@ -116,6 +120,7 @@ def damage(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.shows("P96")
 @pytest.mark.parametrize("is_by_rows", [False, True])
 def test_one_flipped_bit_anywhere_is_named(folder: RunFolder, is_by_rows: bool) -> None:
     path = save_sharded(folder, 1, 4, 3)
@@ -142,6 +147,7 @@ def error_of(path: Path, share: RowShare | None) -> str:
     return ""
 
 
+@pytest.mark.shows("P93")
 def test_a_block_that_is_not_the_own_is_verified_when_it_is_read(folder: RunFolder) -> None:
     path = save_sharded(folder, 1, 4, 3)
     net = loading.load(path, share=RowShare(0, 3)).payload["model"]["objects"]["net"]
@@ -151,6 +157,7 @@ def test_a_block_that_is_not_the_own_is_verified_when_it_is_read(folder: RunFold
         read_deferred(net["large"])
 
 
+@pytest.mark.shows("P96")
 @pytest.mark.parametrize("name", [INDEX_NAME, RECORD_NAME, "rank-00001-of-00003.safetensors"])
 @pytest.mark.parametrize("kind", ["truncated", "missing", "empty"])
 def test_what_is_cut_off_or_gone_is_named(folder: RunFolder, name: str, kind: str) -> None:
@@ -173,6 +180,7 @@ class Bomb:
         return os.mkdir, (str(self.mark),)
 
 
+@pytest.mark.shows("P96")
 @pytest.mark.parametrize(
     "name", [RECORD_NAME, INDEX_NAME, "rank-00001-of-00003.safetensors", ".metadata", "x.pth"]
 )
@@ -193,6 +201,7 @@ def test_a_foreign_pickle_is_refused_by_name_and_not_executed(
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.shows("P96")
 def test_a_pickle_whose_digests_were_forged_is_not_executed(
     folder: RunFolder, tmp_path: Path
 ) -> None:
@@ -207,6 +216,7 @@ def test_a_pickle_whose_digests_were_forged_is_not_executed(
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.shows("P96")
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
@@ -242,6 +252,7 @@ def test_an_index_of_a_later_version_is_not_renamed(folder: RunFolder) -> None:
     assert path.exists()
 
 
+@pytest.mark.shows("P96")
 def test_a_damaged_folder_is_renamed_and_the_next_older_one_is_taken(folder: RunFolder) -> None:
     save(folder, 1, 2)
     save_sharded(folder, 1, 3)
@@ -260,6 +271,7 @@ def test_a_damaged_folder_is_renamed_and_the_next_older_one_is_taken(folder: Run
     ]
 
 
+@pytest.mark.shows("P96")
 def test_only_damaged_folders_are_no_silent_restart(folder: RunFolder) -> None:
     damage(save_sharded(folder, 1, 4) / RECORD_NAME, 99)
     with pytest.raises(DamagedCheckpointError):
@@ -268,6 +280,7 @@ def test_only_damaged_folders_are_no_silent_restart(folder: RunFolder) -> None:
         RunFolder(folder.path).load_newest()
 
 
+@pytest.mark.shows("P97")
 def test_retention_deletes_folders_of_both_forms(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, CheckpointStore(keep_last=2))
     save(folder, 1, 1)
@@ -280,6 +293,7 @@ def test_retention_deletes_folders_of_both_forms(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.shows("P97")
 def test_the_folder_is_moved_and_found_like_a_file(folder: RunFolder) -> None:
     path = save_sharded(folder, 1, 4)
     assert file_names.find_last_checkpoint(folder.path) == path
@@ -293,6 +307,7 @@ def test_the_folder_is_moved_and_found_like_a_file(folder: RunFolder) -> None:
     assert is_whole(loading.load(aside / path.name).payload, 4)
 
 
+@pytest.mark.shows("P97")
 def test_a_file_of_the_name_of_a_folder_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "run_epoch_1_iter_4.ckpt").write_bytes(b"of another trainer")
     (tmp_path / "run_epoch_1_iter_5.pth").mkdir()
@@ -312,6 +327,7 @@ def test_without_digests_sizes_and_the_container_are_compared(tmp_path: Path) ->
         loading.load(path)
 
 
+@pytest.mark.shows("P97")
 def test_a_vanishing_folder_is_called_gone(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +358,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded_commit, "_POLL_SECONDS", (0.0001, 0.0001))
 
 
+@pytest.mark.shows("P95")
 @pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize(("is_lost", "limit"), [(False, 60), (True, 5)])
 def test_rank_0_does_not_wait_for_ever(folder: RunFolder, is_lost: bool, limit: int) -> None:
@@ -356,6 +373,7 @@ def test_rank_0_does_not_wait_for_ever(folder: RunFolder, is_lost: bool, limit: 
     assert names(folder.path) == [kept.name, "run_epoch_1_iter_3.json"]
 
 
+@pytest.mark.shows("P95")
 @pytest.mark.usefixtures("short_pauses")
 def test_a_rank_that_goes_on_writing_is_waited_for(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
@@ -415,6 +433,7 @@ def test_a_rank_has_nothing_to_do_in_the_folder_after_its_note(
     assert is_whole(loading.load(other.plan.path).payload, 4)
 
 
+@pytest.mark.shows("P95")
 def test_a_part_that_cannot_be_written_costs_the_save_at_once(
     folder: RunFolder, full_disk: list[str]
 ) -> None:
@@ -429,6 +448,7 @@ def test_a_part_that_cannot_be_written_costs_the_save_at_once(
     assert names(folder.path) == []
 
 
+@pytest.mark.shows("P95")
 def test_rank_0_is_told_where_not_even_that_can_be_written(
     folder: RunFolder, full_disk: list[str]
 ) -> None:
@@ -458,6 +478,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     return refused
 
 
+@pytest.mark.shows("P94")
 def test_notes_of_an_earlier_save_to_the_same_path_do_not_count(folder: RunFolder) -> None:
     plan = make_plan(folder, 1, 4, 2)
     for part in make_parts(plan, 9)[1:]:
@@ -473,6 +494,7 @@ def test_notes_of_an_earlier_save_to_the_same_path_do_not_count(folder: RunFolde
     assert is_whole(loading.load(path).payload, 4)
 
 
+@pytest.mark.shows("P95")
 def test_processes_that_hold_different_tensors_commit_nothing(folder: RunFolder) -> None:
     own, other = make_parts(make_plan(folder, 1, 4, 2), 4)
     del own._rows[NETWORK[1]]
@@ -514,6 +536,7 @@ def lead_nowhere(*arguments: Any) -> None:
     raise MemoryError("no host memory")
 
 
+@pytest.mark.shows("P94")
 def test_leftovers_of_a_killed_save_are_removed(folder: RunFolder) -> None:
     for part in make_parts(make_plan(folder, 1, 4, 3), 4)[1:]:
         part.publish()
@@ -522,6 +545,7 @@ def test_leftovers_of_a_killed_save_are_removed(folder: RunFolder) -> None:
     assert names(folder.path) == []
 
 
+@pytest.mark.shows("P97")
 def test_tools_show_verify_compare_and_export_folders(folder: RunFolder, tmp_path: Path) -> None:
     path = save_sharded(folder, 1, 4)
     looks = {depth: examine(path, depth).checked for depth in Depth}

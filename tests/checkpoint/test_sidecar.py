@@ -51,6 +51,7 @@ def test_options_that_json_has_not_become_text() -> None:
     assert read(text).options == {"total_steps": "inf", "3": "{'x'}"}
 
 
+@pytest.mark.shows("S48")
 def test_a_sidecar_of_an_earlier_version_is_whole_and_its_new_fields_are_empty() -> None:
     path = golden_checkpoint.FOLDER / "schema_1" / "golden_epoch_2_iter_8.json"
     text = path.read_text("utf-8")
@@ -68,6 +69,7 @@ def test_what_a_later_version_added_is_kept_when_the_sidecar_is_written_again() 
     assert read(again.to_json()).extra == {"book": {"page": 3}}
 
 
+@pytest.mark.shows("S18")
 def test_every_flipped_bit_of_a_sidecar_is_seen() -> None:
     data = FULL.to_json().encode()
     for position in range(len(data)):

@@ -21,6 +21,7 @@ from tests.checkpoint.helpers import names, save
 UNSEEN_AT_A_GLANCE = ("a flipped bit", "swapped", "a sidecar of other replicas")
 
 
+@pytest.mark.shows("S27")
 @pytest.mark.parametrize("name", hostile.CASES)
 def test_a_file_is_called_what_loading_it_makes_of_it(name: str, tmp_path: Path) -> None:
     expected, make = hostile.CASES[name]
@@ -71,6 +72,7 @@ def test_a_file_that_is_gone_is_unreadable_and_not_damaged(tmp_path: Path) -> No
     assert "run_epoch_1_iter_1.pth" in found.reason
 
 
+@pytest.mark.shows("S17")
 @pytest.mark.parametrize("is_signed", [False, True])
 @pytest.mark.parametrize("name", hostile.MALICE)
 def test_nothing_in_a_file_is_executed(name: str, is_signed: bool, tmp_path: Path) -> None:
@@ -86,6 +88,7 @@ def test_nothing_in_a_file_is_executed(name: str, is_signed: bool, tmp_path: Pat
         assert "system" in found.reason or "eval" in found.reason or "exec" in found.reason
 
 
+@pytest.mark.shows("S21")
 def test_types_of_a_user_are_named_and_stand_in_the_tree(tmp_path: Path) -> None:
     path = hostile.write_malicious(
         tmp_path, "a user's class inside", tmp_path / "executed", is_signed=True
@@ -157,6 +160,7 @@ def test_a_newest_file_that_fit_refuses_is_where_it_stops(tmp_path: Path) -> Non
     assert (folder.start, folder.outcome) == (tmp_path / "run" / hostile.NAME, StartOutcome.REFUSES)
 
 
+@pytest.mark.shows("S19")
 def test_where_all_are_damaged_no_fresh_start_is_promised(tmp_path: Path) -> None:
     run = make_folder(tmp_path / "run")
     for entry in run.entries():
@@ -184,6 +188,7 @@ def test_runs_below_a_folder_are_found_and_so_is_what_was_moved_aside(tmp_path: 
     assert [folder.is_moved_aside for folder in found] == [False, True, False]
 
 
+@pytest.mark.shows("S27")
 def test_looking_changes_no_name(tmp_path: Path) -> None:
     run = make_folder(tmp_path / "run")
     damage(run.entries()[2].path)

@@ -62,6 +62,7 @@ def test_entries_are_sorted_by_epoch_and_iteration(folder: RunFolder) -> None:
     assert [(e.epoch, e.iteration) for e in folder.entries()] == [(2, 6), (2, 50), (10, 4)]
 
 
+@pytest.mark.shows("R41", "S18")
 def test_a_committed_pair_is_not_written_again_whatever_its_metadata(folder: RunFolder) -> None:
     path = save(folder, 1, 3)
     before = path.read_bytes()
@@ -98,6 +99,7 @@ def test_a_save_that_would_be_refused_later_is_refused_now(
     assert not folder.path.exists()
 
 
+@pytest.mark.shows("H18")
 def test_a_payload_without_a_required_key_is_refused(folder: RunFolder) -> None:
     payload = make_payload(1, 1)
     del payload["rng"]
@@ -105,6 +107,7 @@ def test_a_payload_without_a_required_key_is_refused(folder: RunFolder) -> None:
         save_payload(folder, payload, stem="run_epoch_1_iter_1", sidecar=make_sidecar(1, 1))
 
 
+@pytest.mark.shows("H28")
 def test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +137,7 @@ def test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk(
     ]
 
 
+@pytest.mark.shows("S6", "U17")
 @pytest.mark.parametrize("operation", ["create", "write", "fsync", "replace"])
 def test_a_save_that_fails_removes_its_partial_file_and_keeps_the_older_checkpoint(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, operation: str
@@ -164,6 +168,7 @@ def test_retention_deletes_file_and_sidecar_but_not_the_one_resumed_from(tmp_pat
     assert names(tmp_path) == sorted(f"{stem}{end}" for stem in stems for end in (".json", ".pth"))
 
 
+@pytest.mark.shows("S11")
 def test_the_file_goes_before_its_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path, CheckpointStore(keep_last=1))
     save(folder, 1, 1)
@@ -173,6 +178,7 @@ def test_the_file_goes_before_its_sidecar(tmp_path: Path, monkeypatch: pytest.Mo
     assert removed == [".pth", ".json"]
 
 
+@pytest.mark.shows("S11")
 def test_a_deletion_that_fails_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,6 +194,7 @@ def test_a_deletion_that_fails_is_a_warning(
     assert len(folder.entries()) == 2
 
 
+@pytest.mark.shows("S32")
 def test_the_end_of_a_run_is_noted_under_the_same_digest(folder: RunFolder) -> None:
     path = save(folder, 1, 1)
     before = folder.read_sidecar(path)
@@ -211,6 +218,7 @@ def test_the_end_of_a_run_cannot_be_noted_without_a_sidecar(
     assert names(folder.path) == [path.name]
 
 
+@pytest.mark.shows("U2")
 def test_cleaning_removes_what_a_kill_left_and_nothing_else(folder: RunFolder) -> None:
     path = save(folder, 1, 1)
     kept = {

@@ -232,6 +232,7 @@ OPENERS = (
 )
 
 
+@pytest.mark.shows("S17")
 @pytest.mark.parametrize(("packing", "evil"), CASES)
 def test_these_files_do_harm_where_they_are_opened_without_care(
     run_folder: Path, tmp_path: Path, packing: str, evil: str
@@ -250,6 +251,7 @@ def test_these_files_do_harm_where_they_are_opened_without_care(
     assert mark.exists()
 
 
+@pytest.mark.shows("H26", "S17")
 @pytest.mark.parametrize("is_forged", [False, True], ids=["without sidecar", "forged sidecar"])
 @pytest.mark.parametrize(("packing", "evil"), CASES)
 def test_a_malicious_checkpoint_executes_nothing_and_is_named(
@@ -290,6 +292,7 @@ def open_it(opener: Callable[[Path, Path], None], root: Path, path: Path) -> str
     return ""
 
 
+@pytest.mark.shows("S21")
 def test_a_type_that_is_allowed_by_name_allows_no_other(run_folder: Path, tmp_path: Path) -> None:
     root, mark = tmp_path / "root", tmp_path / "executed"
     shutil.copytree(run_folder, root)
@@ -310,6 +313,7 @@ SIZES = (
 )
 
 
+@pytest.mark.shows("S38")
 @pytest.mark.parametrize("maps", [False, True], ids=["read", "mapped"])
 @pytest.mark.parametrize("changes", SIZES, ids=str)
 def test_a_record_that_promises_gigabytes_takes_none(
@@ -380,6 +384,7 @@ def find_readers(text: str) -> list[tuple[str, ast.AST]]:
     return [(name, node) for name, node in found if name in READERS]
 
 
+@pytest.mark.shows("S17", "U10")
 def test_files_are_opened_by_weights_only_and_in_two_places() -> None:
     found: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -67,6 +67,7 @@ def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+@pytest.mark.shows("S29")
 @pytest.mark.parametrize("name", helps.help_texts())
 def test_the_help_is_that_of_the_golden_file(name: str) -> None:
     text = helps.help_texts()[name]
@@ -78,6 +79,7 @@ def test_no_golden_file_is_left_over() -> None:
     assert {path.name for path in helps.FOLDER.iterdir()} == set(helps.help_texts())
 
 
+@pytest.mark.shows("S27")
 def test_ls_lists_and_marks_where_a_start_goes_on(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +105,7 @@ def test_ls_reads_bytes_only_when_asked_to(root: Path, capsys: pytest.CaptureFix
     assert "damaged" in Ran(capsys, "ls", root, "--verify").out
 
 
+@pytest.mark.shows("S29")
 def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunFolder(root / "run")
     run.move_aside("2026")
@@ -151,6 +154,7 @@ def test_ls_of_many_old_files_gives_the_remedy_a_few_times_only(
     assert "3 more are unmigrated." in ran.out
 
 
+@pytest.mark.shows("S27")
 def test_verify_says_good_or_why_not_and_its_code_too(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +218,7 @@ def test_migrate_is_the_migrator(root: Path, capsys: pytest.CaptureFixture[str])
     assert ran.err.startswith("helios migrate: ROOT must be")
 
 
+@pytest.mark.shows("S27")
 def test_inspect_shows_sidecar_counters_and_tensors(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +231,7 @@ def test_inspect_shows_sidecar_counters_and_tensors(
     assert "weight" not in Ran(capsys, "inspect", newest(root), "--depth", "1").out
 
 
+@pytest.mark.shows("S29")
 def test_inspect_in_json_has_every_tensor(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran(capsys, "inspect", newest(root), "--json", "--depth", "1")
     assert ran.code == 0
@@ -243,6 +249,7 @@ def test_inspect_in_json_has_every_tensor(root: Path, capsys: pytest.CaptureFixt
     assert (document["num_tensors"], document["num_bytes"]) == (2, 216)
 
 
+@pytest.mark.shows("S27", "P100")
 @pytest.mark.parametrize("name", hostile.CASES)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_kind_of_file_ends_in_a_code_and_a_message_with_its_name(
@@ -264,6 +271,7 @@ def test_every_kind_of_file_ends_in_a_code_and_a_message_with_its_name(
         assert len(set(path.parent.iterdir()) - before) == (state == "good")
 
 
+@pytest.mark.shows("S17", "P100")
 @pytest.mark.parametrize("is_signed", [False, True])
 @pytest.mark.parametrize("name", hostile.MALICE)
 def test_no_command_executes_anything_in_a_file(
@@ -298,6 +306,7 @@ def test_export_writes_beside_the_checkpoint_and_says_where_from(
     assert len(file_names.find_checkpoints(newest(root).parent)) == 3
 
 
+@pytest.mark.shows("P98")
 def test_export_to_huggingface_copies_the_config_and_says_where_one_is_missing(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,6 +368,7 @@ def test_export_does_not_write_over_a_file_without_force(
     assert list(torch.load(target, weights_only=True)) == ["weight"]
 
 
+@pytest.mark.shows("S28")
 def test_export_of_a_damaged_file_writes_nothing(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,6 +398,7 @@ WRONG = {
 }
 
 
+@pytest.mark.shows("S29")
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_usage_is_told_on_stderr_with_code_2(
     name: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -512,6 +523,7 @@ def test_a_reader_that_goes_away_is_no_error(wide: Path) -> None:
     process.stderr.close()
 
 
+@pytest.mark.shows("S29")
 def test_the_module_is_the_command(root: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "helios", "verify", str(root), "--json"],

@@ -14,6 +14,7 @@ from helios.doctor.diagnosis import Diagnosis, Severity
 from helios.ledger.manifest.environment import describe_switches
 
 
+@pytest.mark.shows("P74")
 def test_the_facts_are_those_of_a_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -26,6 +27,7 @@ def test_the_facts_are_those_of_a_manifest(
     assert all(each["remedy"] for each in found["findings"])
 
 
+@pytest.mark.shows("P74")
 @pytest.mark.parametrize("severity", Severity)
 def test_the_exit_code_is_that_of_the_worst_finding(
     severity: Severity,
@@ -48,6 +50,7 @@ def test_the_exit_code_is_that_of_the_worst_finding(
     ]
 
 
+@pytest.mark.shows("P74")
 def test_without_pytorch_the_command_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

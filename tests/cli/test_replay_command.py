@@ -130,6 +130,7 @@ class Ran:
         return json.loads(self.out)
 
 
+@pytest.mark.shows("P59")
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -151,6 +152,7 @@ def test_an_equal_part_exits_with_0(
     assert begin.startswith(f"replayed from {expected}")
 
 
+@pytest.mark.shows("P59")
 def test_a_difference_exits_with_1_and_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +190,7 @@ def test_a_script_ends_with_its_first_fit(folder: Path, capsys: pytest.CaptureFi
     assert Path(ran.json["ledger"]).parent.name == "two"
 
 
+@pytest.mark.shows("P59")
 @pytest.mark.parametrize(
     ("words", "rest", "message"),
     [
@@ -288,6 +291,7 @@ def test_a_script_that_is_missing_is_wrong_usage(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.shows("P59")
 @pytest.mark.parametrize(
     "words", [[], pytest.param(["--nproc", "2"], marks=pytest.mark.full)], ids=str
 )
@@ -316,6 +320,7 @@ def test_a_module_is_repeated_as_python_runs_it(
         del sys.modules[name]
 
 
+@pytest.mark.shows("P34")
 def test_a_run_of_one_process_is_repeated_on_two(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

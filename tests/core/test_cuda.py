@@ -18,6 +18,7 @@ def benchmark_mode() -> Iterator[None]:
     torch.backends.cudnn.benchmark = found
 
 
+@pytest.mark.shows("H50", "C4")
 @pytest.mark.usefixtures("benchmark_mode")
 def test_benchmark_mode_is_off_inside_and_restored_after_an_error_too() -> None:
     with cuda.DisableCuDNNBenchmarkContext():

@@ -16,6 +16,7 @@ from helios.errors import MovedModuleError
 DOCS = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 
+@pytest.mark.shows("S71")
 @pytest.mark.parametrize("name", REPLACEMENTS)
 def test_an_import_of_a_module_that_is_gone_says_what_replaces_it(name: str) -> None:
     parent, _, last = name.rpartition(".")
@@ -35,6 +36,7 @@ def test_an_import_of_a_module_that_is_gone_says_what_replaces_it(name: str) -> 
     assert f"`{name}`" in DOCS.read_text("utf-8")
 
 
+@pytest.mark.shows("S71")
 def test_what_replaces_modules_is_there() -> None:
     from helios.core import logging
     from helios.core.registry import Registry
@@ -43,6 +45,7 @@ def test_what_replaces_modules_is_there() -> None:
     assert all((logging, Registry, EMA, Metrics))
 
 
+@pytest.mark.shows("S71")
 def test_other_modules_that_are_not_there_fail_as_ever() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'helios\.nothing'") as caught:
         importlib.import_module("helios.nothing")

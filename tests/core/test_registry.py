@@ -17,6 +17,7 @@ FOUND = Registry("found")
 class Thing: ...
 
 
+@pytest.mark.shows("H62")
 def test_a_registered_object_is_returned_and_found_by_its_name() -> None:
     registry = Registry("thing")
     assert registry.register(Thing) is Thing

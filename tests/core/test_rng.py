@@ -41,6 +41,7 @@ def draw_halves() -> tuple[float, float, int]:
     return random.gauss(0.0, 1.0), torch.randn(1).item(), int(number)
 
 
+@pytest.mark.shows("H1")
 def test_the_default_seed_is_the_historical_one() -> None:
     """H1."""
     assert rng.get_default_seed() == 6691
@@ -50,6 +51,7 @@ def test_the_default_seed_is_the_historical_one() -> None:
     assert draw() == by_default
 
 
+@pytest.mark.shows("H1")
 def test_an_explicit_seed_wins_also_when_it_is_zero() -> None:
     """H1."""
     rng.seed_rngs(0)
@@ -59,6 +61,7 @@ def test_an_explicit_seed_wins_also_when_it_is_zero() -> None:
     assert rng.DefaultNumpyRNG(0).state_dict() != rng.DefaultNumpyRNG().state_dict()
 
 
+@pytest.mark.shows("H2")
 def test_seeding_covers_torch_random_and_the_package() -> None:
     """H2."""
     rng.seed_rngs(3)
@@ -91,6 +94,7 @@ def test_a_training_can_be_seeded_by_any_64_bits() -> None:
         assert draw() == first
 
 
+@pytest.mark.shows("H3")
 @pytest.mark.parametrize(
     "act",
     [
@@ -130,6 +134,7 @@ def test_a_draw_from_the_legacy_generator_of_numpy_shows_in_its_digest() -> None
     assert len(set(digests)) == len(digests)
 
 
+@pytest.mark.shows("H4")
 def test_the_default_generator_is_asked_for_only_after_it_was_made() -> None:
     """H4."""
     with pytest.raises(UsageError, match=r"does not exist yet.*rng\.seed_rngs"):
@@ -140,6 +145,7 @@ def test_the_default_generator_is_asked_for_only_after_it_was_made() -> None:
     assert generator.random() == np.random.default_rng(2).random()
 
 
+@pytest.mark.shows("H4")
 def test_the_state_of_a_numpy_generator_round_trips() -> None:
     """H4, in the middle of a 64-bit number too."""
     first = rng.DefaultNumpyRNG(7)
@@ -352,6 +358,7 @@ def test_the_state_has_the_historical_keys() -> None:
     assert set(rng.get_rng_state_dict()) == names
 
 
+@pytest.mark.shows("H6", "U10")
 def test_the_state_passes_through_a_safe_load() -> None:
     """H6, H7: plain types and tensors only, integers of 128 bits included."""
     rng.seed_rngs(1)

@@ -58,6 +58,7 @@ def pass_time(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
+@pytest.mark.shows("S15")
 def test_signals_are_noted_and_what_was_found_is_there_again(found: Callable[..., Any]) -> None:
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
@@ -77,6 +78,7 @@ def test_signals_are_noted_and_what_was_found_is_there_again(found: Callable[...
     assert not noted_signals()
 
 
+@pytest.mark.shows("S15")
 def test_everything_is_restored_after_an_error_too(found: Callable[..., Any]) -> None:
     with pytest.raises(LookupError), SignalReceiver([signal.SIGTERM]).installed():
         raise LookupError
@@ -114,6 +116,7 @@ def stay_and_end() -> None:
     send(signal.SIGTERM)
 
 
+@pytest.mark.shows("P83")
 def test_a_process_that_is_to_exit_by_itself_is_ended_by_no_signal() -> None:
     process = FORK.Process(target=stay_and_end)
     process.start()
@@ -128,6 +131,7 @@ def test_a_handler_of_the_user_is_restored_in_such_a_process_too(found: Callable
     assert signal.getsignal(signal.SIGTERM) is found
 
 
+@pytest.mark.shows("S14")
 def test_a_second_interrupt_is_obeyed_and_an_echo_of_the_first_is_not() -> None:
     receiver = SignalReceiver([signal.SIGINT])
     with receiver.installed():
@@ -155,6 +159,7 @@ def test_other_signals_may_come_again_and_before_an_interrupt() -> None:
         assert receiver.take() == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 
+@pytest.mark.shows("S14")
 def test_it_gives_up_after_the_grace_and_says_on_what() -> None:
     given_up, names = threading.Event(), []
 
@@ -228,6 +233,7 @@ class Stuck(Sender):
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
+@pytest.mark.shows("S15")
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_loader_workers_ignore_what_the_training_notes(method: str) -> None:
     receiver = SignalReceiver(NUMBERS)

@@ -48,6 +48,7 @@ def fit(model: helios.Model, **options: Any) -> BaseException:
     return caught.value
 
 
+@pytest.mark.shows("U29")
 def test_one_frame_of_helios_is_shown_and_the_users_comes_last() -> None:
     error = fit(Failing(ValueError("bad batch")))
     assert frames_of(error) == ["fit", "run", "train_step"]
@@ -55,6 +56,7 @@ def test_one_frame_of_helios_is_shown_and_the_users_comes_last() -> None:
     assert fit(Failing(KeyboardInterrupt())).__class__ is KeyboardInterrupt
 
 
+@pytest.mark.shows("U29")
 def test_an_error_of_helios_ends_at_the_users_call() -> None:
     assert isinstance(error := fit(Refused("line")), UsageError)
     assert frames_of(error) == ["fit", "run", "train_step"]
@@ -63,6 +65,7 @@ def test_an_error_of_helios_ends_at_the_users_call() -> None:
     assert frames_of(without) == ["fit", "run"]
 
 
+@pytest.mark.shows("U29")
 def test_another_error_inside_of_helios_shows_where_it_was_raised() -> None:
     inside: dict[str, Any] = {"__name__": "helios.somewhere"}
     exec("def inner():\n    raise KeyError('x')\ndef outer():\n    inner()\n", inside)
@@ -76,6 +79,7 @@ def test_another_error_inside_of_helios_shows_where_it_was_raised() -> None:
     assert frames_of(caught.value)[1:] == ["run", "call", "inner"]
 
 
+@pytest.mark.shows("U29")
 def test_types_causes_and_contexts_stay() -> None:
     cause = KeyError("first")
     error = fit(Failing(LookupError("second"), cause))
@@ -102,6 +106,7 @@ def test_a_cycle_of_causes_ends() -> None:
     fold_traceback(first)
 
 
+@pytest.mark.shows("U29")
 def test_a_variable_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELIOS_FULL_TRACEBACK", "1")
     names = frames_of(fit(Failing(ValueError("bad batch"))))
@@ -110,6 +115,7 @@ def test_a_variable_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(frames_of(fit(Failing(ValueError("bad batch"))))) == 3
 
 
+@pytest.mark.shows("U29")
 def test_the_screen_shows_an_error_once_and_the_log_file_all_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -43,6 +43,7 @@ def test_the_folder_is_changed_and_restored_also_after_an_error(tmp_path: Path) 
     assert Path.cwd() == start
 
 
+@pytest.mark.shows("H62")
 def test_the_timer_averages_its_newest_records() -> None:
     times = iter([0.0, 1.0, 3.0, 6.0, 10.0])
     timer = core.AverageTimer(sliding_window=2, clock=lambda: next(times))

@@ -24,6 +24,7 @@ def test_a_module_without_wrappers_keeps_its_names() -> None:
     assert BareNames(network).of("module.weight") == "module.weight"
 
 
+@pytest.mark.shows("E33", "U12")
 @pytest.mark.parametrize("wrap", [compiled, DataParallel, lambda m: compiled(DataParallel(m))])
 def test_wrappers_leave_no_part_in_a_name(wrap: type) -> None:
     inner = nn.Sequential(OrderedDict(module=nn.Linear(1, 1), norm=nn.BatchNorm1d(1)))

@@ -202,6 +202,7 @@ def test_a_stream_with_state_behind_workers_cannot_resume() -> None:
     source.close()
 
 
+@pytest.mark.shows("S65")
 def test_what_cannot_resume_says_what_would() -> None:
     assert open_foreign(Rewinding()).remedy == ""
     listed = open_foreign([torch.zeros(1)])

@@ -47,6 +47,7 @@ class Unsized(Dataset):
         return index
 
 
+@pytest.mark.shows("H16")
 def test_the_options_have_the_historical_names_and_defaults() -> None:
     # H16.
     historical = {
@@ -67,6 +68,7 @@ def test_the_options_have_the_historical_names_and_defaults() -> None:
     assert DataLoaderParams.from_dict(table) == DataLoaderParams()
 
 
+@pytest.mark.shows("H16")
 def test_a_table_gives_options_without_unknown_keys_and_sampler(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -108,6 +110,7 @@ def test_an_option_that_breaks_its_rule_is_refused(options: dict[str, Any], mess
         create_dataloader(Indices(3), **options)
 
 
+@pytest.mark.shows("H10")
 @pytest.mark.parametrize("sampler", [torch.utils.data.RandomSampler(range(3)), [2, 1], 7])
 def test_a_sampler_of_another_kind_is_a_type_error(sampler: Any) -> None:
     # H10.
@@ -117,6 +120,7 @@ def test_a_sampler_of_another_kind_is_a_type_error(sampler: Any) -> None:
         create_dataloader(Indices(3), sampler=sampler)
 
 
+@pytest.mark.shows("H9")
 def test_the_sampler_is_chosen_by_distribution_and_shuffle() -> None:
     # H9.
     loader, random_order = create_dataloader(Indices(9), 5, 4, True)
@@ -206,6 +210,7 @@ def test_options_without_effect_are_said(caplog: pytest.LogCaptureFixture) -> No
     assert "shuffle=True) has no effect together with a sampler" in caplog.text
 
 
+@pytest.mark.shows("H16")
 def test_debug_mode_fetches_in_the_training_process(caplog: pytest.LogCaptureFixture) -> None:
     loader, _ = create_dataloader(
         Indices(3), num_workers=2, debug_mode=True, persistent_workers=True, prefetch_factor=3
@@ -215,6 +220,7 @@ def test_debug_mode_fetches_in_the_training_process(caplog: pytest.LogCaptureFix
     assert caplog.text == ""
 
 
+@pytest.mark.shows("E39")
 def test_memory_is_pinned_only_where_an_accelerator_is() -> None:
     loader, _ = create_dataloader(Indices(3), pin_memory=True)
     assert loader.pin_memory == torch.cuda.is_available()
@@ -249,6 +255,7 @@ def note_numbers(worker_id: int) -> None:
     InitialNumbers.numbers = (worker_id, float(seed % 2**32), random.random(), numpy_number)
 
 
+@pytest.mark.shows("H8")
 def test_workers_are_seeded_before_the_function_of_the_user_runs() -> None:
     # H8: random and the package's NumPy generator from torch.initial_seed() % 2**32.
     loader, _ = create_dataloader(InitialNumbers(), num_workers=1, worker_init_fn=note_numbers)

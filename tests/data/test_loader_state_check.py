@@ -84,6 +84,7 @@ def test_a_state_is_kept_if_the_next_batch_comes_back(loader: Any, verdict: Verd
     assert try_state(TruncatedSource(open_own(loader), 4)) is verdict
 
 
+@pytest.mark.shows("S46")
 def test_a_trial_leaves_the_loader_and_all_generators_as_they_were() -> None:
     rng.seed_rngs(3)
     np.random.seed(3)
@@ -98,6 +99,7 @@ def test_a_trial_leaves_the_loader_and_all_generators_as_they_were() -> None:
     assert vars(loader) == {"length": 6, "position": 0}
 
 
+@pytest.mark.shows("S46")
 @pytest.mark.parametrize("num_calls", range(8))
 def test_a_trial_that_takes_more_than_two_seconds_says_nothing(num_calls: int) -> None:
     assert try_state(open_own(Buffered()), clock=Clock(num_calls + 1)) is Verdict.UNKNOWN
@@ -115,6 +117,7 @@ def test_a_loader_that_cannot_be_copied_is_not_tried() -> None:
     assert try_state(open_own(loader)) is Verdict.UNKNOWN
 
 
+@pytest.mark.shows("S46")
 @pytest.mark.parametrize("kind", [torch.zeros, np.zeros])
 def test_much_data_is_not_copied_for_a_trial(kind: Any) -> None:
     begun = []
@@ -143,6 +146,7 @@ class Item:
         self.value = value
 
 
+@pytest.mark.shows("S46")
 @pytest.mark.parametrize(
     ("left", "right", "expected"),
     [

@@ -57,6 +57,7 @@ def numbers_of(mixture: Mixture, samples: list[int], source: int) -> list[int]:
     return [number for name, number in found if name == mixture.names[source]]
 
 
+@pytest.mark.shows("P56")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_source_is_used_up_before_it_begins_again(shuffle: bool) -> None:
     mixture = mix((7, 600, 900), length=8_000)
@@ -72,6 +73,7 @@ def test_each_source_is_used_up_before_it_begins_again(shuffle: bool) -> None:
         assert len({tuple(epoch) for epoch in epochs}) > len(epochs) * 0.9 or not shuffle
 
 
+@pytest.mark.shows("P56")
 def test_the_sources_continue_over_the_epochs_of_a_run() -> None:
     whole, short = mix(length=3_000), mix(length=1_000)
     epochs = []
@@ -82,6 +84,7 @@ def test_the_sources_continue_over_the_epochs_of_a_run() -> None:
     assert epochs == start(whole, count=3_000, run_seed=0)
 
 
+@pytest.mark.shows("P56")
 @pytest.mark.parametrize("position", [0, 1, 255, 256, 700, 10**12, 10**12 + 77])
 def test_any_position_gives_the_tail_of_the_order(position: int) -> None:
     mixture = mix(length=10**13)
@@ -93,6 +96,7 @@ def test_any_position_gives_the_tail_of_the_order(position: int) -> None:
     assert start(mixture, position, 9) != start(mixture, position, 9, seed=2)
 
 
+@pytest.mark.shows("P56")
 @pytest.mark.parametrize(
     ("shuffle", "expected"), [(True, "fffe2e9b867e31e0"), (False, "a877a2494196ce35")]
 )
@@ -106,6 +110,7 @@ def test_the_order_stays_what_it_is(shuffle: bool, expected: str) -> None:
     assert found.hexdigest()[:16] == expected
 
 
+@pytest.mark.shows("P56")
 @pytest.mark.parametrize(
     "weights", [(1.0,), (0.7, 0.3), (1e-3, 1.0, 1e-3), (3, 2, 2, 1), (0.1,) * 10, (1, 1e-9)]
 )
@@ -125,6 +130,7 @@ def test_after_each_block_shares_are_those_of_the_weights(weights: Sequence[floa
     assert [len(numbers_of(mixture, samples, n)) for n in range(len(weights))] == list(expected)
 
 
+@pytest.mark.shows("P56")
 def test_shares_of_any_window_are_at_most_as_uneven_as_chance() -> None:
     """Over all windows of some lengths; independent draws would exceed four deviations, too."""
     mixture = mix((5_000, 5_000), (0.7, 0.3), length=60_000)
@@ -148,6 +154,7 @@ def test_each_place_of_a_block_has_each_source_by_its_weight() -> None:
     assert all(abs(count - 0.75 * num_keys) < 4 * deviation for count in counts)
 
 
+@pytest.mark.shows("P56")
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_replicas_share_the_order_on_any_number_of_processes(drop_last: bool) -> None:
     mixture = mix((20, 9, 30))
@@ -191,6 +198,7 @@ def test_indices_are_known_and_name_their_source() -> None:
             mixture.locate(index)
 
 
+@pytest.mark.shows("P56")
 def test_workers_change_nothing() -> None:
     mixture = Mixture({"a": (Augmented(30), 2), "b": (Augmented(9), 1)})
     found = [

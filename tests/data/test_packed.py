@@ -28,6 +28,7 @@ def tokens_of(packs: list[list[Piece]]) -> list[tuple[int, int]]:
     return [(p.sample, t) for pack in packs for p in pack for t in range(p.start, p.stop)]
 
 
+@pytest.mark.shows("P57")
 @pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize(
     ("seed", "count", "longest", "block"), [(1, 40, 9, 7), (2, 2_500, 30, 64), (3, 9, 90, 8)]
@@ -49,6 +50,7 @@ def test_each_token_is_in_one_pack(
         assert all(size_of(pack) == block for pack in packs[:-1])
 
 
+@pytest.mark.shows("P57")
 def test_whole_samples_fill_the_space_that_is_left() -> None:
     packed = Packed([6, 4, 5, 3, 2, 13, 0], 10, is_whole=True)
     assert [packed[number] for number in range(len(packed))] == [
@@ -59,11 +61,13 @@ def test_whole_samples_fill_the_space_that_is_left() -> None:
     ]
 
 
+@pytest.mark.shows("P57")
 def test_whole_samples_waste_little_space() -> None:
     packed = Packed(draw_lengths(5, 3_000, 50), 128, is_whole=True)
     assert sum(size_of(packed[n]) for n in range(len(packed))) > 0.98 * 128 * len(packed)
 
 
+@pytest.mark.shows("P57")
 def test_any_pack_is_found_among_10_to_the_12() -> None:
     packed = Packed([10**15, 7, 10**15 + 1], 1_000)
     assert len(packed) == 2 * 10**12 + 1
@@ -72,6 +76,7 @@ def test_any_pack_is_found_among_10_to_the_12() -> None:
     assert packed[-1] == [Piece(2, 10**15 - 7, 10**15 + 1)]
 
 
+@pytest.mark.shows("P57")
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_replicas_share_packs_on_any_number_of_processes(is_whole: bool) -> None:
     packed = Packed(draw_lengths(7, 90, 12), 16, is_whole=is_whole)
@@ -82,6 +87,7 @@ def test_replicas_share_packs_on_any_number_of_processes(is_whole: bool) -> None
         assert run.walk(1) == [[[packed[i] for i in batch] for batch in turn] for turn in expected]
 
 
+@pytest.mark.shows("P57")
 def test_workers_change_nothing() -> None:
     packed = Packed(draw_lengths(7, 90, 12), 16)
     found = [
@@ -91,6 +97,7 @@ def test_workers_change_nothing() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.shows("P57")
 def test_other_lengths_and_options_have_another_fingerprint() -> None:
     lengths = [3, 4, 2]
     same = {

@@ -64,6 +64,7 @@ def _read(order: ReplayedOrder, passes: int) -> None:
         list(order.blocks(Position(epoch=epoch)))
 
 
+@pytest.mark.shows("P114")
 @pytest.mark.parametrize(("kind", "name"), [(Counting, "passes"), (InPlace, "order")])
 @pytest.mark.parametrize("is_inner", [False, True])
 def test_what_a_sampler_changes_about_itself_is_named_once(
@@ -83,6 +84,7 @@ def test_what_a_sampler_changes_about_itself_is_named_once(
     assert f'unsaved = ("{name}",)' in said
 
 
+@pytest.mark.shows("P114")
 @pytest.mark.parametrize("kind", [Declared, WithState, ByEpoch])
 def test_what_is_saved_set_or_declared_is_not_named(
     kind: type[Counting], caplog: pytest.LogCaptureFixture

@@ -19,6 +19,7 @@ class Around(Sampler[int]):
         vars(self).update(held)
 
 
+@pytest.mark.shows("S66")
 def test_generators_are_found_in_samplers_inside_samplers() -> None:
     inner, outer = torch.Generator(), random.Random(1)
     stock = BatchSampler(RandomSampler(range(4), generator=inner), 2, drop_last=False)
@@ -28,6 +29,7 @@ def test_generators_are_found_in_samplers_inside_samplers() -> None:
     assert find_generators([[0, 1]]) == {}
 
 
+@pytest.mark.shows("S74")
 def test_a_generator_that_the_class_of_its_sampler_declares_is_left_out() -> None:
     class Declaring(Around):
         unsaved = ("jitter",)

@@ -34,6 +34,7 @@ def make_all(batch_size: int = 4) -> list[ResumableSamplerType]:
     ]
 
 
+@pytest.mark.shows("H11", "H14")
 @pytest.mark.parametrize("sampler", make_all(), ids=lambda s: type(s).__name__)
 def test_a_later_start_gives_the_tail_of_the_full_order(sampler: ResumableSamplerType) -> None:
     # H11, H14: start_iter counts batches, in the distributed sampler too.
@@ -44,6 +45,7 @@ def test_a_later_start_gives_the_tail_of_the_full_order(sampler: ResumableSample
         assert sampler.start_iter == start
 
 
+@pytest.mark.shows("H14")
 @pytest.mark.parametrize("sampler", make_all(), ids=lambda s: type(s).__name__)
 def test_the_length_is_the_full_one_whatever_the_start(sampler: ResumableSamplerType) -> None:
     full = len(list(sampler))
@@ -59,6 +61,7 @@ def test_any_position_gives_the_tail(sampler: ResumableSamplerType) -> None:
         assert list(chain.from_iterable(sampler.blocks(start))) == full[start:]
 
 
+@pytest.mark.shows("H11")
 def test_the_random_order_depends_on_seeds_and_epoch_only() -> None:
     # H11, DESIGN R1: nothing is added up, so seed 1 in epoch 0 is not seed 0 in epoch 1.
     orders = set()

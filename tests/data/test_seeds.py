@@ -51,6 +51,7 @@ def of_the_user(num_workers: int) -> Callable[[], Any]:
     return lambda: (DataLoader(data, 3, shuffle=True, num_workers=num_workers), None)
 
 
+@pytest.mark.shows("P28")
 @pytest.mark.parametrize(
     ("make", "by_order", "by_fetching"),
     [

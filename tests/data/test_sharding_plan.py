@@ -23,6 +23,7 @@ from tests.data.test_order import Lazy, Remembering, Reusing
 LENGTHS = (1, 2, 5, 6, 12, 23)
 
 
+@pytest.mark.shows("H9", "R42", "R46")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -52,6 +53,7 @@ _SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.shows("H9")
 @pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize("kind", _SAMPLERS)
 def test_the_order_of_any_sampler_is_dealt_out(kind: str, cuts: bool) -> None:

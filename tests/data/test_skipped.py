@@ -47,6 +47,7 @@ def _walk(source: Source, epoch: int, batch: int = 0, sample: int = 0) -> list[t
     return found
 
 
+@pytest.mark.shows("P51")
 @pytest.mark.parametrize("kind", ["computed", "listed", "own"])
 def test_all_others_stay_what_they_are(kind: str) -> None:
     def make() -> Source:
@@ -90,6 +91,7 @@ class _Lists:
         return iter([order[first : first + SIZE] for first in range(0, LENGTH, SIZE)])
 
 
+@pytest.mark.shows("P51")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_nothing_of_a_skipped_batch_is_fetched(num_workers: int) -> None:
     dataset = Augmented(LENGTH)
@@ -101,6 +103,7 @@ def test_nothing_of_a_skipped_batch_is_fetched(num_workers: int) -> None:
     source.close()
 
 
+@pytest.mark.shows("P51")
 def test_all_replicas_skip_the_same_batches() -> None:
     def walk(replica: range, *skipped: int) -> list[Any]:
         loader, sampler = create_dataloader(Indices(LENGTH), batch_size=2, shuffle=True)
@@ -137,6 +140,7 @@ def test_a_pass_is_measured_without_skipped_batches() -> None:
     assert source.measure(2, batch=4, sample=11) == (4, 4)
 
 
+@pytest.mark.shows("P60")
 def test_a_loader_that_cannot_skip_is_refused() -> None:
     sampler = DistributedSampler(Indices(LENGTH), num_replicas=2, rank=0)  # type: ignore[var-annotated]
     loader, _ = create_dataloader(Indices(LENGTH), batch_sampler=_OwnLists(sampler))

@@ -37,6 +37,7 @@ def open_with(
     return open_source(loader, sampler, run_seed=run_seed, purpose=purpose)
 
 
+@pytest.mark.shows("H12", "H13")
 @pytest.mark.parametrize("stop_epoch", [0, 1, 2])
 @pytest.mark.parametrize("how", [{"shuffle": True}, {}, {"shuffle": True, "drop_last": True}])
 def test_a_joined_order_equals_the_undisturbed_one(stop_epoch: int, how: dict[str, Any]) -> None:
@@ -69,6 +70,7 @@ _WORKERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.shows("H15")
 @pytest.mark.parametrize("workers", _WORKERS)
 def test_augmentation_does_not_depend_on_who_fetches(workers: dict[str, Any]) -> None:
     # DESIGN R2, H15: torch, random and NumPy, in the data set and in collate, mid-epoch too.
@@ -212,6 +214,7 @@ def test_a_stop_iteration_from_the_data_set_does_not_end_the_epoch(num_workers: 
         walk(source, 0)
 
 
+@pytest.mark.shows("R47")
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_no_worker_is_left_on_any_way_out(is_persistent: bool) -> None:
     how = {"num_workers": 1, "persistent_workers": is_persistent}
@@ -339,6 +342,7 @@ def test_a_fetch_is_seeded_unless_it_cannot_draw(
     assert bool(seeds) is is_seeded
 
 
+@pytest.mark.shows("P70")
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_batches_are_read_where_they_are_fetched_with_equal_results(num_replicas: int) -> None:
     found = []
@@ -360,6 +364,7 @@ def test_batches_are_read_where_they_are_fetched_with_equal_results(num_replicas
     assert len({str(each) for each in found[0]}) == len(found[0]) > 1
 
 
+@pytest.mark.shows("P70")
 def test_only_a_run_that_asks_gets_what_was_read() -> None:
     options = {"batch_size": 2, "num_workers": 1, "persistent_workers": True}
     loader, sampler = create_dataloader(Indices(4), **options)
@@ -374,6 +379,7 @@ def test_only_a_run_that_asks_gets_what_was_read() -> None:
         source.close()
 
 
+@pytest.mark.shows("P70")
 def test_workers_that_a_users_own_loop_has_started_leave_reading_to_the_run() -> None:
     options = {"batch_size": 2, "num_workers": 1, "persistent_workers": True}
     loader, sampler = create_dataloader(Indices(4), **options)

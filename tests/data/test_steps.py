@@ -22,6 +22,7 @@ def open_steps(share: Shard = LONE, n: int | None = 5) -> Source:
     return open_source(Steps(n), run_seed=4, purpose=FETCH, share=share)
 
 
+@pytest.mark.shows("P55")
 @pytest.mark.parametrize(("num_processes", "num_replicas"), SPLITS)
 def test_each_step_of_each_replica_has_a_number_of_its_own(
     num_processes: int, num_replicas: int
@@ -48,6 +49,7 @@ def test_indices_are_the_numbers_of_all_replicas() -> None:
     assert source.indices(1, batch=5) is None
 
 
+@pytest.mark.shows("P55")
 def test_skipped_steps_leave_the_numbers_of_all_others() -> None:
     source = open_steps()
     source.skip([(0, 1), (0, 4), (2, 0)])

@@ -55,6 +55,7 @@ def source(request: pytest.FixtureRequest) -> Any:
     return SOURCES[request.param]
 
 
+@pytest.mark.shows("P82")
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 def test_each_sample_is_read_once_and_each_epoch_has_another_order(
     source: Any, num_replicas: int
@@ -68,11 +69,13 @@ def test_each_sample_is_read_once_and_each_epoch_has_another_order(
     assert run.told[-1] == (num_replicas * SIZE, True)
 
 
+@pytest.mark.shows("P82")
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
 def test_processes_change_nothing(source: Any, num_processes: int) -> None:
     assert plain(make_run(source, num_processes).walk(1)) == plain(make_run(source).walk(1))
 
 
+@pytest.mark.shows("P82")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
 @pytest.mark.parametrize(("num_workers", "num_processes"), [(1, 1), (3, 1), (3, 2)])
 def test_workers_change_nothing(source: Any, num_workers: int, num_processes: int) -> None:
@@ -82,12 +85,14 @@ def test_workers_change_nothing(source: Any, num_workers: int, num_processes: in
     assert plain(run.walk(1, batch=2, sample=2 * SIZE * 4)) == alone[2:]
 
 
+@pytest.mark.shows("P82")
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
 def test_a_replay_gives_the_tail_of_the_epoch(source: Any, batch: int) -> None:
     whole = plain(make_run(source).walk(1))
     assert plain(make_run(source).walk(1, batch=batch, sample=batch * SIZE * 4)) == whole[batch:]
 
 
+@pytest.mark.shows("P82")
 def test_a_replay_shows_how_far_it_is() -> None:
     (stream,) = make_run(read_rows).sources
     batches = stream.batches(0, batch=3, sample=3 * SIZE * 4)
@@ -104,6 +109,7 @@ def test_a_replay_shows_how_far_it_is() -> None:
     assert make_run(read_rows).sources[0].batches(0).replay_length == 0
 
 
+@pytest.mark.shows("P82")
 @pytest.mark.parametrize("num_processes", [1, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_state_gives_the_tail_of_the_epoch_on_any_number_of_processes(
@@ -147,6 +153,7 @@ def test_states_are_read_and_not_replayed() -> None:
     assert (again.uses_state, again.find_stateful()) == (False, "")
 
 
+@pytest.mark.shows("P82")
 @pytest.mark.parametrize(("buffer_size", "verdict"), [(0, Verdict.KEPT), (4, Verdict.BROKEN)])
 def test_the_state_of_a_part_is_tried(buffer_size: int, verdict: Verdict) -> None:
     (stream,) = make_run(Shards(buffer_size=buffer_size), num_workers=2).sources
@@ -203,6 +210,7 @@ def walk_all(limited: TruncatedSource) -> list[Any]:
     return list(limited.batches(0))
 
 
+@pytest.mark.shows("P82")
 def test_fewer_shards_than_replicas_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"a shard for each of the 9 replicas, got 8\. .*files"):
         make_run(Shards(), 1, 9)

@@ -26,6 +26,7 @@ def count_steps(folder: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in folder.glob("turns-*.jsonl"))
 
 
+@pytest.mark.shows("P14")
 @pytest.mark.parametrize(
     ("num_replicas", "num_processes", "options"),
     [
@@ -66,6 +67,7 @@ def test_thousands_of_audits_over_processes_find_nothing(tmp_path: Path) -> None
         assert each[:3] == ([], "", 0)
 
 
+@pytest.mark.shows("P15")
 def test_the_rank_that_computes_wrongly_each_time_is_found_and_named(tmp_path: Path) -> None:
     setting = Elastic(num_replicas=3, total_steps=6, options=NO_VALIDATION)
     run_ranks(fit_rank, 3, tmp_path / "plain", setting, on_rank_1, {})
@@ -90,6 +92,7 @@ def test_the_rank_that_computes_wrongly_each_time_is_found_and_named(tmp_path: P
     assert_same(read_bits(tmp_path / "audited"), read_bits(tmp_path / "plain"))
 
 
+@pytest.mark.shows("P19")
 def test_a_strict_audit_ends_all_processes_at_the_same_place(tmp_path: Path) -> None:
     setting = Elastic(num_replicas=2, total_steps=6, options=NO_VALIDATION)
     more = {"audit": Audit(every=2, on_mismatch="raise")}
@@ -101,6 +104,7 @@ def test_a_strict_audit_ends_all_processes_at_the_same_place(tmp_path: Path) -> 
     assert code == 1
 
 
+@pytest.mark.shows("P16")
 def test_a_fault_that_all_ranks_have_is_not_found(tmp_path: Path) -> None:
     """The limit of an audit: what errs in the same way everywhere looks right."""
     setting = Elastic(num_replicas=2, total_steps=3, options=NO_VALIDATION)
@@ -134,6 +138,7 @@ def fit_own(rank: int, folder: Path, setting: Elastic, audit: Audit | None) -> l
     return [text for text in warnings if "Audit" in text]
 
 
+@pytest.mark.shows("P21")
 def test_steps_that_change_attributes_stay_in_their_process_and_those_that_communicate_too(
     tmp_path: Path,
 ) -> None:

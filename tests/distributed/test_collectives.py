@@ -49,6 +49,7 @@ def test_a_lone_process_is_rank_0_of_1() -> None:
     assert collectives.get_local_world_size() == collectives.get_world_size() == 1
 
 
+@pytest.mark.shows("H64", "C9")
 def test_a_lone_process_may_wait_print_and_shut_down(capsys: pytest.CaptureFixture[str]) -> None:
     collectives.safe_barrier()
     collectives.shutdown_dist()
@@ -57,6 +58,7 @@ def test_a_lone_process_may_wait_print_and_shut_down(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == "to all\nto us!"
 
 
+@pytest.mark.shows("H64")
 def test_collectives_of_a_lone_process_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"gather_into_tensor.* needs a process group"):
         collectives.gather_into_tensor(torch.ones(1), (1,))
@@ -70,6 +72,7 @@ def test_rank_and_world_size_go_together(given: dict[str, int]) -> None:
         collectives.init_dist("gloo", **given)
 
 
+@pytest.mark.shows("H51", "E29")
 @pytest.mark.parametrize(
     ("given", "names"),
     [
@@ -105,6 +108,7 @@ def test_a_group_of_one_needs_no_port_and_sums_itself() -> None:
     assert collectives.all_reduce_tensors([1.0, 2.0]).tolist() == [1.0, 2.0]
 
 
+@pytest.mark.shows("E29")
 def test_a_group_is_what_the_launcher_says_whatever_the_variables_say(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -141,6 +145,7 @@ def test_after_a_collective_has_failed_none_may_follow() -> None:
     collectives.safe_barrier()
 
 
+@pytest.mark.shows("H63")
 def test_an_error_leaves_the_group_that_was_joined() -> None:
     with (
         pytest.raises(ZeroDivisionError),
@@ -176,6 +181,7 @@ def join_as_rank_1(meeting: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return process_groups._meet(info, meeting, datetime.timedelta(seconds=60))
 
 
+@pytest.mark.shows("P83")
 def test_ranks_of_another_job_at_the_same_port_are_not_taken_for_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,6 +195,7 @@ def test_ranks_of_another_job_at_the_same_port_are_not_taken_for_own(
     assert not other.check(["address"])
 
 
+@pytest.mark.shows("P83")
 def test_a_port_that_is_in_use_is_named_with_its_variable() -> None:
     info = process_groups.DistributedInfo(0, 0, 1, 2)
     with socket.socket() as ear:
@@ -228,6 +235,7 @@ def test_messages_of_control_may_take_longer_than_the_meeting() -> None:
     assert backend.options._timeout == process_groups.CONTROL_TIMEOUT
 
 
+@pytest.mark.shows("H63")
 def test_errors_that_follow_from_a_lost_peer_are_known() -> None:
     lost = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]")
     follower, other = ValueError("a loss is missing"), ValueError("mine")
@@ -268,6 +276,7 @@ def _gather_and_sum(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.shows("H64")
 def test_three_ranks_gather_and_sum_without_a_warning() -> None:
     """H64: in a rank of these tests a warning, such as that of a name to come, is an error."""
     for found in run_ranks(_gather_and_sum, 3):
@@ -290,6 +299,7 @@ def test_a_size_without_room_for_all_is_an_error_that_harms_no_group() -> None:
     assert collectives.gather_into_tensor(torch.ones(2), (1, 2)).tolist() == [[1.0, 1.0]]
 
 
+@pytest.mark.shows("H51", "H64")
 @pytest.mark.usefixtures("group_of_one")
 def test_tensors_are_moved_to_where_the_backend_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """H64: under NCCL on the GPU of this process, under gloo on the CPU."""
@@ -357,6 +367,7 @@ def _fail_with_a_collective_under_way(folder: Path) -> None:
     (folder / "left.tmp").rename(folder / "left.txt")
 
 
+@pytest.mark.shows("H64", "E19")
 def test_two_ranks_gather_and_sum_on_the_cpu(tmp_path: Path) -> None:
     """They join twice, and one of them leaves while a collective of its own waits for ever."""
     with socket.socket() as found:

@@ -97,6 +97,7 @@ FULL = [
 ]
 
 
+@pytest.mark.shows("E43", "P4")
 @pytest.mark.parametrize(
     ("num_replicas", "num_processes", "accumulation"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in FULL],
@@ -132,6 +133,7 @@ def _work_with_stock_reduction(rank: int, folder: Path, setting: Elastic) -> Non
     train(folder, setting)
 
 
+@pytest.mark.shows("E43")
 def test_a_stock_all_reduce_gives_other_bits_on_three_ranks(tmp_path: Path) -> None:
     setting = make_setting(3, 1)
     alone = run_to_end(tmp_path / "alone", 1, setting)
@@ -140,6 +142,7 @@ def test_a_stock_all_reduce_gives_other_bits_on_three_ranks(tmp_path: Path) -> N
         assert_same(read_bits(tmp_path / "stock"), alone)
 
 
+@pytest.mark.shows("H7", "P4", "P38")
 @pytest.mark.parametrize(
     ("unit", "order"),
     [

@@ -51,6 +51,7 @@ def read_commands(folder: Path) -> list[dict[str, Any]]:
     return [section.facts["command"] for section in found.sections]
 
 
+@pytest.mark.shows("P58")
 def test_what_spawned_ranks_begin_one_process_ends(tmp_path: Path) -> None:
     options = ("--replicas", 3, "--steps", 6)
     alone = train_alone(tmp_path / "alone", *options)

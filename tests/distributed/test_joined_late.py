@@ -46,6 +46,7 @@ def _train(rank: int, folder: Path, num_steps: int | None) -> str:
     return "".join(p.detach().numpy().tobytes().hex() for p in model.body.parameters())
 
 
+@pytest.mark.shows("S58")
 def test_parameters_that_join_an_optimizer_train_alike_on_any_number_of_processes(
     tmp_path: Path,
 ) -> None:

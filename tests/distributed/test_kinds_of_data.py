@@ -113,6 +113,7 @@ STREAMS: dict[str, Any] = {
 MAPS: dict[str, Any] = {"steps": StepsData, "mixture": MixtureData, "packs": PackedData}
 
 
+@pytest.mark.shows("P82")
 @pytest.mark.parametrize(
     "kind", [*STREAMS, *(pytest.param(name, marks=pytest.mark.full) for name in MAPS)]
 )

@@ -269,6 +269,7 @@ def fail_in_group(rank: int, *line: str) -> tuple[str, str, str, str]:
     return "", "", "", ""
 
 
+@pytest.mark.shows("H63", "U22")
 def test_an_error_that_only_rank_0_can_see_is_raised_by_all(tmp_path: Path) -> None:
     undisturbed(folder=tmp_path, replicas=2, steps=2)
     first, second = run_ranks(fail_in_group, 2, f"--folder={tmp_path}", "--name=other")
@@ -280,6 +281,7 @@ def test_an_error_that_only_rank_0_can_see_is_raised_by_all(tmp_path: Path) -> N
     assert first[3].startswith("Training ended with an error")
 
 
+@pytest.mark.shows("K7")
 def test_data_that_cannot_be_prepared_is_told_once_and_nobody_waits() -> None:
     first, second = run_ranks(fail_in_group, 2, "--replicas=2", "--fault=prepare")
     assert (first[0], second[0]) == ("ConnectionError", "ConnectionError")
@@ -287,6 +289,7 @@ def test_data_that_cannot_be_prepared_is_told_once_and_nobody_waits() -> None:
     assert second[3] == "Training ends because another process has ended."
 
 
+@pytest.mark.shows("U17")
 def test_a_folder_that_cannot_be_made_is_refused_by_all_before_the_data_is_prepared(
     tmp_path: Path,
 ) -> None:
@@ -322,6 +325,7 @@ def write_in_group(rank: int, folder: Path) -> None:
     assert get_global_rank() == rank
 
 
+@pytest.mark.shows("H19", "R41")
 def test_rank_0_writes_and_a_finished_run_is_loaded_by_all(tmp_path: Path) -> None:
     run_ranks(write_in_group, 2, tmp_path)
     found = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
@@ -387,6 +391,7 @@ def save_after_a_failure(rank: int, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.shows("U22")
 def test_nobody_saves_after_a_collective_has_failed(tmp_path: Path) -> None:
     run_ranks(save_after_a_failure, 2, tmp_path)
     names = sorted(path.name for path in tmp_path.rglob("*.pth"))

@@ -167,6 +167,7 @@ def find(whole: Whole, number: int, name: str) -> int:
     return next(o.number for o in whole.saves[number] if str(o) == name)
 
 
+@pytest.mark.shows("S6", "S34")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mode", "number", "name", "kind"),
@@ -196,6 +197,7 @@ def test_each_operation_of_a_save_may_go_wrong_in_every_way(
     assert {o.name for o in operations} >= set(faults.OPERATIONS) - {"unlink"}
 
 
+@pytest.mark.shows("S7", "U22")
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [
@@ -260,6 +262,7 @@ class Slow(Plugin):
             self.gate.set()
 
 
+@pytest.mark.shows("S30", "U22")
 def test_three_ranks_train_on_while_one_writes(whole: Whole, folder: Path) -> None:
     """The gate opens in the last batch before the next save; who waited for it would not come."""
     ends = train(folder, make_setting("async"), Faults(), Slow(until=_SAVES[1]))

@@ -65,6 +65,7 @@ def work(rank: int, folder: Path, setting: Elastic, *plugins: Any) -> int:
     return trainer.exit_code
 
 
+@pytest.mark.shows("K42", "S12", "S36", "U3")
 @pytest.mark.parametrize(
     ("unit", "rank"),
     [
@@ -117,6 +118,7 @@ def be_interrupted(rank: int, port: int, folder: Path, setting: Elastic) -> None
     raise SystemExit(trainer.exit_code)
 
 
+@pytest.mark.shows("P83")
 def test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them(tmp_path: Path) -> None:
     setting = Elastic(num_replicas=2, chkpt_frequency=1000, total_steps=8)
     tasks = start_tasks(be_interrupted, tmp_path, setting)
@@ -153,6 +155,7 @@ def hang(rank: int, port: int, folder: Path, setting: Elastic, failing: int | No
     train(folder, setting, Hanging(failing, folder), signals=helios.Signals(grace=1.0))
 
 
+@pytest.mark.shows("P109")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued(
     failing: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -168,6 +171,7 @@ def test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued(
     assert "exit code 1. Another rank had failed before: its log" in capfd.readouterr().err
 
 
+@pytest.mark.shows("P109")
 def test_tasks_that_all_hang_ask_to_be_requeued(tmp_path: Path) -> None:
     setting = Elastic(num_replicas=2, chkpt_frequency=1000, total_steps=8)
     tasks = start_tasks(hang, tmp_path, setting, None)

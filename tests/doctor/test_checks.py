@@ -34,6 +34,7 @@ def severities(findings: Iterable[Diagnosis]) -> list[str]:
     return [each.severity.value for each in found]
 
 
+@pytest.mark.shows("P75")
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
@@ -56,6 +57,7 @@ def test_the_tested_versions_are_those_of_the_project() -> None:
     assert f"\ntorch=={NEWEST_TORCH}." in (ROOT / "constraints.txt").read_text("utf-8")
 
 
+@pytest.mark.shows("P75")
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
@@ -84,6 +86,7 @@ def test_tf32_of_variables_matters_on_a_gpu_only() -> None:
     assert severities(check_variables(given, has_gpu=False)) == []
 
 
+@pytest.mark.shows("P75")
 def test_more_threads_than_cores_are_wrong() -> None:
     assert severities(check_cpu(SYSTEM, {"threads": 4})) == []
     [found] = check_cpu(SYSTEM, {"threads": 5})
@@ -99,6 +102,7 @@ def test_a_processor_with_other_bits_is_noted() -> None:
     assert severities(check_cpu(arm, {"threads": 8})) == []
 
 
+@pytest.mark.shows("P75")
 @pytest.mark.parametrize(
     ("gpu", "switches", "expected"),
     [
@@ -116,18 +120,21 @@ def test_gpus(gpu: dict[str, object], switches: dict[str, object], expected: lis
     assert severities(found) == expected
 
 
+@pytest.mark.shows("P75")
 def test_a_gpu_that_cannot_be_used_is_wrong() -> None:
     [found] = check_gpus({}, {}, has_driver=True, failure="the driver is too old")
     assert (found.severity, "driver is too old" in found.text) == (Severity.WRONG, True)
     assert severities(check_gpus({}, {}, has_driver=True, failure="")) == ["note"]
 
 
+@pytest.mark.shows("P75")
 def test_little_shared_memory_is_wrong() -> None:
     assert severities(check_shared_memory(64 << 20)) == ["wrong"]
     assert severities(check_shared_memory(8 << 30)) == []
     assert severities(check_shared_memory(None)) == []
 
 
+@pytest.mark.shows("P75")
 def test_a_clock_that_was_never_set_is_wrong() -> None:
     assert severities(check_clock(datetime(1970, 1, 1, tzinfo=timezone.utc))) == ["wrong"]
     assert severities(check_clock(datetime(2027, 1, 1, tzinfo=timezone.utc))) == []

@@ -34,6 +34,7 @@ def fail(code: int) -> Callable[..., None]:
     return refuse
 
 
+@pytest.mark.shows("P76")
 def test_a_good_folder_has_nothing_wrong_and_stays_as_it_was(tmp_path: Path) -> None:
     assert examine(tmp_path / "runs" / "new") == []
     assert list(tmp_path.iterdir()) == []
@@ -59,6 +60,7 @@ def test_the_file_system_is_that_of_the_nearest_mount(
     assert "memory" in found.findings[0].text
 
 
+@pytest.mark.shows("P76")
 @pytest.mark.parametrize("operation", ["fsync", "replace", "fsync_folder", "create"])
 def test_what_a_save_needs_must_work(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +79,7 @@ def test_a_full_disk_is_wrong_but_not_unusable(
     assert [each.severity.value for each in examine(tmp_path)] == ["wrong", "wrong"]
 
 
+@pytest.mark.shows("P76")
 def test_renaming_must_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(source: Path, target: Path) -> None:
         if not target.exists():
@@ -87,6 +90,7 @@ def test_renaming_must_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "does not replace" in found.text
 
 
+@pytest.mark.shows("P76")
 def test_a_clock_that_differs_from_that_of_the_disk_is_wrong(tmp_path: Path) -> None:
     [found] = examine(tmp_path, hours=1)
     assert (found.topic, "3600 s" in found.text) == ("clock", True)

@@ -91,6 +91,7 @@ def packed(engine: Engine, parts: Parts, **extra: Any) -> dict[str, Any]:
     return engine.pack_checkpoint(*parts, **extra)
 
 
+@pytest.mark.shows("C15", "E16")
 def test_components_are_built_in_their_order_and_on_the_device() -> None:
     """E16: one signature, alone or not."""
     calls: list[Any] = []
@@ -116,6 +117,7 @@ def test_components_are_built_in_their_order_and_on_the_device() -> None:
     assert network.weight.device.type == "meta"
 
 
+@pytest.mark.shows("E16", "E17")
 def test_each_component_may_be_left_out_or_be_several() -> None:
     """E16, E17."""
     engine = Engine("cpu")
@@ -129,6 +131,7 @@ def test_each_component_may_be_left_out_or_be_several() -> None:
     assert function is torch.nn.functional.mse_loss
 
 
+@pytest.mark.shows("E17")
 @pytest.mark.parametrize("made", [None, [nn.Linear(1, 1)], {"a": 3}])
 def test_a_model_is_a_module_or_a_dict_of_modules(made: Any) -> None:
     """E17."""
@@ -136,6 +139,7 @@ def test_a_model_is_a_module_or_a_dict_of_modules(made: Any) -> None:
         Engine("cpu").init_components(lambda: made)
 
 
+@pytest.mark.shows("E33", "E34")
 def test_a_checkpoint_has_a_key_for_each_part() -> None:
     """E33, E34: parts that are not there have none; what else is given is taken over."""
     engine = Engine("cpu")
@@ -150,6 +154,7 @@ def test_a_checkpoint_has_a_key_for_each_part() -> None:
     assert engine.pack_checkpoint() == {}
 
 
+@pytest.mark.shows("E33")
 @pytest.mark.parametrize("name", ["model_state_dict", "scaler"])
 def test_a_name_that_is_taken_is_an_error(name: str) -> None:
     with pytest.raises(
@@ -158,11 +163,13 @@ def test_a_name_that_is_taken_is_an_error(name: str) -> None:
         make_engine("fp16").pack_checkpoint(nn.Linear(1, 1), **{name: 1})
 
 
+@pytest.mark.shows("E34")
 def test_a_part_without_a_state_is_an_error() -> None:
     with pytest.raises(ArgumentError, match=r"pack_checkpoint\(criterion=\.\.\.\) must have state"):
         Engine("cpu").pack_checkpoint(criterion=print)
 
 
+@pytest.mark.shows("E35")
 def test_parts_that_were_not_packed_are_told_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     """E35: with ``strict`` nothing is loaded at all."""
     engine = Engine("cpu")
@@ -178,6 +185,7 @@ def test_parts_that_were_not_packed_are_told_or_refused(caplog: pytest.LogCaptur
     assert "no optimizer_state_dict" in caplog.text
 
 
+@pytest.mark.shows("E35")
 def test_what_a_checkpoint_has_besides_is_not_looked_at() -> None:
     """E35."""
     Engine("cpu").unpack_checkpoint({"epoch": 3, "scaler": {}})
@@ -192,6 +200,7 @@ def compare(engine: Engine, parts: Parts, checkpoint: dict[str, Any]) -> str:
     return digest({name: state for name, state in again.items() if name != "scaler"})
 
 
+@pytest.mark.shows("E1", "E2", "E36")
 @pytest.mark.parametrize("new", PRECISIONS)
 @pytest.mark.parametrize("old", PRECISIONS)
 def test_what_one_precision_packs_another_unpacks(old: str, new: str) -> None:
@@ -224,6 +233,7 @@ def _pack_in_group(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.shows("E33", "E36", "E43")
 def test_what_a_group_packs_one_process_unpacks_and_the_other_way_round(tmp_path: Path) -> None:
     """E33, E36, E37: names have no trace of the wrapper; only the master writes."""
     lone: dict[str, str] = {}
@@ -251,12 +261,14 @@ def _save(rank: int, folder: str) -> Any:
     return engine.load_checkpoint(Path(folder, "deep", "file.pth"))
 
 
+@pytest.mark.shows("E37")
 def test_only_the_master_writes(tmp_path: Path) -> None:
     """E37."""
     assert run_ranks(_save, 2, str(tmp_path)) == [{"rank": 0}] * 2
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["file.pth"]
 
 
+@pytest.mark.shows("E33")
 def test_a_compiled_model_packs_and_unpacks_under_its_own_names() -> None:
     engine = Engine("cpu")
     network = Net()
@@ -270,6 +282,7 @@ def test_a_compiled_model_packs_and_unpacks_under_its_own_names() -> None:
     engine.unpack_checkpoint({"model_state_dict": compiled.state_dict()}, compiled, strict=True)  # type: ignore[attr-defined]
 
 
+@pytest.mark.shows("E37")
 def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """E37: an error while writing leaves the old file."""
     engine, path = Engine("cpu"), tmp_path / "file.pth"
@@ -291,6 +304,7 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monkey
         engine.load_checkpoint(path)
 
 
+@pytest.mark.shows("E37")
 def test_loading_executes_nothing(tmp_path: Path) -> None:
     """E37."""
     torch.save({"value": functools.partial(print, "executed")}, tmp_path / "file.pth")

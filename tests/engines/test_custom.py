@@ -43,6 +43,7 @@ def weights(model: Any) -> str:
     return digest(model.network.state_dict())
 
 
+@pytest.mark.shows("E20", "E40")
 def test_gradients_are_zeroed_in_place(page: dict[str, Any]) -> None:
     """E40."""
     model: Any = fit(page, page["InPlaceEngine"]("cpu"))
@@ -51,6 +52,7 @@ def test_gradients_are_zeroed_in_place(page: dict[str, Any]) -> None:
     assert weights(model) == weights(fit(page, Engine("cpu")))
 
 
+@pytest.mark.shows("E21", "E40")
 def test_noise_is_added_and_a_resume_repeats_it(page: dict[str, Any], tmp_path: Path) -> None:
     """E40: its count is state."""
     make: Callable[..., Engine] = page["NoisyEngine"]
@@ -63,6 +65,7 @@ def test_noise_is_added_and_a_resume_repeats_it(page: dict[str, Any], tmp_path: 
         assert engine.num_steps == 5
 
 
+@pytest.mark.shows("E40")
 def test_noise_hides_no_overflow(page: dict[str, Any]) -> None:
     """E26: in fp16 a step that is left out is not counted."""
     engine = page["NoisyEngine"]("cpu", precision=Precision.fp16(4.0))

@@ -66,6 +66,7 @@ def _wrap(rank: int, megabytes: float) -> dict[str, Tensor | None]:
     return gradients_of(network)
 
 
+@pytest.mark.shows("K18", "E18", "E29")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("megabytes", [0.01, 25])
 def test_buckets_are_added_along_the_tree(num_ranks: int, megabytes: float) -> None:
@@ -105,6 +106,7 @@ def with_control(info: DistributedInfo) -> None:
         pass
 
 
+@pytest.mark.shows("K11")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_manual_steps_have_the_bits_of_automatic_ones(num_ranks: int) -> None:
     assert run_ranks(_compare_with_default, num_ranks, num_ranks) == [True] * num_ranks
@@ -127,6 +129,7 @@ def _scaled(rank: int, bad: int) -> Any:
     return committed, scale, network.state_dict()["module.weight"].tolist()
 
 
+@pytest.mark.shows("E26")
 def test_an_overflow_of_one_rank_is_everybodys() -> None:
     """E26."""
     first, second = run_ranks(_scaled, 2, 1)
@@ -151,6 +154,7 @@ def _refused(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.shows("E18")
 def test_what_cannot_be_wrapped_is_an_error() -> None:
     (synced, carried), other = run_ranks(_refused, 2)
     assert (synced, carried) == tuple(other)
@@ -158,6 +162,7 @@ def test_what_cannot_be_wrapped_is_an_error() -> None:
     assert "num_replicas is 4 and the number of processes is 2" in carried
 
 
+@pytest.mark.shows("K18", "E18")
 def test_outside_of_a_group_a_module_stays_itself() -> None:
     """E18: it is moved to the device."""
     network = nn.BatchNorm1d(2)
@@ -165,6 +170,7 @@ def test_outside_of_a_group_a_module_stays_itself() -> None:
     assert Engine("meta").wrap(network).weight.device.type == "meta"  # type: ignore[union-attr]
 
 
+@pytest.mark.shows("E29")
 def test_options_that_are_the_engines_own_are_refused() -> None:
     with pytest.raises(UsageError, match=r"Engine\.wrap\(device_ids=\.\.\.\) must be omitted"):
         Engine("cpu").wrap(nn.Linear(1, 1), device_ids=[0])

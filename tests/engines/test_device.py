@@ -26,6 +26,7 @@ def set_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
+@pytest.mark.shows("H46")
 @pytest.mark.parametrize(
     ("count", "use_cpu", "gpus", "selected"),
     [
@@ -57,6 +58,7 @@ def test_the_list_of_the_user_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) 
     assert select_gpus(None, gpus) is not gpus
 
 
+@pytest.mark.shows("H46")
 @pytest.mark.parametrize(
     ("count", "use_cpu", "gpus"),
     [
@@ -140,6 +142,7 @@ def ones() -> torch.Tensor:
     return torch.ones(2)
 
 
+@pytest.mark.shows("H61", "R37", "E7")
 @pytest.mark.parametrize(
     ("batch", "get"),
     [
@@ -203,6 +206,7 @@ def test_what_lies_beside_the_members_of_a_container_goes_along() -> None:
     assert type(move_to_device(torch.Size([2, 3]), META)) is torch.Size
 
 
+@pytest.mark.shows("E7")
 def test_the_batch_that_was_given_is_not_changed() -> None:
     """E7: copy, do not mutate; also where the device is the same."""
     tensor = ones()

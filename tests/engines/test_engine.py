@@ -40,6 +40,7 @@ def train_on(engine: Engine, *losses: Tensor) -> None:
         engine.backward_loss(loss)
 
 
+@pytest.mark.shows("C7")
 @pytest.mark.parametrize("factors", [[3.0], [3.0, 5.0], [1.0, 2.0, 6.0]])
 def test_gradients_are_the_mean_over_the_batches_really_in_the_window(
     factors: list[float],
@@ -104,6 +105,7 @@ def test_an_open_window_is_part_of_the_state() -> None:
     assert gradients(parameter) == [[3.0]]
 
 
+@pytest.mark.shows("L29")
 def test_a_window_ends_when_the_loop_closes_it() -> None:
     """L27, L29: several optimizers share a window; the first one's average must not end it."""
     engine = engine_for()
@@ -118,6 +120,7 @@ def test_a_window_ends_when_the_loop_closes_it() -> None:
     assert engine.state_dict() == {"open_micro_batches": 0}
 
 
+@pytest.mark.shows("E21")
 def test_backward_may_be_kept_to_some_parameters() -> None:
     """L27: those of one optimizer; a parameter outside of the loss keeps no gradient."""
     engine = engine_for()
@@ -126,6 +129,7 @@ def test_backward_may_be_kept_to_some_parameters() -> None:
     assert gradients(wanted, other, unused) == [[2.0], None, None]
 
 
+@pytest.mark.shows("E3")
 @pytest.mark.parametrize(
     ("device", "kind"), [(torch.device("meta"), "meta"), ("cuda:1", "cuda"), ("cpu", "cpu")]
 )
@@ -134,6 +138,7 @@ def test_a_device_may_be_given_by_its_name(device: Any, kind: str) -> None:
     assert Engine(device).device.type == kind
 
 
+@pytest.mark.shows("E3")
 def test_the_device_is_found_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """E3."""
     for is_there, kind in ((True, "cuda"), (False, "cpu")):
@@ -160,12 +165,14 @@ def test_an_option_that_breaks_its_rule_is_an_error(options: dict[str, Any], mes
         Engine(**options)
 
 
+@pytest.mark.shows("E3")
 @pytest.mark.parametrize("options", [{"device": 0}, {"precision": "bf16"}, {"precision": None}])
 def test_an_option_of_another_type_is_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentTypeError, match=r"Engine\((device|precision)=\.\.\.\) must be a"):
         Engine(**options)
 
 
+@pytest.mark.shows("E19")
 def test_teardown_forgets_an_open_window() -> None:
     """A window that an error has left open must not weigh down the next training's first one."""
     engine, parameter = engine_for(), weights(1.0)
@@ -175,6 +182,7 @@ def test_teardown_forgets_an_open_window() -> None:
     assert engine.state_dict() == {"open_micro_batches": 0}
 
 
+@pytest.mark.shows("R39")
 def test_a_norm_is_clipped_over_all_parameters_together() -> None:
     """R39."""
     engine = engine_for(clip_norm=1.0)
@@ -187,6 +195,7 @@ def test_a_norm_is_clipped_over_all_parameters_together() -> None:
     assert unused.grad is None
 
 
+@pytest.mark.shows("R39")
 def test_values_are_clipped_element_by_element() -> None:
     """R39."""
     engine, parameter = engine_for(clip_value=2.0), weights(1.0, 1.0, 1.0)
@@ -204,6 +213,7 @@ def test_small_gradients_and_unset_options_clip_nothing(options: dict[str, float
     assert gradients(parameter) == [[30.0, -40.0]]
 
 
+@pytest.mark.shows("E25")
 def test_the_mean_is_clipped_and_not_the_sum() -> None:
     """DESIGN R3: divide once, clip after that."""
     engine, parameter = engine_for(clip_norm=5.0), weights(0.0)
@@ -214,6 +224,7 @@ def test_the_mean_is_clipped_and_not_the_sum() -> None:
     assert gradients(parameter) == [[4.0]]
 
 
+@pytest.mark.shows("K19", "E1", "E20")
 def test_a_step_updates_is_committed_and_leaves_no_gradient() -> None:
     """DESIGN section 5: gradients are set to None, so that a frozen layer's stay so."""
     engine, parameter = engine_for(), weights(1.0)
@@ -245,6 +256,7 @@ def test_options_of_automatic_steps_are_named(options: dict[str, float], names: 
     assert engine_for(**options).automatic_options == names
 
 
+@pytest.mark.shows("K19", "E20", "E21", "E40")
 @pytest.mark.parametrize("overridden", ["backward_loss", "optimizer_step", "zero_grad"])
 def test_an_engine_may_override_one_method(overridden: str) -> None:
     """E20, E21, E40: a subclass changes one thing and keeps the others."""

@@ -85,6 +85,7 @@ def test_benchmarking_of_the_user_is_off_where_it_is_not_asked_for(
     assert torch.backends.cudnn.benchmark
 
 
+@pytest.mark.shows("H49")
 def test_a_demand_for_determinism_is_more_than_a_warning(restored_settings: None) -> None:
     """H49: with `warn_only` an algorithm that is not deterministic would only be warned of."""
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -94,6 +95,7 @@ def test_a_demand_for_determinism_is_more_than_a_warning(restored_settings: None
     assert torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+@pytest.mark.shows("H49")
 def test_determinism_works_on_the_cpu(restored_settings: None) -> None:
     """H49: an operation without a deterministic form is refused there too."""
 

@@ -37,6 +37,7 @@ def test_another_name_is_an_error_that_shows_the_names(name: Any) -> None:
             make(name)
 
 
+@pytest.mark.shows("E22")
 def test_only_half_precision_has_a_scaler_and_its_options() -> None:
     assert [precision.scaler for precision in Precision.all()] == [None, None, ScalerOptions()]
     precision = Precision.fp16(2.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
@@ -70,6 +71,7 @@ def test_a_precision_that_needs_no_scaler_takes_none() -> None:
         Precision("fp16", {"init_scale": 2.0})  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("E22")
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [(Precision.FP32, FULL), (Precision.BF16, LOW), (Precision.FP16, torch.float16)],
@@ -83,6 +85,7 @@ def test_products_are_computed_in_the_precision(precision: Precision, dtype: tor
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.shows("E23")
 def test_full_precision_leaves_a_users_own_autocast_alone() -> None:
     """E23: a null context, not one that switches autocast off."""
     with torch.autocast("cpu", dtype=LOW), Precision.FP32.autocast(CPU):
@@ -174,6 +177,7 @@ class HooksInFull(Plugin):
         self._check("step")
 
 
+@pytest.mark.shows("L28", "K18", "E24")
 def test_every_step_computes_in_bf16_and_all_state_stays_in_full_precision() -> None:
     """L28, E24: activations are low; weights, gradients, moments and statistics are not."""
     hooks = HooksInFull()
@@ -211,6 +215,7 @@ def test_full_precision_is_the_default() -> None:
     assert model.dtypes == {"train": {FULL}}
 
 
+@pytest.mark.shows("E2")
 def test_the_precision_of_an_engine_of_ones_own_counts() -> None:
     """E40."""
     model = Probe()
@@ -219,6 +224,7 @@ def test_the_precision_of_an_engine_of_ones_own_counts() -> None:
     assert model.dtypes == {"train": {LOW}}
 
 
+@pytest.mark.shows("E22")
 def test_a_run_in_low_precision_resumes_everywhere(tmp_path: Path) -> None:
     """E22: bf16 needs no scaler, and so no state."""
     setting = Setting(total_steps=8, accumulation=2, options={"precision": "bf16"})

@@ -40,11 +40,13 @@ def noisy(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return ((torch.rand(50, generator=generator) - 0.5) * 10.0 ** (rank * 3)).to(dtype)
 
 
+@pytest.mark.shows("C9", "E1", "E4")
 def test_a_lone_process_is_its_own_master() -> None:
     """E4, C9."""
     assert describe(Engine("cpu")) == (-1, -1, 1, None, False, True, False)
 
 
+@pytest.mark.shows("E9")
 @pytest.mark.parametrize("mode", [None, "sum", "mean", "all"])
 def test_a_lone_process_gets_its_tensor_back(mode: str | None) -> None:
     """E9."""
@@ -52,6 +54,7 @@ def test_a_lone_process_gets_its_tensor_back(mode: str | None) -> None:
     assert Engine("cpu").sync_tensor(tensor, mode) is tensor
 
 
+@pytest.mark.shows("E14", "E15")
 def test_a_lone_process_waits_for_nobody() -> None:
     """E14, E15."""
     engine, metrics, done = Engine("cpu"), {"loss": 1.0}, []
@@ -64,6 +67,7 @@ def test_a_lone_process_waits_for_nobody() -> None:
         raise ZeroDivisionError
 
 
+@pytest.mark.shows("E13")
 @pytest.mark.parametrize("mode", ["max", "SUM", "", 1])
 def test_an_unknown_mode_is_an_error_everywhere(mode: Any) -> None:
     """E13."""
@@ -73,6 +77,7 @@ def test_an_unknown_mode_is_an_error_everywhere(mode: Any) -> None:
         Engine("cpu").sync_tensor(1.0, "sum")  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("E14")
 @pytest.mark.parametrize("weight", [-1, float("inf"), float("nan"), "2"])
 def test_a_weight_is_a_number_of_at_least_zero(weight: Any) -> None:
     with pytest.raises(ArgumentError, match=r"sync_metrics\(weight=\.\.\.\) must be a number"):
@@ -83,6 +88,7 @@ def _describe_rank(rank: int) -> Any:
     return describe(Engine("cpu"))
 
 
+@pytest.mark.shows("H51", "E5", "E43")
 @SIZES
 def test_a_rank_knows_its_place(num_ranks: int) -> None:
     """E5."""
@@ -122,6 +128,7 @@ def _sync(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.shows("E10", "E11", "E12", "E13", "E43")
 @SIZES
 def test_tensors_are_summed_averaged_and_listed(num_ranks: int) -> None:
     """E9-E13."""
@@ -168,6 +175,7 @@ def _metrics(rank: int) -> Any:
     return None
 
 
+@pytest.mark.shows("E14", "E43")
 @SIZES
 def test_metrics_are_means_by_weight(num_ranks: int) -> None:
     """E14."""
@@ -199,6 +207,7 @@ def _take_turns(rank: int, folder: str) -> Any:
     return seen, engine.sync_tensor(torch.ones(1), "sum").item()
 
 
+@pytest.mark.shows("E15", "E43")
 @SIZES
 def test_rank_0_goes_first_and_its_failure_is_everybodys(num_ranks: int, tmp_path: Path) -> None:
     """E15: nobody waits for a rank that has failed."""
@@ -231,6 +240,7 @@ def _set_up(rank: int, folder: str, count: int) -> Any:
     return *found, after, engine.rank
 
 
+@pytest.mark.shows("E6", "E19", "E31", "E43")
 @SIZES
 def test_a_process_joins_and_leaves_by_hand(num_ranks: int, tmp_path: Path) -> None:
     """E6, E19, E31: a group that somebody else has made is not left."""
@@ -241,6 +251,7 @@ def test_a_process_joins_and_leaves_by_hand(num_ranks: int, tmp_path: Path) -> N
         assert found == (-1, place, total, -1, rank)
 
 
+@pytest.mark.shows("E6", "E31")
 def test_a_lone_process_sets_up_nothing() -> None:
     """E31."""
     engine = Engine("cpu")
@@ -250,6 +261,7 @@ def test_a_lone_process_sets_up_nothing() -> None:
     engine.deinit_components()
 
 
+@pytest.mark.shows("E19", "E31")
 def test_a_group_of_one_is_made_where_it_is_asked_for() -> None:
     engine = Engine("cpu")
     engine.setup_process(0, 1)
@@ -267,6 +279,7 @@ def test_a_group_of_one_is_made_where_it_is_asked_for() -> None:
         assert engine.is_ddp
 
 
+@pytest.mark.shows("E31")
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
@@ -289,6 +302,7 @@ def _spawned(rank: int, factor: int) -> tuple[int, int, float]:
     return rank, engine.rank, total
 
 
+@pytest.mark.shows("E30")
 def test_spawning_one_process_is_a_plain_call() -> None:
     """E30."""
     assert Engine("cpu").spawn(_spawned, 5) == [(0, -1, 0.0)]
@@ -303,6 +317,7 @@ def test_spawned_processes_form_a_group() -> None:
 Point = collections.namedtuple("Point", "x y")
 
 
+@pytest.mark.shows("E1", "E7", "E8")
 def test_everything_that_can_be_moved_is_moved() -> None:
     """E7, E8: containers keep their types, and what came in is not changed."""
     meta = torch.device("meta")
@@ -333,6 +348,7 @@ def test_everything_that_can_be_moved_is_moved() -> None:
     assert type(value["array"]) is np.ndarray
 
 
+@pytest.mark.shows("E7")
 def test_a_tensor_made_of_an_array_does_not_share_its_memory() -> None:
     """E7: copy, do not mutate."""
     array = np.zeros(2)
@@ -340,6 +356,7 @@ def test_a_tensor_made_of_an_array_does_not_share_its_memory() -> None:
     assert array.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.shows("H48", "E32")
 @pytest.mark.parametrize(
     ("gpus", "local_rank", "expected"),
     [([], 3, "cpu"), ([2, 5], 0, "cuda:2"), ([2, 5], 1, "cuda:5"), ([4], 3, "cuda:4")],
@@ -349,11 +366,13 @@ def test_a_process_has_a_gpu_of_its_own(gpus: list[int], local_rank: int, expect
     assert device_of_rank(gpus, local_rank) == torch.device(expected)
 
 
+@pytest.mark.shows("H48", "E32")
 def test_more_processes_than_gpus_are_an_error() -> None:
     with pytest.raises(UsageError, match=r"Process 2 .* there are 2, \[2, 5\]"):
         device_of_rank([2, 5], 2)
 
 
+@pytest.mark.shows("E38")
 def test_an_engine_is_found_for_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """E38, H46, H47."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -21,10 +21,12 @@ _NINE = [
 ]
 
 
+@pytest.mark.shows("E2", "E41")
 def test_all_nine_are_known() -> None:
     assert sorted(reference_names.REPLACEMENTS) == sorted(_NINE)
 
 
+@pytest.mark.shows("E27", "E28")
 @pytest.mark.parametrize("name", _NINE)
 def test_an_import_by_the_old_name_names_the_replacement(name: str) -> None:
     engines = importlib.import_module("helios.engines")
@@ -44,6 +46,7 @@ def test_any_other_name_is_simply_missing() -> None:
     assert "The only engine class is" in reference_names.explain("WarpEngine")
 
 
+@pytest.mark.shows("E2")
 @pytest.mark.parametrize("name", _NINE)
 def test_the_page_has_a_row_for_each(name: str) -> None:
     assert f"| `{name}` |" in _PAGE.read_text()

@@ -52,6 +52,7 @@ def scale_of(engine: Engine) -> tuple[float, int]:
     return state["scale"], state["_growth_tracker"]
 
 
+@pytest.mark.shows("K21", "E22", "E25")
 def test_backward_scales_and_the_average_unscales() -> None:
     """E22, E25: hooks and clipping see gradients as they are."""
     engine, parameter = engine_for(), weight()
@@ -68,6 +69,7 @@ def test_backward_scales_and_the_average_unscales() -> None:
     assert (parameter.tolist(), parameter.grad.tolist()) == ([-2.0], [3.0])
 
 
+@pytest.mark.shows("E26")
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("inf")])
 def test_a_step_is_left_out_where_a_gradient_is_not_finite(bad: float) -> None:
     """E26: the scale is halved, and the next window is stepped again."""
@@ -79,6 +81,7 @@ def test_a_step_is_left_out_where_a_gradient_is_not_finite(bad: float) -> None:
     assert (parameter.tolist(), scale_of(engine)) == ([-1.0], (2.0, 1))
 
 
+@pytest.mark.shows("E22")
 def test_the_scale_grows_after_windows_without_an_infinity() -> None:
     engine, parameter = engine_for(growth_interval=2, growth_factor=8.0), weight()
     optimizer = SGD([parameter], lr=0.0)
@@ -89,6 +92,7 @@ def test_the_scale_grows_after_windows_without_an_infinity() -> None:
     assert scales == [(4.0, 1), (32.0, 0), (32.0, 1), (16.0, 0), (16.0, 1), (128.0, 0)]
 
 
+@pytest.mark.shows("E26")
 def test_a_fused_optimizer_tells_of_the_step_that_was_left_out() -> None:
     """``GradScaler.step`` would leave that to the optimizer, and nobody would know."""
     engine, parameter = engine_for(), weight()
@@ -141,6 +145,7 @@ def test_an_optimizer_without_gradients_is_stepped_and_moves_no_scale() -> None:
     assert scale_of(engine) == (4.0, 0)
 
 
+@pytest.mark.shows("E25")
 def test_a_forgotten_end_of_a_window_is_an_error() -> None:
     engine, parameter = engine_for(), weight()
     optimizer = SGD([parameter], lr=1.0)
@@ -153,6 +158,7 @@ def test_a_forgotten_end_of_a_window_is_an_error() -> None:
         engine.optimizer_step(optimizer)
 
 
+@pytest.mark.shows("E22")
 def test_the_whole_scaler_is_state() -> None:
     engine, other = engine_for(growth_interval=3), engine_for(growth_interval=3)
     optimizer = SGD([weight()], lr=0.0)
@@ -166,6 +172,7 @@ def test_the_whole_scaler_is_state() -> None:
         assert scale_of(known) == (4.0, 0)
 
 
+@pytest.mark.shows("E36")
 def test_a_state_fits_another_precision(caplog: pytest.LogCaptureFixture) -> None:
     """E36: a fresh scaler where there was none; one too many is not looked at."""
     half, full = engine_for(), Engine(CPU)
@@ -256,6 +263,7 @@ def fit_planted(setting: Setting, **options: Any) -> tuple[Planted, Counts, heli
     return model, counts, trainer
 
 
+@pytest.mark.shows("R26", "E26")
 def test_a_step_that_was_left_out_moves_neither_scheduler_nor_count() -> None:
     """R26, E26: by steps the run makes up for it."""
     model, counts, _ = fit_planted(Setting(total_steps=9))
@@ -267,6 +275,7 @@ def test_a_step_that_was_left_out_moves_neither_scheduler_nor_count() -> None:
     assert rates[8] == rates[9] != rates[10]
 
 
+@pytest.mark.shows("E26")
 def test_one_infinity_leaves_out_the_update_of_its_window() -> None:
     """By epochs the counts go on."""
     _, counts, _ = fit_planted(Setting(unit="epoch", total_steps=2, accumulation=2))
@@ -274,6 +283,7 @@ def test_one_infinity_leaves_out_the_update_of_its_window() -> None:
     assert [step[3] for step in counts.steps] == [True, False, True, True, False, True]
 
 
+@pytest.mark.shows("R26", "E22", "E26", "P3")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "setting",
@@ -324,6 +334,7 @@ class Pair(helios.Model):
         yield self.nets["b"](hidden.detach()).float().square().mean()
 
 
+@pytest.mark.shows("L28")
 def test_a_generator_step_leaves_out_the_update_of_one_optimizer_only() -> None:
     """L28, R26: the other one's is made, so the window counts."""
 
@@ -381,6 +392,7 @@ class ByHand(helios.Model):
         return is_committed
 
 
+@pytest.mark.shows("E25")
 def test_manual_steps_use_the_engine_and_close_their_windows() -> None:
     engine = Engine(CPU, precision=SMALL)
     model = ByHand(engine)

@@ -40,6 +40,7 @@ def owners(log: Log, *names: str) -> list[Listener]:
     return [Listener(name, log) for name in names]
 
 
+@pytest.mark.shows("K1", "K2", "K3", "K26", "C8")
 @pytest.mark.parametrize(
     "event", [name for name, event in EVENTS.items() if event.verb is Verb.EMIT]
 )
@@ -66,6 +67,7 @@ def test_an_event_is_told_in_the_order_of_its_row(event: str) -> None:
     assert first in plugins
 
 
+@pytest.mark.shows("C14")
 def test_a_monitor_hears_the_end_of_a_validation_after_the_model_and_its_start_before() -> None:
     """C14, spelled out."""
     log: Log = []
@@ -155,6 +157,7 @@ class Voter(Quiet):
         return self.answer  # type: ignore[no-any-return]
 
 
+@pytest.mark.shows("H32", "C16")
 @pytest.mark.parametrize(
     ("answers", "verdict"),
     [

@@ -19,6 +19,7 @@ def hear_three(self: Any, state: Any, should_log: Any, more: Any) -> None: ...
 def hear_other_keywords(self: Any, *, state: Any, log: Any) -> None: ...
 
 
+@pytest.mark.shows("K5")
 @pytest.mark.parametrize(
     ("method", "found"),
     [
@@ -117,6 +118,7 @@ def take_step_and_more(self: Any, step: int, verbose: bool = False) -> None:
     self.found.append((step, verbose))
 
 
+@pytest.mark.shows("K33")
 @pytest.mark.parametrize(
     ("method", "told"),
     [(take_step, 3), (take_named_step, 3), (take_step_and_more, (3, False))],
@@ -154,6 +156,7 @@ def take_index_late(self: Any, step: int, verbose: bool = False, dataloader_idx:
     assert verbose is False
 
 
+@pytest.mark.shows("K33")
 @pytest.mark.parametrize(
     "method",
     [take_both, take_any, take_named_index, take_both_named, take_keywords, take_index_late],

@@ -117,12 +117,14 @@ def methods_of(kind: type) -> list[str]:
     return [name for name in EVENTS if hasattr(kind, name)]
 
 
+@pytest.mark.shows("H52", "K4", "K6", "K12", "K36", "K41")
 def test_the_table_is_the_published_one_row_by_row() -> None:
     """FEATURES section 8, DESIGN section 9 (C8, C10, C14), L32."""
     found = [dataclasses.replace(event, moment="") for event in EVENTS.values()]
     assert found == [row_of(line) for line in ROWS.split("\n")[1:-1]]
 
 
+@pytest.mark.shows("K1", "C8")
 def test_plugins_come_first_monitors_right_after_the_model_and_the_engine_last() -> None:
     """C8, C14."""
     for event in EVENTS.values():
@@ -136,6 +138,7 @@ def test_plugins_come_first_monitors_right_after_the_model_and_the_engine_last()
         assert len(set(order)) == len(order)
 
 
+@pytest.mark.shows("C11")
 @pytest.mark.parametrize("start", [name for name in EVENTS if name.endswith("_start")])
 def test_scopes_are_pairs_that_the_same_receivers_hear_in_the_same_order(start: str) -> None:
     """DESIGN section 7, C11."""
@@ -147,6 +150,7 @@ def test_scopes_are_pairs_that_the_same_receivers_hear_in_the_same_order(start: 
     assert EVENTS[start].scope == end.scope
 
 
+@pytest.mark.shows("R1")
 def test_every_channel_is_a_scope_with_a_beginning_and_an_end_in_each_phase() -> None:
     """R1: seven nested channels; on_loop and on_batch are those of every phase."""
     found = [event for event in EVENTS.values() if event.scope]
@@ -193,6 +197,7 @@ def test_every_event_is_a_declared_and_documented_method_of_who_receives_it(
         assert len(inspect.getdoc(method) or "") > 20, name
 
 
+@pytest.mark.shows("K5", "K36")
 @pytest.mark.parametrize("kind", [Model, Plugin, DataModule, Engine])
 def test_base_methods_take_the_parameters_of_the_table(kind: type) -> None:
     """API sections 13 to 15."""

@@ -280,6 +280,7 @@ def test_a_script_of_helios_1_is_killed_and_resumes_bit_for_bit(unit: str, tmp_p
     assert log.read_text().count("Three classes of points") == 3
 
 
+@pytest.mark.shows("H56")
 def test_a_script_of_helios_1_is_tested_on_its_newest_checkpoint(tmp_path: Path) -> None:
     """H56, API section 12: `fast_init` in `setup` and `load_state_dict`."""
     whole = run_script(tmp_path, "epoch", 0)
@@ -290,6 +291,7 @@ def test_a_script_of_helios_1_is_tested_on_its_newest_checkpoint(tmp_path: Path)
     assert model._test_scores == {"count": 7}
 
 
+@pytest.mark.shows("H21", "H22")
 def test_metadata_stands_in_the_names_of_checkpoints(tmp_path: Path) -> None:
     """H21, H22, C2: also in the way of the published sample, which returns the addition only."""
 
@@ -309,6 +311,7 @@ def test_metadata_stands_in_the_names_of_checkpoints(tmp_path: Path) -> None:
     assert newest.name == names[1]
 
 
+@pytest.mark.shows("H18", "U10")
 def test_a_checkpoint_has_the_published_keys_and_loads_safely(tmp_path: Path) -> None:
     """H18, H24, H26, API section 8."""
     make_trainer(tmp_path, total_steps=1).fit(Classifier(), PointsModule())
@@ -347,6 +350,7 @@ class Accumulating(hlm.Model):
             self._optimizer.zero_grad()
 
 
+@pytest.mark.shows("H39")
 @pytest.mark.parametrize(("unit", "total"), [("epoch", 2), ("iteration", 4)])
 def test_the_published_sample_of_accumulation_resumes(
     unit: str, total: int, tmp_path: Path
@@ -419,6 +423,7 @@ def test_names_are_found_where_scripts_import_them(module: str, names: str) -> N
     assert [name for name in names.split() if name not in found] == []
 
 
+@pytest.mark.shows("H66", "R34")
 def test_the_arguments_of_a_trainer_keep_order_and_defaults() -> None:
     """API section 12, H66: all may be given by position."""
     historical = dict(islice(DEFAULTS.items(), 23))
@@ -427,6 +432,7 @@ def test_the_arguments_of_a_trainer_keep_order_and_defaults() -> None:
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
 
+@pytest.mark.shows("H65", "C9")
 def test_a_trainer_shows_what_it_works_on() -> None:
     """API section 12; H65: no queue in one process."""
     seen: list[Any] = []
@@ -494,6 +500,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
+@pytest.mark.shows("H62")
 def test_registries_are_filled_before_anything_is_set_up(package: Path) -> None:
     """API section 12: `src_root` and `import_prefix`."""
 
@@ -511,6 +518,7 @@ def test_registries_are_filled_before_anything_is_set_up(package: Path) -> None:
     assert "users.shapes.broken" not in sys.modules
 
 
+@pytest.mark.shows("K30")
 def test_loggers_are_there_in_every_part_of_a_users_code(tmp_path: Path) -> None:
     """API section 15: from the first `setup` to the last `on_fit_end`; afterwards a KeyError."""
 
@@ -560,6 +568,7 @@ def test_a_state_of_the_users_own_is_given_back_as_it_was_saved(tmp_path: Path) 
     assert isinstance(state["best"], Best)
 
 
+@pytest.mark.shows("H26", "U10")
 def test_a_type_that_is_not_declared_is_named_when_it_is_saved(tmp_path: Path) -> None:
     """H26: the remedy is `types_for_safe_load`."""
 

@@ -178,6 +178,7 @@ _FITS = {
 }
 
 
+@pytest.mark.shows("K22", "R1", "R2", "R3", "R4", "R5", "R6", "R9", "R27", "C10")
 @pytest.mark.parametrize("name", _FITS)
 def test_channels_nest_in_a_training(name: str) -> None:
     """R1, R2, R4, R5, R6, R9, C10: validations have no backward, and lie in the epoch."""
@@ -187,6 +188,7 @@ def test_channels_nest_in_a_training(name: str) -> None:
     assert log == expected.split()
 
 
+@pytest.mark.shows("R5")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_manual_steps_have_neither_backward_nor_update(unit: str) -> None:
     """R5, R6: the model does both."""
@@ -223,6 +225,7 @@ def test_channels_follow_each_other_at_every_yield() -> None:
     assert log == scope("loop", scope("epoch", step)).split()
 
 
+@pytest.mark.shows("R1", "R6")
 @pytest.mark.parametrize(("call", "mark"), [("validate", "v:"), ("test", "t:"), ("predict", "p:")])
 def test_channels_nest_in_an_evaluation(call: str, mark: str) -> None:
     """R4, R6: each is a run of its own, without epochs and steps."""
@@ -256,6 +259,7 @@ def trial() -> Plugin:
     return plugin
 
 
+@pytest.mark.shows("R4")
 def test_a_trial_validation_lies_in_the_loop_of_its_training() -> None:
     """R1, R4: the loop begins once, before the trial."""
     log: list[str] = []
@@ -313,6 +317,7 @@ def test_what_is_registered_in_a_trial_is_gone_with_it() -> None:
     assert log == [True]
 
 
+@pytest.mark.shows("R13", "C11")
 def test_two_sets_take_turns() -> None:
     """R13, C11: in the order in which they were registered, at both ends."""
     log: list[str] = []
@@ -376,6 +381,7 @@ def _left(channel: str, names: str = "ab", error: str = " wrong") -> list[str]:
     return [f"{short(channel)}{name}){error}" for name in names]
 
 
+@pytest.mark.shows("R12", "R14", "R16")
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("where", ["enter", "body", "exit"])
 def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) -> None:
@@ -411,6 +417,7 @@ def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) ->
     assert sorted(entry[:-1] for entry in begun) == sorted(entry.split(")")[0] for entry in left)
 
 
+@pytest.mark.shows("R16")
 def test_an_error_in_an_evaluation_is_seen_at_all_exits() -> None:
     """R16."""
     log: list[str] = []
@@ -431,6 +438,7 @@ def test_an_error_in_a_validation_is_seen_in_the_scopes_of_the_training() -> Non
     assert log[-3:] == ["v:batch) wrong", "v:epoch) wrong", "v:loop) wrong"]
 
 
+@pytest.mark.shows("R15")
 def test_errors_of_exits_go_along_with_the_error_of_the_run() -> None:
     """R15: the run's error stays the one that is raised."""
     hooks = PipelineHooks()
@@ -455,6 +463,7 @@ def _stop_once(at: int) -> Callable[..., None]:
     return stop
 
 
+@pytest.mark.shows("R4")
 @pytest.mark.parametrize("where", ["a hook of the batch", "another plugin"])
 def test_an_epoch_that_ends_early_leaves_its_inner_scopes_first(where: str) -> None:
     """R4: the end of that batch is never told; the training goes on."""
@@ -515,6 +524,7 @@ _UNITS = {
 }
 
 
+@pytest.mark.shows("R44")
 @pytest.mark.parametrize("unit", _UNITS)
 def test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again(
     unit: str, tmp_path: Path
@@ -600,6 +610,7 @@ _IDS = {
 }
 
 
+@pytest.mark.shows("R3", "R9", "R23", "R25", "C13")
 @pytest.mark.parametrize("unit", _IDS)
 def test_ids_count_from_zero_and_rise_after_the_ends(unit: str) -> None:
     """R23, R25, C13: at the ends they are those of the beginnings."""
@@ -626,6 +637,7 @@ def test_ids_count_from_zero_and_rise_after_the_ends(unit: str) -> None:
     assert seen["loop("][0][:6] == (0,) * 6
 
 
+@pytest.mark.shows("K5", "K15", "R23")
 def test_the_objects_of_the_run_are_seen() -> None:
     """R23."""
     model, data = Linear(), Numbers(3, 2)
@@ -655,6 +667,7 @@ def test_the_objects_of_the_run_are_seen() -> None:
     assert seen["loop("] == [(2, None)]
 
 
+@pytest.mark.shows("R31")
 def test_batch_hooks_see_the_raw_batch_and_forward_hooks_the_transformed_one() -> None:
     """R31, in training and in evaluations."""
     processor = BatchProcessor.from_callable(forward, transforms=[torch.neg, lambda x: x * 10])
@@ -666,6 +679,7 @@ def test_batch_hooks_see_the_raw_batch_and_forward_hooks_the_transformed_one() -
     assert seen["forward("] == seen["forward)"] == [-10, -20, -10, -10, -20]
 
 
+@pytest.mark.shows("K23", "R7", "R23", "R27")
 def test_the_end_of_forward_sees_outputs_and_loss_and_later_ends_do_too() -> None:
     """R7, R23: the loss without its graph; neither is left over for the next batch."""
     outputs: list[Tensor] = []
@@ -694,6 +708,7 @@ def test_the_end_of_forward_sees_outputs_and_loss_and_later_ends_do_too() -> Non
         assert set(seen[name]) == {None}, name
 
 
+@pytest.mark.shows("K20", "K23", "R8", "C10")
 def test_gradients_and_weights_are_seen_where_they_belong() -> None:
     """R8, C10: gradients from backward to the update; new weights at its end."""
 
@@ -711,6 +726,7 @@ def test_gradients_and_weights_are_seen_where_they_belong() -> None:
     assert seen["update)"] == seen["batch)"] == seen["step)"] == [(False, after, next_rate)]
 
 
+@pytest.mark.shows("R26", "R36")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_skipped_update_is_not_committed_and_moves_no_step(unit: str) -> None:
     """R25, R26: step ids stay; the window begins anew; schedulers do not move."""

@@ -83,6 +83,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.shows("U23")
 @pytest.mark.parametrize("call", CALLS)
 def test_each_evaluation_loads_what_it_is_asked_for(root: Path, call: str) -> None:
     wanted = {"best": 2, "newest": 4, None: 4, file_of(root, 1): 1, str(file_of(root, 3)): 3}
@@ -95,6 +96,7 @@ def test_each_evaluation_loads_what_it_is_asked_for(root: Path, call: str) -> No
     assert evaluated(bare, call, checkpoint=file_of(root, 2)) == weights[2]
 
 
+@pytest.mark.shows("U25")
 def test_the_log_says_which_one_is_the_best_and_why(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +109,7 @@ def test_the_log_says_which_one_is_the_best_and_why(
     assert "has no effect" not in said
 
 
+@pytest.mark.shows("U23")
 def test_a_script_finds_the_best_file(root: Path, tmp_path: Path) -> None:
     low, high = KeepBest(1, "quality", "min"), KeepBest(3, "quality", "max")
     assert helios.find_best_checkpoint(root / "line", low) == file_of(root, 2)
@@ -116,6 +119,7 @@ def test_a_script_finds_the_best_file(root: Path, tmp_path: Path) -> None:
     assert helios.find_best_checkpoint(None, low) is None
 
 
+@pytest.mark.shows("U23")
 def test_early_stopping_names_the_score_that_decides(root: Path) -> None:
     stopping = EarlyStopping("quality", mode="max", patience=9)
     found = evaluated(make(root, stopping), "test", checkpoint="best")
@@ -124,6 +128,7 @@ def test_early_stopping_names_the_score_that_decides(root: Path) -> None:
     assert evaluated(both, "test", checkpoint="best") != found, "the rule of the store counts first"
 
 
+@pytest.mark.shows("U24")
 def test_the_file_of_resume_is_evaluated_until_the_trainer_has_trained(tmp_path: Path) -> None:
     fit(tmp_path / "first")
     origin = file_of(tmp_path / "first", 2)
@@ -138,6 +143,7 @@ def test_the_file_of_resume_is_evaluated_until_the_trainer_has_trained(tmp_path:
     assert evaluated(make(tmp_path / "other", **options), "test", checkpoint="newest") == end
 
 
+@pytest.mark.shows("U24")
 def test_the_best_is_tested_with_its_average(tmp_path: Path) -> None:
     error = KeepBest(1, "error", "min")
     store = CheckpointStore(keep_last=1, keep_best=error)
@@ -159,6 +165,7 @@ def _refused(trainer: Trainer, kind: type[Exception], text: str, choice: Any) ->
             getattr(trainer, call)(Graded(), Samples(), checkpoint=choice)
 
 
+@pytest.mark.shows("U23")
 def test_what_does_not_exist_is_refused_with_what_there_is(root: Path, tmp_path: Path) -> None:
     listing = r"holds line_epoch_4_iter_16.pth, line_epoch_3_iter_12.pth, .*line_epoch_1_iter_4.pth"
     _refused(make(root), CheckpointError, rf"no file at bst\. .*{listing}", "bst")
@@ -173,6 +180,7 @@ def test_what_does_not_exist_is_refused_with_what_there_is(root: Path, tmp_path:
     assert evaluated(newest, "test"), "without a choice, no checkpoint is no error"
 
 
+@pytest.mark.shows("U23")
 def test_a_choice_that_means_nothing_is_refused(root: Path) -> None:
     _refused(make(root), ArgumentTypeError, "or a file, got 3", 3)
     _refused(make(None), ArgumentError, "a folder of checkpoints, got none", "newest")
@@ -183,12 +191,14 @@ def test_a_choice_that_means_nothing_is_refused(root: Path) -> None:
     )
 
 
+@pytest.mark.shows("U23")
 def test_nan_is_never_the_best(tmp_path: Path) -> None:
     fit(tmp_path, model=Graded([math.nan, 2.0, 3.0, math.nan]))
     found = evaluated(make(tmp_path, store=BEST), "test", checkpoint="best")
     assert found == weight_of(file_of(tmp_path, 2)).numpy().tobytes()
 
 
+@pytest.mark.shows("U28")
 def test_a_score_that_no_validation_computes_ends_the_training(tmp_path: Path) -> None:
     rule = KeepBest(1, "qualty")
     with pytest.raises(UsageError, match=r"KeepBest\(metric='qualty'\).*\['error', 'quality'\]"):

@@ -41,6 +41,7 @@ class Cut(Quiet):
         self.updates += committed
 
 
+@pytest.mark.shows("L19")
 @pytest.mark.parametrize(("accumulation", "batches"), [(1, 6), (3, 18)])
 def test_a_refused_batch_is_not_counted(accumulation: int, batches: int) -> None:
     """L19: by steps the windows run on over the epochs' ends, and none is lost."""

@@ -141,6 +141,7 @@ class StatefulStream(Stream):
         self.position = state_dict["position"]
 
 
+@pytest.mark.shows("S65")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_stream_with_state_resumes_from_every_step(unit: str, tmp_path: Path) -> None:
     options = {"train_unit": unit, "total_steps": 8 if unit == "iteration" else 4}
@@ -148,6 +149,7 @@ def test_a_stream_with_state_resumes_from_every_step(unit: str, tmp_path: Path) 
     assert ids_of(whole)[:6] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
 
 
+@pytest.mark.shows("S65")
 def test_a_stream_with_state_behind_workers_names_the_loader_that_resumes(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"torchdata\.stateful_dataloader\.StatefulDataLoader"):
         fit(Data(StatefulStream(), batch_size=4, num_workers=1), tmp_path)
@@ -262,6 +264,7 @@ class Pairs:
         return 5
 
 
+@pytest.mark.shows("H11", "L17")
 def test_a_users_sampler_resumes_exactly(tmp_path: Path) -> None:
     whole = check_resumes(
         lambda: Data(IndexData(), batch_size=4, sampler=EvenFirst()), tmp_path, total_steps=12
@@ -350,6 +353,7 @@ class Noted(IndexData):
         return super().__getitem__(index)
 
 
+@pytest.mark.shows("H15")
 def test_workers_fetch_nothing_that_was_trained_on(tmp_path: Path) -> None:
     """Issue: no `__getitem__` call for a batch already trained on, counted, also with workers."""
     whole = Noted()
@@ -365,6 +369,7 @@ def test_workers_fetch_nothing_that_was_trained_on(tmp_path: Path) -> None:
     assert ids_of(model) == ids_of(trained)[3:]
 
 
+@pytest.mark.shows("H8")
 def test_the_users_function_for_workers_runs_after_ours() -> None:
     """H8: it finds the generators seeded, and what it sets stays."""
     numbers = torch.zeros(2, 2, dtype=torch.float64).share_memory_()
@@ -424,6 +429,7 @@ def test_numpys_legacy_generator_is_warned_of_once(
     assert capsys.readouterr().err.count(f"global generator (numpy.random) was used {where}") == 1
 
 
+@pytest.mark.shows("H3")
 def test_a_run_leaves_numpys_legacy_generator_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """H3."""
     before = np.random.get_state()
@@ -484,6 +490,7 @@ def _drawn_with_replacement() -> Any:
     return BatchSampler(Wrapped(sampler), 4, drop_last=False)
 
 
+@pytest.mark.shows("S66")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("make", [_stock_batches, _weighted_batches, _drawn_with_replacement])
@@ -498,6 +505,7 @@ def test_a_stock_sampler_with_a_generator_of_its_own_resumes_exactly(
     assert first != second
 
 
+@pytest.mark.shows("S66")
 def test_a_sampler_with_a_generator_of_its_own_resumes_exactly(tmp_path: Path) -> None:
     whole = check_resumes(
         lambda: Data(IndexData(), sampler=PythonShuffle(22), batch_size=4), tmp_path, total_steps=14
@@ -505,6 +513,7 @@ def test_a_sampler_with_a_generator_of_its_own_resumes_exactly(tmp_path: Path) -
     assert ids_of(whole)[:6] != ids_of(whole)[6:12]
 
 
+@pytest.mark.shows("S66")
 def test_a_checkpoint_without_the_generators_state_says_that_the_order_is_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def _last(folder: Path) -> helios.TrainingState:
     return state
 
 
+@pytest.mark.shows("H38", "R36")
 @pytest.mark.parametrize(("accumulation", "batches"), [(1, 4), (2, 8), (4, 16), (5, 20), (10, 40)])
 def test_steps_times_accumulation_batches_are_run(
     accumulation: int, batches: int, tmp_path: Path
@@ -61,6 +62,7 @@ def test_steps_times_accumulation_batches_are_run(
     assert _last(tmp_path).global_iteration == batches
 
 
+@pytest.mark.shows("H37")
 def test_accumulation_does_not_change_the_counts_of_epochs(tmp_path: Path) -> None:
     """H37: 5 epochs of 6 batches are 30 iterations, whatever the accumulation."""
     train(tmp_path, Setting(unit="epoch", total_steps=5, accumulation=2, valid_frequency=None))
@@ -68,6 +70,7 @@ def test_accumulation_does_not_change_the_counts_of_epochs(tmp_path: Path) -> No
     assert (state.current_iteration, state.global_iteration, state.global_epoch) == (30, 30, 5)
 
 
+@pytest.mark.shows("L15")
 def test_a_total_of_nothing_is_legal(tmp_path: Path) -> None:
     for unit in ("epoch", "iteration"):
         outcome = train(tmp_path / unit, Setting(unit=unit, total_steps=0))
@@ -75,6 +78,7 @@ def test_a_total_of_nothing_is_legal(tmp_path: Path) -> None:
         assert _names(outcome)[-3:] == ["on_training_end", "on_fit_end", "teardown"]
 
 
+@pytest.mark.shows("H30")
 def test_an_endless_run_ends_by_early_stop(tmp_path: Path) -> None:
     setting = Setting(total_steps=float("inf"), early_stop_cycles=2, valid_frequency=2)
     outcome = train(tmp_path, setting)
@@ -82,6 +86,7 @@ def test_an_endless_run_ends_by_early_stop(tmp_path: Path) -> None:
     assert outcome.has_ended
 
 
+@pytest.mark.shows("H32", "H35")
 @pytest.mark.parametrize("unit", ["epoch", "iteration"])
 def test_a_stop_poll_ends_the_run_at_the_window(unit: str, tmp_path: Path) -> None:
     setting = Setting(
@@ -97,6 +102,7 @@ def test_a_stop_poll_ends_the_run_at_the_window(unit: str, tmp_path: Path) -> No
     assert ("on_validation_start" in names[last_batch:]) is (unit == "epoch")
 
 
+@pytest.mark.shows("S32")
 @pytest.mark.parametrize("unit", ["epoch", "iteration"])
 def test_a_stopped_run_is_finished_until_its_total_is_raised(unit: str, tmp_path: Path) -> None:
     setting = Setting(unit=unit, total_steps=3, valid_frequency=None)
@@ -107,6 +113,7 @@ def test_a_stopped_run_is_finished_until_its_total_is_raised(unit: str, tmp_path
     assert_equal(resumed, whole, since=2)
 
 
+@pytest.mark.shows("S32")
 def test_a_raised_patience_goes_on(tmp_path: Path) -> None:
     setting = Setting(total_steps=40, early_stop_cycles=1, valid_frequency=1)
     whole = train(tmp_path / "whole", dataclasses.replace(setting, early_stop_cycles=3))
@@ -115,6 +122,7 @@ def test_a_raised_patience_goes_on(tmp_path: Path) -> None:
     assert_equal(again, whole, since=max(first.records))
 
 
+@pytest.mark.shows("L15", "C16")
 def test_a_request_from_a_hook_ends_the_run(tmp_path: Path) -> None:
     class Asker(Plugin):
         def setup(self) -> None:
@@ -139,6 +147,7 @@ def test_requests_outside_of_fit_are_errors() -> None:
         trainer.request_stop()
 
 
+@pytest.mark.shows("H31", "C3")
 def test_the_checkpoint_is_there_before_the_early_stop(tmp_path: Path) -> None:
     """H31: with equal frequencies the counter is inside of the checkpoint."""
     setting = Setting(unit="epoch", total_steps=20, early_stop_cycles=1, valid_frequency=1)
@@ -164,6 +173,7 @@ class RaiseIn(Plugin):
         raise OnPurposeError("on purpose")
 
 
+@pytest.mark.shows("H63", "K34", "R47", "C6")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "event",
@@ -209,6 +219,7 @@ def test_an_error_is_logged_everything_torn_down_and_raised_again(
     assert train(tmp_path, setting).has_ended
 
 
+@pytest.mark.shows("H63", "C6")
 def test_listed_exceptions_pass_without_being_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,11 +236,13 @@ def test_listed_exceptions_pass_without_being_logged(
     assert "ended with an error" not in capsys.readouterr().err
 
 
+@pytest.mark.shows("K30")
 def test_nothing_of_the_package_stays_configured_after_a_run(tmp_path: Path) -> None:
     train(tmp_path, Setting(total_steps=1))
     assert not logging.getLogger("helios").handlers
 
 
+@pytest.mark.shows("L31")
 def test_a_second_fit_of_the_same_model_starts_from_nothing() -> None:
     setting = Setting(total_steps=5, validates=False, valid_frequency=None)
     trainer = helios.Trainer("", "iteration", 5, use_cpu=True, print_banner=False, random_seed=5)
@@ -260,6 +273,7 @@ def test_data_that_can_be_read_once_only_is_an_error_and_no_endless_loop(tmp_pat
         trainer.fit(SmallModel(setting), OnceModule(setting))
 
 
+@pytest.mark.shows("L19", "K37")
 def test_a_hook_may_end_an_epoch(tmp_path: Path) -> None:
     """L19, K37: StopIteration of on_training_batch_start ends the epoch; its end is told."""
 
@@ -290,6 +304,7 @@ def test_a_stray_stop_iteration_is_an_error(event: str, tmp_path: Path) -> None:
         train(tmp_path, setting, Stray(event))
 
 
+@pytest.mark.shows("K34", "S32")
 def test_the_exit_code_tells_an_end_from_an_interruption_and_an_error() -> None:
     setting = Setting(validates=False)
     for error, code in ((KeyboardInterrupt(), 75), (OnPurposeError(), 1)):

@@ -23,12 +23,14 @@ def _trainer(folder: Path | None, *plugins: Plugin, **options: Any) -> helios.Tr
     )
 
 
+@pytest.mark.shows("L34")
 def test_predictions_come_in_the_order_of_the_data(tmp_path: Path) -> None:
     train(tmp_path, _SETTING)
     found = _trainer(tmp_path).predict(SmallModel(_SETTING), IndexModule(_SETTING))
     assert [ids.tolist() for ids in found] == [[0, 1, 2, 3], [4, 5]]
 
 
+@pytest.mark.shows("H56", "L1")
 def test_every_evaluation_loads_the_newest_checkpoint(tmp_path: Path) -> None:
     outcome = train(tmp_path, _SETTING)
     for call in ("validate", "test", "predict"):
@@ -50,6 +52,7 @@ def test_a_test_gives_equal_scores_each_time(tmp_path: Path) -> None:
     assert "score" in scores[0]
 
 
+@pytest.mark.shows("K31")
 def test_the_events_of_a_test_stand_in_the_order_of_the_table(tmp_path: Path) -> None:
     log = EventLog()
     trainer = _trainer(None, log)
@@ -69,6 +72,7 @@ def test_the_events_of_a_test_stand_in_the_order_of_the_table(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.shows("H55", "L33", "C18")
 def test_evaluation_mode_comes_before_the_start_event(tmp_path: Path) -> None:
     """C5; and each submodule gets its own mode back (L33)."""
     modes: list[tuple[str, bool]] = []
@@ -100,6 +104,7 @@ def test_a_model_trained_in_this_process_is_tested_as_it_stands(tmp_path: Path) 
     assert all(weight.equal(weights[name]) for name, weight in model.net.state_dict().items())
 
 
+@pytest.mark.shows("H56")
 def test_without_a_checkpoint_the_model_loads_its_own_weights() -> None:
     called: list[int] = []
 
@@ -116,6 +121,7 @@ def test_untrained_weights_are_never_tested_in_silence(capsys: pytest.CaptureFix
     assert "without a checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.shows("H56", "K31")
 def test_no_data_is_no_error_and_no_event() -> None:
     class Empty(IndexModule):
         def setup(self) -> None:

@@ -37,6 +37,7 @@ def told_in(name: str) -> list[str]:
     return [line.name for line in lines_of(name)]
 
 
+@pytest.mark.shows("H35", "H55", "K6", "K14", "K31", "K32", "R41")
 @pytest.mark.parametrize("name", situations())
 def test_a_run_tells_what_its_golden_log_says(name: str) -> None:
     """FEATURES section 8 as DESIGN section 9 corrects it: every event, receiver and counter."""
@@ -45,6 +46,7 @@ def test_a_run_tells_what_its_golden_log_says(name: str) -> None:
     assert golden_log(name) == golden, f"{path.name} differs. {REMEDY}"
 
 
+@pytest.mark.shows("K34")
 def test_exceptions_are_followed_by_what_their_golden_log_says() -> None:
     """K34, DESIGN section 7."""
     golden = (GOLDEN / "events" / "exceptions.txt").read_text("utf-8")
@@ -88,6 +90,34 @@ HAND = {
 }
 
 
+@pytest.mark.shows(
+    "H32",
+    "H33",
+    "H34",
+    "H52",
+    "H54",
+    "K7",
+    "K8",
+    "K10",
+    "K12",
+    "K15",
+    "K16",
+    "K17",
+    "K22",
+    "K23",
+    "K24",
+    "K25",
+    "K26",
+    "K27",
+    "K28",
+    "K29",
+    "K30",
+    "K38",
+    "C3",
+    "C5",
+    "C10",
+    "C13",
+)
 @pytest.mark.parametrize("name", HAND)
 def test_a_run_tells_what_was_written_down_by_hand(name: str, tmp_path: Path) -> None:
     """FEATURES section 8, DESIGN sections 5, 7 and 9; these files are no recordings."""
@@ -109,6 +139,7 @@ def fault_of(name: str, nodes: tuple[Node, ...] | None = None) -> str:
     return Grammar(given, situation.facts, rules).fault_of(told_in(name))
 
 
+@pytest.mark.shows("K31")
 @pytest.mark.parametrize("name", BY_DOCSTRING)
 def test_a_log_is_a_sentence_of_the_docstrings_pseudocode(name: str) -> None:
     """DESIGN sections 5 and 7; K34: an exception may come at any place."""
@@ -187,6 +218,7 @@ def test_the_page_of_events_is_what_the_table_and_the_docstrings_make() -> None:
     assert all(len(line) <= 100 for line in page.splitlines() if not line.startswith("|"))
 
 
+@pytest.mark.shows("K41")
 def test_the_table_the_page_and_the_runs_have_the_same_events() -> None:
     """DESIGN section 7: none is dead, and nothing is told that the table does not have."""
     told = {name for situation in EVERYTHING for name in told_in(situation)} - set(CALLS.values())
@@ -209,6 +241,7 @@ def letters_of(event: Event) -> str:
     return "".join(letters[receiver] for receiver in event.receivers)
 
 
+@pytest.mark.shows("K1", "K4", "K36", "C8")
 @pytest.mark.parametrize("name", situations())
 def test_everybody_in_an_events_row_hears_it_in_the_order_of_the_row(name: str) -> None:
     """C8, C14; only an exception or StopIteration keeps those who come later from it."""
@@ -237,6 +270,7 @@ def test_the_rows_of_an_evaluation_stand_in_the_order_in_which_they_are_told(ver
     ]
 
 
+@pytest.mark.shows("K3", "C14")
 def test_a_monitor_hears_the_ends_of_validations_and_epochs_after_the_model() -> None:
     """C14, K3, spelled out; it has registered first, and hears all else before the other plugin."""
     letters = {line.name: line.letters for line in lines_of("fit_by_epochs")}
@@ -245,6 +279,7 @@ def test_a_monitor_hears_the_ends_of_validations_and_epochs_after_the_model() ->
     assert letters["on_validation_start"] == letters["on_training_epoch_start"] == "QPME"
 
 
+@pytest.mark.shows("K34", "R40")
 @pytest.mark.parametrize("event", EVENTS)
 def test_after_an_exception_only_the_ways_out_are_told(event: str) -> None:
     """K34, DESIGN section 7: no end of a scope, not the end of fit; modes are restored."""
@@ -281,6 +316,7 @@ def test_a_step_that_is_a_generator_tells_what_the_page_says() -> None:
         assert grammar.fault_of(told[start + 1 : end]) == ""
 
 
+@pytest.mark.shows("K26", "K38", "C3")
 @pytest.mark.parametrize(
     ("resumed", "following"),
     [

@@ -109,6 +109,7 @@ def train_to_end(
     return end.end
 
 
+@pytest.mark.shows("S59")
 @pytest.mark.parametrize("num_replicas", [None, 2])
 def test_what_training_makes_of_tensors_resumes_everywhere(
     num_replicas: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -123,6 +124,7 @@ def test_what_training_makes_of_tensors_resumes_everywhere(
     assert "incomplete" not in caplog.text
 
 
+@pytest.mark.shows("S51")
 def test_what_no_resume_can_make_again_is_refused_at_the_save(tmp_path: Path) -> None:
     with pytest.raises(
         StateError, match=r"match what setup\(\) creates.*optimizer \(updates what no"

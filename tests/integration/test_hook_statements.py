@@ -78,6 +78,7 @@ def _fit_telling(folder: Path, total_steps: int) -> list[str]:
     return told
 
 
+@pytest.mark.shows("K10", "K13", "K35")
 def test_states_are_loaded_between_two_events_and_taken_before_one(tmp_path: Path) -> None:
     """K10, K13, K35: all of them, before the training starts; loops come last."""
     saving = [
@@ -95,6 +96,7 @@ def test_states_are_loaded_between_two_events_and_taken_before_one(tmp_path: Pat
     ]
 
 
+@pytest.mark.shows("K35")
 def test_what_a_hook_adds_to_a_checkpoint_comes_back_in_it(tmp_path: Path) -> None:
     """K35."""
     found: list[Any] = []
@@ -120,6 +122,7 @@ def _make_trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
     return helios.Trainer(**{**given, **options}, plugins=plugins)
 
 
+@pytest.mark.shows("R24")
 def test_all_hooks_of_a_run_get_one_live_object() -> None:
     """R24: no copies, so nothing has to be copied back; it is the plugins' own."""
     seen: dict[str, list[Context]] = {}
@@ -137,6 +140,7 @@ def test_all_hooks_of_a_run_get_one_live_object() -> None:
     assert len({id(context) for found in seen.values() for context in found}) == 1
 
 
+@pytest.mark.shows("K24")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_validation_finds_no_gradients(unit: str) -> None:
     """K24, C10: also behind a window of several batches, and a partial one."""
@@ -153,6 +157,7 @@ def test_a_validation_finds_no_gradients(unit: str) -> None:
     assert found == [True] * 4
 
 
+@pytest.mark.shows("L33", "K39")
 def test_a_part_in_evaluation_mode_stays_so_in_a_training_with_validations() -> None:
     """K39, L33."""
     modes: list[tuple[str, bool, bool]] = []
@@ -176,6 +181,7 @@ def test_a_part_in_evaluation_mode_stays_so_in_a_training_with_validations() -> 
     assert modes == [("train", True, False), ("valid", False, False)] * 2
 
 
+@pytest.mark.shows("L34")
 def test_each_prediction_goes_to_a_hook_and_a_loop_of_ones_own_returns_none() -> None:
     """L34: what `return_predictions` was for."""
     written: list[tuple[int, float]] = []
@@ -197,6 +203,7 @@ def test_each_prediction_goes_to_a_hook_and_a_loop_of_ones_own_returns_none() ->
     assert written == kept == [(step, item.item()) for step, item in enumerate(returned)]
 
 
+@pytest.mark.shows("K11", "R37")
 def test_the_model_is_told_its_device_before_it_builds_networks() -> None:
     """K11, R37: it makes networks and optimizers itself, before on_fit_start."""
     found: list[Any] = []

@@ -52,6 +52,7 @@ def _last_saved(folder: Path) -> int:
     return max((int(p.stem.split("_iter_")[1]) for p in folder.glob("*/*.pth")), default=0)
 
 
+@pytest.mark.shows("L38", "S35", "U2", "P2")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("event", _EVENTS)
 def test_a_kill_in_an_event_costs_no_bit(
@@ -71,6 +72,7 @@ def test_a_kill_in_an_event_costs_no_bit(
 
 
 # A kill after an operation leaves the files that a kill before the next one leaves.
+@pytest.mark.shows("H28", "S34", "U2", "P2")
 @pytest.mark.parametrize(
     "is_after",
     [pytest.param(False, id="before"), pytest.param(True, id="after", marks=pytest.mark.full)],

@@ -46,6 +46,7 @@ def test_losses_go_to_tensorboard_without_user_code(tmp_path: Path) -> None:
     assert [step for step, _ in _points(run)] == [2, 4, 6, 8, 10, 12]
 
 
+@pytest.mark.shows("H24")
 def test_a_resume_loses_and_doubles_no_point_and_appends_to_the_log(tmp_path: Path) -> None:
     train(tmp_path / "run", _setting(tmp_path))
     (run,) = (tmp_path / "runs").iterdir()
@@ -81,6 +82,7 @@ def test_a_log_that_is_gone_is_begun_anew_and_said(
     assert str(log) in capsys.readouterr().err
 
 
+@pytest.mark.shows("H58", "R43")
 def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
     """H58: a loss on an accelerator is not synchronised to the host in each iteration."""
     read: list[int] = []

@@ -30,17 +30,20 @@ def _tier(cell: Cell) -> Any:
     return pytest.param(cell, id=str(cell), marks=marks)
 
 
+@pytest.mark.shows("S41", "S58")
 @pytest.mark.parametrize("cell", [_tier(cell) for cell in CELLS])
 def test_what_training_changed_is_saved_or_named(cell: Cell, tmp_path: Path) -> None:
     assert cells.play(cell, tmp_path) == GOLDEN[cell]
 
 
+@pytest.mark.shows("S41")
 def test_the_golden_file_loses_nothing_and_names_only_what_cannot_be_saved() -> None:
     assert list(GOLDEN) == CELLS
     wrong = {str(cell): found for cell, found in GOLDEN.items() if found != cells.wanted(cell)}
     assert wrong == {}
 
 
+@pytest.mark.shows("S41")
 def test_the_default_tier_has_a_cell_of_each_owner_value_and_time() -> None:
     played = [cell for cell in CELLS if cells.is_in_slice(cell)]
     assert len(played) <= len(CELLS) // 6
@@ -94,6 +97,7 @@ def _judged(level: str, missing: tuple[str, ...], warnings: list[str], *, is_equ
     return cells.judge(cell, sidecar, warnings, is_equal=is_equal)
 
 
+@pytest.mark.shows("S41")
 def test_a_value_counts_as_named_where_checkpoint_level_and_warning_say_so() -> None:
     said = ["Training changed precious (int)."]
     assert _judged("incomplete", ("precious",), said, is_equal=False) == cells.NAMED

@@ -71,6 +71,7 @@ def newest(root: Path) -> dict[str, Any]:
     return loading.load(path).payload
 
 
+@pytest.mark.shows("S26", "S39")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_release_goes_on_with_its_bits_and_is_exact_from_there(
@@ -96,6 +97,7 @@ def test_every_release_goes_on_with_its_bits_and_is_exact_from_there(
     assert "migrated_from" not in ends[0]
 
 
+@pytest.mark.shows("S39")
 def test_a_migrated_run_that_is_killed_goes_on_with_equal_bits(tmp_path: Path) -> None:
     migrated(tmp_path / "whole", MID)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -114,6 +116,7 @@ def test_a_migrated_run_that_is_killed_goes_on_with_equal_bits(tmp_path: Path) -
     assert runs.digest(ends[0]) == runs.digest(ends[1])
 
 
+@pytest.mark.shows("S26")
 @pytest.mark.parametrize(("length", "batches"), [(40, 5), (38, 5), (33, 5)])
 def test_the_epoch_under_way_goes_on_at_its_next_sample(
     tmp_path: Path, length: int, batches: int
@@ -145,6 +148,7 @@ def test_a_file_from_the_last_batch_of_an_epoch_begins_the_next(tmp_path: Path) 
     assert [model.records[n][0] for n in (6, 7)] == [fresh.records[n][0] for n in (6, 7)]
 
 
+@pytest.mark.shows("S26")
 def test_the_number_of_replicas_is_free_once(tmp_path: Path) -> None:
     path = migrated(tmp_path, "1.1.0/linear_epoch_1_iter_4.pth")
 
@@ -166,6 +170,7 @@ def test_the_number_of_replicas_is_free_once(tmp_path: Path) -> None:
         old.make_trainer(tmp_path, "iteration", 6, num_replicas=3).fit(Automatic(), old.Data(80))
 
 
+@pytest.mark.shows("S31")
 def test_another_run_name_takes_a_migrated_run_over(tmp_path: Path) -> None:
     migrated(tmp_path, MID)
     start(tmp_path, MID, run_name="renamed")
@@ -210,6 +215,7 @@ def test_validation_and_test_take_a_migrated_checkpoint(tmp_path: Path, name: st
         assert torch.equal(network.weight, state["model"]["net"]["weight"])
 
 
+@pytest.mark.shows("S20")
 def test_an_unmigrated_file_stops_every_call_and_stays(tmp_path: Path) -> None:
     path = old.lay_out(tmp_path, MID)
     for call in ("fit", "validate", "test"):

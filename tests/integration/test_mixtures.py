@@ -41,6 +41,7 @@ def run(folder: Path, weights: tuple[float, ...] = (3, 1), **more: Any) -> Outco
     return train(folder, setting)
 
 
+@pytest.mark.shows("P56")
 def test_a_run_on_a_mixture_resumes_everywhere(tmp_path: Path) -> None:
     whole = resume_everywhere(run, tmp_path)
     ids = [i for batch, _ in whole.records.values() for i in batch]
@@ -48,6 +49,7 @@ def test_a_run_on_a_mixture_resumes_everywhere(tmp_path: Path) -> None:
     assert len(ids) == 22 + 3 * 4
 
 
+@pytest.mark.shows("P56")
 def test_other_weights_are_refused_until_they_are_allowed(tmp_path: Path) -> None:
     run(tmp_path, total_steps=3)
     with pytest.raises(RunMismatchError, match=r"mixture: .*0\.75.*-> .*0\.5"):

@@ -51,6 +51,7 @@ class Csr(Sparse):
         self.net.graph = self.net.graph.to_sparse_csr()
 
 
+@pytest.mark.shows("S69")
 @pytest.mark.parametrize("kind", [Lazy, Sparse, Csr])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")

@@ -92,6 +92,7 @@ def _longer(total_steps: int = 12) -> Setting:
     return dataclasses.replace(_SETTING, total_steps=total_steps)
 
 
+@pytest.mark.shows("S60")
 def test_another_class_of_equal_length_stops_the_run(tmp_path: Path) -> None:
     _fit(tmp_path)
     with pytest.raises(RunMismatchError, match="dataset: 'IndexData' -> 'OtherData'") as caught:
@@ -107,6 +108,7 @@ def test_another_class_of_equal_length_stops_the_run(tmp_path: Path) -> None:
     assert "dataset: 'IndexData' -> 'OtherData'" in newest.with_suffix(".json").read_text()
 
 
+@pytest.mark.shows("S60")
 def test_another_class_inside_a_subset_stops_the_run(tmp_path: Path) -> None:
     _fit(tmp_path, dataset=Subset(IndexData(), range(20)))
     other = Subset(OtherData(), range(20))
@@ -114,6 +116,7 @@ def test_another_class_inside_a_subset_stops_the_run(tmp_path: Path) -> None:
         _fit(tmp_path, _longer(), other)
 
 
+@pytest.mark.shows("S60")
 def test_a_checkpoint_that_names_no_class_goes_on_with_any(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +138,7 @@ def test_a_checkpoint_that_names_no_class_goes_on_with_any(
     assert "fingerprint:" not in capsys.readouterr().err
 
 
+@pytest.mark.shows("S60")
 def test_another_fingerprint_warns_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +155,7 @@ def test_another_fingerprint_warns_and_goes_on(
     assert "'abc' -> 'xyz'" in newest.with_suffix(".json").read_text()
 
 
+@pytest.mark.shows("S60")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_data_set_that_grows_is_counted_anew_each_epoch(
@@ -172,6 +177,7 @@ def test_a_data_set_that_grows_is_counted_anew_each_epoch(
         assert number == 0 or max(epoch) >= _LENGTH
 
 
+@pytest.mark.shows("S60")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_data_set_that_has_grown_again_resumes_to_the_same_bits(
@@ -215,6 +221,7 @@ def test_a_length_that_is_an_attribute_of_the_data_set_grows_again_by_itself(
     assert resumed.records == {n: seen for n, seen in whole.records.items() if n > 9}
 
 
+@pytest.mark.shows("S60")
 @pytest.mark.parametrize("stop", [9, 12])
 def test_a_data_set_that_has_not_grown_again_stops_the_run(stop: int, tmp_path: Path) -> None:
     _fit(tmp_path, _longer(stop), Elsewhere(_LENGTH), grows=True)

@@ -51,6 +51,7 @@ _STEPS = {
 }
 
 
+@pytest.mark.shows("H6", "L37", "R44", "P3")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _STEPS)
 def test_a_run_by_steps_resumes_everywhere(name: str, tmp_path: Path) -> None:
@@ -69,6 +70,7 @@ _BY_EPOCH = {
 }
 
 
+@pytest.mark.shows("H24", "L18", "L29")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", _BY_EPOCH)
 def test_a_run_by_epochs_resumes_everywhere(name: str, tmp_path: Path) -> None:
@@ -82,6 +84,7 @@ _INSIDE = {
 }
 
 
+@pytest.mark.shows("H13", "R41", "R44")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", _INSIDE)
 def test_every_safe_point_inside_an_epoch_resumes(name: str, tmp_path: Path) -> None:
@@ -96,6 +99,7 @@ _WORKERS = {
 }
 
 
+@pytest.mark.shows("H15")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", _WORKERS)
 def test_workers_change_no_bit(name: str, tmp_path: Path) -> None:
@@ -103,6 +107,7 @@ def test_workers_change_no_bit(name: str, tmp_path: Path) -> None:
     _check(Setting(**setting, chkpt_frequency=3), tmp_path, **changed)
 
 
+@pytest.mark.shows("H12")
 def test_nothing_is_fetched_that_was_trained_on(tmp_path: Path) -> None:
     setting = Setting(validates=False, valid_frequency=None)
     whole = train(tmp_path / "whole", setting)
@@ -175,6 +180,7 @@ def test_two_threads_stay_two_threads(tmp_path: Path) -> None:
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.shows("K10")
 def test_a_hook_behind_the_safe_point_draws_the_same_numbers(tmp_path: Path) -> None:
     """H6: the generators go on from where the checkpoint found them, last of all."""
 

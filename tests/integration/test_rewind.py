@@ -149,6 +149,7 @@ class _ListedModule(IndexModule):
             self._valid_dataset = self._create_dataset(_Plain(), params)
 
 
+@pytest.mark.shows("P50")
 @pytest.mark.parametrize(
     ("setting", "to", "skip", "missing"),
     [
@@ -182,6 +183,7 @@ def test_a_rewound_run_has_the_bits_of_one_that_never_had_the_batches(
     assert_equal_ledgers(tmp_path / "rewound", tmp_path / "without")
 
 
+@pytest.mark.shows("P51")
 def test_other_batches_keep_their_samples_and_skipped_ones_are_not_fetched(
     spiked: tuple[Path, Outcome], again: tuple[Path, Outcome]
 ) -> None:
@@ -194,6 +196,7 @@ def test_other_batches_keep_their_samples_and_skipped_ones_are_not_fetched(
     assert found.fetched == trained
 
 
+@pytest.mark.shows("P51")
 @pytest.mark.parametrize("changes", [{"num_workers": 2}, {"chkpt_frequency": 2}], ids=str)
 def test_what_changes_no_bit_changes_no_line_of_a_rewound_run(
     changes: dict[str, Any],
@@ -206,6 +209,7 @@ def test_what_changes_no_bit_changes_no_line_of_a_rewound_run(
     assert_equal_ledgers(root, again[0])
 
 
+@pytest.mark.shows("P52")
 @pytest.mark.parametrize("setting", [STEPS, EPOCHS, WINDOWS], ids=["steps", "epochs", "windows"])
 def test_a_rewound_run_resumes_from_each_of_its_checkpoints(
     setting: Setting, tmp_path: Path
@@ -224,6 +228,7 @@ def test_a_rewound_run_resumes_from_each_of_its_checkpoints(
         assert_equal_ledgers(tmp_path / path.stem, root)
 
 
+@pytest.mark.shows("P52")
 def test_a_rewind_is_carried_out_once(spiked: tuple[Path, Outcome], tmp_path: Path) -> None:
     root, setting = _copy(spiked[0], tmp_path / "run"), rewound(STEPS, 4, 6)
     setting.options["store"] = helios.CheckpointStore(is_async=False)
@@ -235,6 +240,7 @@ def test_a_rewind_is_carried_out_once(spiked: tuple[Path, Outcome], tmp_path: Pa
     assert len(_aside(root)) == len(_events(root, "rewind")) == 1
 
 
+@pytest.mark.shows("P52")
 def test_nothing_is_lost(
     spiked: tuple[Path, Outcome], again: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -247,6 +253,7 @@ def test_nothing_is_lost(
     assert {each.name for each in aside.iterdir()} == {FILE_NAME, *(each.name for each in moved)}
 
 
+@pytest.mark.shows("P54")
 def test_a_rewind_is_recorded(again: tuple[Path, Outcome]) -> None:
     folder = _folder_of(again[0])
     (aside,) = _aside(again[0])
@@ -268,6 +275,7 @@ def test_a_rewind_is_recorded(again: tuple[Path, Outcome]) -> None:
     assert text in {each["cause"] for each in _events(again[0], "change")}
 
 
+@pytest.mark.shows("P54")
 def test_verify_is_good_and_diff_names_the_first_skipped_iteration(
     again: tuple[Path, Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,6 +286,7 @@ def test_verify_is_good_and_diff_names_the_first_skipped_iteration(
     assert diff(_folder_of(again[0]), aside).iteration == 6
 
 
+@pytest.mark.shows("P54")
 @pytest.mark.parametrize("start", [0, 4, pytest.param(8, marks=pytest.mark.full), 12])
 def test_a_replay_skips_what_the_run_has_skipped(start: int, again: tuple[Path, Outcome]) -> None:
     found, repeated = replay(again[0], STEPS, start=start)
@@ -285,6 +294,7 @@ def test_a_replay_skips_what_the_run_has_skipped(start: int, again: tuple[Path, 
     assert repeated.bits() == again[1].bits()
 
 
+@pytest.mark.shows("P54")
 @pytest.mark.parametrize("kept", ["rewinds.json", "checkpoints", "lineage.jsonl", ""])
 def test_a_replay_needs_one_record_of_the_rewinds(
     kept: str, again: tuple[Path, Outcome], tmp_path: Path
@@ -299,6 +309,7 @@ def test_a_replay_needs_one_record_of_the_rewinds(
     assert found.iteration == (None if kept else 6)
 
 
+@pytest.mark.shows("P53")
 def test_a_later_rewind_keeps_what_an_earlier_one_skips(
     spiked: tuple[Path, Outcome], again: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -313,6 +324,7 @@ def test_a_later_rewind_keeps_what_an_earlier_one_skips(
     assert main(["verify", str(root)]) == 0
 
 
+@pytest.mark.shows("P50")
 def test_a_rewind_without_skipped_batches_repeats_the_run(
     spiked: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -323,6 +335,7 @@ def test_a_rewind_without_skipped_batches_repeats_the_run(
     assert_equal_ledgers(root, spiked[0])
 
 
+@pytest.mark.shows("P52")
 def test_rows_of_loggers_are_cut_back(tmp_path: Path) -> None:
     setting, path = Setting(total_steps=6, chkpt_frequency=2, print_frequency=1), tmp_path / "rows"
     train(tmp_path / "run", setting, CSVLogger(path))
@@ -347,6 +360,7 @@ class _Failing(Quiet):
             raise FloatingPointError("The loss is not finite.")
 
 
+@pytest.mark.shows("P60")
 @pytest.mark.parametrize("last", [6, 7], ids=["of an epoch", "inside an epoch"])
 def test_the_batch_of_an_error_can_be_skipped(
     last: int, spiked: tuple[Path, Outcome], tmp_path: Path
@@ -365,6 +379,7 @@ def test_the_batch_of_an_error_can_be_skipped(
     assert_equal_ledgers(root, other)
 
 
+@pytest.mark.shows("P52")
 @pytest.mark.parametrize(
     "is_after",
     [pytest.param(False, id="before"), pytest.param(True, id="after", marks=pytest.mark.full)],
@@ -416,6 +431,7 @@ def test_only_what_is_to_be_carried_out_gets_other_places() -> None:
     assert plans == [dataclasses.replace(plan, rewind=settled)]
 
 
+@pytest.mark.shows("P52")
 def test_a_rewind_that_has_begun_is_completed_without_the_arguments(
     spiked: tuple[Path, Outcome], again: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -428,6 +444,7 @@ def test_a_rewind_that_has_begun_is_completed_without_the_arguments(
     assert_equal_ledgers(root, again[0])
 
 
+@pytest.mark.shows("P60")
 @pytest.mark.parametrize(
     ("to", "skip", "error", "text"),
     [
@@ -455,6 +472,7 @@ def test_a_rewind_that_cannot_be_is_refused_before_anything_changes(
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.shows("P60")
 @pytest.mark.parametrize(
     ("refused", "error"),
     [
@@ -479,11 +497,13 @@ def test_a_start_that_is_refused_late_cuts_no_events(
     assert {path: path.read_bytes() for path in before if path.exists()} != before
 
 
+@pytest.mark.shows("P60")
 def test_a_run_without_checkpoints_cannot_be_rewound(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is none in"):
         train(tmp_path, rewound(STEPS, 4))
 
 
+@pytest.mark.shows("P60")
 def test_a_ledger_that_does_not_match_the_checkpoint_names_no_batches(
     spiked: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -494,6 +514,7 @@ def test_a_ledger_that_does_not_match_the_checkpoint_names_no_batches(
         train(root, rewound(STEPS, 4, 6))
 
 
+@pytest.mark.shows("P60")
 def test_the_order_must_not_change_while_batches_to_skip_are_ahead(
     spiked: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -506,6 +527,7 @@ def test_the_order_must_not_change_while_batches_to_skip_are_ahead(
     assert _iterations(_folder_of(root)) == [4, 8, 12, 14]
 
 
+@pytest.mark.shows("P53")
 def test_rewinds_of_a_run_whose_checkpoints_are_gone_do_not_concern_a_new_one(
     again: tuple[Path, Outcome], spiked: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -518,6 +540,7 @@ def test_rewinds_of_a_run_whose_checkpoints_are_gone_do_not_concern_a_new_one(
     assert replay(root, STEPS, start=0)[0].is_equal
 
 
+@pytest.mark.shows("P53")
 def test_an_undone_rewind_leaves_the_run_that_it_was(
     again: tuple[Path, Outcome], spiked: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -533,6 +556,7 @@ def test_an_undone_rewind_leaves_the_run_that_it_was(
     assert main(["verify", str(root)]) == 0
 
 
+@pytest.mark.shows("P53")
 def test_a_branch_of_a_rewound_run_skips_the_same_batches(
     again: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -552,6 +576,7 @@ def test_a_damaged_file_of_rewinds_is_named(again: tuple[Path, Outcome], tmp_pat
         train(root, STEPS)
 
 
+@pytest.mark.shows("P53")
 def test_a_lost_checkpoint_after_a_rewind_does_not_bring_the_batches_back(
     again: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
@@ -568,6 +593,7 @@ def _train_elastic(rank: int, folder: Path, setting: Elastic) -> None:
     elastic.train(folder, setting)
 
 
+@pytest.mark.shows("P51")
 @pytest.mark.parametrize("num_processes", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_any_number_of_processes_gives_the_same_rewound_run(
     num_processes: int, tmp_path: Path

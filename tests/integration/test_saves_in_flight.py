@@ -100,6 +100,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made.is_open.set()
 
 
+@pytest.mark.shows("S1")
 def test_the_training_goes_on_up_to_the_next_save(
     whole: Outcome, gate: Gate, tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_the_training_goes_on_up_to_the_next_save(
     assert_equal(resumed, whole, since=_PER_EPOCH)
 
 
+@pytest.mark.shows("S2")
 def test_the_next_save_waits_for_the_one_in_flight(
     whole: Outcome, gate: Gate, tmp_path: Path
 ) -> None:
@@ -138,6 +140,7 @@ def test_the_next_save_waits_for_the_one_in_flight(
     assert begun == [6, 12, 14]
 
 
+@pytest.mark.shows("S1", "U21")
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_workers_that_are_forked_during_a_save_corrupt_nothing(
     is_persistent: bool, whole: Outcome, gate: Gate, tmp_path: Path
@@ -154,6 +157,7 @@ def test_workers_that_are_forked_during_a_save_corrupt_nothing(
         assert helios.load_checkpoint(path)["plugins"]["faults"]["ballast"].sum() > 0
 
 
+@pytest.mark.shows("S2", "U21")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, StopIteration, SystemExit])
 def test_a_save_in_flight_is_committed_when_an_error_ends_the_training(
     error: type[BaseException], whole: Outcome, gate: Gate, tmp_path: Path
@@ -174,6 +178,7 @@ def test_a_save_in_flight_is_committed_when_an_error_ends_the_training(
     assert_equal(train(tmp_path, _SETTING, Faults()), whole, since=_PER_EPOCH)
 
 
+@pytest.mark.shows("S2")
 def test_an_error_that_passes_through_unlogged_waits_for_the_save_too(
     gate: Gate, tmp_path: Path
 ) -> None:
@@ -196,6 +201,7 @@ def test_an_error_that_passes_through_unlogged_waits_for_the_save_too(
     assert faults.committed(tmp_path / "small") == [_PER_EPOCH]
 
 
+@pytest.mark.shows("S2")
 def test_a_stop_waits_for_the_save_in_flight(gate: Gate, tmp_path: Path) -> None:
     """A hook ends an epoch, and the run, while the checkpoint before is held."""
     ending = Do(
@@ -213,6 +219,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
 
 
+@pytest.mark.shows("S3", "U21")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("kind", ["", "EIO", "MemoryError"])

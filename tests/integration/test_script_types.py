@@ -68,6 +68,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.shows("P112")
 @pytest.mark.parametrize("order", [(1, 2), pytest.param((2, 1), marks=pytest.mark.full)], ids=str)
 def test_a_strict_run_with_types_of_its_script_changes_processes(
     order: tuple[int, int], tmp_path: Path

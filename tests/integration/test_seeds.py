@@ -186,6 +186,7 @@ def known(
     return request.param, read(folder)
 
 
+@pytest.mark.shows("P28")
 @pytest.mark.parametrize("source", CHANGED_BY)
 def test_runs_that_differ_in_one_seed_share_all_else(
     source: str, known: tuple[int, dict[str, dict[tuple[int, ...], Any]]], tmp_path: Path
@@ -209,6 +210,7 @@ def test_runs_that_differ_in_one_seed_share_all_else(
         assert (share >= least) if is_own else (share == 0), kind
 
 
+@pytest.mark.shows("P28")
 def test_the_number_of_processes_and_workers_changes_no_draw(tmp_path: Path) -> None:
     setting = make_setting()
     fit(0, tmp_path / "alone", setting)
@@ -217,6 +219,7 @@ def test_the_number_of_processes_and_workers_changes_no_draw(tmp_path: Path) -> 
     assert ledger(tmp_path / "both") == ledger(tmp_path / "alone")
 
 
+@pytest.mark.shows("P28")
 def test_a_kill_and_another_number_of_processes_change_no_draw(tmp_path: Path) -> None:
     setting = make_setting()
     fit(0, tmp_path / "whole", setting)
@@ -248,6 +251,7 @@ def _train_small(**fields: Any) -> Callable[..., Outcome]:
     return run
 
 
+@pytest.mark.shows("P29")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "run",
@@ -279,6 +283,7 @@ def _with(seeds: Any, **changed: Any) -> Setting:
     return dataclasses.replace(_SETTING, options=options, **changed)
 
 
+@pytest.mark.shows("P29")
 @pytest.mark.parametrize("none", [None, {}])
 def test_a_run_without_seeds_stays_what_it_was(none: Any, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", dataclasses.replace(_SETTING, total_steps=12))
@@ -293,6 +298,7 @@ def test_a_run_without_seeds_stays_what_it_was(none: Any, tmp_path: Path) -> Non
     assert '"seeds"' not in newest.with_suffix(".json").read_text()
 
 
+@pytest.mark.shows("P30")
 @pytest.mark.parametrize(
     ("before", "now", "begins_epoch_again"),
     [
@@ -326,6 +332,7 @@ def test_other_seeds_are_refused_at_a_resume_until_they_are_allowed(
     assert change in newest.with_suffix(".json").read_text()
 
 
+@pytest.mark.shows("P30")
 def test_seeds_are_shown_with_the_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,7 @@ def _steps(count: int) -> list[tuple[int, int]]:
     return [(n, step) for n in range(count) for step in range(-(-_LENGTHS[n] // 4))]
 
 
+@pytest.mark.shows("L32")
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_loaders_follow_each_other_and_steps_begin_anew_in_each(
@@ -183,6 +184,7 @@ def test_each_loader_has_scores_of_its_own(count: int, named: bool) -> None:
         assert len(set(scores.values())) == count
 
 
+@pytest.mark.shows("K32", "K33")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_predictions_are_a_list_for_each_loader(count: int) -> None:
     setting, hearing = Setting(), Hearing()
@@ -201,6 +203,7 @@ def test_predictions_are_a_list_for_each_loader(count: int) -> None:
     assert [(*entry[:2], entry[2][:2], entry[3]) for entry in hearing.heard] == heard
 
 
+@pytest.mark.shows("K33")
 def test_testing_tells_the_loader_to_those_who_ask() -> None:
     setting, hearing = Setting(), Hearing()
     _trainer(hearing).test(SeveralModel(setting), SeveralModule(setting))

@@ -33,6 +33,7 @@ def _lines(done: subprocess.CompletedProcess[str], word: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(word)]
 
 
+@pytest.mark.shows("S52")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "arguments",

@@ -36,6 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bits]:
     return {name: undisturbed(folder / name, setting) for name, setting in SETTINGS.items()}
 
 
+@pytest.mark.shows("K42", "S12", "S13", "S36", "U3")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "event", "iteration", "saved"),
@@ -69,12 +70,14 @@ def test_a_signal_saves_at_the_next_safe_point_and_costs_no_bit(
     assert_same(read_bits(tmp_path), whole[name])
 
 
+@pytest.mark.shows("S12", "U3")
 @pytest.mark.parametrize("number", Signals().numbers[1:])
 def test_each_of_the_four_signals_saves(number: int, tmp_path: Path) -> None:
     assert train_alone(tmp_path, SETTINGS["steps"], SignalAt("on_forward_end", 3, (number,))) == 75
     assert newest(tmp_path) == (1, 3)
 
 
+@pytest.mark.shows("S13")
 @pytest.mark.parametrize("event", ["setup", "on_fit_start", "on_training_start"])
 def test_before_the_first_step_only_the_code_is_set(
     event: str, whole: dict[str, Bits], tmp_path: Path
@@ -97,6 +100,7 @@ def _read_without_starts(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.shows("S13")
 def test_a_run_that_goes_on_is_left_as_it_was_by_a_signal_at_its_start(
     whole: dict[str, Bits], tmp_path: Path
 ) -> None:
@@ -109,6 +113,7 @@ def test_a_run_that_goes_on_is_left_as_it_was_by_a_signal_at_its_start(
     assert_same(read_bits(tmp_path), whole["epochs"])
 
 
+@pytest.mark.shows("S13")
 def test_a_signal_in_the_data_preparation_ends_the_run_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +127,7 @@ def test_a_signal_in_the_data_preparation_ends_the_run_before_its_first_step(
     assert newest(tmp_path) == (0, 0)
 
 
+@pytest.mark.shows("S15", "U3")
 def test_workers_do_not_mind_what_is_sent_to_all_processes_of_a_job(tmp_path: Path) -> None:
     class SignalAll(SignalAt):
         def _send(self) -> None:
@@ -167,6 +173,7 @@ class PressTwice(Plugin):
         self.marker.write_text(type(exception).__name__)
 
 
+@pytest.mark.shows("S14")
 def test_a_second_ctrl_c_ends_the_training_without_saving(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
 
@@ -188,6 +195,7 @@ def test_a_second_ctrl_c_ends_the_training_without_saving(tmp_path: Path) -> Non
     assert newest(tmp_path / "run") == (0, 0)
 
 
+@pytest.mark.shows("S14")
 def test_who_comes_to_no_safe_point_in_time_is_ended_without_saving(
     whole: dict[str, Bits], tmp_path: Path
 ) -> None:
@@ -215,6 +223,7 @@ class SlowSave(Plugin):
         signal.sigtimedwait([], 1.0)
 
 
+@pytest.mark.shows("S14")
 @pytest.mark.parametrize("event", ["on_save_checkpoint", "on_fit_end"])
 def test_the_grace_does_not_count_what_follows_the_safe_point(event: str, tmp_path: Path) -> None:
     setting, signals = SETTINGS["steps"], Signals(grace=0.5)
@@ -229,6 +238,7 @@ def test_without_signals_they_do_what_they_did_before(tmp_path: Path) -> None:
     assert code == -signal.SIGTERM
 
 
+@pytest.mark.shows("S32")
 def test_a_run_that_writes_no_checkpoints_ends_as_soon(tmp_path: Path) -> None:
     setting = dataclasses.replace(SETTINGS["steps"], options={"chkpt_frequency": None})
     assert train_alone(tmp_path, setting, SignalAt("on_forward_end", 4)) == 75

@@ -295,6 +295,7 @@ EDPM teardown
 """
 
 
+@pytest.mark.shows("H33", "H52", "H54")
 def test_the_events_of_a_run_by_steps_are_the_published_ones(tmp_path: Path) -> None:
     """H33, H52, H54; a window that runs on across epochs (C7), the poll after a validation."""
     found = record(
@@ -310,6 +311,7 @@ def test_the_events_of_a_run_by_steps_are_the_published_ones(tmp_path: Path) -> 
     assert found == BY_STEPS.split("\n")[1:-1]
 
 
+@pytest.mark.shows("H34", "H52", "K25")
 def test_the_events_of_a_run_by_epochs_are_the_published_ones(tmp_path: Path) -> None:
     """H34 as corrected by C3: the save follows `on_training_epoch_end`, then the poll."""
     found = record(
@@ -325,11 +327,13 @@ def test_the_events_of_a_run_by_epochs_are_the_published_ones(tmp_path: Path) ->
     assert found == BY_EPOCHS.split("\n")[1:-1]
 
 
+@pytest.mark.shows("H55", "L1", "C5")
 def test_the_events_of_a_test_are_the_published_ones() -> None:
     """H55, C5: `eval()` comes first."""
     assert record("test", Numbers()) == TESTING.split("\n")[1:-1]
 
 
+@pytest.mark.shows("H1", "H5", "K8")
 def test_generators_are_seeded_before_anything_is_set_up() -> None:
     """H1, H5: by default with 6691, whatever the process has drawn before."""
 
@@ -381,6 +385,7 @@ class Failing(Numbers):
         self.note("teardown")
 
 
+@pytest.mark.shows("H17", "K7")
 @pytest.mark.parametrize("call", ["fit", "test", "validate", "predict"])
 @pytest.mark.parametrize("place", ["prepare_data", "setup", "step"])
 def test_data_is_prepared_once_and_torn_down_also_after_an_error(call: str, place: str) -> None:
@@ -408,6 +413,7 @@ def test_data_is_prepared_once_and_torn_down_also_after_an_error(call: str, plac
     assert calls == (["prepare_data", "teardown"] if place == "prepare_data" else expected)
 
 
+@pytest.mark.shows("H17")
 def test_data_is_prepared_and_torn_down_once_in_a_run_that_ends_well() -> None:
     """H17."""
     calls: list[str] = []
@@ -415,6 +421,7 @@ def test_data_is_prepared_and_torn_down_once_in_a_run_that_ends_well() -> None:
     assert calls == ["prepare_data", "setup", "teardown"]
 
 
+@pytest.mark.shows("H40")
 def test_steps_validations_saves_and_logs_happen_on_boundaries_only(tmp_path: Path) -> None:
     """H40: with accumulation 2, only where `current_iteration` has just changed."""
     seen: dict[str, list[int]] = {"step": [], "validation": [], "save": [], "log": []}
@@ -471,6 +478,7 @@ class Counting(Linear):
         return False
 
 
+@pytest.mark.shows("H30", "H41", "L39", "R42")
 def test_every_counter_says_what_its_name_says() -> None:
     """H41: three batches an epoch, a validation after every second one, no improvement."""
     model = Counting()
@@ -487,6 +495,7 @@ def test_every_counter_says_what_its_name_says() -> None:
     ]
 
 
+@pytest.mark.shows("H53")
 @pytest.mark.parametrize(
     ("unit", "total", "accumulation", "logs"),
     [
@@ -508,6 +517,7 @@ def test_logging_is_asked_for_on_multiples_that_just_moved(
     assert model.logs == logs
 
 
+@pytest.mark.shows("H50", "H54", "R40", "C4", "C18")
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_a_validation_runs_without_benchmarking_and_without_gradients(is_failing: bool) -> None:
     """H50, H54, C4, C18: what was found comes back, also after an error."""
@@ -539,6 +549,7 @@ def test_a_validation_runs_without_benchmarking_and_without_gradients(is_failing
     assert seen == (pair if is_failing else pair * 2)
 
 
+@pytest.mark.shows("H57")
 def test_without_data_for_it_nothing_of_a_validation_happens() -> None:
     """H57: no hooks, no question whether metrics improved, no early stop."""
     found = record("fit", Numbers(2, 0), valid_frequency=1, early_stop_cycles=1)
@@ -560,6 +571,7 @@ class Keeping(Quiet):
         self.value = state_dict["value"]
 
 
+@pytest.mark.shows("H18", "H59")
 def test_plugins_are_reached_and_saved_by_their_ids(tmp_path: Path) -> None:
     """H18, H59: registered in three ways, restored by id."""
 
@@ -604,6 +616,7 @@ def test_the_state_of_a_plugin_that_is_gone_is_carried_along(
     assert returned.value == 5
 
 
+@pytest.mark.shows("H59")
 def test_two_plugins_of_one_id_are_an_error() -> None:
     """H59."""
     with pytest.raises(DuplicateError, match="'one' is registered already"):
@@ -620,6 +633,7 @@ class Doubling(Quiet):
         return batch * 2
 
 
+@pytest.mark.shows("H60")
 def test_one_plugin_may_own_a_batch_and_a_second_one_is_an_error() -> None:
     """H60: checked when it registers, by whatever way."""
     seen: list[float] = []
@@ -636,6 +650,7 @@ def test_one_plugin_may_own_a_batch_and_a_second_one_is_an_error() -> None:
         trainer.plugins["two"] = Doubling("two")
 
 
+@pytest.mark.shows("H61", "K17", "R37")
 def test_batches_are_moved_by_the_model_in_every_phase() -> None:
     """H61: `batch_to_device(batch, phase)` may be overridden; what it returns is what steps see."""
     seen: list[tuple[str, Any]] = []
@@ -664,6 +679,7 @@ def test_batches_are_moved_by_the_model_in_every_phase() -> None:
     ]
 
 
+@pytest.mark.shows("H63")
 def test_exceptions_that_a_test_lists_pass_without_being_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -774,6 +790,7 @@ def test_one_half_of_the_states_methods_is_an_error(name: str) -> None:
         make_trainer().fit(kind(), Numbers())
 
 
+@pytest.mark.shows("L8", "L14")
 def test_loops_are_replaced_by_their_path_and_resume(tmp_path: Path) -> None:
     """L8, L10, L11, L14: a replaced loop goes on from a checkpoint of the default one."""
     steps: list[int] = []
@@ -799,6 +816,7 @@ def test_loops_are_replaced_by_their_path_and_resume(tmp_path: Path) -> None:
     assert all(weights[name].equal(weight) for name, weight in model.net.state_dict().items())
 
 
+@pytest.mark.shows("L19", "K37")
 def test_a_stop_iteration_of_a_hook_ends_the_epoch() -> None:
     """L19, K37: the events of the epoch's end follow; that batch does not end, nor count."""
     seen: list[tuple[str, int]] = []
@@ -836,6 +854,7 @@ class CountingEpochs(EpochLoop):
         self.count = state_dict["count"]
 
 
+@pytest.mark.shows("L35", "L36")
 def test_the_state_of_a_loop_that_is_gone_is_carried_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -856,6 +875,7 @@ def test_the_state_of_a_loop_that_is_gone_is_carried_along(
     assert returned.count == 4
 
 
+@pytest.mark.shows("H6")
 def test_a_test_restores_no_generators(tmp_path: Path) -> None:
     """H6, H56: its random numbers follow from the seed, not from the checkpoint."""
 

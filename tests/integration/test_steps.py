@@ -33,6 +33,7 @@ def make_setting(n: int | None = None, **more: object) -> Setting:
     return Setting(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("P55")
 @pytest.mark.parametrize("n", [None, 4])
 def test_a_run_without_data_resumes_everywhere(tmp_path: Path, n: int | None) -> None:
     setting = make_setting(n, accumulation=2)
@@ -46,11 +47,13 @@ def test_a_run_without_data_resumes_everywhere(tmp_path: Path, n: int | None) ->
     assert verify(tmp_path / "whole" / "small").is_good
 
 
+@pytest.mark.shows("P55")
 def test_epochs_of_steps_resume_everywhere(tmp_path: Path) -> None:
     setting = make_setting(4, unit="epoch", total_steps=4, accumulation=3, valid_frequency=2)
     resume_everywhere(lambda folder: train(folder, setting), tmp_path)
 
 
+@pytest.mark.shows("P55")
 def test_nothing_of_a_loader_defines_a_run_without_data(tmp_path: Path) -> None:
     outcome = train(tmp_path, make_setting(total_steps=3))
     assert outcome.cursor is not None
@@ -68,6 +71,7 @@ def test_a_run_by_epochs_needs_their_length(tmp_path: Path) -> None:
         train(tmp_path, make_setting(unit="epoch"))
 
 
+@pytest.mark.shows("P55")
 @pytest.mark.parametrize(("before", "now"), [(None, 4), (4, None), (4, 5)])
 def test_another_length_of_epochs_is_refused_until_it_is_allowed(
     tmp_path: Path, before: int | None, now: int | None

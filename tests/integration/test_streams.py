@@ -81,6 +81,7 @@ class Disturb(Plugin):
             self.trainer.model.net[-1].bias += 0.1 * torch.rand(1)  # type: ignore[union-attr]
 
 
+@pytest.mark.shows("P82")
 @pytest.mark.parametrize("make", [make_rows, make_shards, partial(make_shards, 4)])
 def test_a_run_on_a_stream_resumes_everywhere(tmp_path: Path, make: Callable[[], Stream]) -> None:
     setting = make_setting(make, total_steps=8, accumulation=2)
@@ -100,6 +101,7 @@ def test_a_run_on_a_stream_resumes_everywhere(tmp_path: Path, make: Callable[[],
         assert not sidecar["missing"]
 
 
+@pytest.mark.shows("P82")
 def test_epochs_of_a_stream_resume_everywhere_also_inside(tmp_path: Path) -> None:
     setting = make_setting(make_rows, unit="epoch", total_steps=3, accumulation=4, requests=True)
     with_workers = dataclasses.replace(setting, num_workers=1)
@@ -110,6 +112,7 @@ def test_epochs_of_a_stream_resume_everywhere_also_inside(tmp_path: Path) -> Non
     resume_everywhere(lambda folder: train(folder, setting), tmp_path, make_resumed=resume)
 
 
+@pytest.mark.shows("P82")
 def test_what_is_read_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path, make_setting(make_rows, total_steps=4))
     said = capsys.readouterr().err
@@ -122,6 +125,7 @@ def test_what_is_read_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert text.endswith(" s.")
 
 
+@pytest.mark.shows("P82")
 def test_a_bar_shows_what_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     for name in ("start_evaluation", "advance_evaluation", "end_evaluation"):

@@ -141,6 +141,7 @@ def _train(folder: Path | None, loop: Any, **options: Any) -> Outcome:
     return record(folder, model, Sequences(), prepare=connect, **options)
 
 
+@pytest.mark.shows("L21", "L35")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
@@ -158,12 +159,14 @@ def test_a_carried_state_resumes_everywhere(options: dict[str, Any], tmp_path: P
     assert places == [[3 * chunk, 3 * chunk + 1, 3 * chunk + 2] for chunk in range(_CHUNKS)]
 
 
+@pytest.mark.shows("L21")
 def test_without_its_state_a_resume_goes_another_way(tmp_path: Path) -> None:
     """The test above can fail: it does for a loop that saves nothing."""
     with pytest.raises(AssertionError, match="samples or losses differ after iteration 1"):
         resume_everywhere(lambda folder: _train(folder, Forgetful(_SPLIT)), tmp_path, is_whole=True)
 
 
+@pytest.mark.shows("L21")
 def test_every_piece_is_an_update_with_the_hidden_state_of_the_one_before() -> None:
     """L21: by the bits of a loop by hand."""
     outcome = _train(None, Carrying(_SPLIT), total_steps=4)

@@ -19,6 +19,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.shows("S49")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("script", "num_processes"), RUNS)
 def test_a_frozen_script_gives_its_bits_from_the_start(
@@ -27,6 +28,7 @@ def test_a_frozen_script_gives_its_bits_from_the_start(
     assert today.run(script, tmp_path, num_processes) == today.load(script)["whole"]
 
 
+@pytest.mark.shows("S22", "S49")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("script", "path", "num_processes"), RESUMES)
 def test_a_frozen_checkpoint_resumes_to_its_bits(
@@ -36,6 +38,7 @@ def test_a_frozen_checkpoint_resumes_to_its_bits(
     assert today.resume(script, path, tmp_path, num_processes) == expected
 
 
+@pytest.mark.shows("S49")
 @pytest.mark.parametrize("script", today.SCRIPTS)
 def test_frozen_resumes_end_as_the_undisturbed_run(script: str) -> None:
     """Else what is frozen would be a fault."""
@@ -48,6 +51,7 @@ def test_frozen_resumes_end_as_the_undisturbed_run(script: str) -> None:
             assert result[name] == whole[name][-count:]
 
 
+@pytest.mark.shows("S49")
 @pytest.mark.parametrize("script", today.SCRIPTS)
 def test_frozen_checkpoints_have_the_bytes_that_were_written(script: str) -> None:
     paths = today.checkpoints(script)

@@ -66,6 +66,7 @@ def find_children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
+@pytest.mark.shows("S16")
 def test_a_second_fit_says_who_uses_the_folder_and_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with first_run(lambda plugin: train(folder, _SETTING, plugin)) as pid:
@@ -90,6 +91,7 @@ def test_another_folder_and_an_evaluation_are_not_kept_out(tmp_path: Path) -> No
         trainer.test(SmallModel(_SETTING), IndexModule(_SETTING))
 
 
+@pytest.mark.shows("S16")
 def test_a_kill_frees_the_folder_while_the_workers_live_on(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", _SETTING)
     folder = tmp_path / "run"
@@ -137,6 +139,7 @@ def call_other_trainer(method: str, folder: Path, setting: Setting) -> Any:
     return getattr(trainer, method)(SmallModel(setting), IndexModule(setting))
 
 
+@pytest.mark.shows("S16")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("place", ["run", "other"])
@@ -200,6 +203,7 @@ def test_fit_after_fit_and_after_an_error_finds_the_folder_free(tmp_path: Path) 
     assert not (tmp_path / "small" / LOCK_NAME).exists()
 
 
+@pytest.mark.shows("S16", "S37")
 def test_a_folder_deleted_in_the_run_is_locked_again_with_the_next_save(tmp_path: Path) -> None:
     held: list[bool] = []
 
@@ -227,6 +231,7 @@ def train_on_rank(rank: int, folder: Path) -> str:
     return ""
 
 
+@pytest.mark.shows("S16")
 def test_all_ranks_are_told_and_go_on_after_a_kill(tmp_path: Path) -> None:
     run_ranks(train_on_rank, 3, tmp_path / "whole")
     folder = tmp_path / "run"
@@ -252,6 +257,7 @@ def train_where_rank_0_sees_it(rank: int, folder: Path) -> str:
     return ""
 
 
+@pytest.mark.shows("S16")
 def test_a_folder_that_one_rank_does_not_see_ends_the_run_before_it_begins(tmp_path: Path) -> None:
     texts = run_ranks(train_where_rank_0_sees_it, 3, tmp_path)
     (text,) = set(texts)

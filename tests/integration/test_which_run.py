@@ -31,6 +31,7 @@ def _files(folder: Path, pattern: str = "*") -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
 
 
+@pytest.mark.shows("H20")
 def test_the_folder_of_a_run_is_chkpt_root_and_save_name(tmp_path: Path) -> None:
     train(tmp_path, _changed(chkpt_frequency=4))
     assert _files(tmp_path) == ["small"]
@@ -40,17 +41,20 @@ def test_the_folder_of_a_run_is_chkpt_root_and_save_name(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.shows("H21", "C1")
 def test_the_run_name_names_the_files(tmp_path: Path) -> None:
     train(tmp_path, _changed(options={"run_name": "cifar10"}, chkpt_frequency=8))
     assert _files(tmp_path / "small", "*.pth") == ["cifar10_epoch_2_iter_8.pth"]
 
 
+@pytest.mark.shows("S31")
 def test_another_runs_folder_is_refused_by_both_names(tmp_path: Path) -> None:
     train(tmp_path, _SETTING)
     with pytest.raises(RunMismatchError, match=r"'small'.*'other'"):
         train(tmp_path, _with(run_name="other"))
 
 
+@pytest.mark.shows("S31")
 def test_never_starts_anew_and_moves_the_files_aside(tmp_path: Path) -> None:
     whole = train(tmp_path, _SETTING)
     again = train(tmp_path, _changed(options={"resume": "never"}))
@@ -60,6 +64,7 @@ def test_never_starts_anew_and_moves_the_files_aside(tmp_path: Path) -> None:
     assert len(_files(aside[0], "*.pth")) == 8
 
 
+@pytest.mark.shows("S31")
 def test_a_path_is_gone_on_from_once_and_then_from_what_came_of_it(tmp_path: Path) -> None:
     whole = train(tmp_path / "first", _changed(total_steps=10))
     origin = tmp_path / "first" / "small" / "small_epoch_1_iter_3.pth"
@@ -192,6 +197,7 @@ def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         train(tmp_path, _with(resume=tmp_path / "no_such.pth"))
 
 
+@pytest.mark.shows("S31")
 @pytest.mark.parametrize(
     ("name", "changed", "shown"),
     [
@@ -219,6 +225,7 @@ def test_a_change_of_the_run_needs_an_allowance(
     assert shown in newest.with_suffix(".json").read_text()
 
 
+@pytest.mark.shows("S31")
 def test_another_batch_size_goes_on_at_the_stored_sample(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", _changed(total_steps=6))
     train(tmp_path / "run", _changed(total_steps=2))
@@ -238,6 +245,7 @@ def test_a_moved_folder_resumes(tmp_path: Path) -> None:
     assert_equal(resumed, whole, since=8)
 
 
+@pytest.mark.shows("S32")
 def test_a_finished_run_does_nothing_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +271,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_next_older_taken(
     assert_equal(resumed, whole, since=7)
 
 
+@pytest.mark.shows("S19")
 def test_a_run_of_damaged_checkpoints_never_starts_anew_in_silence(tmp_path: Path) -> None:
     train(tmp_path, _changed(chkpt_frequency=8))
     for path in (tmp_path / "small").glob("*.pth"):
@@ -272,6 +281,7 @@ def test_a_run_of_damaged_checkpoints_never_starts_anew_in_silence(tmp_path: Pat
             train(tmp_path, _SETTING)
 
 
+@pytest.mark.shows("H19")
 def test_a_root_without_frequency_only_loads(tmp_path: Path) -> None:
     train(tmp_path, _changed(total_steps=4))
     present = _files(tmp_path / "small")
@@ -280,6 +290,7 @@ def test_a_root_without_frequency_only_loads(tmp_path: Path) -> None:
     assert _files(tmp_path / "small") == present
 
 
+@pytest.mark.shows("U13")
 def test_retention_keeps_the_last(tmp_path: Path) -> None:
     store = helios.CheckpointStore(keep_last=2)
     train(tmp_path, _changed(options={"store": store}))
@@ -303,6 +314,7 @@ def test_weights_start_another_run_warm(tmp_path: Path) -> None:
     assert not model.optimizer.state
 
 
+@pytest.mark.shows("U28")
 def test_weights_are_refused_where_none_would_be_loaded(tmp_path: Path) -> None:
     class Renamed(SmallModel):
         def setup(self, fast_init: bool = False) -> None:

@@ -108,6 +108,7 @@ def _train(
     return record(folder, Gan(), data, *plugins, prepare=_connect, **options)
 
 
+@pytest.mark.shows("L27", "P3")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("unit", "accumulation", "precision"),
@@ -214,6 +215,7 @@ def _step(scaler: Any, network: nn.Module, optimizer: Any, scheduler: Any, count
     optimizer.zero_grad()
 
 
+@pytest.mark.shows("L27", "C7")
 @pytest.mark.parametrize("precision", _PRECISIONS, ids=lambda precision: precision.value)
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_a_gan_has_the_bits_of_a_loop_by_hand(accumulation: int, precision: Precision) -> None:

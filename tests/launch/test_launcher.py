@@ -187,6 +187,7 @@ def work_in_full(rank: int, tensor: torch.Tensor, queue: ipc.RankQueue) -> dict[
     }
 
 
+@pytest.mark.shows("H51", "H65", "E30")
 def test_ranks_form_a_group_and_hand_back_results_and_large_items() -> None:
     tensor, queue = torch.zeros(2), ipc.LaunchQueue()
     queue.put("before")
@@ -482,6 +483,7 @@ def test_one_machine_of_srun_needs_no_address_and_each_step_has_its_port() -> No
         assert re.fullmatch(rf"tcp://127\.0\.0\.1:[12]\d{{4}}/77\.{step}\.0", meeting)
 
 
+@pytest.mark.shows("P83")
 def test_no_two_jobs_of_an_array_have_one_port() -> None:
     jobs = range(990, 3000)
     here = {**_SRUN, "MASTER_PORT": ""}
@@ -492,6 +494,7 @@ def test_no_two_jobs_of_an_array_have_one_port() -> None:
     assert len(places) == len(jobs)
 
 
+@pytest.mark.shows("P83")
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [

@@ -65,6 +65,7 @@ def test_the_same_start_writes_its_ledger_again(tmp_path: Path) -> None:
     assert verify(tmp_path).num_iterations == 2
 
 
+@pytest.mark.shows("P7")
 @pytest.mark.parametrize("harm", ["missing", "shorter", "changed", "another run"])
 def test_a_ledger_that_does_not_match_is_kept_and_a_new_one_begins(
     harm: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -107,6 +108,7 @@ def test_a_ledger_of_another_run_is_not_overwritten(
     assert "ledger.before-2.jsonl" in caplog.text
 
 
+@pytest.mark.shows("P6")
 @pytest.mark.parametrize("taken", [0, 30])
 def test_lines_that_the_disk_refuses_wait_in_order(
     taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -60,6 +60,7 @@ def _train_gan(folder: Path, *plugins: Plugin, **options: Any) -> Outcome:
     return record(folder, Gan(), Samples(), *plugins, prepare=connect, ledger=FULL, **options)
 
 
+@pytest.mark.shows("P41")
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*SETTINGS, "two optimizers that yield"])
 def test_a_chain_of_disturbed_starts_leaves_the_ledger_of_an_undisturbed_run(

@@ -227,6 +227,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.shows("P12", "P40")
 @pytest.mark.parametrize("level", [STEPS, FULL])
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_difference_is_found(
@@ -247,6 +248,7 @@ def _check(planted: Planted, level: str, base: Path, other: Path) -> None:
     assert found.tensors[:1] == ([planted.tensor] if level == FULL and planted.tensor else [])
 
 
+@pytest.mark.shows("P40")
 @pytest.mark.parametrize("level", [STEPS, FULL])
 def test_a_flipped_bit_of_a_loaded_weight_is_found(
     level: str, known: Path, known_in_full: Path, tmp_path: Path
@@ -259,6 +261,7 @@ def test_a_flipped_bit_of_a_loaded_weight_is_found(
         assert "parameter net.0.weight" in diff(base, tmp_path).tensors
 
 
+@pytest.mark.shows("P40")
 @pytest.mark.parametrize("level", [STEPS, FULL])
 def test_another_number_of_threads_is_found_where_it_changes_bits(
     level: str, tmp_path: Path
@@ -274,6 +277,7 @@ def test_another_number_of_threads_is_found_where_it_changes_bits(
     _check(Planted(plan, 3, NUMERICS, OUTPUT, "number of threads"), level, *folders)
 
 
+@pytest.mark.shows("P40")
 @pytest.mark.parametrize("level", [STEPS, FULL])
 @pytest.mark.parametrize(
     ("plan", "what", "tensor"),
@@ -292,6 +296,7 @@ def test_another_version_of_a_library_is_found(
     _check(Planted(plan, 1, what, tensor, "version"), level, before, after)
 
 
+@pytest.mark.shows("P12", "P40")
 @pytest.mark.parametrize("level", [STEPS, FULL])
 @pytest.mark.parametrize("sample", [_change_one, _swap], ids=["one value by one ulp", "swapped"])
 def test_a_changed_sample_is_found_where_it_is_seen_first(

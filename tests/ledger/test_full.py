@@ -44,6 +44,7 @@ def whole(runs: dict[str, tuple[Path, Outcome]]) -> Path:
     return runs[FULL][0]
 
 
+@pytest.mark.shows("P36")
 def test_a_full_ledger_changes_no_bit_and_holds_the_lines_of_the_other(
     runs: dict[str, tuple[Path, Outcome]],
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_full_ledger_changes_no_bit_and_holds_the_lines_of_the_other(
     assert verify(runs[FULL][0]).is_good
 
 
+@pytest.mark.shows("P37")
 def test_each_line_holds_what_its_iteration_computes(whole: Path) -> None:
     head, first, *lines, end = _lines(whole)
     assert head["level"] == FULL
@@ -81,6 +83,7 @@ def test_clipping_changes_what_follows_the_gradients(whole: Path, tmp_path: Path
     assert clipped["parameters"] != first["parameters"]
 
 
+@pytest.mark.shows("P38")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -97,6 +100,7 @@ def test_what_changes_no_bit_changes_no_line(
     assert_equal_ledgers(tmp_path, whole)
 
 
+@pytest.mark.shows("P38")
 @pytest.mark.parametrize(
     "changes",
     [{"accumulation": 2}, {"is_manual": True}, {"unit": "epoch", "total_steps": 2}],
@@ -116,6 +120,7 @@ def test_a_run_that_is_interrupted_has_the_same_lines(
     assert sum("gradients" in line for line in lines) >= len(boundaries)
 
 
+@pytest.mark.shows("P39")
 @pytest.mark.parametrize(("begun", "other"), [(SETTING, FEWER), (FEWER, SETTING)])
 def test_a_ledger_keeps_its_level(
     begun: Setting,

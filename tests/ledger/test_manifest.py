@@ -117,6 +117,7 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
+@pytest.mark.shows("P24")
 @pytest.mark.parametrize(
     ("place", "value", "effect"),
     [
@@ -158,6 +159,7 @@ def test_a_difference_is_classed(place: str, value: Any, effect: Effect) -> None
     assert back.effect is effect or name == "class"
 
 
+@pytest.mark.shows("P24")
 @pytest.mark.parametrize(
     ("code", "effect"),
     [
@@ -340,6 +342,7 @@ def test_a_clean_repository_has_a_commit_and_no_patch(repository: Path) -> None:
     }
 
 
+@pytest.mark.shows("P23")
 def test_what_is_not_committed_is_in_the_patch_without_secrets(repository: Path) -> None:
     (repository / "train.py").write_text("lr = 2\napi_key = 'abcdefgh12345678'\n")
     found = describe_git(repository)

@@ -78,6 +78,7 @@ def _pack(run: Path, target: Path, *options: str) -> dict[str, bytes]:
         return {info.filename.partition("/")[2]: archive.read(info) for info in archive.infolist()}
 
 
+@pytest.mark.shows("P47")
 def test_an_archive_holds_the_evidence_and_its_digests(named: Path, tmp_path: Path) -> None:
     found = _pack(named, tmp_path / "a.zip")
     for name in ("ledger.jsonl", "run.json", "lineage.jsonl", "timing.jsonl"):
@@ -110,6 +111,7 @@ def test_the_weights_are_those_of_the_newest_checkpoint(named: Path, tmp_path: P
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.shows("P47")
 def test_the_function_packs_what_the_command_does(named: Path, tmp_path: Path) -> None:
     expected = _pack(named, tmp_path / "a.zip", "--anonymous")
     weights = tmp_path / "w.pt"
@@ -121,6 +123,7 @@ def test_the_function_packs_what_the_command_does(named: Path, tmp_path: Path) -
     assert found.digests.keys() == {*expected, "patch.diff"} - {"weights.pt", "SHA256SUMS"}
 
 
+@pytest.mark.shows("P47")
 @pytest.mark.parametrize("options", [[], ["--anonymous"]], ids=str)
 def test_packing_twice_gives_the_same_bytes(
     options: list[str], named: Path, tmp_path: Path
@@ -130,6 +133,7 @@ def test_packing_twice_gives_the_same_bytes(
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
 
 
+@pytest.mark.shows("P48")
 def test_an_anonymous_archive_names_nobody_and_can_be_verified(named: Path, tmp_path: Path) -> None:
     found = _pack(named, tmp_path / "a.zip", "--anonymous")
     home = str(named.parents[1])
@@ -158,6 +162,7 @@ def test_an_anonymous_archive_names_nobody_and_can_be_verified(named: Path, tmp_
     assert "The archive is anonymous" in found["README.md"].decode()
 
 
+@pytest.mark.shows("P47")
 def test_source_files_that_have_changed_are_left_out(
     named: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +246,7 @@ def test_the_command_is_one_that_can_be_typed(
     assert command_text({"command": command}) == expected
 
 
+@pytest.mark.shows("P58")
 @pytest.mark.parametrize(
     ("command", "number", "expected"),
     [
@@ -294,6 +300,7 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "There is no manifest" in capsys.readouterr().out
 
 
+@pytest.mark.shows("P48")
 def test_a_name_in_the_ledger_refuses_an_anonymous_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -312,6 +319,7 @@ def test_a_folder_without_evidence_is_refused(
     assert "Pass the folder of a run." in capsys.readouterr().err
 
 
+@pytest.mark.shows("P48")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -18,6 +18,7 @@ def _plain(text: str) -> list[str]:
     return [" ".join(_NUMBER.sub("#", line).split()) for line in text.splitlines()]
 
 
+@pytest.mark.shows("P49", "P80")
 def test_the_outputs_on_the_page_are_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

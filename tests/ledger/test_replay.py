@@ -103,6 +103,7 @@ def _copy(folder: Path, target: Path, *, last: int) -> Path:
     return target
 
 
+@pytest.mark.shows("P31")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_is_repeated_from_its_beginning_and_from_every_checkpoint(
     name: str, runs: dict[str, tuple[Path, Outcome]]
@@ -166,6 +167,7 @@ def test_a_stop_at_the_end_of_the_run_compares_its_end_too(whole: Path) -> None:
     assert (found.is_equal, found.has_ended, repeated.has_ended) == (True, True, True)
 
 
+@pytest.mark.shows("P31")
 def test_an_interrupted_run_is_repeated_up_to_its_last_line(whole: Path, tmp_path: Path) -> None:
     folder = _copy(whole, tmp_path / "run", last=11)
     (ledger,) = folder.glob(f"*/{FILE_NAME}")
@@ -190,6 +192,7 @@ def _loggers(folder: Path) -> list[Plugin]:
     return [*rows, Profiler(folder / "traces", wait=0, warmup=1, active=1)]
 
 
+@pytest.mark.shows("P33")
 @pytest.mark.parametrize("start", [0, 4])
 @pytest.mark.parametrize(
     "end", [None, KeyboardInterrupt(), RuntimeError("planted")], ids=["whole", "Ctrl-C", "error"]
@@ -220,6 +223,7 @@ def test_a_replay_writes_nothing(
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.shows("P33")
 def test_a_killed_replay_leaves_the_run_as_it_was(whole: Path, tmp_path: Path) -> None:
     before = contents(whole)
 
@@ -231,6 +235,7 @@ def test_a_killed_replay_leaves_the_run_as_it_was(whole: Path, tmp_path: Path) -
     assert contents(whole) == before
 
 
+@pytest.mark.shows("P33")
 def test_a_replay_needs_no_lock(whole: Path) -> None:
     with FolderLock(whole / "small"):
         assert replay(whole, STEPS, start=8)[0].is_equal
@@ -247,6 +252,7 @@ def _double_rate(plugin: Plugin) -> None:
         group["lr"] *= 2
 
 
+@pytest.mark.shows("P32")
 def test_a_changed_script_is_found_where_it_differs_first(whole: Path) -> None:
     found, repeated = replay(whole, STEPS, _at(7, _double_rate))
     assert (found.is_equal, found.num_equal, found.iteration) == (False, 6, 7)
@@ -276,6 +282,7 @@ def test_another_definition_is_a_cause_or_refused(whole: Path) -> None:
         replay(whole, dataclasses.replace(STEPS, seed=6))
 
 
+@pytest.mark.shows("P32")
 @pytest.mark.parametrize(("steps", "iteration"), [(10, 11), (20, 15)])
 def test_another_end_is_a_difference(steps: int, iteration: int, whole: Path) -> None:
     found, repeated = replay(whole, dataclasses.replace(STEPS, total_steps=steps))
@@ -302,6 +309,7 @@ class Harmful(Plugin):
                 self.trainer.model.net[4].bias.add_(1)
 
 
+@pytest.mark.shows("P32")
 def test_weights_that_differ_at_the_end_only_are_found(whole: Path) -> None:
     found, _ = replay(whole, STEPS, Harmful("harmful"), start=12)
     assert (found.is_equal, found.num_equal, found.iteration) == (False, 14, 14)
@@ -309,6 +317,7 @@ def test_weights_that_differ_at_the_end_only_are_found(whole: Path) -> None:
     assert replay(whole, STEPS, Harmful("harmful"), start=12, stop=13)[0].is_equal
 
 
+@pytest.mark.shows("P35")
 def test_the_run_decides_the_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,6 +489,7 @@ class Incomplete(Plugin):
         self.held = iter(range(state.global_iteration))
 
 
+@pytest.mark.shows("P34")
 def test_below_restart_a_replay_is_refused(tmp_path: Path) -> None:
     train(tmp_path, STEPS, Incomplete("incomplete"))
     before = contents(tmp_path)
@@ -489,6 +499,7 @@ def test_below_restart_a_replay_is_refused(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.shows("P34")
 def test_below_elastic_a_replay_needs_the_processes_of_the_run(whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
     path = _checkpoints(folder)[0]
@@ -504,6 +515,7 @@ def test_below_elastic_a_replay_needs_the_processes_of_the_run(whole: Path, tmp_
     assert replay(folder, STEPS, start=8)[0].is_equal
 
 
+@pytest.mark.shows("P34")
 def test_below_elastic_the_number_of_processes_may_be_the_cause(
     whole: Path, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def _both(found: RunReport) -> list[str]:
     return [Page(found.html).words, " ".join(plain.split())]
 
 
+@pytest.mark.shows("P43")
 def test_a_report_holds_what_is_known_of_a_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_report_holds_what_is_known_of_a_run(
     assert page.tags.count("svg") == 4
 
 
+@pytest.mark.shows("P43")
 def test_markdown_has_the_same_facts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = _report(capsys, run, "--md")
     (path,) = run.glob("*.md")
@@ -118,6 +120,7 @@ def test_markdown_has_the_same_facts(run: Path, capsys: pytest.CaptureFixture[st
     path.unlink()
 
 
+@pytest.mark.shows("P44")
 def test_the_page_stands_alone_and_follows_the_reader(run: Path) -> None:
     text = report(run).html
     assert not _LOADS.search(re.sub(r'<link rel="icon" href="data:,">', "", text))
@@ -127,6 +130,7 @@ def test_the_page_stands_alone_and_follows_the_reader(run: Path) -> None:
     assert "max-width:36rem" in text
 
 
+@pytest.mark.shows("P45")
 def test_what_nobody_knows_is_left_to_the_author(run: Path) -> None:
     checklist = report(run).as_dict()["sections"][-1]["blocks"][1]["checklist"]
     answers = {text: answer for table in checklist.values() for text, answer in table.items()}
@@ -136,6 +140,7 @@ def test_what_nobody_knows_is_left_to_the_author(run: Path) -> None:
     assert answers["Limitations of the method and of the experiments:"] is None
 
 
+@pytest.mark.shows("P44")
 def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     bad = "<script>alert(1)</script>\"'&`|*_"
     facts = {"options": {bad: bad}, "seeds": {bad: 1}, "command": {"script": bad}}
@@ -150,6 +155,7 @@ def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     assert "script" not in page.tags
 
 
+@pytest.mark.shows("P43")
 def test_missing_parts_are_named(run: Path, tmp_path: Path) -> None:
     write_ledger(tmp_path / "run", [1.0])
     for words in _both(report(tmp_path / "run")):
@@ -165,6 +171,7 @@ def test_missing_parts_are_named(run: Path, tmp_path: Path) -> None:
         assert "The exact command:" in words
 
 
+@pytest.mark.shows("P43")
 def test_a_start_without_an_end_was_killed(tmp_path: Path) -> None:
     write_ledger(tmp_path, [1.0] * 9)
     write_lineage(
@@ -263,6 +270,7 @@ def test_losses_that_are_not_finite_are_counted(tmp_path: Path) -> None:
         assert "2 values are not finite, the first at iteration 2." in words
 
 
+@pytest.mark.shows("P44")
 def test_many_losses_make_no_large_file(tmp_path: Path) -> None:
     names = [f"loss of the part {number}" for number in range(300)]
     write_ledger(tmp_path, [math.sin(n) * 1e5 for n in range(900)], names=names)
@@ -289,6 +297,7 @@ def test_a_curve_keeps_the_least_and_the_largest_number() -> None:
     assert curve.last == (5_000, numbers[-1])
 
 
+@pytest.mark.shows("P62")
 def test_lines_that_are_not_good_are_in_no_chart(tmp_path: Path) -> None:
     write_ledger(tmp_path, [1.0, 2.0, 4.0])
     path = tmp_path / "ledger.jsonl"
@@ -308,6 +317,7 @@ def test_iterations_before_the_first_one_are_counted_with_it() -> None:
     assert [(part.place, part.high) for part in curve.shrink(10)] == [(5_000, 8.0), (5_001, 2.0)]
 
 
+@pytest.mark.shows("P44")
 @pytest.mark.parametrize(
     "losses",
     [

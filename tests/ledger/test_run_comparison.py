@@ -62,6 +62,7 @@ def grid(tmp_path: Path) -> list[Path]:
     ]
 
 
+@pytest.mark.shows("P46")
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 29, 30, 200, 1001])
 def test_quantiles_are_those_of_the_distribution(freedom: int, stats: Any) -> None:
     for probability in (0.6, 0.9, 0.975, 0.995):
@@ -69,6 +70,7 @@ def test_quantiles_are_those_of_the_distribution(freedom: int, stats: Any) -> No
         assert find_quantile(probability, freedom) == pytest.approx(known, rel=1e-9)
 
 
+@pytest.mark.shows("P46")
 def test_means_deviations_and_intervals(tmp_path: Path, stats: Any) -> None:
     values = [0.5, 0.7, 0.65, 0.8]
     runs = [
@@ -86,6 +88,7 @@ def test_means_deviations_and_intervals(tmp_path: Path, stats: Any) -> None:
     assert found.varying == {"seeds.random_seed": ["0", "1", "2", "3"]}
 
 
+@pytest.mark.shows("P46")
 def test_pairs_of_equal_seeds(grid: list[Path], stats: Any) -> None:
     found = compare(*grid, by="lr")
     assert list(found.groups) == ["0.1", "0.2"]
@@ -100,6 +103,7 @@ def test_pairs_of_equal_seeds(grid: list[Path], stats: Any) -> None:
     assert known.high - known.low < (high - low) / 10
 
 
+@pytest.mark.shows("P46")
 def test_groups_without_equal_seeds_are_not_paired(grid: list[Path]) -> None:
     found = compare(*grid[:-1], by="lr")
     assert found.paired == {}
@@ -123,6 +127,7 @@ def test_a_seed_may_make_the_groups(tmp_path: Path) -> None:
     assert found.paired["error (last)"].mean == pytest.approx(-1.0)
 
 
+@pytest.mark.shows("P46")
 def test_parts_of_the_variance_of_a_crossed_design(tmp_path: Path, stats: Any) -> None:
     seeds = random.Random(5)
     inits = [seeds.gauss(0, 2) for _ in range(12)]
@@ -194,6 +199,7 @@ def test_a_name_of_several_entries_is_refused(tmp_path: Path) -> None:
         compare(*runs, by="seed")
 
 
+@pytest.mark.shows("P46")
 def test_what_is_doubtful_is_said(tmp_path: Path) -> None:
     first = _run(tmp_path / "first", [1.0])
     second = _run(tmp_path / "second", [1.0])

@@ -57,6 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.shows("P1")
 def test_a_run_has_a_line_for_each_iteration_and_one_for_its_end(whole: Path) -> None:
     head, *lines, end = _lines(whole)
     assert head["after"] == 0
@@ -67,6 +68,7 @@ def test_a_run_has_a_line_for_each_iteration_and_one_for_its_end(whole: Path) ->
     assert verify(whole).has_ended
 
 
+@pytest.mark.shows("P5")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -113,6 +115,7 @@ def test_a_run_that_is_made_longer_goes_on_with_its_ledger(whole: Path, tmp_path
     assert_equal_ledgers(tmp_path, whole)
 
 
+@pytest.mark.shows("P6")
 @pytest.mark.parametrize("is_async", [True, False])
 def test_no_checkpoint_is_saved_without_its_lines(
     is_async: bool, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -205,6 +208,7 @@ class Rude(Plugin):
             self.trainer.model.loss_items["norm"] = 1.0
 
 
+@pytest.mark.shows("P5")
 def test_hooks_behind_the_losses_change_no_line(whole: Path, tmp_path: Path) -> None:
     train(tmp_path, dataclasses.replace(SETTING, print_frequency=3), Rude("rude"))
     assert diff(whole, tmp_path).is_equal
@@ -242,6 +246,7 @@ class _Two(helios.DataModule):
         self._train_dataset = self._create_dataset(samples, helios.DataLoaderParams(batch_size=1))
 
 
+@pytest.mark.shows("P69")
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_losses_are_means_in_float64(accumulation_steps: int, tmp_path: Path) -> None:
     model = _Rounded()
@@ -260,6 +265,7 @@ def test_losses_are_means_in_float64(accumulation_steps: int, tmp_path: Path) ->
     assert set(model.means) == {1.0}
 
 
+@pytest.mark.shows("P70")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_read_the_batches(
     num_workers: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from helios.ledger.manifest.scrubbing import HIDDEN, scrub, scrub_arguments
 SECRET = "q7Zp3kVw9Xt2Lm5R"
 
 
+@pytest.mark.shows("P23")
 @pytest.mark.parametrize(
     "text",
     [
@@ -140,6 +141,7 @@ def test_the_values_of_secret_options_are_hidden() -> None:
     ]
 
 
+@pytest.mark.shows("P23")
 @pytest.mark.parametrize(
     "words",
     [
@@ -173,6 +175,7 @@ def test_numbers_in_json_are_hidden_too() -> None:
     assert scrub_arguments(given) == ['--x={"password": "***", "rate": 0.5}', '{"rate":0.5}']
 
 
+@pytest.mark.shows("P23")
 def test_words_of_a_command_that_are_no_secrets_stay() -> None:
     """A strict start sees a change of what is not hidden only."""
     given = [

@@ -57,6 +57,7 @@ def _strict(setting: Setting, **options: Any) -> Setting:
     return dataclasses.replace(setting, options={"reproducibility": "strict", **options})
 
 
+@pytest.mark.shows("P22", "P58")
 def test_every_start_has_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [sys.executable, "-X", "dev", "train.py", "--token", "abc"]
     monkeypatch.setattr(sys, "orig_argv", words)
@@ -120,6 +121,7 @@ def test_what_may_change_the_training_is_warned_of(
     assert "environment.MKL_CBWR: - -> AVX" in second
 
 
+@pytest.mark.shows("P25")
 def test_a_strict_start_refuses_what_may_change_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +195,7 @@ def test_a_manifest_of_another_run_is_renamed_and_one_of_the_same_is_replaced(
     assert _manifest(tmp_path).sections[0].facts["seeds"] == {"random_seed": 6}
 
 
+@pytest.mark.shows("P22")
 def test_a_disk_that_refuses_the_manifest_stops_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +212,7 @@ def test_a_disk_that_refuses_the_manifest_stops_no_training(
     assert any("manifest" in text and "No space left" in text for text in said)
 
 
+@pytest.mark.shows("P22")
 def test_facts_that_cannot_be_found_stop_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +246,7 @@ class Leave(Plugin):
             self.context.interrupt("the test says so")
 
 
+@pytest.mark.shows("P26")
 def test_the_lineage_says_what_happened(tmp_path: Path) -> None:
     # With saves in a thread, their order among the other events is open.
     options = {"store": helios.CheckpointStore(is_async=False)}
@@ -271,6 +276,7 @@ def test_the_lineage_says_what_happened(tmp_path: Path) -> None:
     assert digests == [sidecar.digest] * 2
 
 
+@pytest.mark.shows("P26")
 def test_a_damaged_checkpoint_and_a_lost_ledger_are_events(tmp_path: Path) -> None:
     train(tmp_path, SETTING)
     newest = tmp_path / "small" / "small_epoch_1_iter_4.pth"
@@ -290,6 +296,7 @@ def test_a_damaged_checkpoint_and_a_lost_ledger_are_events(tmp_path: Path) -> No
     assert events[2]["iteration"] == 2
 
 
+@pytest.mark.shows("P26")
 def test_a_save_that_fails_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace, seen = files.replace, []
 
@@ -321,6 +328,7 @@ def test_a_branch_and_a_new_run_keep_the_evidence_apart(tmp_path: Path) -> None:
     assert _events(tmp_path / "first")[0] == "start"
 
 
+@pytest.mark.shows("P27")
 def test_a_replaced_checkpoint_is_found_though_its_sidecar_matches(tmp_path: Path) -> None:
     """The file of another run with the same ledger, so that only the lineage knows it."""
     train(tmp_path / "first", SETTING)
@@ -453,6 +461,7 @@ def test_an_error_without_a_text_stays_the_error_of_the_run(tmp_path: Path) -> N
     assert cause == "SilentError"
 
 
+@pytest.mark.shows("P72")
 def test_the_first_iteration_waits_for_no_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

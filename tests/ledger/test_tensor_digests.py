@@ -65,6 +65,7 @@ def subject() -> Iterator[Subject]:
     made.digests.close()
 
 
+@pytest.mark.shows("P37")
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
@@ -102,6 +103,7 @@ def test_a_container_that_holds_itself_ends(subject: Subject) -> None:
     assert list(subject.describe(batch))[:2] == ["batch[0]", "batch[1][0]"]
 
 
+@pytest.mark.shows("P37")
 def test_gradients_are_those_before_clipping_in_the_order_of_backward(subject: Subject) -> None:
     found = []
     for limit in (1.0, 0.1):
@@ -120,6 +122,7 @@ def test_gradients_are_those_before_clipping_in_the_order_of_backward(subject: S
     assert found[0]["parameters"] != found[1]["parameters"]
 
 
+@pytest.mark.shows("P37")
 def test_a_step_that_the_model_makes_itself_is_seen_each_time(subject: Subject) -> None:
     subject.begin()
     for _ in range(2):

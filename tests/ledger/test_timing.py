@@ -36,6 +36,7 @@ def _train_on(timing: Timing, clock: Clock, iterations: range, *, step: float) -
     timing.close()
 
 
+@pytest.mark.shows("P42")
 def test_a_run_has_its_start_its_times_and_all_scores(tmp_path: Path) -> None:
     train(tmp_path, SETTING)
     found = read_timing(tmp_path / "small")
@@ -57,6 +58,7 @@ def test_with_ledger_off_there_are_no_times(tmp_path: Path) -> None:
     assert not (tmp_path / "small" / FILE_NAME).exists()
 
 
+@pytest.mark.shows("P42")
 @pytest.mark.parametrize("step", [0.005, 12.0])
 def test_a_million_iterations_stay_below_two_megabytes(step: float, tmp_path: Path) -> None:
     """Notes come every 64 iterations, or at every save."""
@@ -81,6 +83,7 @@ def test_saves_at_every_iteration_add_no_lines(tmp_path: Path) -> None:
     assert [line["iteration"] for line in read_timing(tmp_path).lines] == list(range(4, 101, 4))
 
 
+@pytest.mark.shows("P42")
 def test_repeated_iterations_count_once_but_their_time_does(tmp_path: Path) -> None:
     clock = Clock()
     timing = Timing(tmp_path, processes=1, clock=clock)
@@ -107,6 +110,7 @@ def test_scores_that_json_does_not_have_are_read_again(tmp_path: Path) -> None:
     assert [repr(score) for score in line["scores"].values()] == ["nan", "inf", "0.5"]
 
 
+@pytest.mark.shows("P42")
 def test_a_disk_that_refuses_times_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from tests.support.pages import run_page
 _LOSS = re.compile(r"(?<=loss )\d[\w.+-]*")
 
 
+@pytest.mark.shows("P12", "P80")
 def test_the_outputs_on_the_page_are_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

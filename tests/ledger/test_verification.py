@@ -50,6 +50,7 @@ def test_a_run_that_goes_on_is_good(ledger: Path) -> None:
     assert not found.has_ended
 
 
+@pytest.mark.shows("P11")
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -73,6 +74,7 @@ def test_each_bad_line_is_named(ledger: Path, change, expected: list[str]) -> No
     assert [name for name in expected if not any(name in text for text in found.findings)] == []
 
 
+@pytest.mark.shows("P11")
 def test_every_change_of_a_single_byte_is_found(ledger: Path) -> None:
     data = ledger.read_bytes()
     unseen = []
@@ -96,6 +98,7 @@ def test_every_removal_of_bytes_from_the_end_is_found_or_is_an_earlier_ledger(
         assert _is_good(ledger) == (size in whole)
 
 
+@pytest.mark.shows("P11")
 def test_a_checkpoint_of_another_ledger_is_named(ledger: Path) -> None:
     size = sum(map(len, _lines(ledger)[:4]))
     own = {"size": size, "hash": _lines(ledger)[3][-19:-3].decode(), "every": 1000}
@@ -133,6 +136,7 @@ def test_no_ledger_and_two_runs_are_wrong_usage(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
+@pytest.mark.shows("P62")
 @pytest.mark.parametrize(
     ("body", "what"),
     [

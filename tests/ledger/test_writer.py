@@ -74,6 +74,7 @@ def test_a_line_holds_the_bits_of_every_number(tmp_path: Path) -> None:
     assert "skipped" not in line
 
 
+@pytest.mark.shows("P10")
 def test_a_line_of_one_loss_and_one_rate_has_at_most_160_bytes(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder())
     totals = writer.see([torch.ones(2)], [[4, 2]], None)
@@ -152,6 +153,7 @@ def test_a_line_does_not_follow_from_whether_processes_have_exchanged_it(tmp_pat
         book.close()
 
 
+@pytest.mark.shows("P8")
 def test_a_batch_that_cannot_be_read_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,6 +170,7 @@ def test_a_batch_that_cannot_be_read_stops_nobody(
     assert caplog.text.count("cannot read the batches") == 1
 
 
+@pytest.mark.shows("P8")
 @pytest.mark.parametrize("number", [None, torch.ones(3), "high", object()])
 def test_what_is_no_number_is_null_and_stops_nobody(number: Any, tmp_path: Path) -> None:
     holder = Holder()

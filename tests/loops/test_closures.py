@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from helios.state import TrainingState
@@ -35,6 +36,7 @@ class Quasi(SmallModel):
         self._loss_items["loss"] = self.optimizer.step(closure).detach()
 
 
+@pytest.mark.shows("L24")
 def test_a_manual_step_takes_a_closure_and_resumes_everywhere(tmp_path: Path) -> None:
     """L24, L26: the history of LBFGS is part of the state, dropout too."""
     setting = Setting(unfreezes=False)

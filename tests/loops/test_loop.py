@@ -108,6 +108,7 @@ class Top(Leaf):
         self.side_loop = side_loop
 
 
+@pytest.mark.shows("L2", "L6")
 def test_a_run_resets_and_advances_until_it_is_done() -> None:
     """L2, L6: the ends take no arguments of the run, all others do."""
     loop = Counted()
@@ -116,6 +117,7 @@ def test_a_run_resets_and_advances_until_it_is_done() -> None:
     assert loop.calls == [("reset",), ("on_run_start", "a", 1), *rounds * 3, ("on_run_end",)]
 
 
+@pytest.mark.shows("L31")
 def test_a_loop_may_run_again() -> None:
     """L31."""
     loop = Counted()
@@ -126,6 +128,7 @@ def test_a_loop_may_run_again() -> None:
     assert loop.calls == first
 
 
+@pytest.mark.shows("L2")
 def test_a_loop_that_is_done_at_once_still_ends() -> None:
     """L2."""
 
@@ -137,6 +140,7 @@ def test_a_loop_that_is_done_at_once_still_ends() -> None:
     assert loop.calls == [("reset",), ("on_run_start",), ("on_run_end",)]
 
 
+@pytest.mark.shows("L2")
 def test_a_run_that_is_skipped_does_nothing_but_say_so() -> None:
     """L2."""
 
@@ -151,6 +155,7 @@ def test_a_run_that_is_skipped_does_nothing_but_say_so() -> None:
     assert loop.calls == []
 
 
+@pytest.mark.shows("L3")
 @pytest.mark.parametrize("place", ["on_advance_start", "advance", "on_advance_end"])
 def test_stop_iteration_ends_a_loop_like_a_break(place: str) -> None:
     """L3: the end still runs, and its value is returned."""
@@ -159,6 +164,7 @@ def test_stop_iteration_ends_a_loop_like_a_break(place: str) -> None:
     assert [name for name, *_ in loop.calls][-2:] == [place, "on_run_end"]
 
 
+@pytest.mark.shows("L4")
 @pytest.mark.parametrize("place", ["on_advance_start", "advance", "on_advance_end"])
 def test_other_exceptions_leave_at_once(place: str) -> None:
     """L4: without the end."""
@@ -168,6 +174,7 @@ def test_other_exceptions_leave_at_once(place: str) -> None:
     assert [name for name, *_ in loop.calls][-1] == place
 
 
+@pytest.mark.shows("L30")
 def test_stop_iteration_of_a_child_ends_the_child_only() -> None:
     """L30."""
 
@@ -187,6 +194,7 @@ def test_stop_iteration_of_a_child_ends_the_child_only() -> None:
     assert loop.count == 3
 
 
+@pytest.mark.shows("L30")
 def test_a_nested_loop_runs_anew_in_each_round_of_its_parent() -> None:
     """L30, L31: two levels below each other, each with an end of its own."""
 
@@ -213,6 +221,7 @@ def test_a_nested_loop_runs_anew_in_each_round_of_its_parent() -> None:
     assert sum(name == "reset" for name, *_ in innermost.calls) == 9
 
 
+@pytest.mark.shows("L42")
 def test_a_run_is_short_and_final() -> None:
     """L42: what is small can be kept as it is; a subclass changes the parts, never the run."""
     lines, _ = inspect.getsourcelines(Loop.run)
@@ -231,6 +240,7 @@ def test_a_run_is_short_and_final() -> None:
     assert max(depths.values()) <= 3, depths
 
 
+@pytest.mark.shows("L5")
 @pytest.mark.parametrize("missing", ["done", "advance"])
 def test_a_loop_must_define_its_end_and_its_round(missing: str) -> None:
     """L5: `reset` has a default."""
@@ -242,6 +252,7 @@ def test_a_loop_must_define_its_end_and_its_round(missing: str) -> None:
     assert type("Complete", (Loop,), complete)().run() is None
 
 
+@pytest.mark.shows("L7")
 def test_a_session_is_seen_only_while_the_trainer_runs_the_loop() -> None:
     """L7, L8: the whole tree gets it, and loses it."""
     leaf, side = Leaf(), Leaf()
@@ -276,6 +287,7 @@ def test_an_empty_role_is_an_error_that_names_it() -> None:
     assert require(leaf) is leaf
 
 
+@pytest.mark.shows("L9")
 def test_children_are_those_in_the_declared_roles() -> None:
     """L9, DESIGN section 8: by role name."""
     middle = Middle()
@@ -285,6 +297,7 @@ def test_children_are_those_in_the_declared_roles() -> None:
     assert middle.children() == {}
 
 
+@pytest.mark.shows("L10")
 def test_a_child_is_replaced_by_an_instance_and_the_name_of_its_role() -> None:
     """L10."""
     top, other = Top(Middle(Leaf()), Leaf()), Leaf()
@@ -292,6 +305,7 @@ def test_a_child_is_replaced_by_an_instance_and_the_name_of_its_role() -> None:
     assert top.side_loop is other
 
 
+@pytest.mark.shows("L10")
 def test_several_children_are_replaced_at_once() -> None:
     """L10; an empty role is filled too."""
     top, middle, side = Top(), Middle(Leaf()), Leaf()
@@ -308,6 +322,7 @@ def test_a_tree_may_be_built_from_the_top_down() -> None:
     assert leaf.session is top.session
 
 
+@pytest.mark.shows("L11", "L12")
 def test_a_new_child_keeps_the_children_of_the_old_one() -> None:
     """L11, L12: a replaced loop must not lose what lies below it."""
     leaf = Leaf()
@@ -317,6 +332,7 @@ def test_a_new_child_keeps_the_children_of_the_old_one() -> None:
     assert new.inner_loop is leaf
 
 
+@pytest.mark.shows("L11", "L12")
 def test_a_new_child_that_brings_its_own_children_keeps_them() -> None:
     """L11: only missing ones are adopted."""
     own = Leaf()
@@ -334,6 +350,7 @@ def test_children_in_unknown_roles_are_not_adopted() -> None:
     top.attach(make_session(Stepper()))
 
 
+@pytest.mark.shows("L10")
 def test_an_unknown_role_is_an_error_that_names_those_there_are() -> None:
     """L10: a ValueError; a leaf has none."""
     with pytest.raises(ArgumentError, match=r"must name one of its roles.*got 'midle_loop'") as hit:
@@ -343,6 +360,7 @@ def test_an_unknown_role_is_an_error_that_names_those_there_are() -> None:
         Leaf().connect(inner_loop=Leaf())
 
 
+@pytest.mark.shows("L11")
 @pytest.mark.parametrize("other", [Leaf, None, "Leaf", 3])
 def test_a_role_takes_loops_only(other: Any) -> None:
     """L11: instances, no classes."""
@@ -361,6 +379,7 @@ def test_a_connect_that_is_refused_changes_nothing() -> None:
     assert (top.middle_loop, top.side_loop) == (middle, side)
 
 
+@pytest.mark.shows("L8")
 def test_a_child_that_is_connected_while_running_sees_the_session() -> None:
     """L10, L8."""
     session = make_session(Stepper())
@@ -436,6 +455,7 @@ def test_a_loop_that_refuses_its_state_is_named() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
+@pytest.mark.shows("L40")
 def test_teardown_reaches_every_loop() -> None:
     """L40."""
     leaf, side = Leaf(), Leaf()
@@ -444,6 +464,7 @@ def test_teardown_reaches_every_loop() -> None:
     assert [loop.calls for loop in (leaf, side)] == [[("teardown",)]] * 2
 
 
+@pytest.mark.shows("L35")
 def test_states_are_collected_by_the_path_of_roles() -> None:
     """DESIGN section 5, L35: nested plain dicts, e.g. `fit.epoch.batch.optimizer`."""
     top = Top(Middle(Leaf({"a": 1}), {"b": 2}), Leaf())
@@ -451,6 +472,7 @@ def test_states_are_collected_by_the_path_of_roles() -> None:
     assert Leaf().collect_states("fit") == {}
 
 
+@pytest.mark.shows("L35")
 def test_states_are_given_back_by_the_path_of_roles_and_the_rest_is_left() -> None:
     """L36: what is left over is for the caller to name (DESIGN R5)."""
     top = Top(Middle(Leaf(), {"b": 0}), Leaf({"kept": True}))
@@ -495,6 +517,7 @@ class Watcher(Plugin):
         self.note("step done", committed)
 
 
+@pytest.mark.shows("K19", "K20", "K21", "R38", "R39", "C10", "E25")
 def test_a_returned_loss_is_stepped_in_the_published_order() -> None:
     """C10, C12, L25, R39: the event of the step sees gradients that are final, not yet clipped."""
     model = Stepper()
@@ -511,6 +534,7 @@ def test_a_returned_loss_is_stepped_in_the_published_order() -> None:
     assert session.is_manual is False
 
 
+@pytest.mark.shows("L29", "K22")
 def test_inside_of_a_window_gradients_are_summed_and_at_its_end_averaged() -> None:
     """DESIGN section 5, "A window"; L29."""
     model = Stepper()
@@ -524,6 +548,7 @@ def test_inside_of_a_window_gradients_are_summed_and_at_its_end_averaged() -> No
     assert (model.weight, model.gradient) == (-3.0, None)
 
 
+@pytest.mark.shows("L25")
 @pytest.mark.parametrize(
     "answer",
     [
@@ -540,6 +565,7 @@ def test_a_loss_may_stand_in_a_dict_or_have_one_element(answer: Any) -> None:
     assert model.weight == -2.0
 
 
+@pytest.mark.shows("L25")
 def test_the_loss_is_put_into_an_empty_table_and_detached() -> None:
     """Losses go to TensorBoard without user code; L25."""
     model = Stepper(lambda weight, batch: (weight + batch).sum())
@@ -586,6 +612,7 @@ def test_a_table_that_nobody_clears_shows_each_loss_all_the_same() -> None:
     assert model.loss_items == shown
 
 
+@pytest.mark.shows("L26", "C12")
 def test_none_means_that_the_model_steps_itself() -> None:
     """C12, L26: nothing is touched, no event of an automatic step is told."""
     model = Stepper(lambda weight, batch: None)
@@ -607,6 +634,7 @@ def test_in_epoch_unit_every_batch_of_a_manual_model_is_a_window(
     assert session.state.is_step_boundary is is_boundary
 
 
+@pytest.mark.shows("L25")
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -630,6 +658,7 @@ def test_any_other_answer_is_an_error_that_says_what_is_expected(answer: Any, wo
         train_on(loop, session, 2.0)
 
 
+@pytest.mark.shows("L27")
 def test_a_generator_is_an_error_that_names_the_loop_for_it() -> None:
     """L27: without a `YieldLoop` nothing of its body would run."""
     ran: list[int] = []
@@ -645,6 +674,7 @@ def test_a_generator_is_an_error_that_names_the_loop_for_it() -> None:
     assert ran == []
 
 
+@pytest.mark.shows("L24")
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     """L24: what is computed once cannot be computed again by `step`."""
     model = Stepper()
@@ -656,6 +686,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
         train_on(loop, session, 2.0)
 
 
+@pytest.mark.shows("L26", "C12")
 @pytest.mark.parametrize("is_manual", [True, False])
 def test_a_model_keeps_to_one_way_of_stepping(is_manual: bool) -> None:
     """C12: else a window would be neither ours nor the model's."""
@@ -710,6 +741,7 @@ def test_the_optimizer_of_one_training_is_forgotten_for_the_next() -> None:
     assert (model.weight, other.weight) == (-1.0, -1.0)
 
 
+@pytest.mark.shows("R26")
 def test_a_step_that_is_not_committed_moves_no_scheduler() -> None:
     """E26, DESIGN section 5."""
 
@@ -725,6 +757,7 @@ def test_a_step_that_is_not_committed_moves_no_scheduler() -> None:
     assert model.scheduler.last_epoch == 0
 
 
+@pytest.mark.shows("R26")
 @pytest.mark.parametrize("unit", [EPOCH, ITERATION])
 def test_an_update_that_a_hook_leaves_out_is_withdrawn(unit: TrainingUnit) -> None:
     """E26: gradients are thrown away, schedulers stay; steps are taken back where they count."""
@@ -799,6 +832,7 @@ def test_a_manual_step_cannot_be_left_out() -> None:
         session.context.skip_step("test")
 
 
+@pytest.mark.shows("L30")
 @pytest.mark.parametrize("place", ["train_step", "batch_to_device", "process_training_batch"])
 def test_stop_iteration_of_user_code_is_an_error(place: str) -> None:
     """L27, DESIGN R5: `next()` on an exhausted iterator would drop the batch in silence."""
@@ -817,6 +851,7 @@ def test_stop_iteration_of_user_code_is_an_error(place: str) -> None:
         train_on(loop, session, 2.0)
 
 
+@pytest.mark.shows("K17")
 def test_a_batch_is_moved_then_mapped_then_trained_on() -> None:
     """DESIGN section 5, "A batch"; C12."""
     order: list[str] = []

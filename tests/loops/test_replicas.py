@@ -190,6 +190,7 @@ def test_any_number_of_processes_trains_to_the_same_bits(
         assert gathered == turns
 
 
+@pytest.mark.shows("C10")
 def test_the_events_of_replicas_stand_between_those_of_the_batch() -> None:
     _, turns, *_ = train(0, 1, 3, ITERATION, 1)
     for events in turns.values():
@@ -204,6 +205,7 @@ def test_the_events_of_replicas_stand_between_those_of_the_batch() -> None:
     assert order == sorted(order)
 
 
+@pytest.mark.shows("C10")
 @pytest.mark.parametrize(("unit", "accumulation"), [(ITERATION, 1), (ITERATION, 2), (EPOCH, 2)])
 def test_events_of_the_batch_come_once(unit: Any, accumulation: int) -> None:
     seen, *_ = train(0, 1, 4, unit, accumulation)
@@ -275,6 +277,7 @@ def run_sums(
     return session
 
 
+@pytest.mark.shows("L29")
 def test_an_update_takes_the_mean_of_micro_batches_and_replicas() -> None:
     values = [[0.1, 0.7, -1e3, 3e-3, 0.5], [2e4, -0.3, 0.9, 1e-4, 1.1]]
     one = Stepper()
@@ -491,6 +494,7 @@ class Late(Sums):
         return super().train_step(batch, state)
 
 
+@pytest.mark.shows("S58")
 @pytest.mark.parametrize("turns", [{1}, {2}, {7, 8}])
 def test_a_change_is_found_in_the_turn_of_any_replica_and_later_on(turns: set[int]) -> None:
     """Turns are watched in the first iteration, and in those that are powers of two."""
@@ -509,6 +513,7 @@ def _change_alone(rank: int) -> tuple[list[str], list[str]]:
         return session.obstacles, session.unshared
 
 
+@pytest.mark.shows("S58")
 def test_what_one_process_changes_is_known_to_all() -> None:
     expected = (["train_step changes hard"], ["hard"])
     assert run_ranks(_change_alone, 2) == [expected] * 2
@@ -606,6 +611,7 @@ def _capture(rank: int) -> Record:
         return session.capture()
 
 
+@pytest.mark.shows("S58")
 def test_a_record_holds_what_differs_between_processes() -> None:
     """Those of a start with as many processes get their own again."""
     for record in run_ranks(_capture, 2):
@@ -693,6 +699,7 @@ class Yielding(Sums):
         yield (self.net.weight * batch).sum()
 
 
+@pytest.mark.shows("L28")
 def test_a_yield_loop_needs_a_process_for_each_replica() -> None:
     with pytest.raises(UsageError, match="A YieldLoop needs one process per replica"):
         run_sums(Yielding(), loop=make_fit_loop(YieldLoop()))
@@ -707,6 +714,7 @@ def _train_by_yields(rank: int, accumulation: int) -> tuple[float, list[Any]]:
         return model.net.weight.item(), [table["loss"].item() for table in losses.tables]
 
 
+@pytest.mark.shows("L28")
 @pytest.mark.parametrize(
     ("accumulation", "expected"), [(1, (-7.5, [0.0, -9.0])), (2, (-3.75, [0.0, 0.0]))]
 )
@@ -837,6 +845,7 @@ def test_a_hook_may_end_an_epoch_where_one_process_carries_all() -> None:
     assert model.net.running.item() == 6.0, "what replica 0 has seen, in both epochs"
 
 
+@pytest.mark.shows("L29")
 def test_a_window_that_goes_on_in_the_next_epoch_keeps_its_gradients() -> None:
     """By steps: an epoch of three batches, a window of two."""
     model, losses = Sums(_note_buffer), Losses()
@@ -899,6 +908,7 @@ def _ask(rank: int, num_processes: int, who: int, what: str) -> tuple[Any, ...]:
         )
 
 
+@pytest.mark.shows("H36", "K42", "C16")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize("what", ["stop", "interrupt", "poll"])
@@ -962,6 +972,7 @@ def _save(rank: int) -> list[int]:
         return saver.saved
 
 
+@pytest.mark.shows("H19")
 def test_a_checkpoint_that_one_process_asks_for_is_taken_by_all() -> None:
     assert run_ranks(_save, 2) == [[2, 4]] * 2
 
@@ -981,6 +992,7 @@ def _skip(rank: int) -> tuple[float, int]:
         return model.net.weight.item(), session.state.global_step
 
 
+@pytest.mark.shows("R26")
 def test_an_update_that_one_process_leaves_out_is_left_out_by_all() -> None:
     """The run counts steps, so a third batch makes up for it: the data begins anew."""
     assert run_ranks(_skip, 2) == [(-7.5, 2)] * 2
@@ -998,6 +1010,7 @@ def _improve(rank: int) -> int:
         return session.state.early_stop_count
 
 
+@pytest.mark.shows("H36")
 def test_an_improvement_that_one_process_sees_counts_for_all() -> None:
     assert run_ranks(_improve, 2) == [0, 0]
 
@@ -1012,6 +1025,7 @@ def _even_out(rank: int, lengths: list[int], knows_end: bool) -> tuple[Any, ...]
         return found, inner.is_closed, next(batches, "nothing") if num_processes == 1 else None
 
 
+@pytest.mark.shows("R46")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("knows_end", [True, False])
 @pytest.mark.parametrize("lengths", [[3], [2, 4], [4, 2], [3, 3], [5, 4, 2], [0, 3]])
@@ -1055,6 +1069,7 @@ def _train_unevenly(rank: int, unit: Any) -> tuple[Any, ...]:
         return model.net.weight.item(), session.state.global_iteration, session.cursor.epoch, data
 
 
+@pytest.mark.shows("R46")
 @pytest.mark.parametrize(("unit", "iterations", "epoch"), [(EPOCH, 6, 2), (ITERATION, 7, 2)])
 def test_an_epoch_ends_where_the_shortest_data_ends(unit: Any, iterations: int, epoch: int) -> None:
     """R46: and each process' state of its data is saved."""
@@ -1079,6 +1094,7 @@ def _train_to_an_unknown_end(rank: int) -> tuple[float, float]:
         return model.net.weight.item(), model.net.running.item()
 
 
+@pytest.mark.shows("R46")
 def test_a_window_that_the_end_of_data_cuts_is_dropped_on_all() -> None:
     """By epochs: its gradients are gone, and all have the buffers of the first replica."""
     assert run_ranks(_train_to_an_unknown_end, 2) == [(-6.0, 12.0)] * 2

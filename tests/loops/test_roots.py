@@ -24,6 +24,7 @@ def _trainer() -> helios.Trainer:
     return helios.Trainer("", "iteration", 2, 2, use_cpu=True, print_banner=False)
 
 
+@pytest.mark.shows("L14")
 def test_the_default_tree_has_the_published_roles() -> None:
     """L14."""
 
@@ -46,6 +47,7 @@ def test_the_default_tree_has_the_published_roles() -> None:
     ]
 
 
+@pytest.mark.shows("L9")
 def test_loops_are_replaced_at_every_level_at_once() -> None:
     """L9 to L12: each by its role; the whole tree is that of the new ones."""
     seen: list[str] = []
@@ -73,6 +75,7 @@ def test_loops_are_replaced_at_every_level_at_once() -> None:
     assert seen[7:] == ["validation"] * 3
 
 
+@pytest.mark.shows("L1", "L13")
 def test_a_fit_loop_of_ones_own_keeps_the_tree_below_it() -> None:
     rounds: list[int] = []
 
@@ -89,6 +92,7 @@ def test_a_fit_loop_of_ones_own_keeps_the_tree_below_it() -> None:
     assert rounds == [0]
 
 
+@pytest.mark.shows("L1", "L13")
 @pytest.mark.parametrize(
     ("call", "base"),
     [("validate", ValidationLoop), ("test", TestingLoop), ("predict", PredictionLoop)],
@@ -106,6 +110,7 @@ def test_an_evaluation_runs_the_loop_that_was_assigned(call: str, base: type) ->
     assert len(steps) == 3
 
 
+@pytest.mark.shows("L13")
 def test_a_loop_of_another_kind_is_refused() -> None:
     trainer = _trainer()
     for name in ("fit_loop", "validate_loop", "test_loop", "predict_loop"):

@@ -77,6 +77,7 @@ def _run(loop: EvaluationLoop, model: Reporter, *names: str) -> Any:
         loop.teardown()
 
 
+@pytest.mark.shows("L32")
 @pytest.mark.parametrize("kind", [ValidationLoop, TestingLoop])
 def test_one_loader_has_no_number(kind: type[EvaluationLoop]) -> None:
     """L32: the number of the loader is told only where there are several."""
@@ -87,6 +88,7 @@ def test_one_loader_has_no_number(kind: type[EvaluationLoop]) -> None:
     assert scores == {"score": 1.0}
 
 
+@pytest.mark.shows("L32")
 @pytest.mark.parametrize("kind", [ValidationLoop, TestingLoop])
 def test_several_loaders_are_walked_through_in_order(kind: type[EvaluationLoop]) -> None:
     """L32: steps count from 0 in each; each has scores of its own."""
@@ -102,6 +104,7 @@ def test_several_loaders_are_walked_through_in_order(kind: type[EvaluationLoop])
     assert scores == {"score/near": 1.0, "score/far": 101.0}
 
 
+@pytest.mark.shows("L34")
 def test_predictions_are_a_list_and_of_several_loaders_a_list_for_each() -> None:
     """L34; a step that takes no number is told none."""
 
@@ -122,6 +125,7 @@ def test_without_data_a_pass_is_skipped() -> None:
     assert model.calls == []
 
 
+@pytest.mark.shows("L31")
 def test_a_loop_runs_again_from_the_first_loader() -> None:
     """L31: also after a pass that an error has cut off in the second one."""
     model, loop = Reporter(), ValidationLoop()

@@ -78,6 +78,7 @@ def _fail(error: BaseException) -> Any:
     return act
 
 
+@pytest.mark.shows("L40", "R47")
 @pytest.mark.parametrize(
     "event",
     [
@@ -103,6 +104,7 @@ def test_after_an_error_anywhere(event: str, kind: type[BaseException]) -> None:
     assert torn == _ALL
 
 
+@pytest.mark.shows("L40", "K28")
 def test_after_the_regular_end_and_after_a_finished_run(tmp_path: Path) -> None:
     torn: list[str] = []
     for _ in range(2):
@@ -111,6 +113,7 @@ def test_after_the_regular_end_and_after_a_finished_run(tmp_path: Path) -> None:
         torn.clear()
 
 
+@pytest.mark.shows("L40")
 def test_after_a_stop_and_after_an_interruption() -> None:
     torn: list[str] = []
     stop = Acting("on_training_batch_end", lambda plugin: plugin.context.request_stop("test"))

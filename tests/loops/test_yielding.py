@@ -113,6 +113,7 @@ class Watcher(Quiet):
         self.note("step done", committed)
 
 
+@pytest.mark.shows("L27")
 def test_each_yield_is_trained_on_before_the_step_goes_on() -> None:
     """L27: locals survive, the next loss sees the new weights, each optimizer has its events."""
 
@@ -144,6 +145,7 @@ def test_each_yield_is_trained_on_before_the_step_goes_on() -> None:
     assert session.is_manual is False
 
 
+@pytest.mark.shows("L29")
 def test_a_window_sums_each_optimizers_gradients_and_averages_them_apart() -> None:
     """L29: all yields of all micro-batches; a loss leaves the other's gradients alone."""
 
@@ -242,6 +244,7 @@ def test_no_optimizer_at_all_is_an_error() -> None:
         train_on(loop, session, 1.0)
 
 
+@pytest.mark.shows("L27")
 @pytest.mark.parametrize(
     ("answer", "name"), [(torch.ones(()), "Tensor"), (None, "NoneType"), ([1], "list")]
 )
@@ -252,6 +255,7 @@ def test_a_step_that_is_no_generator_is_an_error(answer: Any, name: str) -> None
         train_on(loop, session, 1.0)
 
 
+@pytest.mark.shows("L27")
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_too_few_and_too_many_yields_are_errors(count: int) -> None:
     """L27: the end of the generator must not end the loop in silence."""
@@ -343,6 +347,7 @@ class Failing(Quiet):
         setattr(self, event, fail)
 
 
+@pytest.mark.shows("L27")
 @pytest.mark.parametrize(
     ("event", "yields"),
     [
@@ -612,6 +617,7 @@ def test_what_follows_the_last_yield_sees_all_updates() -> None:
     assert seen == [(-2.0, -2.0)]
 
 
+@pytest.mark.shows("L28", "E24")
 def test_the_body_computes_in_the_engines_precision_and_nothing_else_does() -> None:
     """L28, E24: autocast covers each part of the body, but no hook, no backward, no update."""
     seen: dict[str, list[bool]] = {"body": [], "elsewhere": []}
@@ -642,6 +648,7 @@ def test_the_body_computes_in_the_engines_precision_and_nothing_else_does() -> N
     assert seen == {"body": [True] * 3, "elsewhere": [False] * 14}
 
 
+@pytest.mark.shows("L28")
 def test_new_weights_are_seen_in_low_precision_too() -> None:
     """L28: autocast keeps copies of weights, which must not live on over an update."""
     seen: list[Tensor] = []
@@ -667,6 +674,7 @@ def test_new_weights_are_seen_in_low_precision_too() -> None:
     assert not torch.equal(seen[0], seen[1])
 
 
+@pytest.mark.shows("R31")
 def test_transforms_of_a_processor_are_applied_once() -> None:
     """R31: all yields see the batch that the first part of the step got."""
     batches: list[Any] = []

@@ -60,6 +60,7 @@ def stack_global(mark: Path) -> bytes:
     )
 
 
+@pytest.mark.shows("S17")
 @pytest.mark.parametrize(
     "make", [reduce_of_a_stub, build_of_a_stub, attribute_of_a_stub, stack_global]
 )
@@ -76,6 +77,7 @@ def test_tricks_with_the_names_that_are_known_execute_nothing(
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.shows("S17")
 @pytest.mark.parametrize("place", ["training_state", "model", "rng", "log_path", "key", "tensor"])
 @pytest.mark.parametrize("function", [os.system, eval, exec, subprocess.call, torch.load, open])
 def test_a_call_anywhere_in_the_file_is_refused_and_not_made(
@@ -122,6 +124,7 @@ def test_the_command_reports_a_malicious_file_and_migrates_the_others(
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.shows("S25")
 def test_what_stands_for_objects_of_the_old_package_can_do_nothing() -> None:
     for name in _STUBS:
         assert name.replace(" ", ".") in helios_ml.NAMES

@@ -51,6 +51,7 @@ def load_migrated(path: Path) -> dict[str, Any]:
     return loading.load(path).payload
 
 
+@pytest.mark.shows("H27", "S39")
 @pytest.mark.parametrize("name", old.FILES)
 def test_model_and_optimizers_of_every_release_stay_the_same_on_bytes(
     tmp_path: Path, name: str
@@ -68,6 +69,7 @@ def test_model_and_optimizers_of_every_release_stay_the_same_on_bytes(
         assert rng.get_rng_state_dict()["numpy"] == generators["numpy"]
 
 
+@pytest.mark.shows("S26")
 @pytest.mark.parametrize("name", old.FILES)
 def test_every_release_goes_on_at_the_batch_that_its_counters_mean(
     tmp_path: Path, name: str
@@ -85,6 +87,7 @@ def test_every_release_goes_on_at_the_batch_that_its_counters_mean(
     assert state["global_step"] == counters["current_iteration"]
 
 
+@pytest.mark.shows("S25")
 @pytest.mark.parametrize("name", old.FILES)
 def test_a_migrated_file_is_an_ordinary_one_that_says_where_it_comes_from(
     tmp_path: Path, name: str
@@ -163,6 +166,7 @@ class Shown:
         return self._parts
 
 
+@pytest.mark.shows("S25")
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 @pytest.mark.parametrize("prefix", ["", "Pure"])
 def test_paths_of_either_system_are_read_on_either_system(
@@ -179,6 +183,7 @@ def test_paths_of_either_system_are_read_on_either_system(
     assert (payload["run_path"], payload["log_path"]) == ("/runs/a", "/l/b")
 
 
+@pytest.mark.shows("S25")
 def test_registered_types_do_not_stand_in_the_way_and_are_as_before(tmp_path: Path) -> None:
     """What get_trainer_safe_types_for_load names builds no WindowsPath on another system."""
     path = tmp_path / "a_epoch_1_iter_4.pth"
@@ -205,6 +210,7 @@ ARRAYS = (
 )
 
 
+@pytest.mark.shows("S25")
 @pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
 @pytest.mark.parametrize("array", ARRAYS, ids=str)
 def test_arrays_and_numbers_of_numpy_1_and_2_are_read(
@@ -252,6 +258,7 @@ def test_versions_of_a_networks_modules_are_kept(tmp_path: Path) -> None:
     assert load_migrated(path)["model"]["net"]._metadata == state._metadata
 
 
+@pytest.mark.shows("S25")
 @pytest.mark.parametrize(
     ("stem", "counters", "wanted"),
     [
@@ -276,6 +283,7 @@ def test_epochs_that_count_from_0_are_told_from_those_that_count_from_1(
     assert cursor["sample"] == 0
 
 
+@pytest.mark.shows("S22")
 def test_steps_lead_from_schema_to_schema_in_order() -> None:
     steps = {1: lambda p: p | {"path": [*p["path"], 1]}, 2: lambda p: p | {"path": [*p["path"], 2]}}
     found = schema_upgrades.upgrade({"schema": 1, "path": []}, steps, to=3)
@@ -286,6 +294,7 @@ def test_steps_lead_from_schema_to_schema_in_order() -> None:
     assert set(schema_step.STEPS) == set(range(file_names.SCHEMA))
 
 
+@pytest.mark.shows("S24")
 def test_a_second_migration_changes_nothing(tmp_path: Path) -> None:
     for name in old.FILES[-3:]:
         old.lay_out(tmp_path, name)
@@ -328,6 +337,7 @@ def test_a_flipped_bit_in_a_migrated_file_is_damage(tmp_path: Path) -> None:
         loading.load(path)
 
 
+@pytest.mark.shows("S24")
 def test_a_backup_never_replaces_another_file(tmp_path: Path) -> None:
     first = old.lay_out(tmp_path, "1.1.0/linear_epoch_2_iter_8.pth", as_name="a_epoch_1_iter_1.pth")
     kept = migrate(first).backup
@@ -390,6 +400,7 @@ def test_a_flipped_bit_in_a_tensor_of_an_old_file_is_damage(tmp_path: Path) -> N
     assert path.read_bytes() == data
 
 
+@pytest.mark.shows("S24")
 def test_a_folder_that_a_run_has_locked_is_left_alone(tmp_path: Path) -> None:
     path = write_old(tmp_path / "a_epoch_1_iter_4.pth")
     before = path.read_bytes()
@@ -440,6 +451,7 @@ def test_the_sidecar_of_a_migrated_file_that_is_gone_is_cleaned_away(tmp_path: P
     assert list(path.parent.iterdir()) == []
 
 
+@pytest.mark.shows("S48")
 def test_what_schema_2_has_added_is_empty_in_files_of_schema_1() -> None:
     old = {"schema": 1, "model": {"a": 1}}
     found = schema_upgrades.upgrade(old, schema_upgrades.STEPS, to=2)
@@ -447,6 +459,7 @@ def test_what_schema_2_has_added_is_empty_in_files_of_schema_1() -> None:
     assert old == {"schema": 1, "model": {"a": 1}}
 
 
+@pytest.mark.shows("S48")
 def test_what_hooks_have_put_under_a_name_of_schema_2_is_kept_beside_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -121,6 +121,7 @@ def test_a_table_that_a_user_replaces_is_the_one_that_counts() -> None:
     assert model.tables["_val_scores"] is model._val_scores
 
 
+@pytest.mark.shows("H58")
 def test_events_clear_the_tables_that_begin_anew() -> None:
     """H58: nothing else is cleared, so that the last scores can be read in `on_training_end`."""
     model = Net()
@@ -141,6 +142,7 @@ def test_events_clear_the_tables_that_begin_anew() -> None:
     assert left_after("on_training_epoch_start", 1) == everything
 
 
+@pytest.mark.shows("H58", "R43")
 def test_running_losses_are_sums_that_stay_on_the_device() -> None:
     """H58: `.item()` would wait for the device in every batch."""
     model, state = Net(), TrainingState()
@@ -165,6 +167,7 @@ def test_running_losses_need_no_value_of_a_tensor() -> None:
     assert model._running_losses["loss"].device.type == "meta"
 
 
+@pytest.mark.shows("R43")
 def test_a_loss_that_appears_later_begins_its_sum_there() -> None:
     model, state = Net(), TrainingState()
     model._loss_items["first"] = 1.0
@@ -203,6 +206,7 @@ def test_every_network_is_in_evaluation_mode_during_a_validation() -> None:
     assert all(modes(model))
 
 
+@pytest.mark.shows("L33", "K39")
 def test_each_part_gets_back_the_mode_that_it_had() -> None:
     """L33, K39: a part that the user froze stays in evaluation mode."""
     model = make_net()
@@ -399,6 +403,7 @@ def test_a_pretrained_file_is_found_by_the_folder_and_the_name(tmp_path: Path) -
     assert str(root) in str(caught.value)
 
 
+@pytest.mark.shows("S70")
 def test_the_state_before_any_run_is_what_there_is() -> None:
     class Plain(Model):
         def setup(self, fast_init: bool = False) -> None:
@@ -456,6 +461,7 @@ class Heard(Quiet):
             self.numbers.append((state.global_iteration, scalars["train/weight"]))
 
 
+@pytest.mark.shows("U30")
 def test_a_model_sees_the_run_and_logs_a_number_of_its_own() -> None:
     model, heard = Watched(), Heard()
     trainer = Trainer(
@@ -474,6 +480,7 @@ def test_a_model_sees_the_run_and_logs_a_number_of_its_own() -> None:
     assert model.seen[-1] == ("validation", 0, True)
 
 
+@pytest.mark.shows("U30")
 def test_the_context_of_a_model_cannot_be_replaced_by_an_attribute() -> None:
     class Clashing(Line):
         def setup(self, fast_init: bool = False) -> None:

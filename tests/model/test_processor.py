@@ -79,12 +79,14 @@ def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
 # Alone
 
 
+@pytest.mark.shows("R28")
 def test_a_processor_must_say_how_it_goes_forward() -> None:
     """R28."""
     with pytest.raises(TypeError, match="forward"):
         BatchProcessor()
 
 
+@pytest.mark.shows("R27")
 def test_a_processor_returns_outputs_and_loss() -> None:
     """R27, R28."""
 
@@ -97,6 +99,7 @@ def test_a_processor_returns_outputs_and_loss() -> None:
     assert Doubling().process(model, 4, is_evaluating=True) == Processed(model, 8)
 
 
+@pytest.mark.shows("R30")
 def test_a_function_is_a_processor() -> None:
     """R30."""
     processor = BatchProcessor.from_callable(lambda model, batch: (model, batch))
@@ -109,6 +112,7 @@ def test_a_function_is_a_processor() -> None:
         BatchProcessor.from_callable(3)
 
 
+@pytest.mark.shows("R29")
 def test_a_missing_loss_is_an_error_where_backward_needs_it() -> None:
     """R29; evaluations and steps without backward need none."""
 
@@ -123,6 +127,7 @@ def test_a_missing_loss_is_an_error_where_backward_needs_it() -> None:
     assert manual.process(None, 1, is_evaluating=False) == Processed(1, None)
 
 
+@pytest.mark.shows("R6")
 def test_without_backward_training_has_no_loss() -> None:
     """R6: what forward returns as a loss is for evaluations."""
     processor = BatchProcessor.from_callable(lambda model, batch: (batch, 5), need_backward=False)
@@ -130,6 +135,7 @@ def test_without_backward_training_has_no_loss() -> None:
     assert processor.process(None, 1, is_evaluating=True) == Processed(1, 5)
 
 
+@pytest.mark.shows("R6")
 @pytest.mark.parametrize("need_backward", [True, False])
 def test_an_evaluation_needs_no_backward(need_backward: bool) -> None:
     """R6: forward can ask; after an error too it is as before."""
@@ -149,6 +155,7 @@ def test_an_evaluation_needs_no_backward(need_backward: bool) -> None:
     assert processor.need_backward is need_backward
 
 
+@pytest.mark.shows("R28")
 @pytest.mark.parametrize("result", [None, 3, torch.zeros(2), (1,), (1, 2, 3), [1, 2]])
 def test_what_is_no_pair_is_an_error(result: Any) -> None:
     """R28."""
@@ -157,6 +164,7 @@ def test_what_is_no_pair_is_an_error(result: Any) -> None:
         processor.process(None, 1, is_evaluating=False)
 
 
+@pytest.mark.shows("R31")
 def test_transforms_are_one_or_several_in_their_order() -> None:
     """R31."""
 
@@ -179,6 +187,7 @@ def test_what_is_no_transform_is_an_error(transforms: Any) -> None:
         BatchProcessor.from_callable(forward, transforms=transforms)
 
 
+@pytest.mark.shows("R30")
 @pytest.mark.parametrize("need_backward", [None, 0, [abs]])
 def test_what_is_no_answer_to_need_backward_is_an_error(need_backward: Any) -> None:
     """R30: as transforms that were passed in its place."""
@@ -186,6 +195,7 @@ def test_what_is_no_answer_to_need_backward_is_an_error(need_backward: Any) -> N
         BatchProcessor.from_callable(forward, need_backward)
 
 
+@pytest.mark.shows("R33")
 def test_a_processor_neither_steps_nor_clears_gradients() -> None:
     """R33: nor does it do backward."""
     model = OneLayer(BatchProcessor.from_callable(forward))
@@ -201,6 +211,7 @@ def test_a_processor_neither_steps_nor_clears_gradients() -> None:
 # In a run
 
 
+@pytest.mark.shows("R33", "C12")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_processor_trains_as_a_step_does(unit: str, accumulation: int) -> None:
@@ -216,6 +227,7 @@ def test_a_processor_trains_as_a_step_does(unit: str, accumulation: int) -> None
     assert [model.scheduler.last_epoch for model in models] == [updates, updates]
 
 
+@pytest.mark.shows("C12")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_without_backward_a_training_step_is_a_manual_one(unit: str, accumulation: int) -> None:
@@ -267,6 +279,7 @@ def test_without_backward_the_processor_may_do_the_update_itself() -> None:
     assert are_equal(weights_of(model), weights_of(automatic))
 
 
+@pytest.mark.shows("R29")
 def test_a_training_without_a_loss_ends_with_its_name() -> None:
     """R29: a UsageError, too."""
     model = OneLayer(BatchProcessor.from_callable(lambda model, batch: (batch, None)))
@@ -275,6 +288,7 @@ def test_a_training_without_a_loss_ends_with_its_name() -> None:
     assert isinstance(caught.value, UsageError)
 
 
+@pytest.mark.shows("R28")
 def test_a_loss_that_is_no_scalar_is_an_error() -> None:
     """R28."""
     model = OneLayer(
@@ -284,6 +298,7 @@ def test_a_loss_that_is_no_scalar_is_an_error() -> None:
         make_trainer().fit(model, Numbers())
 
 
+@pytest.mark.shows("R48")
 @pytest.mark.parametrize("need_backward", [True, False])
 def test_evaluations_reuse_the_processor_with_backward_off(need_backward: bool) -> None:
     """R6, R48: in evaluation mode, without gradients, through the transforms."""
@@ -306,6 +321,7 @@ def test_evaluations_reuse_the_processor_with_backward_off(need_backward: bool) 
         assert seen == evaluation
 
 
+@pytest.mark.shows("R48")
 def test_validation_and_test_give_the_loss_as_a_score() -> None:
     """R28: the mean over batches; predictions are the outputs."""
     model = OneLayer(BatchProcessor.from_callable(forward))
@@ -351,6 +367,7 @@ def test_steps_of_evaluations_may_be_overridden_one_by_one() -> None:
     assert set(model.test_scores) == {"loss"}
 
 
+@pytest.mark.shows("C12")
 def test_a_training_step_has_one_owner() -> None:
     """C12."""
 
@@ -387,6 +404,7 @@ class Saving(Counting):
         self.count = state_dict["count"]
 
 
+@pytest.mark.shows("R32")
 def test_a_processor_with_state_is_saved_as_any_object_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

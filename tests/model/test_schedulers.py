@@ -60,6 +60,7 @@ def test_a_scheduler_moves_after_each_step_by_default() -> None:
     assert rate(scheduler) == 0.25
 
 
+@pytest.mark.shows("L18")
 def test_each_scheduler_moves_at_its_own_interval() -> None:
     """DESIGN section 6, L18."""
     parts = {"step": halving(), "epoch": halving(), "nested.0": plateau()}
@@ -280,6 +281,7 @@ def test_intervals_that_manual_stepping_ignores_are_known(
     assert Schedulers(parts, intervals).has_intervals_but_step is is_there
 
 
+@pytest.mark.shows("P81")
 @pytest.mark.parametrize(
     ("build", "num_epochs", "is_found"),
     [

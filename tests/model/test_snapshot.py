@@ -99,6 +99,7 @@ def test_the_content_of_what_was_changed_in_place_comes_back(case: str) -> None:
     assert owner.nested[0]["deep"][0] is value
 
 
+@pytest.mark.shows("C17")
 def test_attributes_come_back_go_away_and_keep_their_order() -> None:
     kept = [1]
     owner = Owner(count=1, name="a", items=kept)

@@ -261,6 +261,7 @@ class WithNetwork(Regression):
         return torch.optim.SGD(learning, lr=0.02, momentum=0.9)
 
 
+@pytest.mark.shows("S43")
 @pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 @pytest.mark.parametrize("name", NETWORKS)
@@ -275,10 +276,12 @@ class Lazy(Regression):
         return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(1))
 
 
+@pytest.mark.shows("S69")
 def test_lazy_layers_resume_without_a_warning(tmp_path: Path) -> None:
     assert_ordinary(Case(Lazy), tmp_path)
 
 
+@pytest.mark.shows("S43")
 @pytest.mark.parametrize(
     "options",
     [

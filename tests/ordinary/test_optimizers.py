@@ -46,6 +46,7 @@ class Optimized(Regression):
         return OPTIMIZERS[self.name](net)
 
 
+@pytest.mark.shows("S43")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_stock_optimizer_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
@@ -155,6 +156,7 @@ class Scheduled(Regression):
 
 
 # PyTorch 2.6 warns of what its own SequentialLR does.
+@pytest.mark.shows("S43")
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEDULERS)

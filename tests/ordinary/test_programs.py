@@ -364,6 +364,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.shows("S43")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_program_resumes_without_a_warning(kind: type[helios.Model], tmp_path: Path) -> None:

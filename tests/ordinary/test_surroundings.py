@@ -61,6 +61,7 @@ PLUGINS: dict[str, Callable[[Path], Plugin]] = {
 }
 
 
+@pytest.mark.shows("S43")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_plugin_of_the_package_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ class Looking(Plugin):
         self.total, self.norms = state_dict["total"], list(state_dict["norms"])
 
 
+@pytest.mark.shows("S43")
 @pytest.mark.parametrize("kind", [Counting, Looking])
 def test_a_plugin_of_the_user_resumes_without_a_warning(
     kind: Callable[[], Plugin], tmp_path: Path
@@ -155,6 +157,7 @@ class Noisy(BatchLoop):
         return inputs + self.batches * 0.01 + torch.rand(1), targets
 
 
+@pytest.mark.shows("S43")
 def test_a_loop_of_the_user_resumes_without_a_warning(tmp_path: Path) -> None:
     def connect(trainer: helios.Trainer) -> None:
         trainer.fit_loop.epoch_loop.connect(batch_loop=Noisy())
@@ -174,6 +177,7 @@ class Sharpening(Engine):
         super().backward_loss(loss * self.factor, inputs)
 
 
+@pytest.mark.shows("S43")
 def test_an_engine_of_the_user_resumes_without_a_warning(tmp_path: Path) -> None:
     case = Case(Regression, options=lambda _: {"use_cpu": None, "engine": Sharpening()})
     assert_ordinary(case, tmp_path)
@@ -203,6 +207,7 @@ class Reading(helios.DataModule):
         return super().train_dataloader()
 
 
+@pytest.mark.shows("S43")
 def test_a_data_module_of_the_user_resumes_without_a_warning(tmp_path: Path) -> None:
     case = Case(Regression, Reading, options=lambda _: {"valid_frequency": 4})
     assert_ordinary(case, tmp_path)
@@ -223,6 +228,7 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.shows("S43")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_of_the_trainer_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
     assert_ordinary(Case(Regression, options=OPTIONS[name]), tmp_path)

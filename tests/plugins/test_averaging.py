@@ -205,6 +205,7 @@ _REFERENCES: dict[str, tuple[Callable[[], WeightAverage], range, dict[str, Any]]
 }
 
 
+@pytest.mark.shows("H62")
 @pytest.mark.parametrize("name", _REFERENCES)
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_the_average_has_the_bits_of_torchs_averaged_model(name: str, unit: str) -> None:
@@ -251,6 +252,7 @@ _RESUMED: dict[str, tuple[dict[str, Any], Callable[[], list[Plugin]]]] = {
 }
 
 
+@pytest.mark.shows("U14")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _RESUMED)
 def test_a_run_with_an_average_resumes_everywhere(name: str, tmp_path: Path) -> None:
@@ -263,6 +265,7 @@ def test_a_run_with_an_average_resumes_everywhere(name: str, tmp_path: Path) -> 
     assert whole[make()[0].plug_id]["num_updates"] > 1
 
 
+@pytest.mark.shows("U14")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_checkpoint_holds_the_raw_weights_as_in_a_run_without_average(
     unit: str, tmp_path: Path
@@ -647,6 +650,7 @@ def _pairs(net: Net) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     return zip(net.net.parameters(), net.parameters_of_setup, strict=True)
 
 
+@pytest.mark.shows("S64", "U12")
 def test_names_are_those_without_compile() -> None:
     """USERS.md 12."""
 
@@ -961,6 +965,7 @@ def _use_old_names(path: Path) -> None:
     path.with_suffix(".json").unlink()
 
 
+@pytest.mark.shows("S64")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("first", "second", "is_old"),
@@ -1007,6 +1012,7 @@ def _average_wrapped(rank: int) -> dict[str, Any]:
     return averages.state_dict()
 
 
+@pytest.mark.shows("S64")
 def test_an_average_of_what_the_engine_has_wrapped_is_one_of_the_network_itself() -> None:
     first, second = run_ranks(_average_wrapped, 2)
     torch.manual_seed(1)

@@ -93,6 +93,7 @@ def make_ctx() -> Context:
 # Contexts
 
 
+@pytest.mark.shows("R10")
 def test_a_context_does_nothing_by_itself() -> None:
     """R10."""
     hook, ctx = HookContext(), make_ctx()
@@ -102,6 +103,7 @@ def test_a_context_does_nothing_by_itself() -> None:
     hook.load_state_dict({})
 
 
+@pytest.mark.shows("R10", "R11")
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -128,6 +130,7 @@ def test_a_context_of_functions_has_either_or_both(
     assert log == expected
 
 
+@pytest.mark.shows("R11")
 def test_a_context_of_no_functions_is_an_error() -> None:
     """R11."""
     with pytest.raises(ArgumentTypeError, match=r"before=.*must be a function"):
@@ -138,6 +141,7 @@ def test_a_context_of_no_functions_is_an_error() -> None:
         HookContext.from_callable()
 
 
+@pytest.mark.shows("R12")
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, StopIteration, GeneratorExit])
 def test_an_exception_of_the_body_is_seen_at_the_exit_and_goes_on(
     kind: type[BaseException],
@@ -152,6 +156,7 @@ def test_an_exception_of_the_body_is_seen_at_the_exit_and_goes_on(
     assert ctx.exception is None
 
 
+@pytest.mark.shows("R14")
 def test_a_context_that_fails_to_begin_is_not_left() -> None:
     """R14: the body is skipped, too."""
     log: list[Any] = []
@@ -161,6 +166,7 @@ def test_a_context_that_fails_to_begin_is_not_left() -> None:
     assert log == ["hook("]
 
 
+@pytest.mark.shows("R15")
 def test_an_error_at_the_exit_joins_that_of_the_body() -> None:
     """R15: the body's error goes on, and carries the other along."""
     body, leave = ValueError("body"), KeyError("leave")
@@ -193,6 +199,7 @@ def test_contexts_nest_and_an_outer_exception_comes_back() -> None:
 # Channels
 
 
+@pytest.mark.shows("R2", "R19")
 def test_a_set_has_the_channels_of_the_table() -> None:
     """R1, R2, R19."""
     hooks = PipelineHooks()
@@ -207,6 +214,7 @@ def test_a_set_has_the_channels_of_the_table() -> None:
     check_receiver(hooks)
 
 
+@pytest.mark.shows("R1")
 @pytest.mark.parametrize("name", [e.name for e in EVENTS.values() if e.scope])
 def test_every_event_with_a_scope_begins_or_ends_it(name: str) -> None:
     """R1: the column of the table and the methods are the same."""
@@ -223,6 +231,7 @@ def test_every_event_with_a_scope_begins_or_ends_it(name: str) -> None:
     assert log == [channel.removeprefix("on_") + ("(" if twin == name else ")")]
 
 
+@pytest.mark.shows("R13", "C11")
 def test_contexts_are_left_in_the_order_in_which_they_are_entered() -> None:
     """R13, C11: not reversed."""
     log: list[Any] = []
@@ -234,6 +243,7 @@ def test_contexts_are_left_in_the_order_in_which_they_are_entered() -> None:
     assert log == ["a(", "b(", "c(", "a)", "b)", "c)"]
 
 
+@pytest.mark.shows("R14")
 def test_where_one_fails_to_begin_only_begun_ones_are_left() -> None:
     """R14: later ones are not entered at all; outer scopes are left, too."""
     log: list[Any] = []
@@ -251,6 +261,7 @@ def test_where_one_fails_to_begin_only_begun_ones_are_left() -> None:
     assert log == [f"{name}) {error!r}" for name in ("a", "step", "loop")]
 
 
+@pytest.mark.shows("R15")
 def test_all_exits_run_and_their_errors_are_joined() -> None:
     """R15: the first is raised; the exits after it see it."""
     log: list[Any] = []
@@ -332,6 +343,7 @@ def test_an_error_names_those_that_followed(
     assert bool(notes) is not bool(caplog.text)
 
 
+@pytest.mark.shows("R16")
 def test_after_an_exception_every_exit_sees_it_innermost_scope_first() -> None:
     """R16; it stays in the context object, and the exits run once."""
     log: list[Any] = []
@@ -352,6 +364,7 @@ def test_after_an_exception_every_exit_sees_it_innermost_scope_first() -> None:
     assert len(log) == len(names)
 
 
+@pytest.mark.shows("R15")
 def test_errors_of_exits_after_an_exception_do_not_keep_others_from_running() -> None:
     """R15, R16: the exception is what they all see, and it goes on with their errors."""
     log: list[Any] = []
@@ -382,6 +395,7 @@ def test_an_exception_before_there_is_a_context_is_none_of_its_business() -> Non
 # Scopes
 
 
+@pytest.mark.shows("R4")
 def test_an_outer_end_ends_what_is_open_inside() -> None:
     """R4: inner to outer, without an exception."""
     log: list[Any] = []
@@ -407,6 +421,7 @@ def test_a_scope_that_was_cut_off_ends_before_the_next_of_its_kind() -> None:
     assert log == ["step(", "batch(", "model_forward(", *cut, "batch("]
 
 
+@pytest.mark.shows("R3")
 def test_a_batch_lies_in_a_step_also_where_its_window_began_in_another_epoch() -> None:
     """R1: in ITERATION unit a window goes across the end of an epoch."""
     log: list[Any] = []
@@ -470,6 +485,7 @@ def test_a_trial_validation_lies_in_the_loop_that_follows() -> None:
     assert log == ["loop(", "batch(", "batch)", "loop)"]
 
 
+@pytest.mark.shows("R12")
 @pytest.mark.parametrize("event", ["on_fit_end", "teardown"])
 def test_what_an_interruption_has_left_open_ends_without_exception(event: str) -> None:
     """R12."""
@@ -541,6 +557,7 @@ def test_a_resume_between_epochs_begins_no_epoch() -> None:
 # Registration
 
 
+@pytest.mark.shows("R17")
 def test_one_object_counts_once_and_stays_until_its_last_handle_is_removed() -> None:
     """R17."""
     hooks, hook = PipelineHooks(), Noting([], "quiet")
@@ -585,6 +602,7 @@ def test_one_object_may_stand_in_several_channels() -> None:
     assert hooks.contexts("on_epoch") == [hook]
 
 
+@pytest.mark.shows("R17")
 def test_a_handle_removes_at_the_end_of_a_with_statement() -> None:
     """R17: also after an exception, and only what it stands for."""
     hooks, hook = PipelineHooks(), Noting([], "quiet")
@@ -597,6 +615,7 @@ def test_a_handle_removes_at_the_end_of_a_with_statement() -> None:
     assert hooks.contexts("on_batch") == []
 
 
+@pytest.mark.shows("R18")
 def test_a_channel_that_does_not_exist_is_an_error() -> None:
     """R18: it names those that do."""
     with pytest.raises(ArgumentError, match=r"on_loop, on_epoch.*got 'on_batches'"):
@@ -605,6 +624,7 @@ def test_a_channel_that_does_not_exist_is_an_error() -> None:
         PipelineHooks().contexts("")
 
 
+@pytest.mark.shows("R19")
 @pytest.mark.parametrize("hook", [None, print, HookContext, PipelineHooks()])
 def test_only_contexts_are_registered(hook: Any) -> None:
     """R19."""
@@ -612,6 +632,7 @@ def test_only_contexts_are_registered(hook: Any) -> None:
         PipelineHooks().register("on_batch", hook)
 
 
+@pytest.mark.shows("R19")
 def test_unregister_all_empties_every_channel_for_good() -> None:
     """R19: a handle of before does not take back what was registered afterwards."""
     hooks, hook = PipelineHooks(), Noting([], "quiet")
@@ -624,6 +645,7 @@ def test_unregister_all_empties_every_channel_for_good() -> None:
     assert hooks.contexts("on_loop") == [hook]
 
 
+@pytest.mark.shows("R17")
 def test_a_context_that_is_removed_in_its_scope_is_left_all_the_same() -> None:
     """R12, R17."""
     log: list[Any] = []
@@ -672,6 +694,7 @@ def test_a_context_that_comes_into_an_open_scope_is_entered_at_the_next_beginnin
 # Sets
 
 
+@pytest.mark.shows("R20")
 def test_a_sum_is_a_new_set_under_the_first_id() -> None:
     """R20."""
     first, second = PipelineHooks("first"), PipelineHooks("second")
@@ -687,6 +710,7 @@ def test_a_sum_is_a_new_set_under_the_first_id() -> None:
     assert second.contexts("on_batch") == [b, shared]
 
 
+@pytest.mark.shows("R20")
 def test_a_sum_is_a_snapshot() -> None:
     """R20: later changes of either are not seen."""
     first, second = PipelineHooks(), PipelineHooks()
@@ -704,6 +728,7 @@ def test_a_sum_is_a_snapshot() -> None:
     assert both.contexts("on_epoch") == []
 
 
+@pytest.mark.shows("R20")
 def test_adding_in_place_keeps_the_object() -> None:
     """R20."""
     hooks = before = PipelineHooks("mine")
@@ -716,6 +741,7 @@ def test_adding_in_place_keeps_the_object() -> None:
     assert hooks.contexts("on_batch") == other.contexts("on_batch")
 
 
+@pytest.mark.shows("R20")
 def test_one_handle_removes_all_that_was_added() -> None:
     """R20; what was there before stays."""
     hooks, other = PipelineHooks(), PipelineHooks()
@@ -734,6 +760,7 @@ def test_one_handle_removes_all_that_was_added() -> None:
     assert other.contexts("on_batch") == [shared, added]
 
 
+@pytest.mark.shows("R20")
 @pytest.mark.parametrize("other", [None, [], HookContext()])
 def test_only_sets_are_added(other: Any) -> None:
     """R20."""
@@ -755,6 +782,7 @@ class Ready(PipelineHooks):
         self.seen += 1
 
 
+@pytest.mark.shows("R22")
 def test_a_ready_made_set_registers_its_own_methods() -> None:
     """R22: alone, and as a part of another set."""
     ready = Ready()
@@ -772,6 +800,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return own
 
 
+@pytest.mark.shows("R21", "R22")
 def test_sets_are_made_of_what_configurations_hold(registry: Registry) -> None:
     """R21."""
     registry.register(Ready)
@@ -804,6 +833,7 @@ class Other:
     """Something else."""
 
 
+@pytest.mark.shows("R21")
 @pytest.mark.parametrize(
     "source", [3, "Ready", b"Ready", HookContext(), HookContext, [Other], dict]
 )
@@ -813,6 +843,7 @@ def test_nothing_else_makes_a_set(source: Any) -> None:
         PipelineHooks.from_hooks(source)
 
 
+@pytest.mark.shows("R21")
 def test_a_table_must_name_a_registered_set(registry: Registry) -> None:
     """R21."""
     registry.register(Other)

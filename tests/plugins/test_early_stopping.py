@@ -116,6 +116,7 @@ def test_the_run_ends_when_patience_is_out(
     assert trainer.exit_code == 0
 
 
+@pytest.mark.shows("U25")
 def test_a_score_that_equals_the_best_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
     setting = dataclasses.replace(_SETTING, total_steps=9)
     fit(_DOWN, EarlyStopping("quality", patience=9), setting=setting)

@@ -45,6 +45,7 @@ class Expected(Plugin):
         return get_total_norm(grads, self.norm_type).item()
 
 
+@pytest.mark.shows("K21")
 @pytest.mark.parametrize("norm_type", [2.0, 1, math.inf])
 def test_the_norms_are_those_before_clipping(norm_type: float) -> None:
     """R39."""

@@ -72,6 +72,7 @@ def cosine(count: int) -> list[float]:
     return rates
 
 
+@pytest.mark.shows("R42")
 def test_the_rate_that_a_step_has_used_is_logged() -> None:
     """R42."""
     setting = Setting(total_steps=8, print_frequency=2)
@@ -118,6 +119,7 @@ class Grouped(SmallModel):
 _TWO = {"lr/body": 0.5, "lr/heads.0/0": 0.125, "lr/heads.0/1": 0.25}
 
 
+@pytest.mark.shows("R42")
 @pytest.mark.parametrize(
     ("names", "options", "expected"),
     [

@@ -95,6 +95,7 @@ def _ids_by_epoch(outcome: Outcome, length: int = 6) -> list[list[int]]:
     return [[number for batch in group for number in batch] for group in groups]
 
 
+@pytest.mark.shows("R43")
 def test_an_epoch_has_a_value(tmp_path: Path) -> None:
     listener = Listener()
     outcome = train(tmp_path, Setting(total_steps=12), _of({"ids": Mean()}), listener)
@@ -103,6 +104,7 @@ def test_an_epoch_has_a_value(tmp_path: Path) -> None:
     assert listener.of("train/ids") == expected
 
 
+@pytest.mark.shows("R43")
 def test_a_number_of_steps_has_a_value_across_epochs(tmp_path: Path) -> None:
     listener = Listener()
     setting = Setting(total_steps=8, accumulation=2)
@@ -181,6 +183,7 @@ def test_an_epoch_that_is_cut_off_has_the_value_of_its_part(tmp_path: Path) -> N
     assert listener.of("train/ids") == [(6, 10.5), (8, sum(last) / len(last))]
 
 
+@pytest.mark.shows("H62")
 def test_a_validation_has_a_value_in_the_table_and_in_the_log(tmp_path: Path) -> None:
     listener = Listener()
     metrics = _of({"ids": Mean()}, Phase.VALIDATION)
@@ -259,6 +262,7 @@ def test_tests_and_validations_of_their_own_have_values() -> None:
     assert listener.of("test/ids") == [(0, 2.5)] * 2
 
 
+@pytest.mark.shows("K14")
 def test_a_trial_validation_leaves_nothing_behind(tmp_path: Path) -> None:
     class Careful(Plugin):
         sanity_steps = 1

@@ -321,6 +321,7 @@ def test_a_run_that_skips_resumes_exactly_everywhere(setting: Setting, tmp_path:
     assert all(weight.isfinite().all() for weight in finite.values())
 
 
+@pytest.mark.shows("R26")
 @pytest.mark.parametrize(
     "setting",
     # Windows of 4 in epochs of 6: every second one reaches over the end of an epoch.
@@ -348,6 +349,7 @@ def test_the_counters_of_a_skipped_step_are_those_of_no_step(setting: Setting) -
     assert outcome.state[0] == (len(outcome.records) if is_by_epoch else setting.total_steps)
 
 
+@pytest.mark.shows("H53")
 @pytest.mark.parametrize("requests", [False, True], ids=["quiet", "with a save asked for"])
 def test_what_was_due_is_not_done_again_after_a_skipped_step(
     tmp_path: Path, requests: bool

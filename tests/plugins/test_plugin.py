@@ -40,6 +40,7 @@ def test_a_plugin_is_known_by_its_id() -> None:
         plugin.plug_id = "other"  # type: ignore[misc]
 
 
+@pytest.mark.shows("K2", "C17")
 def test_a_plugin_claims_nothing_and_is_no_monitor_unless_it_says_so() -> None:
     """H60, C14."""
     assert UniquePluginOverrides() == UniquePluginOverrides(
@@ -65,6 +66,7 @@ def test_the_historical_properties_can_be_set() -> None:
     assert plugin.device == torch.device("meta")
 
 
+@pytest.mark.shows("K5")
 def test_a_user_registers_a_plugin_by_asking_it() -> None:
     """API section 15: `configure_trainer` is called by users and may be extended."""
 
@@ -131,6 +133,7 @@ def test_the_plugin_for_cuda_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None
         CUDAPlugin()
 
 
+@pytest.mark.shows("H61")
 def test_the_plugin_for_cuda_owns_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """H61: batches are moved by the model, so another plugin may own them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -156,6 +159,7 @@ def test_every_plugin_in_the_box_is_in_the_registry() -> None:
     assert isinstance(create_plugin("EMA", 0.9), helios.plugins.EMA)
 
 
+@pytest.mark.shows("S70")
 def test_a_plugin_lets_exceptions_pass_through_the_trainer() -> None:
     """As in helios-ml: called in configure_trainer, with a type or a list of them."""
 

@@ -77,6 +77,7 @@ def test_without_a_number_of_cycles_they_go_on_to_the_end(tmp_path: Path) -> Non
     assert found == [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
 
 
+@pytest.mark.shows("K40")
 def test_ranges_mark_the_parts_of_an_iteration(tmp_path: Path) -> None:
     ranges = {"training forward", "validation forward", "backward", "optimizer step"}
     for has_ranges in (True, False):
@@ -87,6 +88,7 @@ def test_ranges_mark_the_parts_of_an_iteration(tmp_path: Path) -> None:
         assert names & ranges == (ranges if has_ranges else set())
 
 
+@pytest.mark.shows("K40")
 def test_ranges_lie_inside_of_their_iteration(tmp_path: Path) -> None:
     profiler = Profiler(tmp_path, wait=0, warmup=1, active=2, **_CPU)
     train(tmp_path / "run", Setting(validates=False, valid_frequency=None), profiler)

@@ -520,6 +520,7 @@ def _run(
     )
 
 
+@pytest.mark.shows("K14", "C17")
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 @pytest.mark.parametrize("data", [IndexModule, NastyData, ForeignData])
@@ -595,6 +596,7 @@ class Telling(Plugin):
         self.told("training")
 
 
+@pytest.mark.shows("K14", "R40", "C17")
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_trial_comes_first_and_goes_through_each_loader(count: int) -> None:
     told: list[tuple[Any, ...]] = []
@@ -635,6 +637,7 @@ def test_what_is_drawn_at_its_ends_shifts_nothing() -> None:
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.shows("H57", "K14", "C17")
 def test_it_is_skipped_at_resumes_and_without_validation_data(tmp_path: Path) -> None:
     setting = Setting(total_steps=2)
     train(tmp_path, setting, SanityCheck())

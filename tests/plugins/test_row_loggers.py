@@ -248,6 +248,7 @@ def test_two_loggers_of_a_kind_have_names_of_their_own(tmp_path: Path) -> None:
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
 
 
+@pytest.mark.shows("P113")
 @pytest.mark.parametrize("second", [CSVLogger, JSONLLogger])
 def test_two_loggers_must_not_write_one_file(
     second: type[CSVLogger | JSONLLogger], tmp_path: Path

@@ -200,6 +200,7 @@ def test_a_margin_of_a_run_has_no_effect(caplog: pytest.LogCaptureFixture) -> No
     assert "margin=...) has no effect" in caplog.text
 
 
+@pytest.mark.shows("K42")
 def test_the_same_command_goes_on_after_an_interruption(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -447,6 +448,7 @@ def _assert_interruptible(
     assert interrupted
 
 
+@pytest.mark.shows("K42")
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("event", _INSIDE)
 @pytest.mark.parametrize("name", ["steps", "epochs"])

@@ -85,6 +85,7 @@ def _send(folder: Path) -> None:
     assert cli.main(["send", str(folder / "tracker")]) == 0
 
 
+@pytest.mark.shows("P63")
 def test_killed_runs_show_the_points_of_the_undisturbed_one(tmp_path: Path, uri: str) -> None:
     """Sent after every kill, so that most points were sent before they are repeated."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -110,6 +111,7 @@ def test_killed_runs_show_the_points_of_the_undisturbed_one(tmp_path: Path, uri:
     assert len([*files.glob("pictures/shade/*/*.png")]) == 4
 
 
+@pytest.mark.shows("P63")
 def test_any_checkpoint_continues_the_same_points(tmp_path: Path) -> None:
     """Whatever a kill has left of the points after the checkpoint; the times of those stay."""
     setting = _setting(chkpt_frequency=1)
@@ -143,6 +145,7 @@ def _mark_of(checkpoint: Path) -> int:
     return int(found["plugins"]["tracker"]["mark"]["size"])
 
 
+@pytest.mark.shows("P66")
 @pytest.mark.parametrize("is_rewind", [True, False])
 def test_going_back_on_purpose_is_another_run(is_rewind: bool, tmp_path: Path, uri: str) -> None:
     """By a rewind, and by the path of a checkpoint with other values at the same iterations."""
@@ -172,6 +175,7 @@ def test_going_back_on_purpose_is_another_run(is_rewind: bool, tmp_path: Path, u
     assert before[:8] == after[:8]
 
 
+@pytest.mark.shows("P67")
 def test_an_evaluation_and_a_replay_store_nothing(tmp_path: Path) -> None:
     setting = _setting()
     _run(tmp_path, setting)
@@ -219,6 +223,7 @@ def wait_until_free(folder: Path) -> None:
             pause.wait(0.05)
 
 
+@pytest.mark.shows("P67")
 def test_points_arrive_while_training_runs_and_a_kill_ends_the_sender(
     tmp_path: Path, uri: str
 ) -> None:
@@ -238,6 +243,7 @@ def test_points_arrive_while_training_runs_and_a_kill_ends_the_sender(
     assert tracked.read_mlflow(uri, run.info.run_id, [*stored]) == stored
 
 
+@pytest.mark.shows("P64")
 def test_a_dead_server_is_a_warning_and_keeps_the_points(
     tmp_path: Path, uri: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +260,7 @@ def test_a_dead_server_is_a_warning_and_keeps_the_points(
     assert tracked.read_mlflow(uri, run.info.run_id, [*stored]) == stored
 
 
+@pytest.mark.shows("P64")
 @pytest.mark.parametrize("target", [MLflow("u"), WandB("p")])
 def test_a_sender_that_hangs_is_not_waited_for(
     target: Any,
@@ -317,6 +324,7 @@ def _train_ranks(rank: int, folder: Path) -> None:
     trainer.fit(SmallModel(_setting()), IndexModule(_setting()))
 
 
+@pytest.mark.shows("P67")
 def test_rank_0_stores_what_all_processes_log(tmp_path: Path) -> None:
     _train_ranks(0, tmp_path / "one")
     run_ranks(_train_ranks, 2, tmp_path / "two")
@@ -350,6 +358,7 @@ class Started(Plugin):
         raise AssertionError("training has started")
 
 
+@pytest.mark.shows("P84")
 def test_a_second_training_with_the_folder_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     """Before its first step; without the lock, the rows of both were mixed."""
     _run(tmp_path / "whole")
@@ -369,6 +378,7 @@ def test_a_second_training_with_the_folder_is_refused_and_changes_nothing(tmp_pa
     _run(shared)
 
 
+@pytest.mark.shows("P84")
 def test_two_trackers_with_one_folder_are_refused(tmp_path: Path) -> None:
     plugins = [_tracker(tmp_path), _tracker(tmp_path, plug_id="other"), Started("started")]
     with pytest.raises(FolderInUseError, match="each Tracker a folder of its own"):

@@ -70,6 +70,7 @@ def test_gradients_go_in_and_come_out() -> None:
         assert parameter.grad.stride() == parameter.stride(), name
 
 
+@pytest.mark.shows("S58")
 def test_gradients_take_the_form_that_parameters_get_between_two_steps() -> None:
     model = Parts()
     flat = FlatGradients(model.named_parameters())

@@ -367,6 +367,7 @@ def test_few_buffers_are_alive(num_replicas: int) -> None:
         assert count_buffers() - found == math.floor(math.log2(num_replicas)) + 1
 
 
+@pytest.mark.shows("L29")
 def test_a_longer_window_takes_one_buffer_for_each_replica() -> None:
     found = count_buffers()
     model = nn.Linear(2, 2)

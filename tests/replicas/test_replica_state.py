@@ -135,6 +135,7 @@ def test_one_replica_has_one_key_an_iteration_and_no_other(seed: int) -> None:
         assert not turns.is_over
 
 
+@pytest.mark.shows("H7")
 @pytest.mark.parametrize("num_replicas", [2, 3, 5])
 def test_what_is_drawn_follows_from_seed_iteration_and_replica(num_replicas: int) -> None:
     turns = turns_of(Replicas(num_replicas), 7)
@@ -158,6 +159,7 @@ def _draw_on_rank(rank: int, num_processes: int, num_replicas: int) -> list[list
         ]
 
 
+@pytest.mark.shows("H7")
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
 def test_nothing_depends_on_who_carries_whom(num_processes: int) -> None:
     """Hooks draw the same everywhere, a replica what it draws anywhere."""
@@ -273,6 +275,7 @@ def test_a_second_step_needs_a_process_for_each_replica() -> None:
         turns.begin_step()
 
 
+@pytest.mark.shows("H7")
 def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
     run = turns_of(Replicas(3), 9)
     drawn = [go_through(run, range(3), iteration) for iteration in (1, 2, 3)]

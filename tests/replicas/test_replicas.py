@@ -102,6 +102,7 @@ def _agree(rank: int, num_processes: int) -> list[tuple[bool, ...]]:
         ]
 
 
+@pytest.mark.shows("H36")
 @pytest.mark.parametrize("num_processes", _PROCESSES)
 def test_what_one_process_raises_is_raised_for_all(num_processes: int) -> None:
     expected = [(False, False), (True, True, False), (True,) * num_processes, (True,)]

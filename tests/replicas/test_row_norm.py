@@ -19,6 +19,7 @@ def make_gradients(scale: float = 1.0) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) * scale for shape in SHAPES]
 
 
+@pytest.mark.shows("P90")
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
 def test_it_is_close_to_the_norm_in_float64(scale: float) -> None:
     gradients = make_gradients(scale)
@@ -26,6 +27,7 @@ def test_it_is_close_to_the_norm_in_float64(scale: float) -> None:
     assert norm_by_rows(gradients).item() == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.shows("P90")
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("num_processes", [2, 3, 4])
 def test_shards_of_rows_give_the_same_bits(num_processes: int, norm_type: float) -> None:

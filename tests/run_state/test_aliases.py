@@ -32,6 +32,7 @@ def _move(owner: Any) -> None:
             net.weight.fill_(10 + number)
 
 
+@pytest.mark.shows("S57")
 @pytest.mark.parametrize("name", ["best", "zbest"])
 def test_an_attribute_names_the_network_that_it_named(
     name: str, tmp_path: Path, said: list[str]
@@ -75,6 +76,7 @@ def test_an_attribute_names_the_part_of_a_network_that_it_named(said: list[str])
     assert not said
 
 
+@pytest.mark.shows("S57")
 def test_members_of_dicts_and_lists_name_what_they_named(said: list[str]) -> None:
     owner = _population()
     discovery = started(owner)
@@ -94,6 +96,7 @@ def test_members_of_dicts_and_lists_name_what_they_named(said: list[str]) -> Non
     assert not said
 
 
+@pytest.mark.shows("S57")
 def test_a_list_of_networks_has_the_length_that_it_had(said: list[str]) -> None:
     def make() -> Any:
         nets = [_filled(0), _filled(1)]
@@ -111,6 +114,7 @@ def test_a_list_of_networks_has_the_length_that_it_had(said: list[str]) -> None:
     assert not said
 
 
+@pytest.mark.shows("S57")
 def test_another_object_in_a_tuple_is_named(said: list[str]) -> None:
     owner = _population()
     owner.pair = (owner.nets[0], owner.nets[1])
@@ -120,6 +124,7 @@ def test_another_object_in_a_tuple_is_named(said: list[str]) -> None:
     assert len(said) == 1
 
 
+@pytest.mark.shows("S57")
 def test_the_order_of_dicts_with_objects_comes_back() -> None:
     def make() -> Any:
         net = nn.ModuleDict({"a": _filled(1), "b": _filled(2)})
@@ -166,6 +171,7 @@ class _PerParameter:
             optimizer.zero_grad()
 
 
+@pytest.mark.shows("S69")
 def test_dicts_keyed_by_parameters_resume(tmp_path: Path, said: list[str]) -> None:
     owner = _PerParameter()
     discovery = started(owner)

@@ -456,6 +456,7 @@ def test_a_load_for_inference_leaves_the_baseline_as_it_is() -> None:
     assert discovery.capture()["values"] == {"changed": {}, "deleted": {}, "devices": []}
 
 
+@pytest.mark.shows("S61")
 def test_a_write_through_data_is_seen_whatever_the_size() -> None:
     """A version counter does not see it, as of queues of keys and hand-written averages."""
     plain, kept, hidden = torch.zeros(2**20), torch.zeros(2**20), nn.Linear(1024, 1024)

@@ -31,6 +31,7 @@ _MAKERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.shows("S67")
 @pytest.mark.parametrize("name", _MAKERS)
 def test_a_generator_goes_on_where_it_was(name: str, tmp_path: Path, said: list[str]) -> None:
     make_one, draw = _MAKERS[name]
@@ -52,6 +53,7 @@ def test_a_generator_goes_on_where_it_was(name: str, tmp_path: Path, said: list[
     assert not said
 
 
+@pytest.mark.shows("S67")
 @pytest.mark.parametrize("name", _MAKERS)
 def test_one_that_was_made_in_training_is_made_again(name: str) -> None:
     make_one, draw = _MAKERS[name]
@@ -63,6 +65,7 @@ def test_one_that_was_made_in_training_is_made_again(name: str) -> None:
     assert draw(again.rng) == draw(owner.rng)
 
 
+@pytest.mark.shows("S67")
 def test_one_of_another_kind_takes_the_place_of_setups() -> None:
     owner = Owner(rng=random.Random(1))
     discovery = started(owner)
@@ -72,6 +75,7 @@ def test_one_of_another_kind_takes_the_place_of_setups() -> None:
     assert again.rng.random() == owner.rng.random()
 
 
+@pytest.mark.shows("S67")
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_one_in_a_list_that_setup_does_not_make_is_named(kind: Any, said: list[str]) -> None:
     owner = Owner(rngs=kind())

@@ -76,6 +76,7 @@ def _train(owner: Any, number: int) -> None:
         owner.schedule.step()
 
 
+@pytest.mark.shows("S54")
 @pytest.mark.parametrize("make", [_with_sam, _with_lookahead])
 def test_wrappers_around_optimizers_resume_to_the_same_bits(
     make: Callable[[], Any], tmp_path: Path, said: list[str]
@@ -96,6 +97,7 @@ def test_wrappers_around_optimizers_resume_to_the_same_bits(
     assert not said
 
 
+@pytest.mark.shows("S54")
 def test_optimizers_that_share_their_groups_share_them_after_a_resume() -> None:
     owner = _with_sam()
     discovery = started(owner)
@@ -105,6 +107,7 @@ def test_optimizers_that_share_their_groups_share_them_after_a_resume() -> None:
     assert again.optimizer.num_ascents == 1
 
 
+@pytest.mark.shows("S54")
 def test_what_a_state_dict_holds_is_not_saved_twice() -> None:
     class Whole(Lookahead):
         def state_dict(self) -> dict[str, Any]:
@@ -141,6 +144,7 @@ def test_the_stock_sequence_of_schedulers_is_saved_once(said: list[str]) -> None
     assert not said
 
 
+@pytest.mark.shows("S54")
 def test_plain_attributes_of_optimizers_and_schedulers_come_back() -> None:
     def make() -> Any:
         net = _net()
@@ -158,6 +162,7 @@ def test_plain_attributes_of_optimizers_and_schedulers_come_back() -> None:
     assert again.schedule.note == "warm"
 
 
+@pytest.mark.shows("S54")
 def test_attributes_of_the_function_of_a_scheduler_come_back() -> None:
     def make() -> Any:
         def scale(epoch: int) -> float:
@@ -190,6 +195,7 @@ class Tracker:
         self.values = state_dict["values"]
 
 
+@pytest.mark.shows("S54")
 def test_an_object_in_an_attribute_of_a_network_comes_back(said: list[str]) -> None:
     def make() -> Any:
         net = nn.Sequential(_net())

@@ -13,6 +13,7 @@ from helios.run_state.plain_values import LIMIT
 from tests.run_state.owners import Owner, changed, started
 
 
+@pytest.mark.shows("S50")
 def test_what_is_too_large_is_missing_at_every_capture_and_named_once(said: list[str]) -> None:
     owner = Owner(big=b"", helper=threading.Lock())
     discovery = started(owner)
@@ -40,6 +41,7 @@ def test_a_limit_is_named_in_the_unit_that_suits_it(limit: int, text: str, said:
     assert expected in said[0]
 
 
+@pytest.mark.shows("S50")
 def test_the_limit_is_that_of_the_store() -> None:
     assert CheckpointStore().max_plain_bytes == LIMIT == 64 * 2**20
     with pytest.raises(ArgumentError, match=r"max_plain_bytes=.* must be a non-negative int"):
@@ -48,6 +50,7 @@ def test_the_limit_is_that_of_the_store() -> None:
         CheckpointStore(max_plain_bytes=1.5)  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("S50")
 def test_the_disk_estimate_counts_plain_values_up_to_the_limit() -> None:
     discovery = started(Owner(table=np.zeros(1000), helper=object()))
     assert 8000 <= discovery.values.num_bytes < 9000

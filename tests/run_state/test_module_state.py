@@ -37,6 +37,7 @@ def _part_compiled() -> Any:
     return Owner(net=net, optimizer=torch.optim.Adam(net.parameters()))
 
 
+@pytest.mark.shows("U12")
 @pytest.mark.parametrize("make", [_small, _whole_compiled, _part_compiled])
 @pytest.mark.parametrize("remake", [_small, _whole_compiled, _part_compiled])
 def test_a_checkpoint_of_a_compiled_module_is_that_of_the_module(make: Any, remake: Any) -> None:

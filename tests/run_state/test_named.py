@@ -22,6 +22,7 @@ def _owner() -> Any:
     return Owner(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.5))
 
 
+@pytest.mark.shows("S62")
 def test_hooks_that_are_registered_after_the_start_are_named(said: list[str]) -> None:
     owner = _owner()
     owner.net[0].register_forward_hook(_silent)
@@ -42,6 +43,7 @@ def test_hooks_that_are_registered_after_the_start_are_named(said: list[str]) ->
     assert len(said) == 1
 
 
+@pytest.mark.shows("S62")
 def test_a_hook_that_was_removed_is_named() -> None:
     owner = _owner()
     handle = owner.net.register_forward_pre_hook(_silent)
@@ -50,6 +52,7 @@ def test_a_hook_that_was_removed_is_named() -> None:
     assert list(discovery.capture()["missing"]) == ["net (forward pre hook)"]
 
 
+@pytest.mark.shows("S62")
 def test_hooks_of_pytorch_itself_are_not_named() -> None:
     owner = _owner()
     discovery = started(owner)
@@ -77,6 +80,7 @@ class WithHistory:
         self.net = Counting(1, 1)
 
 
+@pytest.mark.shows("S63")
 def test_class_attributes_that_training_changes_are_named(said: list[str]) -> None:
     owner = WithHistory()
     discovery = started(owner)
@@ -113,6 +117,7 @@ def test_attributes_of_scripted_and_traced_networks_are_named() -> None:
     assert list(discovery.capture()["missing"]) == ["graph.calls", "scripted.0.count"]
 
 
+@pytest.mark.shows("S51")
 def test_what_is_missing_stays_missing_and_is_said_once(said: list[str]) -> None:
     owner = Owner(log=[lambda: 1])
     discovery = started(owner)
@@ -122,6 +127,7 @@ def test_what_is_missing_stays_missing_and_is_said_once(said: list[str]) -> None
     assert len(said) == 1
 
 
+@pytest.mark.shows("S51")
 def test_what_start_events_set_up_again_is_not_missing(said: list[str]) -> None:
     owner = Owner(handle=None, count=0)
     discovery = started(owner)

@@ -87,6 +87,7 @@ def _groups(order: list[str], **options: Any) -> Any:
     return Owner(nets=nets, optimizer=torch.optim.Adam(groups, lr=0.1), **options)
 
 
+@pytest.mark.shows("S52")
 @pytest.mark.parametrize("make", [_one_group, _named, _groups])
 def test_an_optimizer_gets_the_order_that_was_saved(
     make: Callable[[list[str]], Any], tmp_path: Path
@@ -121,6 +122,7 @@ def test_a_compiled_network_has_the_names_of_the_network(tmp_path: Path) -> None
     resumed(lambda: _one_group(_NAMES), state)
 
 
+@pytest.mark.shows("S52")
 def test_networks_that_are_built_in_another_order_keep_their_moments(tmp_path: Path) -> None:
     def make(order: list[str]) -> Any:
         nets = _nets(order)
@@ -155,6 +157,7 @@ def test_a_shared_parameter_is_found_under_each_of_its_names() -> None:
     assert bits(again.nets["a"].weight.grad) == bits(owner.nets["a"].weight.grad)
 
 
+@pytest.mark.shows("S52")
 def test_networks_reversed_in_training_keep_their_moments() -> None:
     def make() -> Any:
         torch.manual_seed(4)
@@ -204,6 +207,7 @@ def _split(owner: Any) -> None:
     owner.optimizer.param_groups.reverse()
 
 
+@pytest.mark.shows("S52")
 @pytest.mark.parametrize("change", [_replace, _regroup, _remove, _split])
 @pytest.mark.parametrize("order", [["a", "b"], ["b", "a"]], ids=str)
 def test_what_training_puts_into_other_groups_is_resumed(
@@ -238,6 +242,7 @@ def _exchanged(*, is_other: bool) -> Any:
     return Owner(nets=nets, one=other if is_other else one, other=one if is_other else other)
 
 
+@pytest.mark.shows("S52")
 @pytest.mark.parametrize(
     ("make", "remake", "words"),
     [
@@ -327,6 +332,7 @@ def test_a_scheduler_of_an_optimizer_that_was_rebuilt_is_named(said: list[str]) 
     assert "schedulers.0 (set the learning rates of one, now another optimizer)" in text
 
 
+@pytest.mark.shows("S52")
 def test_optimizers_exchanged_in_training_are_resumed(said: list[str]) -> None:
     def make() -> Any:
         return _scheduled(["one", "other"])
@@ -390,6 +396,7 @@ def _of_format_1(state: dict[str, Any]) -> dict[str, Any]:
     return kept | {"groups": added}
 
 
+@pytest.mark.shows("S52")
 def test_a_state_without_names_is_matched_by_position_and_that_is_said_once(
     warned: list[str],
 ) -> None:

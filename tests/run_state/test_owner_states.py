@@ -45,6 +45,7 @@ def test_attributes_of_base_classes_do_not_count() -> None:
     assert owners.capture({}) == ({}, {})
 
 
+@pytest.mark.shows("S42")
 def test_plain_values_come_back_by_owner() -> None:
     def make() -> tuple[Part, Part]:
         return Part(count=0, seen=[]), Part(rate=1.0)
@@ -61,6 +62,7 @@ def test_plain_values_come_back_by_owner() -> None:
     assert (vars(first)["count"], vars(first)["seen"], vars(second)["rate"]) == (3, [1], 0.5)
 
 
+@pytest.mark.shows("S55")
 def test_attributes_of_an_owner_that_is_gone_are_carried_along(said: list[str]) -> None:
     part = Part(count=0)
     owners = _started(Owner("plugin 'a'", part))
@@ -72,6 +74,7 @@ def test_attributes_of_an_owner_that_is_gone_are_carried_along(said: list[str]) 
     assert "attributes of plugin 'a', which this run does not have" in said[0]
 
 
+@pytest.mark.shows("S55")
 def test_what_no_checkpoint_holds_is_missing_under_the_owners_name() -> None:
     part = Part(run=None)
     owners = _started(Owner("plugin 'a'", part))
@@ -82,6 +85,7 @@ def test_what_no_checkpoint_holds_is_missing_under_the_owners_name() -> None:
     assert declared.capture({}) == ({}, {})
 
 
+@pytest.mark.shows("S55")
 def test_what_a_state_dict_of_its_own_leaves_out_is_saved() -> None:
     part = Part(count=0, extra=[])
     owners = _started(Owner("plugin 'a'", part, has_own_state=True))
@@ -91,6 +95,7 @@ def test_what_a_state_dict_of_its_own_leaves_out_is_saved() -> None:
     assert states["plugin 'a'"]["values"]["changed"] == {"": {"count": 1}}
 
 
+@pytest.mark.shows("S42")
 def test_networks_of_the_model_are_named_and_not_saved_again() -> None:
     nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
     part = Part(net=nets[0], own=nn.Linear(1, 1))
@@ -107,6 +112,7 @@ def test_networks_of_the_model_are_named_and_not_saved_again() -> None:
     assert vars(again)["net"] is nets[1]
 
 
+@pytest.mark.shows("S51")
 def test_an_object_that_a_start_event_creates_is_missing_once_it_changes() -> None:
     part = Part(tracker=None)
     owners = _started(Owner("plugin 'a'", part))
@@ -119,6 +125,7 @@ def test_an_object_that_a_start_event_creates_is_missing_once_it_changes() -> No
     assert not states or "tracker" not in states["plugin 'a'"]["objects"]
 
 
+@pytest.mark.shows("S66")
 def test_of_a_data_set_only_small_values_and_generators_count() -> None:
     class Images:
         def __init__(self) -> None:
@@ -166,6 +173,7 @@ def _grow(part: Mined) -> None:
     part.images.append("")
 
 
+@pytest.mark.shows("S74")
 def test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once(
     said: list[str],
 ) -> None:
@@ -187,6 +195,7 @@ def test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once(
     assert (states["data set"]["values"]["changed"][""]["hard"], missing) == ([1, 0], {})
 
 
+@pytest.mark.shows("S74")
 def test_a_member_that_was_restored_or_named_at_the_load_counts_as_saved() -> None:
     mined = Mined()
     owners = _started(Owner("data set", mined, is_data=True))
@@ -202,6 +211,7 @@ def test_a_member_that_was_restored_or_named_at_the_load_counts_as_saved() -> No
         assert list(owner.capture({})[1]) == ["data set: hard"]
 
 
+@pytest.mark.shows("S74")
 def test_what_the_class_of_a_data_set_declares_is_neither_saved_nor_named() -> None:
     mined = Declaring()
     owner = Owner("data set", mined, unsaved_of(mined), is_data=True)
@@ -213,6 +223,7 @@ def test_what_the_class_of_a_data_set_declares_is_neither_saved_nor_named() -> N
     assert owners.capture({}) == ({}, {})
 
 
+@pytest.mark.shows("S74")
 def test_what_is_called_unsaved_for_another_purpose_declares_nothing() -> None:
     class Edited(Mined):
         @property

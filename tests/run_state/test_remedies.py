@@ -65,6 +65,7 @@ def _append(owner: Any) -> None:
     owner.rngs.append(torch.Generator().manual_seed(3))
 
 
+@pytest.mark.shows("S72")
 @pytest.mark.parametrize(
     ("change", "place", "remedy"),
     [
@@ -98,6 +99,7 @@ def test_a_reason_has_the_remedy_that_fits(
     assert "state_dict()" in reason or "state_dict()" not in text
 
 
+@pytest.mark.shows("S72")
 @pytest.mark.parametrize(
     ("value", "where"),
     [
@@ -117,6 +119,7 @@ def test_an_element_of_a_container_is_named_where_it_is_at_fault(value: Any, whe
     assert reason.startswith(where)
 
 
+@pytest.mark.shows("S72")
 def test_what_the_load_has_named_is_not_named_again(said: list[str]) -> None:
     owner = Owner(first=None, second=None)
     discovery = started(owner)
@@ -128,6 +131,7 @@ def test_what_the_load_has_named_is_not_named_again(said: list[str]) -> None:
     assert "first" not in text
 
 
+@pytest.mark.shows("S72")
 def test_a_parameter_that_only_an_optimizer_holds_is_named_as_it_is_written(
     said: list[str],
 ) -> None:

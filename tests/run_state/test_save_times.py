@@ -109,6 +109,7 @@ def _timed(owner: object, clock: Callable[[], float], **options: Any) -> Discove
     return discovery
 
 
+@pytest.mark.shows("S50", "S73")
 def test_a_run_on_a_slow_clock_saves_what_a_fast_one_saves(tmp_path: Path) -> None:
     slow, fast = tmp_path / "slow", tmp_path / "fast"
     fit(slow, Table(Ticking(10.0)))
@@ -124,11 +125,13 @@ def _run(rank: int, folder: Path, slow_rank: int) -> list[dict[str, str]]:
     return [each["missing"] for each in _sidecars(folder)]
 
 
+@pytest.mark.shows("S73")
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_a_slow_process_saves_all_as_well(slow_rank: int, tmp_path: Path) -> None:
     assert run_ranks(_run, 2, tmp_path, slow_rank) == [[{}] * 4] * 2
 
 
+@pytest.mark.shows("S73")
 def test_a_checkpoint_of_an_older_version_that_left_out_a_slow_value_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +144,7 @@ def test_a_checkpoint_of_an_older_version_that_left_out_a_slow_value_loads(
     assert [each["missing"] for each in _sidecars(tmp_path)][1:] == [{}]
 
 
+@pytest.mark.shows("S50")
 def test_a_slow_attribute_is_named_once_with_its_seconds(said: list[str]) -> None:
     clock = Hands()
     owner = Owner(slow=Slow(clock, 0.2), quick=Slow(clock, 0.04), best=0)
@@ -178,6 +182,7 @@ def test_the_longer_between_saves_the_longer_they_may_take(said: list[str]) -> N
         assert len(said) == expected
 
 
+@pytest.mark.shows("S50")
 def test_all_that_lies_below_one_attribute_counts_together(said: list[str]) -> None:
     clock = Hands()
     discovery = _timed(Owner(table=[Slow(clock, 0.06), [Slow(clock, 0.06)]]), clock)

@@ -39,6 +39,7 @@ def _views() -> Any:
     return owner
 
 
+@pytest.mark.shows("S56")
 def test_views_of_one_array_are_views_of_one_array_again(tmp_path: Path, is_filed: bool) -> None:
     def change(owner: Any) -> None:
         owner.base[3, 4] = 7
@@ -63,6 +64,7 @@ def _arrays_of(owner: Any) -> list[Any]:
     return [owner.base, *owner.rows, owner.column, owner.bytes, owner.fixed]
 
 
+@pytest.mark.shows("S56")
 @pytest.mark.parametrize("begin", [0, 1, 3])
 def test_arrays_and_tensors_share_memory_again(begin: int, tmp_path: Path, is_filed: bool) -> None:
     def make() -> Any:
@@ -142,6 +144,7 @@ def test_a_changed_array_takes_what_looks_at_it_along() -> None:
     assert list(changed(discovery)) == ["base", "head", "tail", "tensor", "view"]
 
 
+@pytest.mark.shows("S56")
 def test_views_that_move_within_an_array_are_changes(tmp_path: Path, is_filed: bool) -> None:
     def make() -> Any:
         base = np.zeros(8)
@@ -177,6 +180,7 @@ def test_aliases_of_parameters_are_neither_copied_nor_named(said: list[str]) -> 
     assert not said
 
 
+@pytest.mark.shows("S56")
 def test_an_alias_that_training_moved_looks_at_its_target_again(
     tmp_path: Path, is_filed: bool, said: list[str]
 ) -> None:
@@ -202,6 +206,7 @@ def test_an_alias_that_training_moved_looks_at_its_target_again(
     assert again.array.tolist() == [[0, 2]]
 
 
+@pytest.mark.shows("S56")
 def test_an_array_that_a_parameter_was_made_of_is_its_alias() -> None:
     array = np.zeros((2, 2), np.float32)
     net = nn.Linear(2, 2)
@@ -233,6 +238,7 @@ def test_an_alias_of_what_is_not_there_is_refused_before_anything_changes(tmp_pa
         assert "best" not in vars(again)
 
 
+@pytest.mark.shows("S69")
 def test_a_parameter_without_elements_is_as_good_as_any(said: list[str]) -> None:
     def make() -> Any:
         empty = nn.Parameter(torch.zeros(0, 3))

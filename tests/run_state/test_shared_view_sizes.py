@@ -48,6 +48,7 @@ _VIEWS = {
 }
 
 
+@pytest.mark.shows("S56")
 @pytest.mark.parametrize("look", _VIEWS.values(), ids=_VIEWS.keys())
 @pytest.mark.parametrize("kind", [Net, Assigning])
 def test_what_is_around_a_view_is_not_saved_unless_it_changes(
@@ -116,6 +117,7 @@ def _move(owner: Any) -> None:
     owner.net.mean = owner.table[5:7]
 
 
+@pytest.mark.shows("S56")
 @pytest.mark.parametrize("change", [_write, _move])
 def test_memory_beyond_the_limit_is_named_and_tensors_resume(
     change: Callable[[Any], None], tmp_path: Path, said: list[str]

@@ -318,6 +318,7 @@ _SHARING = [
 ]
 
 
+@pytest.mark.shows("S56")
 @pytest.mark.parametrize("model", _SHARING, ids=lambda model: model.__name__)
 def test_tensors_of_networks_look_where_they_looked(model: type[Sharing], tmp_path: Path) -> None:
     assert_ordinary(Case(model), tmp_path)
@@ -422,6 +423,7 @@ class LookingFromTheStart(Looking):
         self.large.running_mean = self.context.model.net.other[2:5]
 
 
+@pytest.mark.shows("S56")
 @pytest.mark.parametrize(
     ("case", "reason"),
     [

@@ -25,6 +25,7 @@ def sizes_in(optimizer: Optimizer) -> list[int]:
     return sorted(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
+@pytest.mark.shows("S3")
 @pytest.mark.parametrize(
     "make",
     [
@@ -65,6 +66,7 @@ def test_an_optimizer_of_the_users_is_taken_for_one_like_adam() -> None:
     assert storage_sizes([], [Own([parameter])]) == [40, 40]
 
 
+@pytest.mark.shows("S8")
 def test_networks_count_with_buffers_and_each_storage_once() -> None:
     first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     second.weight = first.weight

@@ -120,6 +120,7 @@ def _look(net: nn.Module) -> dict[str, Any]:
     return {**parameters, **buffers}
 
 
+@pytest.mark.shows("S59")
 @pytest.mark.parametrize("change", _CHANGES)
 def test_what_training_makes_of_tensors_is_resumed(
     change: Callable[[Any], None], tmp_path: Path, said: list[str]
@@ -158,6 +159,7 @@ def test_a_second_resume_finds_the_same(change: Callable[[Any], None]) -> None:
     assert _look(resumed(_make, other.capture()).net) == _look(owner.net)
 
 
+@pytest.mark.shows("S59")
 @pytest.mark.parametrize("change", [_double, _grow, _fill, _register])
 def test_inference_finds_the_tensors_of_the_training(
     change: Callable[[Any], None], said: list[str]
@@ -197,6 +199,7 @@ def _of_type(dtype: torch.dtype) -> tuple[Any, Discovery]:
     return owner, started(owner)
 
 
+@pytest.mark.shows("S59")
 def test_another_type_built_by_setup_is_named_and_the_values_are_cast(said: list[str]) -> None:
     owner, discovery = _of_type(torch.float32)
     again, other = _of_type(torch.float64)

@@ -87,6 +87,7 @@ def _resume(make: _Make, change: Callable[[Any], None], folder: Path) -> tuple[A
     return owner, resumed(make, through_a_file(state, folder / "state.pth"))
 
 
+@pytest.mark.shows("S68")
 def test_enum_members_of_all_kinds_come_back_as_the_same_objects(tmp_path: Path) -> None:
     def make() -> Any:
         return Owner(phase=Phase.WARM, level=Level.LOW, parts=Parts.HEAD, bits=Bits.A, late=None)
@@ -105,6 +106,7 @@ def test_enum_members_of_all_kinds_come_back_as_the_same_objects(tmp_path: Path)
     assert type(next(iter(again.late))) is Phase
 
 
+@pytest.mark.shows("S68")
 def test_a_dataclass_comes_back_with_its_fields_and_no_constructor_runs(tmp_path: Path) -> None:
     def make() -> Any:
         return Owner(stats=Stats(), frozen=Frozen(0.5))
@@ -185,6 +187,7 @@ def test_an_attribute_that_is_no_field_makes_a_dataclass_one_to_be_named() -> No
     assert list(discovery.capture()["missing"]) == ["stats"]
 
 
+@pytest.mark.shows("S68")
 def test_a_member_found_late_of_an_unknown_type_is_named_with_the_remedy(said: list[str]) -> None:
     owner = Owner(phase=None)
     discovery = started(owner)
@@ -197,6 +200,7 @@ def test_a_member_found_late_of_an_unknown_type_is_named_with_the_remedy(said: l
     assert not discovery.capture()["missing"]
 
 
+@pytest.mark.shows("S68")
 def test_a_type_from_the_safe_types_is_enough(tmp_path: Path) -> None:
     def make(value: Any = None) -> tuple[Any, Any]:
         owner = Owner(stats=value)
@@ -225,6 +229,7 @@ def test_a_file_whose_type_setup_does_not_know_is_refused_before_anything_change
     assert vars(other) == {"phase": None, "best": 0}
 
 
+@pytest.mark.shows("S68")
 def test_a_type_that_has_changed_since_is_refused_by_name(tmp_path: Path) -> None:
     owner = Owner(value=Guarded(), phase=Phase.WARM)
     discovery = started(owner)
@@ -242,6 +247,7 @@ def test_a_type_that_has_changed_since_is_refused_by_name(tmp_path: Path) -> Non
         resumed(lambda: Owner(value=Guarded(), phase=Phase.WARM), state)
 
 
+@pytest.mark.shows("S68")
 def test_nothing_is_imported_by_a_name_in_a_file(tmp_path: Path) -> None:
     owner = Owner(value=Guarded())
     discovery = started(owner)

@@ -24,6 +24,7 @@ from tests.support.sharded import Kill, Sharded, read_bits, train
 PLAIN = Sharded(3, sharding="none", again="none")
 
 
+@pytest.mark.shows("P101")
 @pytest.mark.parametrize(("num_replicas", "num_processes"), cases([(3, 2)], MATRIX))
 @pytest.mark.parametrize("sharding", ["full", "none"])
 @pytest.mark.parametrize("again", ["units", pytest.param("both", marks=pytest.mark.full)])
@@ -36,6 +37,7 @@ def test_units_that_are_computed_again_have_the_same_bits(
     assert read_bits(tmp_path / "again") == read_bits(tmp_path / "plain")
 
 
+@pytest.mark.shows("P101")
 @pytest.mark.parametrize(
     ("num_replicas", "num_processes"), cases([(3, 2)], [case for case in MATRIX if case[1] > 1])
 )
@@ -48,6 +50,7 @@ def test_nested_accumulated_and_clipped_they_have_the_same_bits(
     assert read_bits(tmp_path / "again") == read_bits(tmp_path / "plain")
 
 
+@pytest.mark.shows("P101")
 @pytest.mark.parametrize("sharding", ["full", pytest.param("none", marks=pytest.mark.full)])
 def test_in_bfloat16_they_have_the_same_bits(tmp_path: Path, sharding: str) -> None:
     plain = replace(PLAIN, has_norm=False, options={"precision": "bf16"})
@@ -56,6 +59,7 @@ def test_in_bfloat16_they_have_the_same_bits(tmp_path: Path, sharding: str) -> N
     assert read_bits(tmp_path / "again") == read_bits(tmp_path / "plain")
 
 
+@pytest.mark.shows("P101")
 @pytest.mark.parametrize(("before", "after"), cases([(3, 2)], [(3, 2), (2, 3), (2, 1), (1, 3)]))
 @pytest.mark.parametrize("sharding", ["full", pytest.param("none", marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_with_it_and_without(
@@ -107,6 +111,7 @@ def checkpoint(module: nn.Module) -> Unit:
     return Unit(module, checkpoint=True)
 
 
+@pytest.mark.shows("P101")
 def test_checkpoints_are_the_same(tmp_path: Path) -> None:
     models = [fit(tmp_path / str(unit is None), unit) for unit in (None, checkpoint)]
     plain, again = (
@@ -121,6 +126,7 @@ def test_checkpoints_are_the_same(tmp_path: Path) -> None:
     assert "forward" not in vars(models[1].net[1])
 
 
+@pytest.mark.shows("P103")
 def test_a_unit_that_is_no_part_of_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentTypeError, match="must return modules of the model's networks"):
         fit(tmp_path, lambda _: Unit(nn.Linear(2, 2), checkpoint=True))
@@ -151,6 +157,7 @@ def test_units_may_come_from_a_generator(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == ["net", "net.1"]
 
 
+@pytest.mark.shows("P103")
 @pytest.mark.parametrize("sharding", ["full", "none"])
 def test_units_are_a_list(sharding: str) -> None:
     class Bare(Deep):
@@ -165,6 +172,7 @@ def fail(_: nn.Module) -> Unit:
     raise ValueError("only with processes")
 
 
+@pytest.mark.shows("P103")
 @pytest.mark.parametrize("unit", [lambda module: module, Unit, lambda _: nn.ReLU(), fail])
 def test_without_it_an_unsharded_run_is_as_before(
     tmp_path: Path, unit: Any, capsys: pytest.CaptureFixture[str]

@@ -67,6 +67,7 @@ def test_a_backward_knows_which_results_it_comes_to() -> None:
     assert seen == [True, False]
 
 
+@pytest.mark.shows("P91")
 def test_units_are_cut_and_reduced_as_we_say() -> None:
     run_ranks(use_everything, 2)
 
@@ -91,10 +92,12 @@ def sum_unused(rank: int) -> None:
     assert reduction.calls == [((6,), (2, 6))]
 
 
+@pytest.mark.shows("P91")
 def test_messages_have_one_layout_whatever_is_used() -> None:
     run_ranks(sum_unused, 2)
 
 
+@pytest.mark.shows("P91")
 def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     require_fsdp()
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")

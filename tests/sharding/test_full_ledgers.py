@@ -19,6 +19,7 @@ from tests.support.sharded import Kill, Sharded, fit, read_bits, train
 FULL = {"ledger": "full"}
 
 
+@pytest.mark.shows("P104")
 @pytest.mark.parametrize(("num_replicas", "num_processes"), cases([(5, 3)], MATRIX))
 def test_they_are_those_of_whole_models(
     tmp_path: Path, num_replicas: int, num_processes: int
@@ -36,6 +37,7 @@ def test_they_are_those_of_whole_models(
     assert len(lines[0]["batch"]) == num_replicas
 
 
+@pytest.mark.shows("P104")
 @pytest.mark.parametrize(("before", "after"), cases([(3, 2)], [(3, 2), (2, 1), (1, 3)]))
 def test_a_killed_run_continues_them_on_other_processes(
     tmp_path: Path, before: int, after: int
@@ -65,6 +67,7 @@ def fit_with_one_whole(rank: int, folder: Path, setting: Sharded) -> int:
     return len(found)
 
 
+@pytest.mark.shows("P104")
 def test_one_tensor_is_whole_at_a_time(tmp_path: Path) -> None:
     counts = run_ranks(fit_with_one_whole, 2, tmp_path, Sharded(3, total_steps=2, options=FULL))
     assert counts[0] == counts[1] > 100

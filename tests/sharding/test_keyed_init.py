@@ -89,6 +89,7 @@ def bits_of(module: nn.Module) -> dict[str, bytes]:
     return {name: part.detach().numpy().tobytes() for name, part in tensors.items()}
 
 
+@pytest.mark.shows("P105")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path(kind: str) -> None:
     model = set_up(with_net(KINDS[kind]))
@@ -109,12 +110,14 @@ class Several(nn.Module):
             self.add_module(name, KINDS[name]())
 
 
+@pytest.mark.shows("P105")
 def test_a_value_depends_on_neither_order_nor_number_of_modules() -> None:
     some = bits_of(set_up(with_net(lambda: Several("linear lstm attention"))).net)
     more = bits_of(set_up(with_net(lambda: Several("attention conv linear bag lstm"))).net)
     assert some == {name: more[name] for name in some}
 
 
+@pytest.mark.shows("P105")
 def test_all_generators_are_keyed_and_are_left_as_they_were() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
@@ -140,6 +143,7 @@ def test_all_generators_are_keyed_and_are_left_as_they_were() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.shows("P107")
 def test_parameters_stay_the_same_objects() -> None:
     parts: dict[str, Any] = {}
 
@@ -161,6 +165,7 @@ def test_parameters_stay_the_same_objects() -> None:
     assert model.net.layers[0].lstm._flat_weights[0] is model.net.layers[0].lstm.weight_ih_l0
 
 
+@pytest.mark.shows("P107")
 def test_a_tied_parameter_is_initialized_by_the_module_that_setup_let_do_it() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -183,6 +188,7 @@ def test_copies_of_a_template_have_values_of_their_own() -> None:
     assert not any(first["self_attn.out_proj.bias"])
 
 
+@pytest.mark.shows("P107")
 def test_types_formats_and_compiled_names_are_kept() -> None:
     def build(model: Any) -> None:
         model.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double()
@@ -214,6 +220,7 @@ class Buffers(nn.Module):
         self.bits.copy_(torch.tensor([True, False, True]))
 
 
+@pytest.mark.shows("P107")
 def test_buffers_of_any_type_are_initialized_and_those_with_values_keep_them() -> None:
     with torch.device("meta"):
         Buffers()
@@ -232,6 +239,7 @@ def scaled(module: nn.Module, name: str) -> bool:
     return True
 
 
+@pytest.mark.shows("P107")
 def test_a_model_initializes_modules_by_their_names() -> None:
     net = set_up(with_net(GPT), by_user=scaled).net
     assert net.blocks[1].projection.weight.unique().tolist() == [0.5]
@@ -261,6 +269,7 @@ def test_a_model_may_change_what_is_inside_of_a_module_that_holds_nothing() -> N
     assert halved[0].first.weight.equal(net[0].first.weight)
 
 
+@pytest.mark.shows("P107")
 def test_state_that_adagrad_makes_at_once_has_values() -> None:
     def build(model: Any) -> None:
         model.net = nn.Linear(2, 3)
@@ -399,6 +408,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
 ]
 
 
+@pytest.mark.shows("P106")
 @pytest.mark.parametrize(("make", "match"), REFUSED)
 def test_a_network_without_all_values_is_refused_by_name(
     make: Callable[[], nn.Module], match: str
@@ -477,6 +487,7 @@ LOST: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
+@pytest.mark.shows("P106")
 @pytest.mark.parametrize(("change", "match"), LOST)
 def test_what_setup_would_lose_is_refused_by_name(change: Callable[[Any], Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):
@@ -507,6 +518,7 @@ def unwritten(module: nn.Module, name: str) -> bool:
     return True
 
 
+@pytest.mark.shows("P106")
 def test_a_promise_of_the_user_is_checked() -> None:
     with pytest.raises(UsageError, match=r"but Model\.init_unit, which returns True for it, leav"):
         set_up(with_net(lambda: nn.Linear(2, 2)), by_user=unwritten)
@@ -520,6 +532,7 @@ def only_attention(module: nn.Module, name: str) -> bool:
     return True
 
 
+@pytest.mark.shows("P106")
 def test_what_a_replaced_initializer_has_done_inside_is_not_lost_silently() -> None:
     with pytest.raises(UsageError, match=r"net\.out_proj\.bias: it is written by MultiheadAtt"):
         set_up(with_net(lambda: nn.MultiheadAttention(4, 2)), by_user=only_attention)
@@ -547,6 +560,7 @@ class Late(nn.Linear):
             nn.init.zeros_(self.inner.bias)
 
 
+@pytest.mark.shows("P106")
 def test_an_initializer_reaches_into_no_other_unit_on_one_process_too() -> None:
     set_up(with_net(Around), "attention", is_sharded=True)
     with pytest.raises(UsageError, match=r"written by Multi.*\._reset_parameters\(\) of net\.att"):

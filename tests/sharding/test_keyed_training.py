@@ -65,6 +65,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.shows("P105")
 @pytest.mark.parametrize(
     ("num_processes", "sharding", "units"),
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES],
@@ -85,6 +86,7 @@ def test_the_bits_depend_on_neither_processes_nor_shards_nor_units(
     assert read_bits(tmp_path / "run") == expected[network]
 
 
+@pytest.mark.shows("P105")
 def test_each_kind_of_module_has_the_same_bits_in_other_processes_and_units(
     tmp_path: Path, expected: dict[str, Any]
 ) -> None:
@@ -102,6 +104,7 @@ def test_state_that_adagrad_makes_at_once_has_the_same_bits(tmp_path: Path) -> N
 RESTARTS = [(3, 2), (4, 1), (1, 4), (2, 3)]
 
 
+@pytest.mark.shows("P105")
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param(*case, marks=() if case == (3, 2) else pytest.mark.full) for case in RESTARTS],
@@ -116,6 +119,7 @@ def test_a_killed_run_goes_on_in_other_processes(
     assert read_bits(tmp_path / "run")[1:] == expected["gpt"][1:]
 
 
+@pytest.mark.shows("P107")
 def test_a_run_does_not_change_how_it_is_initialized_unless_it_is_allowed(tmp_path: Path) -> None:
     setting = replace(WHOLE, network="gpt", total_steps=1)
     train_keyed(tmp_path, 1, setting)
@@ -132,6 +136,7 @@ def fit_unlike(rank: int, folder: Path) -> None:
     fit_keyed(rank, folder, Keyed(options={"init": ("setup", "keyed")[rank]}))
 
 
+@pytest.mark.shows("P107")
 def test_all_processes_agree_on_it(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"must agree on Trainer\(init=\.\.\.\)"):
         run_ranks(fit_unlike, 2, tmp_path / "run")
@@ -154,6 +159,7 @@ def fit_other_weights(rank: int, folder: Path) -> None:
     trainer.fit(Unlike(folder, Keyed(network="gpt")), KeyedData())
 
 
+@pytest.mark.shows("P105")
 def test_processes_that_initialize_in_different_ways_are_named(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"same weights, but net\.blocks\.1\.up\.bias of rank 1"):
         run_ranks(fit_other_weights, 2, tmp_path)
@@ -182,6 +188,7 @@ def fit_warm(rank: int, folder: Path, sharding: Any) -> dict[str, str]:
     return model.first
 
 
+@pytest.mark.shows("P107")
 @pytest.mark.parametrize("sharding", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_weights_that_setup_loads_are_loaded_when_there_is_memory(
     begun: Path, tmp_path: Path, sharding: str
@@ -219,6 +226,7 @@ def evaluate(rank: int, folder: Path, options: dict[str, Any]) -> dict[str, floa
     return dict(model.metrics)
 
 
+@pytest.mark.shows("P107")
 def test_an_evaluation_needs_no_whole_model_either(begun: Path, tmp_path: Path) -> None:
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     (whole,) = run_ranks(evaluate_alone, 1, tmp_path, {})
@@ -284,6 +292,7 @@ def bytes_of(num_processes: int) -> tuple[int, int, int]:
     return shards, unit, sum(part.nbytes for part in parts)
 
 
+@pytest.mark.shows("P108")
 @pytest.mark.parametrize(
     ("optimizer", "num_states", "is_async"),
     [
@@ -313,6 +322,7 @@ def test_no_process_holds_more_than_its_shards_and_a_unit(
         assert held < peaks["load"] <= held + unit + REST
 
 
+@pytest.mark.shows("P110")
 def test_no_process_holds_more_than_its_part_of_an_average(tmp_path: Path) -> None:
     shards, unit, _ = bytes_of(4)
     store = helios.CheckpointStore(is_async=False)
@@ -346,6 +356,7 @@ def measure_warm(rank: int, folder: Path) -> dict[str, int]:
     return live.peaks
 
 
+@pytest.mark.shows("P110")
 def test_no_process_reads_more_than_its_part_of_the_weights_of_another_run(tmp_path: Path) -> None:
     shards, unit, _ = bytes_of(4)
     run_ranks(measure, 2, tmp_path, Keyed(network="gpt", total_steps=1))
@@ -353,6 +364,7 @@ def test_no_process_reads_more_than_its_part_of_the_weights_of_another_run(tmp_p
         assert shards < peaks["init"] <= shards + unit + REST
 
 
+@pytest.mark.shows("P108")
 def test_models_that_are_built_by_setup_are_whole_in_each_process(tmp_path: Path) -> None:
     _, _, whole = bytes_of(2)
     setting = Keyed(network="gpt", total_steps=1, options={"init": "setup"})
@@ -377,6 +389,7 @@ def measure_shards(rank: int, folder: Path) -> tuple[int, int]:
     return tuple(sum(part.untyped_storage().nbytes() for part in each) for each in (parts, state))
 
 
+@pytest.mark.shows("P108")
 def test_a_process_holds_its_part_of_parameters_and_optimizer(tmp_path: Path) -> None:
     shards, _, whole = bytes_of(4)
     padding = sum(part[0].nbytes for part in GPT(WIDTH, DEPTH).parameters())

@@ -140,6 +140,7 @@ def _legacy_generator() -> Any:
     np.random.set_state(state)
 
 
+@pytest.mark.shows("P102")
 @pytest.mark.usefixtures("_legacy_generator")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_second_forward_starts_as_the_first_and_leaves_no_trace(*, autocast: bool) -> None:
@@ -156,6 +157,7 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.shows("P102")
 def test_only_what_is_trained_is_computed_again() -> None:
     network = Counted(2, 2)
     Counted.calls.clear()
@@ -211,6 +213,7 @@ def measure(*, again: bool, is_nested: bool = False) -> int:
     return count
 
 
+@pytest.mark.shows("P102")
 def test_a_unit_keeps_its_inputs_and_no_activations() -> None:
     size = torch.float32.itemsize * 1000
     # Each block keeps two hidden layers, and its output for the next.
@@ -244,6 +247,7 @@ class Outer(nn.Module):
         return y + x
 
 
+@pytest.mark.shows("P103")
 def test_inputs_of_an_inner_unit_that_are_changed_are_named() -> None:
     network = Outer()
     with recomputed({"net": network, "net.inner": network.inner}):
@@ -263,6 +267,7 @@ class Reading(nn.Module):
         return (inputs["values"][0] * self.scale).exp()
 
 
+@pytest.mark.shows("P103")
 def test_inputs_in_containers_that_are_changed_are_named() -> None:
     network, inputs = Reading(), {"values": [torch.ones(2)]}
     with recomputed({"net": network}):
@@ -272,6 +277,7 @@ def test_inputs_in_containers_that_are_changed_are_named() -> None:
             loss.backward()
 
 
+@pytest.mark.shows("P103")
 def test_parameters_that_are_changed_before_backward_are_an_error() -> None:
     network = nn.Linear(2, 2)
     with recomputed({"net": network}):
@@ -320,6 +326,7 @@ class Lazy(nn.Module):
         self.layer = nn.LazyLinear(2)
 
 
+@pytest.mark.shows("P103")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize(
     ("make", "match"),
@@ -335,6 +342,7 @@ def test_what_cannot_be_computed_again_is_refused(make: Any, match: str) -> None
         check_checkpointable({"other": nn.Linear(2, 2), "net": network}, {"net": network})
 
 
+@pytest.mark.shows("P103")
 def test_what_is_compiled_is_refused_wherever_it_is() -> None:
     network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     network[1].compile(backend="eager")

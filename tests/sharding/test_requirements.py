@@ -52,6 +52,7 @@ def run_cut(kind: type[optim.Optimizer], cuts: list[tuple[int, int]]) -> torch.T
     return torch.cat([whole, *state])
 
 
+@pytest.mark.shows("P88")
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_every_optimizer_of_torch_has_equal_bits_on_shards_or_is_refused(
     kind: type[optim.Optimizer],
@@ -72,6 +73,7 @@ def refuse(match: str, network: nn.Module, **optimizers: optim.Optimizer) -> Non
         check_shardable({"net": network}, optimizers, {})
 
 
+@pytest.mark.shows("P88")
 def test_networks_that_cannot_be_sharded_are_refused() -> None:
     refuse("neither compiled nor wrapped", nn.DataParallel(nn.Linear(2, 2)))
     refuse("SyncBatchNorm", nn.Sequential(nn.SyncBatchNorm(3)))
@@ -85,6 +87,7 @@ def test_networks_that_cannot_be_sharded_are_refused() -> None:
         check_shardable({}, {}, {"loose": torch.ones(1)})
 
 
+@pytest.mark.shows("P88")
 def test_parameters_that_cannot_be_sharded_are_refused() -> None:
     refuse(r"net\.weight is lazy", nn.LazyLinear(2))
     with pytest.warns(UserWarning, match="zero-element"):
@@ -102,6 +105,7 @@ def test_parameters_that_cannot_be_sharded_are_refused() -> None:
     refuse(r"without hooks, but net\.weight has one", hooked)
 
 
+@pytest.mark.shows("P88")
 def test_optimizers_that_cannot_be_sharded_are_refused() -> None:
     network = nn.Linear(2, 2)
     refuse("fused=True", network, opt=optim.AdamW(network.parameters(), fused=True))
@@ -124,6 +128,7 @@ class Tied(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.shows("P88")
 def test_a_tied_parameter_is_in_one_unit() -> None:
     network = Tied()
     with pytest.raises(UsageError, match=r"'weight' is in net.* and in net"):
@@ -179,6 +184,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.shows("P88")
 @pytest.mark.parametrize(("options", "match"), OPTIONS)
 def test_options_that_do_not_go_with_it_are_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
@@ -193,6 +199,7 @@ class Manual(helios.Model):
         self.net(batch).sum().backward()
 
 
+@pytest.mark.shows("P88")
 def test_manual_steps_need_whole_models(make_data: Callable[[], helios.DataModule]) -> None:
     trainer = helios.Trainer(use_cpu=True, total_steps=1, sharding="full", print_banner=False)
     with pytest.raises(UsageError, match=re.escape('Use sharding="none", or return the loss')):

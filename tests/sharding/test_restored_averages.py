@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 import helios
@@ -40,6 +41,7 @@ def train(folder: Path, num_processes: int, setting: Keyed = SETTING) -> str:
     return (folder / "averages.txt").read_text()
 
 
+@pytest.mark.shows("P110")
 def test_they_do_not_depend_on_who_has_loaded_them(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 1, replace(SETTING, sharding="none", total_steps=4))
     folder = tmp_path / "sharded"
@@ -76,6 +78,7 @@ def named(model: KeyedModel) -> list[tuple[str, Tensor]]:
     return [*model.net.named_parameters()]
 
 
+@pytest.mark.shows("P110")
 def test_a_finished_run_has_them(tmp_path: Path) -> None:
     found = train(tmp_path, 2)
     assert run_ranks(look, 3, tmp_path) == [(found, True)] * 3
@@ -105,6 +108,7 @@ class Holding(Plugin):
             assert whole_of(own[name].detach()).equal(value)
 
 
+@pytest.mark.shows("P110")
 def test_a_plugin_that_knows_of_no_shards_gets_whole_tensors(tmp_path: Path) -> None:
     for num_processes, total_steps in ((2, 1), (3, 2)):
         setting = replace(SETTING, total_steps=total_steps)

@@ -57,6 +57,7 @@ class NoGathering(Plugin):
         assert sharded_tensors.is_sharded(checkpoint["model"]["objects"]["net"]["head.weight"])
 
 
+@pytest.mark.shows("P92")
 @pytest.mark.parametrize("options", [{}, SYNC], ids=["async", "sync"])
 def test_each_process_writes_its_rows_and_nobody_gathers(
     tmp_path: Path, options: dict[str, Any]
@@ -139,6 +140,7 @@ class KillInSave(Plugin):
 KILLS = [(0, number) for number in range(1, 24, 2)] + [(1, number) for number in range(1, 9)]
 
 
+@pytest.mark.shows("P94")
 @pytest.mark.parametrize(
     ("rank", "number"),
     [pytest.param(*case, marks=() if case == (1, 5) else pytest.mark.full) for case in KILLS],
@@ -195,6 +197,7 @@ def fit_or_fail(rank: int, folder: Path, setting: Sharded, *plugins: Plugin) -> 
     return ""
 
 
+@pytest.mark.shows("P95")
 @pytest.mark.parametrize(
     ("rank", "notes_fit", "is_async"),
     [
@@ -224,6 +227,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return file_names.find_checkpoints(folder / "sharded")
 
 
+@pytest.mark.shows("P95")
 @pytest.mark.parametrize("notes_fit", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_full_disk_costs_one_save_if_there_is_room_later(tmp_path: Path, notes_fit: bool) -> None:
     setting = Sharded(2, total_steps=4)
@@ -241,6 +245,7 @@ def test_a_full_disk_costs_one_save_if_there_is_room_later(tmp_path: Path, notes
     assert "The last checkpoint" in texts[0]
 
 
+@pytest.mark.shows("P96")
 def test_damage_that_only_one_process_can_see_leads_all_to_an_older_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -29,6 +29,7 @@ def cases(quick: list[tuple[int, int]], full: list[tuple[int, int]]) -> list[Any
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.full) for case in full]
 
 
+@pytest.mark.shows("P86")
 @pytest.mark.parametrize(("num_replicas", "num_processes"), cases(QUICK, MATRIX))
 def test_sharded_networks_have_the_bits_of_whole_ones(
     tmp_path: Path, num_replicas: int, num_processes: int
@@ -41,6 +42,7 @@ def test_sharded_networks_have_the_bits_of_whole_ones(
     assert sum(each["num_trained"] for each in sharded) == whole["num_trained"]
 
 
+@pytest.mark.shows("P86")
 @pytest.mark.parametrize(
     ("num_replicas", "num_processes"), cases([(3, 2)], [case for case in MATRIX if case[1] > 1])
 )
@@ -64,6 +66,7 @@ def fit_with_stock_sums(rank: int, folder: Path, setting: Sharded) -> None:
         fit(rank, folder, setting)
 
 
+@pytest.mark.shows("P86")
 def test_the_reduce_scatter_of_torch_would_give_other_bits(tmp_path: Path) -> None:
     setting = Sharded(3, total_steps=1)
     train(tmp_path / "ours", 3, setting)
@@ -71,6 +74,7 @@ def test_the_reduce_scatter_of_torch_would_give_other_bits(tmp_path: Path) -> No
     assert read_bits(tmp_path / "stock") != read_bits(tmp_path / "ours")
 
 
+@pytest.mark.shows("P86")
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_bfloat16_is_equal_too(tmp_path: Path, precision: str) -> None:
     setting = Sharded(3, has_norm=False, options={"precision": precision})
@@ -82,6 +86,7 @@ def test_bfloat16_is_equal_too(tmp_path: Path, precision: str) -> None:
 RESTARTS = [(3, 2), (2, 3), (2, 1), (1, 3)]
 
 
+@pytest.mark.shows("P87", "P93")
 @pytest.mark.parametrize(
     ("before", "after"),
     [pytest.param(*case, marks=() if case == (3, 2) else pytest.mark.full) for case in RESTARTS],
@@ -95,6 +100,7 @@ def test_a_killed_run_goes_on_in_other_processes(tmp_path: Path, before: int, af
     assert read_bits(tmp_path / "killed") == read_bits(tmp_path / "undisturbed")
 
 
+@pytest.mark.shows("P87")
 def test_a_run_may_change_between_whole_and_sharded(tmp_path: Path) -> None:
     setting = Sharded(3, total_steps=3)
     train(tmp_path / "undisturbed", 1, replace(setting, total_steps=5))
@@ -104,6 +110,7 @@ def test_a_run_may_change_between_whole_and_sharded(tmp_path: Path) -> None:
     assert read_bits(tmp_path / "changed")[0] == read_bits(tmp_path / "undisturbed")[0]
 
 
+@pytest.mark.shows("P87")
 @pytest.mark.parametrize(("option", "name"), [("clip_norm", "norm"), ("accumulation_steps", "acc")])
 def test_what_sums_in_another_order_must_not_change(tmp_path: Path, option: str, name: str) -> None:
     setting = Sharded(2, total_steps=1, options={option: 2})
@@ -116,6 +123,7 @@ def make_plugins() -> list[Any]:
     return [EMA(0.9), NaNGuard("skip"), GradientNormMonitor(per_parameter=True)]
 
 
+@pytest.mark.shows("P89")
 def test_plugins_see_the_same_bits(tmp_path: Path) -> None:
     setting = Sharded(3, num_valid=13, options={"print_frequency": 1})
     alone = train(tmp_path / "alone", 1, setting, *make_plugins())
@@ -148,6 +156,7 @@ def fit_with_bad_gradients(rank: int, folder: Path, setting: Sharded) -> list[st
     return said
 
 
+@pytest.mark.shows("P89")
 def test_shards_that_are_not_finite_are_named_by_all(tmp_path: Path) -> None:
     setting = Sharded(3)
     (alone,) = run_ranks(fit_with_bad_gradients, 1, tmp_path / "alone", setting)
@@ -158,6 +167,7 @@ def test_shards_that_are_not_finite_are_named_by_all(tmp_path: Path) -> None:
     assert "net.layers.0.up.weight, net.layers.0.down.weight" in alone[0]
 
 
+@pytest.mark.shows("P89")
 @pytest.mark.parametrize("num_valid", [13, 8, 7])
 def test_validations_end_together_and_count_once(tmp_path: Path, num_valid: int) -> None:
     setting = Sharded(3, num_valid=num_valid, total_steps=2)
@@ -167,11 +177,13 @@ def test_validations_end_together_and_count_once(tmp_path: Path, num_valid: int)
     assert sum(each["num_seen"] for each in several) == alone["num_seen"] == num_valid
 
 
+@pytest.mark.shows("P89")
 def test_a_validation_with_too_few_samples_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="must have a batch for each process"):
         train(tmp_path, 3, Sharded(3, num_valid=2))
 
 
+@pytest.mark.shows("P89")
 def test_the_first_validation_may_be_a_trial(tmp_path: Path) -> None:
     setting = Sharded(3, num_valid=9, total_steps=2)
     train(tmp_path / "plain", 2, setting)
@@ -220,6 +232,7 @@ def fit_counting_sums(rank: int, folder: Path, setting: Sharded) -> int:
     return most
 
 
+@pytest.mark.shows("P90")
 def test_a_process_holds_its_part_and_few_sums(tmp_path: Path) -> None:
     folder, setting = tmp_path / "run", Sharded(8, total_steps=1, num_samples=32)
     folder.mkdir()

@@ -179,6 +179,7 @@ def read_ledger(folder: Path) -> bytes:
     return (folder / "steps" / "ledger.jsonl").read_bytes()
 
 
+@pytest.mark.shows("P86")
 @pytest.mark.parametrize("kind", [*STEPS, "minus_zero"])
 def test_calls_of_networks_have_equal_bits(tmp_path: Path, kind: str) -> None:
     run_ranks(fit, 1, tmp_path / "whole", Steps(kind), "none")
@@ -192,6 +193,7 @@ def test_a_part_of_a_network_may_have_a_name_of_its_own(tmp_path: Path) -> None:
     assert read_ledger(tmp_path / "sharded") == read_ledger(tmp_path / "whole")
 
 
+@pytest.mark.shows("P88")
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
@@ -207,6 +209,7 @@ def test_what_shards_would_lose_is_refused(tmp_path: Path, kind: str, match: str
         run_ranks(fit, 2, tmp_path, Steps(kind), "full")
 
 
+@pytest.mark.shows("P93")
 def test_values_of_modules_are_saved_on_several_processes_too(tmp_path: Path) -> None:
     model = Steps("attributes")
     run_ranks(fit, 1, tmp_path / "whole", model, "none")

@@ -99,6 +99,7 @@ A, B, LARGE = "first", "second", "large"
 SWAPPED = (f"{A} {B}", f"{B} {A}")
 
 
+@pytest.mark.shows("P88")
 @pytest.mark.parametrize("calls", [(A, B), SWAPPED, (A, LARGE), (f"{A} {B}", A), ("", LARGE)])
 def test_other_units_are_named_before_they_are_gathered(calls: tuple[str, str]) -> None:
     texts = run_ranks(train, 2, 1000, [(A, A), calls])
@@ -107,6 +108,7 @@ def test_other_units_are_named_before_they_are_gathered(calls: tuple[str, str]) 
     assert "of net" in texts[0]
 
 
+@pytest.mark.shows("P88")
 @pytest.mark.parametrize("limit", [1000, 0])
 @pytest.mark.parametrize("unit", [A, LARGE])
 def test_results_that_not_all_use_are_named_before_units_are_gathered_in_backward(
@@ -118,6 +120,7 @@ def test_results_that_not_all_use_are_named_before_units_are_gathered_in_backwar
     assert texts == [f"one came to {named}{unit} after 1"] * 2
 
 
+@pytest.mark.shows("P88")
 @pytest.mark.parametrize("limit", [1000, 0])
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward(
@@ -128,6 +131,7 @@ def test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward(
     assert texts == [f"one came to {named} after 1"] * 2
 
 
+@pytest.mark.shows("P88")
 def test_one_that_calls_a_network_again_while_the_other_is_in_backward_is_named() -> None:
     """Its single call meets the comparison of all calls."""
     texts = run_ranks(train, 2, 1000, [(A, A), (A, f"{A} | {A}")])
@@ -137,6 +141,7 @@ def test_one_that_calls_a_network_again_while_the_other_is_in_backward_is_named(
     )
 
 
+@pytest.mark.shows("P88")
 @pytest.mark.parametrize("calls", [(A, B), SWAPPED])
 def test_later_ones_are_named_before_the_update(calls: tuple[str, str]) -> None:
     texts = run_ranks(train, 2, 0, [(A, A), (A, A), calls])
@@ -150,6 +155,7 @@ def test_later_ones_are_named_before_the_update(calls: tuple[str, str]) -> None:
     )
 
 
+@pytest.mark.shows("P88")
 def test_those_of_a_validation_are_named_at_its_end() -> None:
     alone = run_ranks(train, 2, 0, [], [(A, A), (A, B)])
     inside = run_ranks(train, 2, 0, [(A, A), (A, A)], [(A, A), (A, B)])

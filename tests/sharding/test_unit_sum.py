@@ -93,6 +93,7 @@ def test_a_sum_without_a_last_backward_is_made_at_the_end_of_the_turn() -> None:
     unit.end_turn("net")
 
 
+@pytest.mark.shows("P88")
 def test_a_second_backward_of_a_turn_is_an_error() -> None:
     unit = UnitSum(Waves(2, 1, 0), note_nothing)
     unit.count_forward()

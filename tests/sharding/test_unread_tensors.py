@@ -81,6 +81,7 @@ def fit_as(rank: int, kind: type[ShardedModel], *args: Any) -> None:
     fit(rank, *args, kind=kind)
 
 
+@pytest.mark.shows("P115")
 @pytest.mark.parametrize("kind", [OwnState, Copying])
 def test_a_model_with_a_state_dict_of_its_own_gets_what_it_has_saved(
     tmp_path: Path, kind: type[ShardedModel]
@@ -92,6 +93,7 @@ def test_a_model_with_a_state_dict_of_its_own_gets_what_it_has_saved(
     assert read_bits(tmp_path / "run") == read_bits(tmp_path / "undisturbed")
 
 
+@pytest.mark.shows("P115")
 def test_tensors_that_are_not_read_are_refused_by_name_where_values_are_needed(
     tmp_path: Path,
 ) -> None:
@@ -104,6 +106,7 @@ def test_tensors_that_are_not_read_are_refused_by_name_where_values_are_needed(
         train(tmp_path / "hook", 2, Sharded(2, total_steps=2), Halving(reads=False))
 
 
+@pytest.mark.shows("P115")
 def test_a_hook_that_reads_a_tensor_changes_it_on_any_number_of_processes(tmp_path: Path) -> None:
     train(tmp_path / "1", 2, Sharded(3, total_steps=1))
     shutil.copytree(tmp_path / "1", tmp_path / "3")
@@ -112,6 +115,7 @@ def test_a_hook_that_reads_a_tensor_changes_it_on_any_number_of_processes(tmp_pa
     assert read_bits(tmp_path / "1") == read_bits(tmp_path / "3")
 
 
+@pytest.mark.shows("P115")
 def test_an_attribute_that_holds_shards_is_named_with_a_remedy(tmp_path: Path) -> None:
     run_ranks(fit_as, 2, Keeping, tmp_path, Sharded(2, total_steps=1))
     path = helios.find_last_checkpoint(tmp_path / "sharded")

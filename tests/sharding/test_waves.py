@@ -38,6 +38,7 @@ def test_a_full_turn_of_a_power_of_two_can_be_halved() -> None:
     assert not Waves(num_replicas=9, num_processes=3, rank=0).is_node
 
 
+@pytest.mark.shows("P90")
 @pytest.mark.parametrize("num_replicas", range(1, 10))
 def test_nodes_are_added_in_the_order_of_the_tree(num_replicas: int) -> None:
     leaves = [torch.randn(100) * 10.0 ** random.randint(-3, 3) for _ in range(num_replicas)]
@@ -56,6 +57,7 @@ def test_rows_of_waves_are_put_in_the_order_of_replicas() -> None:
     assert reducer._cut(parts).flatten().tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.shows("P90")
 def test_few_sums_are_alive_between_turns() -> None:
     sums, most = NodeSums(16), 0
     for replica in range(16):

@@ -122,12 +122,14 @@ def test_the_defaults_are_accepted_without_a_word(caplog: pytest.LogCaptureFixtu
     assert caplog.records == []
 
 
+@pytest.mark.shows("H66", "R35")
 @pytest.mark.parametrize("value", [2.5, 10.0, -1, True, "10", None, math.nan, -math.inf, [3]])
 def test_a_total_must_be_a_count_or_infinite(value: Any) -> None:
     """H66, API section 12."""
     check_refusal("total_steps", value, total_steps=value)
 
 
+@pytest.mark.shows("R35")
 @pytest.mark.parametrize("value", [0, 1, 10**12, math.inf, float("inf")])
 @pytest.mark.parametrize("unit", ["epoch", "iteration"])
 def test_any_count_is_a_total_and_so_is_infinity(value: float, unit: str) -> None:
@@ -135,6 +137,7 @@ def test_any_count_is_a_total_and_so_is_infinity(value: float, unit: str) -> Non
     assert make(total_steps=value, train_unit=unit).schedule.total_steps == value
 
 
+@pytest.mark.shows("H29")
 @pytest.mark.parametrize("name", ["valid_frequency", "chkpt_frequency", "print_frequency"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, True, False, "3"])
 def test_a_frequency_must_be_a_positive_int_or_none(name: str, value: Any, tmp_path: Path) -> None:
@@ -154,6 +157,7 @@ def test_a_patience_must_be_a_count_or_none(value: Any) -> None:
     check_refusal("early_stop_cycles", value, early_stop_cycles=value, valid_frequency=1)
 
 
+@pytest.mark.shows("H66")
 def test_no_end_and_no_patience_contradict_each_other() -> None:
     """H66."""
     check_refusal(
@@ -169,6 +173,7 @@ def test_an_unknown_unit_is_refused(value: Any) -> None:
     check_refusal("train_unit", value, train_unit=value)
 
 
+@pytest.mark.shows("H66")
 @pytest.mark.parametrize("unit", list(TrainingUnit))
 def test_a_unit_may_be_given_by_its_word(unit: TrainingUnit) -> None:
     """H66."""
@@ -187,6 +192,7 @@ def test_an_explicit_seed_wins_also_when_it_is_zero(value: int) -> None:
     assert make(random_seed=value).run.seed == value
 
 
+@pytest.mark.shows("P30")
 @pytest.mark.parametrize("value", [-1, 1 << 64, 1.5, True, "7", None])
 def test_each_seed_of_a_source_must_have_64_bits(value: Any) -> None:
     given = {"init": 1, "order": value}
@@ -199,6 +205,7 @@ def test_a_model_is_initialized_by_setup_or_by_keys(value: Any) -> None:
     assert make(init="keyed").run.init == "keyed"
 
 
+@pytest.mark.shows("P30")
 @pytest.mark.parametrize("given", [{"oder": 1}, {"order": 1, 2: 3}, {None: 1}, [("order", 1)], 7])
 def test_the_sources_of_random_numbers_are_known_by_name(given: Any) -> None:
     message = check_refusal("seeds", given, seeds=given)
@@ -210,6 +217,7 @@ def test_a_rewind_goes_to_an_iteration(value: Any, tmp_path: Path) -> None:
     check_refusal("rewind_to", value, rewind_to=value, chkpt_root=tmp_path, chkpt_frequency=1)
 
 
+@pytest.mark.shows("P60")
 @pytest.mark.parametrize(
     ("given", "name"),
     [
@@ -259,6 +267,7 @@ def test_there_are_seven_flags() -> None:
     assert len(FLAGS) == 7
 
 
+@pytest.mark.shows("H49")
 def test_determinism_and_benchmarking_contradict_each_other() -> None:
     """H49."""
     options = {"enable_deterministic": True, "enable_cudnn_benchmark": True}
@@ -277,6 +286,7 @@ def test_other_run_names_are_accepted(value: str) -> None:
     assert make(run_name=value).run.run_name == value
 
 
+@pytest.mark.shows("H42")
 @pytest.mark.parametrize(
     ("flag", "path"), [("enable_tensorboard", "run_path"), ("enable_file_logging", "log_path")]
 )
@@ -288,6 +298,7 @@ def test_a_log_needs_its_folder(flag: str, path: str, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.shows("H42")
 @pytest.mark.parametrize("name", ["chkpt_root", "log_path", "run_path", "src_root"])
 def test_a_folder_must_not_be_a_file(name: str, a_file: Path) -> None:
     """H42, API section 12: said without the flag as well."""
@@ -321,11 +332,13 @@ def test_a_prefix_of_imports_must_be_a_string(tmp_path: Path) -> None:
     check_refusal("import_prefix", None, import_prefix=None, src_root=tmp_path)
 
 
+@pytest.mark.shows("H19")
 def test_a_save_needs_a_folder() -> None:
     """H19: both a folder and a frequency."""
     assert "chkpt_frequency" in check_refusal("chkpt_root", None, chkpt_frequency=1)
 
 
+@pytest.mark.shows("H19")
 @pytest.mark.parametrize(
     ("has_root", "frequency", "can_save"), [(True, 1, True), (True, None, False)]
 )
@@ -337,6 +350,7 @@ def test_checkpoints_are_written_where_folder_and_frequency_are_set(
     assert make(chkpt_root=root, chkpt_frequency=frequency).checkpoints.can_save is can_save
 
 
+@pytest.mark.shows("R39")
 @pytest.mark.parametrize("name", ["clip_norm", "clip_value"])
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, "1", [1.0]])
 def test_a_clip_must_be_a_positive_number(name: str, value: Any) -> None:
@@ -344,6 +358,7 @@ def test_a_clip_must_be_a_positive_number(name: str, value: Any) -> None:
     check_refusal(name, value, **{name: value})
 
 
+@pytest.mark.shows("R39")
 def test_gradients_are_clipped_in_one_way_only() -> None:
     """R39."""
     check_refusal("clip_value", 2.0, clip_norm=1.0, clip_value=2.0)
@@ -356,18 +371,21 @@ def test_the_choice_of_the_cpu_must_be_a_bool_or_none(value: Any) -> None:
     check_refusal("use_cpu", value, use_cpu=value)
 
 
+@pytest.mark.shows("H46")
 @pytest.mark.parametrize("gpus", [[0], []])
 def test_the_cpu_and_gpus_contradict_each_other(gpus: list[int]) -> None:
     """H46."""
     assert "use_cpu=True" in check_refusal("gpus", gpus, gpus=gpus, use_cpu=True)
 
 
+@pytest.mark.shows("H47")
 @pytest.mark.parametrize("gpus", [[0], [], [-1], 0, (0,), ["0"], [0, 0]])
 def test_gpus_without_cuda_are_refused(gpus: Any) -> None:
     """H47: never the CPU in silence."""
     check_refusal("gpus", gpus, gpus=gpus)
 
 
+@pytest.mark.shows("H46")
 def test_a_gpu_that_is_demanded_without_cuda_is_an_error() -> None:
     """H46: a RuntimeError."""
     with pytest.raises(UsageError, match=r"Trainer\(use_cpu=False\) must find a GPU.*Omit use_cpu"):
@@ -414,6 +432,7 @@ def test_a_process_carries_one_replica_at_least() -> None:
     assert "num_replicas=2" in check_refusal("nproc", 3, num_replicas=2, nproc=3)
 
 
+@pytest.mark.shows("H49")
 @pytest.mark.parametrize("present", [None, ":16:8"])
 def test_determinism_on_a_gpu_sets_the_variable_of_cublas_in_time(
     monkeypatch: pytest.MonkeyPatch, present: str | None
@@ -428,6 +447,7 @@ def test_determinism_on_a_gpu_sets_the_variable_of_cublas_in_time(
     assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == (present or ":4096:8")
 
 
+@pytest.mark.shows("H49")
 @pytest.mark.parametrize(("present", "reason"), [(None, "too late"), (":0:0", "it is ':0:0'")])
 def test_determinism_on_a_gpu_is_refused_where_it_is_too_late(
     monkeypatch: pytest.MonkeyPatch, present: str | None, reason: str
@@ -525,12 +545,14 @@ def test_an_engine_must_be_an_engine() -> None:
     check_refusal("engine", Engine, engine=Engine)
 
 
+@pytest.mark.shows("E27")
 @pytest.mark.parametrize("name", ["DeviceEngine", "DistributedDataParallelAMPEngine", "ddp"])
 def test_an_engine_of_the_reference_is_named_with_what_replaces_it(name: str) -> None:
     """E2, E27."""
     assert "helios.engines.engine.Engine" in check_refusal("engine", name, engine=name)
 
 
+@pytest.mark.shows("E2")
 @pytest.mark.parametrize(
     ("name", "value"),
     [("use_cpu", True), ("use_cpu", False), ("gpus", [0]), ("clip_norm", 1.0), ("clip_value", 1.0)],

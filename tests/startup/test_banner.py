@@ -39,6 +39,7 @@ def banner_of(
     return [line for line in capsys.readouterr().err.splitlines() if "schedulers: " in line]
 
 
+@pytest.mark.shows("P81")
 def test_the_banner_names_a_scheduler_that_seems_to_count_epochs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

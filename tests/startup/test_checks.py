@@ -61,6 +61,7 @@ def test_plugins_under_their_own_ids_are_accepted() -> None:
     check_plugins({"one": Quiet("one"), "two": Owner("two")})
 
 
+@pytest.mark.shows("H60")
 @pytest.mark.parametrize(
     ("flag", "method"),
     [
@@ -85,6 +86,7 @@ def test_overriding_without_a_flag_is_enough() -> None:
     check_plugins({"owner": Owner("owner")})
 
 
+@pytest.mark.shows("H60")
 def test_the_flag_for_stopping_is_ignored() -> None:
     """DESIGN section 9: any plugin may stop a training."""
     plugin = Quiet("quiet")
@@ -144,6 +146,7 @@ class PluginWithoutBase(Quiet):
         """Leave out the base."""
 
 
+@pytest.mark.shows("U28")
 def test_a_forgotten_constructor_of_the_base_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"WithoutBase.__init__ must call super\(\).__init__\(save_"

@@ -50,6 +50,7 @@ def warnings_of(
     return "\n".join(caplog.messages)
 
 
+@pytest.mark.shows("U27")
 def test_a_missing_validation_step_is_named_with_what_may_be_meant(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_missing_validation_step_is_named_with_what_may_be_meant(
     assert warnings_of(caplog, QuietModel("quiet"), schedule=Schedule(total_steps=2)) == ""
 
 
+@pytest.mark.shows("U27")
 @pytest.mark.parametrize("kind", [Validating, Drawing, Processing])
 def test_a_model_with_code_for_validations_is_left_alone(
     kind: type[Model], caplog: pytest.LogCaptureFixture
@@ -76,6 +78,7 @@ def test_validation_without_data_is_named(caplog: pytest.LogCaptureFixture) -> N
     assert "valid_step" not in said
 
 
+@pytest.mark.shows("U27")
 @pytest.mark.parametrize(
     ("schedule", "has_validation"),
     [(VALIDATING, False), (Schedule(total_steps=2), True)],
@@ -89,6 +92,7 @@ def test_a_rule_for_the_best_without_validations_is_named(
     assert warnings_of(caplog, store=best) == ""
 
 
+@pytest.mark.shows("U27")
 def test_a_training_of_no_steps_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert Trainer(use_cpu=True, print_banner=False).fit(Line("line"), Numbers())
     assert "Trainer(total_steps=0) trains nothing" in capsys.readouterr().err

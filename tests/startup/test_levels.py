@@ -112,6 +112,7 @@ def sidecars(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
+@pytest.mark.shows("S44")
 def test_levels_are_ordered() -> None:
     names = [level.value for level in sorted(Level, key=lambda level: level.height)]
     assert names == ["none", "incomplete", "order", "restart", "elastic"]
@@ -119,11 +120,13 @@ def test_levels_are_ordered() -> None:
     assert Level.NONE.at_most(Level.INCOMPLETE) is Level.NONE
 
 
+@pytest.mark.shows("S44")
 def test_only_the_first_of_many_places_are_listed() -> None:
     missing = {f"net.count_{number}": "" for number in range(12)}
     assert list_missing(missing).endswith("net.count_9 and 2 more")
 
 
+@pytest.mark.shows("S46")
 def test_a_state_that_is_kept_rests_on_a_word_that_was_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +147,7 @@ def test_a_state_that_is_kept_rests_on_a_word_that_was_tried(
     assert {tuple(each["claims"]) for each in listed["files"]} == {(word,)}
 
 
+@pytest.mark.shows("S46")
 def test_a_state_that_could_not_be_tried_is_claimed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +164,7 @@ def test_a_state_that_could_not_be_tried_is_claimed(
     assert sidecars(tmp_path)[0]["claims"] == [f"claimed by {where}"]
 
 
+@pytest.mark.shows("S46")
 def test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +186,7 @@ def test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere(
     assert LOST in shown
 
 
+@pytest.mark.shows("S44")
 def test_fit_warns_once_when_it_loads_an_incomplete_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +204,7 @@ def test_fit_warns_once_when_it_loads_an_incomplete_checkpoint(
     assert "resumed without: data: Buffered" in newest["changes"]
 
 
+@pytest.mark.shows("S46")
 def test_a_trial_changes_no_bit_of_the_run(tmp_path: Path) -> None:
     tried = fit(tmp_path)
     untried = fit(tmp_path / "other", chkpt_frequency=None)
@@ -212,6 +219,7 @@ def test_nothing_is_tried_without_checkpoints(
     assert "WARNING" not in capsys.readouterr().err
 
 
+@pytest.mark.shows("S45")
 def test_an_incomplete_checkpoint_can_be_refused_before_anything_is_written(tmp_path: Path) -> None:
     class Listening(Plugin):
         def __init__(self) -> None:
@@ -234,6 +242,7 @@ def test_an_incomplete_checkpoint_can_be_refused_before_anything_is_written(tmp_
     assert listening.events == []
 
 
+@pytest.mark.shows("S45")
 @pytest.mark.parametrize("value", ["error", None, True])
 def test_on_incomplete_is_one_of_two_words(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r'on_incomplete=...\) must be "warn" or "raise", got'):
@@ -251,6 +260,7 @@ class Losing(Simple):
             self.lost = threading.Lock()
 
 
+@pytest.mark.shows("S44", "S72")
 def test_what_a_model_loses_is_in_the_sidecar_and_warned_of_at_the_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +276,7 @@ def test_what_a_model_loses_is_in_the_sidecar_and_warned_of_at_the_load(
     assert "resumed without: lost" in sidecars(tmp_path)[-1]["changes"]
 
 
+@pytest.mark.shows("S44")
 def test_what_a_model_does_not_lose_any_more_is_missing_no_more(tmp_path: Path) -> None:
     class Cured(Losing):
         is_losing = False
@@ -287,6 +298,7 @@ def _lose(rank: int, folder: Path) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.shows("S45")
 def test_what_the_model_of_one_rank_loses_is_refused_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(_lose, 2, tmp_path)
     assert first == second
@@ -312,6 +324,7 @@ def _refuse(rank: int, folder: Path) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.shows("S45")
 def test_what_one_rank_lacks_is_refused_on_all(tmp_path: Path) -> None:
     (tmp_path / "net").mkdir()
     first, second = run_ranks(_refuse, 2, tmp_path)
@@ -326,6 +339,7 @@ def _save(rank: int, folder: Path) -> list[Any]:
     return [(each["level"], each["missing"], each["claims"]) for each in sidecars(folder)]
 
 
+@pytest.mark.shows("S44")
 def test_what_one_rank_lacks_is_in_the_sidecar(tmp_path: Path) -> None:
     found = run_ranks(_save, 2, tmp_path)[0]
     assert found[0][0] == "incomplete"
@@ -352,6 +366,7 @@ class Compiled(Simple):
         return nn.functional.linear(batch[1], self.net.weight).square().mean()
 
 
+@pytest.mark.shows("S47")
 @IMPORTS_INDUCTOR
 @pytest.mark.parametrize("is_in_place", [False, True])
 @pytest.mark.parametrize(("backend", "level"), [("inductor", "order"), ("eager", "restart")])
@@ -371,6 +386,7 @@ def test_inductor_lowers_the_level_without_a_warning(
     assert {each["level"] for each in sidecars(tmp_path)} == {level}
 
 
+@pytest.mark.shows("S47")
 @IMPORTS_INDUCTOR
 @pytest.mark.parametrize(("backend", "level"), [("inductor", "order"), ("eager", "restart")])
 @pytest.mark.parametrize("is_method", [False, True])
@@ -394,6 +410,7 @@ def test_a_function_of_the_model_that_inductor_compiles_lowers_the_level(
     assert (text in capsys.readouterr().err) is (level == "order")
 
 
+@pytest.mark.shows("S47")
 @IMPORTS_INDUCTOR
 def test_a_network_that_is_compiled_later_lowers_the_level_of_its_checkpoints(
     tmp_path: Path,

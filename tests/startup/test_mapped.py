@@ -132,6 +132,7 @@ def test_nothing_that_goes_on_living_lies_in_the_file(
     assert seen == [False, False]
 
 
+@pytest.mark.shows("S40")
 def test_the_file_is_mapped_while_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

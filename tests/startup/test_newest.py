@@ -104,6 +104,7 @@ def _save_scored(path: Path, iteration: int, loss: float, *, keeps: int) -> None
     )
 
 
+@pytest.mark.shows("U23")
 def test_all_processes_load_the_best_also_where_a_better_one_replaces_it(tmp_path: Path) -> None:
     """While rank 0 loads the best, a training saves two better ones, and deletes the others."""
     _save_scored(tmp_path / "run", 1, 0.5, keeps=9)

@@ -40,6 +40,7 @@ class Listener(Plugin):
         self.said = self.capture.readouterr().err
 
 
+@pytest.mark.shows("S8", "U17")
 @pytest.mark.parametrize(
     ("free", "expected"),
     [(100, "Not even one checkpoint will fit"), (1 << 40, "")],

@@ -154,6 +154,7 @@ def _sidecar(folder: Path) -> Sidecar:
     return Sidecar.from_json(sidecar_path(newest).read_text(), name="sidecar")
 
 
+@pytest.mark.shows("S42")
 def test_every_owner_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +167,7 @@ def test_every_owner_goes_on_where_it_was(
     assert "incomplete" not in capsys.readouterr().err
 
 
+@pytest.mark.shows("S42")
 def test_a_plugin_that_is_gone_leaves_its_attributes_in_the_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +182,7 @@ def test_a_plugin_that_is_gone_leaves_its_attributes_in_the_checkpoint(
     assert last.plugin.count == 3
 
 
+@pytest.mark.shows("S42")
 def test_an_evaluation_finds_the_attributes_of_plugins_too(tmp_path: Path) -> None:
     Parts(tmp_path, 3).run()
 
@@ -194,6 +197,7 @@ def test_an_evaluation_finds_the_attributes_of_plugins_too(tmp_path: Path) -> No
     assert parts.data.stage == 3
 
 
+@pytest.mark.shows("S66", "S72")
 def test_a_generator_in_a_data_set_is_named_where_workers_have_copies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +214,7 @@ def test_a_generator_in_a_data_set_is_named_where_workers_have_copies(
     assert list(_sidecar(tmp_path).missing) == ["data set.dataset: rng"]
 
 
+@pytest.mark.shows("S74")
 def test_a_data_set_declares_what_need_not_be_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +244,7 @@ def test_a_data_set_declares_what_need_not_be_saved(
     assert " - WARNING - " not in capsys.readouterr().err
 
 
+@pytest.mark.shows("S42")
 def test_what_a_state_dict_of_the_model_leaves_out_comes_back(tmp_path: Path) -> None:
     class Own(Model):
         def setup(self, fast_init: bool = False) -> None:
@@ -267,6 +273,7 @@ def test_what_a_state_dict_of_the_model_leaves_out_comes_back(tmp_path: Path) ->
     assert make("cut", 6).found() == whole.found()
 
 
+@pytest.mark.shows("S42")
 def test_attributes_of_helios_own_classes_are_declared() -> None:
     parts = Parts(Path("unused"), 1)
     trainer = parts.trainer

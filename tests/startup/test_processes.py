@@ -49,6 +49,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     set_gpus(monkeypatch, 0)
 
 
+@pytest.mark.shows("H48", "S33")
 @pytest.mark.parametrize(
     ("num_gpus", "options", "kept", "expected"),
     [
@@ -82,6 +83,7 @@ def test_a_plain_start_follows_the_run_then_the_arguments_then_the_machine(
     assert (count, choose_replicas(arguments.processes, _ALONE, stored(kept), count)) == expected
 
 
+@pytest.mark.shows("H48", "E29")
 @pytest.mark.parametrize("kind", [LaunchKind.TORCHRUN, LaunchKind.SRUN])
 @pytest.mark.parametrize(
     ("options", "kept", "expected"),
@@ -110,6 +112,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
         _count(make(nproc=2, engine=Engine("cuda:1")), _ALONE)
 
 
+@pytest.mark.shows("S33")
 @pytest.mark.parametrize(
     ("options", "kept", "place", "words"),
     [
@@ -126,6 +129,7 @@ def test_more_processes_than_replicas_are_refused(
         choose_replicas(arguments.processes, place, stored(kept), 3)
 
 
+@pytest.mark.shows("S31")
 def test_the_number_of_replicas_never_changes() -> None:
     with pytest.raises(
         RunMismatchError, match=r"started with 4 replicas .*must not change.*start a new run"
@@ -133,6 +137,7 @@ def test_the_number_of_replicas_never_changes() -> None:
         choose_replicas(make(num_replicas=2).processes, _ALONE, stored(4), 1)
 
 
+@pytest.mark.shows("H48", "E32")
 def test_each_process_of_a_machine_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """H48."""
     set_gpus(monkeypatch, 4)
@@ -164,6 +169,7 @@ def _fit(folder: Path, **options: Any) -> bool:
     return trainer.fit(SmallModel(_SHARED), IndexModule(_SHARED))
 
 
+@pytest.mark.shows("S33")
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -186,6 +192,7 @@ def _setting(**options: Any) -> Setting:
     return Setting(**{**vars(_SHARED), "options": options})
 
 
+@pytest.mark.shows("S33")
 def test_what_a_run_was_begun_with_is_read_from_its_newest_file(tmp_path: Path) -> None:
     options = make(chkpt_root=tmp_path).checkpoints
     assert find_stored(options, "small", [], is_fit=True) is None

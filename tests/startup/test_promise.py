@@ -101,6 +101,7 @@ def test_a_loader_that_is_not_ours_is_no_better_than_restart(tmp_path: Path) -> 
         fit(tmp_path, data=Foreign, num_replicas=2, chkpt_frequency=None)
 
 
+@pytest.mark.shows("S58")
 def test_what_a_step_changes_lowers_the_level_at_once_and_is_named_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

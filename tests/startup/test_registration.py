@@ -65,6 +65,7 @@ WAYS: dict[str, Callable[[helios.Trainer, Any], Any]] = {
 every_way = pytest.mark.parametrize("register", WAYS.values(), ids=WAYS)
 
 
+@pytest.mark.shows("H59")
 @every_way
 def test_a_plugin_is_registered_under_its_id(
     register: Callable[[helios.Trainer, Any], Any],
@@ -77,11 +78,13 @@ def test_a_plugin_is_registered_under_its_id(
     assert type(trainer.plugins) is PluginTable
 
 
+@pytest.mark.shows("H59", "K2", "R38")
 def test_plugins_of_the_constructor_are_registered_in_their_order() -> None:
     plugins = [Quiet("b"), Owner("a"), Quiet("c")]
     assert list(make_trainer(*plugins).plugins.values()) == plugins
 
 
+@pytest.mark.shows("H60")
 @every_way
 def test_a_second_owner_of_a_batch_is_refused_when_it_registers(
     register: Callable[[helios.Trainer, Any], Any],
@@ -106,6 +109,7 @@ def test_a_method_with_wrong_parameters_is_refused_when_it_registers(
     assert not trainer.plugins
 
 
+@pytest.mark.shows("H59")
 @pytest.mark.parametrize("way", [way for way in WAYS if "set" not in way])
 def test_an_id_that_is_taken_is_refused(way: str) -> None:
     """H59: a `KeyError`; `setdefault` keeps the present one, as dictionaries do."""
@@ -166,6 +170,7 @@ def test_an_id_is_free_again_when_its_plugin_is_removed() -> None:
     assert list(trainer.plugins.values()) == [second, third]
 
 
+@pytest.mark.shows("H60")
 def test_all_checks_run_again_when_fit_starts() -> None:
     """DESIGN section 9: a method may be set after its plugin has registered."""
     plugin = Quiet("late")
@@ -185,6 +190,7 @@ class Loud(Quiet):
     def on_training_epoch_end(self, current_epoch: int) -> None: ...
 
 
+@pytest.mark.shows("K2", "C14")
 def test_the_order_of_receivers_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """C8, C14: once for the run, and event by event at DEBUG level."""
     monitor, plain = Loud("watcher"), Loud("plain")
@@ -213,6 +219,7 @@ def test_without_plugins_there_is_no_order_to_log(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
+@pytest.mark.shows("S70")
 @every_way
 def test_a_plugin_that_only_loads_a_state_is_refused_when_it_registers(
     register: Callable[[helios.Trainer, Any], Any],
@@ -230,6 +237,7 @@ class Shown(Quiet):
         return {"trial": 7}
 
 
+@pytest.mark.shows("S70")
 @every_way
 def test_a_plugin_may_save_a_state_that_nobody_loads(
     register: Callable[[helios.Trainer, Any], Any],
@@ -237,6 +245,7 @@ def test_a_plugin_may_save_a_state_that_nobody_loads(
     register(make_trainer(), Shown("shown"))
 
 
+@pytest.mark.shows("S70")
 def test_a_run_goes_on_with_a_plugin_that_only_saves(tmp_path: Path) -> None:
     setting = Setting(total_steps=2, valid_frequency=None)
     train(tmp_path, setting, Shown("shown"))

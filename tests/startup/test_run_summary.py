@@ -27,6 +27,7 @@ def lines(**members: object) -> list[str]:
     return describe_model(Holder(**members)).splitlines()
 
 
+@pytest.mark.shows("P77")
 def test_one_network_is_shown_by_its_parts() -> None:
     network = nn.Sequential(nn.Linear(1000, 2), nn.ReLU(), nn.Linear(2, 1).double())
     assert lines(net=network) == [
@@ -47,6 +48,7 @@ def test_several_networks_have_a_row_each() -> None:
     ]
 
 
+@pytest.mark.shows("P77")
 def test_a_shared_parameter_counts_once() -> None:
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
     second.weight = first.weight
@@ -68,6 +70,7 @@ def test_parameters_of_the_network_itself_and_of_the_model_are_counted() -> None
     ]
 
 
+@pytest.mark.shows("P77")
 def test_what_a_lazy_layer_will_have_is_not_guessed() -> None:
     assert lines(net=nn.Sequential(nn.Linear(1, 1), nn.LazyLinear(4))) == [
         "2 parameters (8 bytes), all trainable, without lazy ones",
@@ -76,6 +79,7 @@ def test_what_a_lazy_layer_will_have_is_not_guessed() -> None:
     ]
 
 
+@pytest.mark.shows("P77")
 def test_many_parts_fill_eight_rows() -> None:
     found = lines(net=nn.Sequential(*(nn.Linear(1, 1) for _ in range(20))))
     assert len(found) == 10
@@ -105,6 +109,7 @@ class Small(Holder):
         return self.net(batch[0]).sum()
 
 
+@pytest.mark.shows("P77")
 def test_the_banner_says_how_large_model_and_data_are(capsys: pytest.CaptureFixture[str]) -> None:
     Trainer(train_unit="iteration", total_steps=1, use_cpu=True).fit(Small(), Data())
     shown = capsys.readouterr().err.splitlines()

@@ -31,6 +31,7 @@ def show(log: ScoreLog, errors: Sequence[float], *, first: int = 1, improve: boo
     return shown
 
 
+@pytest.mark.shows("U26")
 def test_each_validation_is_a_line_with_the_best_so_far(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -54,12 +55,14 @@ def test_each_validation_is_a_line_with_the_best_so_far(
     }
 
 
+@pytest.mark.shows("U26")
 def test_large_scores_are_the_best_if_the_rule_says_so() -> None:
     log = ScoreLog(KeepBest(1, "error", "max"))
     show(log, [0.5, 0.75, 0.25])
     assert log.summarize()["best scores"] == "error 0.75 (iteration 16)"
 
 
+@pytest.mark.shows("U26")
 def test_the_model_may_say_which_is_the_best(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     log = ScoreLog(judges=True)
@@ -70,6 +73,7 @@ def test_the_model_may_say_which_is_the_best(caplog: pytest.LogCaptureFixture) -
     assert list(silent.summarize()) == ["last scores"]
 
 
+@pytest.mark.shows("U26")
 def test_validations_of_earlier_starts_count(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     lines = [{"iteration": 8 * n, "scores": {"error": e}} for n, e in ((1, 0.5), (2, 0.25))]
@@ -92,6 +96,7 @@ def test_nothing_is_logged_without_scores(caplog: pytest.LogCaptureFixture) -> N
     assert log.summarize() == {}
 
 
+@pytest.mark.shows("U26")
 def test_the_end_says_how_far_and_where() -> None:
     state = TrainingState(global_epoch=3, global_iteration=24)
     newest = Path("runs") / "line" / "line_epoch_3_iter_24.pth"
@@ -110,6 +115,7 @@ def test_the_end_says_how_far_and_where() -> None:
     assert bare == "\n  trained  until epoch 3, iteration 24 in 3.2 s"
 
 
+@pytest.mark.shows("U26")
 def test_fit_logs_scores_and_the_end_also_after_a_resume(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +150,7 @@ def test_early_stopping_says_which_is_the_best_without_a_folder(
     assert "checkpoints" not in shown
 
 
+@pytest.mark.shows("U26")
 def test_an_evaluation_logs_its_scores(capfd: pytest.CaptureFixture[str]) -> None:
     trainer, model = Trainer(total_steps=1, use_cpu=True), Line("line")
     trainer.fit(model, Numbers())

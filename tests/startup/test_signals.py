@@ -20,6 +20,7 @@ from helios.startup.runs.signal_policy import Listener, exit_code_of, listening
 from tests.support.runs import IndexModule, Setting, SmallModel
 
 
+@pytest.mark.shows("S12")
 def test_the_defaults_are_what_schedulers_and_people_send() -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     assert set(Signals().numbers) == set(numbers)
@@ -90,6 +91,7 @@ def fit_quickly(**options: Any) -> helios.Trainer:
     return trainer
 
 
+@pytest.mark.shows("S15")
 def test_another_thread_trains_without_handlers_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -124,6 +126,7 @@ class Curious(helios.Plugin):
         self.handlers[when] = [signal.getsignal(number) for number in Signals().numbers]
 
 
+@pytest.mark.shows("S15")
 def test_handlers_are_there_from_the_start_of_fit_to_its_end_only() -> None:
     curious = Curious()
     before = [signal.getsignal(number) for number in Signals().numbers]
@@ -134,6 +137,7 @@ def test_handlers_are_there_from_the_start_of_fit_to_its_end_only() -> None:
         assert isinstance(handler, SignalReceiver), when
 
 
+@pytest.mark.shows("S15")
 def test_evaluations_handle_no_signals() -> None:
     curious, setting = Curious(), Setting()
     before = [signal.getsignal(number) for number in Signals().numbers]
@@ -158,6 +162,7 @@ UnsavedEnd(7.5).carry_out("SIGUSR1")
     assert int(done.stdout) > 0
 
 
+@pytest.mark.shows("S12")
 def test_exit_codes_tell_what_may_just_be_started_again() -> None:
     errors = {KeyboardInterrupt(): 75, SystemExit(75): 75, SystemExit(3): 1, ValueError(): 1}
     for error, code in errors.items():

@@ -110,6 +110,7 @@ _REFERENCES = {
 }
 
 
+@pytest.mark.shows("S38")
 @pytest.mark.parametrize("case", _REFERENCES)
 def test_a_reference_that_torch_does_not_write_is_refused(case: str) -> None:
     with pytest.raises(ValueError, match="in a way that torch does not write"):

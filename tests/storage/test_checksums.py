@@ -47,6 +47,7 @@ def _bytes_of(array: Any) -> Tensor:
     return torch.as_tensor(array).view(torch.uint8)
 
 
+@pytest.mark.shows("S61")
 @pytest.mark.parametrize("change", _CHANGES)
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def test_exchanged_elements_and_flipped_signs_change_every_checksum(
     assert sum_of(array) != before
 
 
+@pytest.mark.shows("S61")
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.complex64]
 )

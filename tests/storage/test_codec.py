@@ -121,6 +121,7 @@ def test_what_is_read_is_what_was_encoded(tmp_path: Path) -> None:
     assert loaded[b"k"] == (1, {2})
 
 
+@pytest.mark.shows("H26", "S21")
 def test_safe_types_are_allowed_for_one_reading_only(tmp_path: Path) -> None:
     path = write(tmp_path / "file", [Settings()], (Settings,))
     before = set(torch.serialization.get_safe_globals())
@@ -137,6 +138,7 @@ def test_what_the_user_registered_stays_registered(tmp_path: Path) -> None:
         assert Settings in torch.serialization.get_safe_globals()
 
 
+@pytest.mark.shows("H26")
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_malicious_pickle_executes_nothing_and_is_named(tmp_path: Path, protocol: int) -> None:
     mark = tmp_path / "executed"
@@ -226,6 +228,7 @@ def test_a_container_without_check_sums_is_accepted(tmp_path: Path) -> None:
     assert codec.read(path)["a"].sum() == 0
 
 
+@pytest.mark.shows("H24")
 def test_tensors_come_to_the_cpu_whatever_the_default_device_is(tmp_path: Path) -> None:
     path = write(tmp_path / "file.pth", {"a": torch.ones(2), "b": np.arange(5000), "c": b""})
     with torch.device("meta"):

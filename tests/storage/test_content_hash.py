@@ -83,6 +83,7 @@ _CHANGES = [_exchange, _flip_two, _by_one_ulp, _reshape, _retype, _rename, _sign
 _CHANGES += [_text, _number, _array, _as_tuple]
 
 
+@pytest.mark.shows("P9")
 @pytest.mark.parametrize("change", _CHANGES)
 def test_every_change_of_a_batch_is_seen(change: Any) -> None:
     batch, other = _batch(), _batch()
@@ -135,6 +136,7 @@ def test_a_list_inside_of_itself_has_an_end() -> None:
     assert fingerprint(loop) != fingerprint([1])
 
 
+@pytest.mark.shows("P8")
 def test_values_that_occur_many_times_are_read_once() -> None:
     """Seven nodes that refer to each other, as in a graph, have countless paths."""
 
@@ -191,6 +193,7 @@ def test_indices_may_be_of_any_type() -> None:
 _X, _N = torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.tensor([3, 1])
 
 
+@pytest.mark.shows("P71")
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -225,6 +228,7 @@ def test_a_dictionary_of_tensors_is_hashed_alike_in_any_order_and_by_either_path
     assert len(found) == 1
 
 
+@pytest.mark.shows("P71")
 def test_what_was_read_does_not_follow_later_changes() -> None:
     x, y = torch.ones(3), torch.zeros(2)
     for batch in ([x, y], (x, y), {"x": x, "y": y}, [x, [y]]):
@@ -233,6 +237,7 @@ def test_what_was_read_does_not_follow_later_changes() -> None:
         assert hash_content(content, 1) == before.value != fingerprint(batch, 1).value
 
 
+@pytest.mark.shows("P71")
 @pytest.mark.parametrize(
     ("indices", "expected"),
     [

@@ -279,6 +279,7 @@ class _Patched:
         vars(self).update(vars(module) | functions)
 
 
+@pytest.mark.shows("S16")
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_warned_of_once_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int

@@ -24,6 +24,7 @@ def test_digests_do_not_depend_on_the_pieces_that_are_written() -> None:
     assert digests_of(data, 1_000_003) == digests_of(data, 4096) == whole
 
 
+@pytest.mark.shows("P111")
 @pytest.mark.parametrize("damaged", [[0], [17], [40], [39, 23, 31]])
 def test_the_first_damaged_block_of_a_range_is_found(damaged: list[int]) -> None:
     data = bytearray(SIZE)
@@ -38,6 +39,7 @@ def test_the_first_damaged_block_of_a_range_is_found(damaged: list[int]) -> None
         assert blocks.find_damaged(begin, begin) is None
 
 
+@pytest.mark.shows("P111")
 def test_a_block_that_was_verified_is_not_hashed_again() -> None:
     data = bytearray(SIZE)
     blocks = VerifiedBlocks(data, digests_of(bytes(data), SIZE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from helios.storage.staging import HostBuffers
@@ -11,6 +12,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@pytest.mark.shows("S1")
 def test_tensors_look_at_copies_that_later_changes_do_not_reach() -> None:
     live = torch.arange(12.0).view(3, 4)
     code = live.detach()
@@ -32,6 +34,7 @@ def test_views_of_one_storage_share_the_copy_with_their_shapes_and_strides() -> 
     assert views[1].stride() == (1, 6)
 
 
+@pytest.mark.shows("S1")
 def test_every_type_is_copied_on_bytes() -> None:
     kinds = (torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.bool, torch.int8)
     lives = [torch.tensor([0.0, 1.0, 3.0]).to(kind) for kind in kinds]
@@ -42,6 +45,7 @@ def test_every_type_is_copied_on_bytes() -> None:
         assert torch.equal(code, live)
 
 
+@pytest.mark.shows("S3")
 def test_the_memory_is_used_again_and_what_is_no_longer_needed_returned() -> None:
     buffers = HostBuffers()
     first = [torch.ones(100), torch.ones(100), torch.ones(7)]
@@ -56,6 +60,7 @@ def test_the_memory_is_used_again_and_what_is_no_longer_needed_returned() -> Non
     assert buffers.num_bytes == 0
 
 
+@pytest.mark.shows("S3")
 def test_prepared_memory_is_taken_by_the_first_copy() -> None:
     buffers = HostBuffers()
     buffers.prepare([400, 400, 28])

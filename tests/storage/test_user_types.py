@@ -43,6 +43,7 @@ def _in_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
+@pytest.mark.shows("P112")
 @pytest.mark.parametrize("writer", ["__main__", "__mp_main__"])
 @pytest.mark.parametrize(
     "value", [Mode.MAIN, Parts.HEAD | Parts.BODY, Box()], ids=["enum", "flag", "object"]

@@ -79,6 +79,7 @@ def pipe() -> Screen:
     return Screen(is_terminal=False)
 
 
+@pytest.mark.shows("H44", "R42")
 def test_epochs_have_two_bars_with_loss_speed_and_time_left(terminal: Screen, time: Time) -> None:
     display = BarDisplay(terminal, time)
     start(display)
@@ -90,6 +91,7 @@ def test_epochs_have_two_bars_with_loss_speed_and_time_left(terminal: Screen, ti
     assert len([row for row in terminal.rows() if row]) == 1, "only the epochs stay to be seen"
 
 
+@pytest.mark.shows("H44")
 def test_iterations_have_one_bar_that_counts_steps(terminal: Screen, time: Time) -> None:
     display = BarDisplay(terminal, time)
     start(display, TrainingUnit.ITERATION, total_steps=40)
@@ -102,6 +104,7 @@ def test_iterations_have_one_bar_that_counts_steps(terminal: Screen, time: Time)
     assert terminal.rows()[0] == row, "the last state stays to be seen"
 
 
+@pytest.mark.shows("H44")
 def test_an_endless_run_has_a_count_without_a_total(terminal: Screen, time: Time) -> None:
     display = BarDisplay(terminal, time)
     start(display, TrainingUnit.ITERATION, total_steps=math.inf, steps_done=7)
@@ -110,6 +113,7 @@ def test_an_endless_run_has_a_count_without_a_total(terminal: Screen, time: Time
     display.close()
 
 
+@pytest.mark.shows("H14")
 def test_a_resumed_run_starts_at_its_position_and_measures_its_own_speed(
     terminal: Screen, time: Time
 ) -> None:
@@ -139,6 +143,7 @@ class _Unread(dict[str, object]):
         raise RuntimeError("the losses were read")
 
 
+@pytest.mark.shows("P78")
 def test_the_peak_of_memory_is_read_at_each_drawing(terminal: Screen, time: Time) -> None:
     reads: list[dict[str, int]] = []
 
@@ -188,6 +193,7 @@ def test_what_is_no_number_is_left_out_of_the_losses(terminal: Screen, time: Tim
     display.close()
 
 
+@pytest.mark.shows("H44")
 def test_a_validation_has_a_bar_that_goes_away_and_its_time_is_no_training_time(
     terminal: Screen, time: Time
 ) -> None:
@@ -324,6 +330,7 @@ def test_a_display_is_closed_once_and_can_be_used_again(terminal: Screen, time: 
     assert sum("epochs" in row for row in terminal.rows()) == 2
 
 
+@pytest.mark.shows("H44")
 def test_nothing_is_shown_when_off(capsys: pytest.CaptureFixture[str], time: Time) -> None:
     display = create_display(False)
     start(display)
@@ -338,6 +345,7 @@ def test_nothing_is_shown_when_off(capsys: pytest.CaptureFixture[str], time: Tim
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.shows("H44")
 def test_only_rank_0_shows_anything() -> None:
     assert isinstance(create_display(True), BarDisplay)
     torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
@@ -347,6 +355,7 @@ def test_only_rank_0_shows_anything() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.shows("U26")
 @pytest.mark.parametrize("unit", TrainingUnit)
 def test_scores_stay_in_the_bar_and_are_not_repeated_in_lines(
     unit: TrainingUnit, terminal: Screen, pipe: Screen, time: Time

@@ -48,6 +48,7 @@ def rank_1() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.shows("H43")
 def test_what_a_module_says_reaches_screen_and_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +79,7 @@ def test_errors_carry_the_exception(tmp_path: Path) -> None:
         assert "ERROR - it is broken" in text
 
 
+@pytest.mark.shows("H45")
 def test_a_file_that_exists_is_appended_to(tmp_path: Path) -> None:
     with root_logger() as root:
         log_file = tmp_path / "run.log"
@@ -112,6 +114,7 @@ def test_a_second_setup_leaves_the_first_file(tmp_path: Path) -> None:
         assert (tmp_path / "b.log").read_text().endswith("second\n")
 
 
+@pytest.mark.shows("H19", "H45")
 @pytest.mark.usefixtures("rank_1")
 def test_other_ranks_say_errors_only_and_write_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -128,6 +131,7 @@ def test_other_ranks_say_errors_only_and_write_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.shows("H45")
 def test_python_warnings_are_logged_on_request_only(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -159,11 +163,13 @@ def test_a_closed_logger_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [(list(item.handlers), item.level, item.propagate) for item in loggers] == before
 
 
+@pytest.mark.shows("H43")
 def test_names_hold_the_run_and_the_time() -> None:
     name = logging.get_default_log_name("my_run")
     assert re.fullmatch(r"my_run_[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d", name)
 
 
+@pytest.mark.shows("H43")
 def test_runs_of_one_second_get_files_of_their_own(tmp_path: Path) -> None:
     """Three runs take less than a second, so at least two of them have the same time."""
     with default_loggers():

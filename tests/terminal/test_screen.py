@@ -42,6 +42,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bars
 
 
+@pytest.mark.shows("P78")
 def test_a_notebook_has_bars_of_its_own(notebook: ModuleType) -> None:
     surface = open_surface()
     assert isinstance(surface, Bars)
@@ -60,6 +61,7 @@ def test_a_notebook_without_widgets_has_lines(notebook: ModuleType) -> None:
     assert isinstance(open_surface(), Lines)
 
 
+@pytest.mark.shows("P78")
 def test_elsewhere_a_stream_that_is_no_terminal_has_lines(notebook: ModuleType) -> None:
     assert isinstance(open_surface(io.StringIO()), Lines), "a stream that was chosen"
     sys.modules["IPython"].get_ipython = lambda: SimpleNamespace(config={})

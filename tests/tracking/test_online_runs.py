@@ -89,6 +89,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "tracker"
 
 
+@pytest.mark.shows("P116")
 def test_an_iteration_is_one_line_and_is_sent_when_it_is_complete(
     folder: Path, server: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_an_iteration_is_whole_wherever_a_read_ends(
     assert [sum(name in line for name in "abcde") for line in _history(server)] == [5] * 4
 
 
+@pytest.mark.shows("P116")
 @pytest.mark.parametrize("noted", [True, False])
 @pytest.mark.parametrize("has", range(7))
 def test_a_start_sends_what_the_server_lacks_whatever_was_noted(
@@ -139,6 +141,7 @@ def test_a_start_sends_what_the_server_lacks_whatever_was_noted(
     assert _history(server) == whole
 
 
+@pytest.mark.shows("P116")
 def test_a_picture_that_did_not_arrive_with_its_line_is_sent_by_the_next_start(
     folder: Path, server: Path
 ) -> None:
@@ -180,6 +183,7 @@ def test_helios_send_ends_the_run_as_training_has_ended(
     assert not list((folder / "wandb").glob("run-*"))
 
 
+@pytest.mark.shows("P117")
 def test_a_server_that_has_not_all_is_an_error_at_the_end(
     folder: Path, server: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +198,7 @@ def test_a_server_that_has_not_all_is_an_error_at_the_end(
     assert "has not received all up to iteration 3" in capsys.readouterr().err
 
 
+@pytest.mark.shows("P117")
 def test_a_server_that_is_down_is_a_warning_and_gets_all_later(
     tmp_path: Path, server: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +217,7 @@ def test_a_server_that_is_down_is_a_warning_and_gets_all_later(
     assert not any(b"secret-key" in path.read_bytes() for path in files)
 
 
+@pytest.mark.shows("P117")
 def test_a_killed_training_goes_on_with_the_same_run(tmp_path: Path, server: Path) -> None:
     setting = Setting(print_frequency=1, chkpt_frequency=2)
 
@@ -249,6 +255,7 @@ def test_credentials_that_are_missing_are_an_error_with_a_remedy(
     assert "Set WANDB_API_KEY, or run: wandb login" in capsys.readouterr().err
 
 
+@pytest.mark.shows("P117")
 def test_the_process_of_an_earlier_sender_is_waited_for(folder: Path, server: Path) -> None:
     stored = _store(folder, [_row(1), _row(2)])
     earlier = InheritedLock(folder / ".helios-wandb-lock")
@@ -261,6 +268,7 @@ def test_the_process_of_an_earlier_sender_is_waited_for(folder: Path, server: Pa
     assert _steps(server) == [1]
 
 
+@pytest.mark.shows("P116")
 def test_what_is_added_to_an_iteration_that_was_sent_begins_a_new_run(
     folder: Path, server: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

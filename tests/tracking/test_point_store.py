@@ -67,6 +67,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "tracker"
 
 
+@pytest.mark.shows("P63")
 def test_repeated_rows_keep_the_times_that_were_sent(folder: Path) -> None:
     key, mark = _write(folder, range(1, 6), marked=2)
     before = (folder / "points.jsonl").read_bytes()
@@ -91,6 +92,7 @@ def test_a_mark_among_repeated_rows_is_that_of_the_repeated_ones(folder: Path) -
     store.close("killed")
 
 
+@pytest.mark.shows("P63")
 @pytest.mark.parametrize("left", [b"", b"\n", bytes(99), b"{}\n", b"3\n", b"\0\n{}\n"])
 def test_a_row_that_a_kill_has_cut_off_is_written_again(left: bytes, folder: Path) -> None:
     _, mark = _write(folder, range(1, 4), marked=1)
@@ -138,6 +140,7 @@ def test_signs_of_zero_are_values(folder: Path, caplog: pytest.LogCaptureFixture
     assert "differ from those that were sent" in caplog.text
 
 
+@pytest.mark.shows("P66")
 @pytest.mark.parametrize(("iteration", "forks"), [(3, True), (7, False), (7, True)])
 def test_another_course_begins_a_new_run_with_all_its_points(
     iteration: int, forks: bool, folder: Path, caplog: pytest.LogCaptureFixture
@@ -161,6 +164,7 @@ def test_another_course_begins_a_new_run_with_all_its_points(
     store.close("killed")
 
 
+@pytest.mark.shows("P66")
 @pytest.mark.parametrize("operation", ["truncate", "replace", "fsync_folder"])
 def test_a_kill_while_a_course_is_cut_off_mixes_nothing(
     operation: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -214,6 +218,7 @@ def test_other_parameters_are_another_run_unless_it_is_resumed(
     assert len(_stored(folder.with_name("tracker.before-1"))) == 3
 
 
+@pytest.mark.shows("P66")
 def test_another_target_gets_all_points_as_a_run_of_its_own(folder: Path) -> None:
     key, mark = _write(folder, range(1, 4), marked=2)
     store = _open(folder, mark, target={"kind": "MLflow", "uri": "other"})
@@ -223,6 +228,7 @@ def test_another_target_gets_all_points_as_a_run_of_its_own(folder: Path) -> Non
     store.close("killed")
 
 
+@pytest.mark.shows("P66")
 def test_points_that_are_lost_begin_a_new_run(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,6 +247,7 @@ def test_a_damaged_description_is_an_error_that_names_the_remedy(folder: Path) -
         _open(folder)
 
 
+@pytest.mark.shows("P84")
 def test_the_folder_stays_locked_when_it_is_moved_or_copied_aside(folder: Path) -> None:
     _, mark = _write(folder, range(1, 6), marked=2)
     for options in ({"mark": mark, "forks": True}, {"params": {"lr": 1}}):

@@ -59,6 +59,7 @@ def _read(uri: str, run: Any) -> tracked.Curves:
     return {name: found[clean(name)] for name in _NAMES}
 
 
+@pytest.mark.shows("P68")
 def test_everything_that_is_stored_is_read_back_with_its_bits_and_times(
     tmp_path: Path, uri: str
 ) -> None:
@@ -79,6 +80,7 @@ def test_everything_that_is_stored_is_read_back_with_its_bits_and_times(
     assert summary["numbers"]["loss"] == {"count": 6, "last": 1 / 6, "min": 1 / 6, "max": 1.0}
 
 
+@pytest.mark.shows("P63")
 def test_points_that_are_sent_again_are_stored_once(tmp_path: Path, uri: str) -> None:
     folder = _store(tmp_path, MLflow(uri))
     _sender(folder).flush()
@@ -92,6 +94,7 @@ def test_points_that_are_sent_again_are_stored_once(tmp_path: Path, uri: str) ->
     assert _read(uri, run) == tracked.stored_curves(folder.path)
 
 
+@pytest.mark.shows("P64")
 def test_what_is_acknowledged_is_not_sent_again(tmp_path: Path, uri: str) -> None:
     folder = _store(tmp_path, MLflow(uri))
     _sender(folder).flush()
@@ -100,6 +103,7 @@ def test_what_is_acknowledged_is_not_sent_again(tmp_path: Path, uri: str) -> Non
     assert sender.num_sent == 0
 
 
+@pytest.mark.shows("P64")
 def test_a_server_that_fails_in_between_gets_the_rest_later(
     tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +150,7 @@ def test_a_row_that_is_not_complete_waits(tmp_path: Path, uri: str) -> None:
     assert _read(uri, run) == tracked.stored_curves(folder.path)
 
 
+@pytest.mark.shows("P66")
 def test_a_sender_of_an_earlier_course_sends_nothing_of_the_new_one(
     tmp_path: Path, uri: str
 ) -> None:
@@ -167,6 +172,7 @@ def _manifest(steps: int, time: str) -> Manifest:
     return Manifest("r", [Section({"time": time}, facts)])
 
 
+@pytest.mark.shows("P68")
 def test_options_are_those_of_the_first_start_and_the_manifest_is_the_newest(
     tmp_path: Path, uri: str
 ) -> None:
@@ -195,6 +201,7 @@ def test_options_are_those_of_the_first_start_and_the_manifest_is_the_newest(
     assert sent.read_bytes() == (runs / "run.json").read_bytes()
 
 
+@pytest.mark.shows("P68")
 def test_a_summary_counts_and_ignores_nan() -> None:
     rows = [_row(number) for number in range(1, 5)]
     found = summarize(iter(rows))
@@ -212,6 +219,7 @@ def test_names_that_mlflow_refuses_stay_different() -> None:
     assert max(map(len, cleaned)) == 250
 
 
+@pytest.mark.shows("P65")
 def test_an_offline_run_has_every_point_once(tmp_path: Path) -> None:
     folder = _store(tmp_path, WandB("project"))
     root = folder.path / "wandb"

@@ -55,6 +55,7 @@ ENDS: dict[str, tuple[int, Callable[[SenderProcess], object]]] = {
 }
 
 
+@pytest.mark.shows("P67")
 @pytest.mark.parametrize("end", ENDS)
 def test_a_loader_worker_that_lives_on_keeps_nobody_waiting(
     end: str, tmp_path: Path, uri: str
