@@ -1,0 +1,90 @@
+"""Plant faults by name, one at a time, and show that each turns its test red.
+
+A fault of tests/planted/faults replaces a function; if there is no such function any more, it
+cannot be planted, and that is reported. So is a test that does not pass without its fault: it
+would show nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+from tests.planted import forks, listing  # noqa: E402
+from tests.planted.planting import Fault  # noqa: E402
+
+
+def main() -> int:
+    """Plant all faults, or those whose name holds a given text."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="plant only faults whose name holds one of these")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--check", action="store_true", help="only look whether all can be planted")
+    arguments = parser.parse_args()
+    names = arguments.names or [""]
+    chosen = {
+        key: fault
+        for key, fault in listing.find_faults().items()
+        if any(name in fault.name for name in names)
+    }
+    if arguments.check:
+        problems = listing.find_problems(chosen)
+        print(*problems or [f"All {len(chosen)} faults can be planted."], sep="\n")
+        return 1 if problems else 0
+    return run(chosen, arguments.jobs)
+
+
+def run(chosen: dict[str, Fault], jobs: int) -> int:
+    """Run the test of each fault, without it and with it."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        broken = 0
+        for line in pool.map(_find_broken, _by_file(chosen)):
+            broken += len(line)
+            print(*line, sep="\n", end="\n" if line else "", flush=True)
+        seen = 0
+        results = pool.map(_plant, chosen)
+        for fault, (result, seconds, by) in zip(chosen.values(), results, strict=True):
+            print(f"{seconds:5.1f} s  {result:9} {fault.name:70} {by}", flush=True)
+            seen += result.startswith("seen")
+    seconds = time.monotonic() - began
+    print(f"{seen} of {len(chosen)} faults are seen, in {seconds:.0f} s.")
+    return 0 if seen == len(chosen) and not broken else 1
+
+
+def _by_file(chosen: dict[str, Fault]) -> list[list[str]]:
+    files: defaultdict[str, set[str]] = defaultdict(set)
+    for fault in chosen.values():
+        files[fault.test.partition("::")[0]].add(fault.test)
+    return [sorted(tests) for tests in files.values()]
+
+
+def _find_broken(tests: list[str]) -> list[str]:
+    """Return what is to be said of tests that do not pass without a fault."""
+    outcome = forks.run(tests, seconds=forks.SECONDS * len(tests))
+    trouble = outcome.trouble or ("they hang" if outcome.is_late else "")
+    if trouble:
+        return [f"NOT RUN ({trouble})  {' '.join(tests)}"]
+    return [f"FAILS WITHOUT A FAULT  {test}" for test in outcome.failed]
+
+
+def _plant(key: str) -> tuple[str, float, str]:
+    """Return what a fault has done to its test, how long that took, and which test is red."""
+    test = listing.find_faults()[key].test
+    outcome = forks.run([test], "-x", planted=key)
+    if outcome.trouble:
+        return f"NOT RUN ({outcome.trouble})", outcome.seconds, test
+    result = "seen" if outcome.is_red else "NOT SEEN"
+    return result, outcome.seconds, (*outcome.failed, test)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

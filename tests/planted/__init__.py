@@ -1,0 +1,1 @@
+"""Faults that are planted into Helios by name, each with the test that must turn red."""

@@ -1,0 +1,237 @@
+"""Faults in how a checkpoint is committed, verified, chosen and deleted."""
+
+from __future__ import annotations
+
+from tests.planted.planting import fault
+
+STORE = "tests/checkpoint/test_store.py"
+COMMIT = f"{STORE}::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk"
+KILLS = "tests/checkpoint/test_kills.py"
+LOADING = "tests/checkpoint/test_loading.py"
+RETENTION = "tests/checkpoint/test_retention.py"
+SHARDED = "tests/checkpoint/test_sharded_folders.py"
+TWO_RUNS = "tests/integration/test_two_runs.py"
+
+
+@fault("helios.storage.files:fsync", "tests/storage/test_files.py")
+def nothing_waits_for_the_disk(fsync, handle):
+    handle.flush()
+
+
+@fault("helios.storage.codec:write_file", COMMIT)
+def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *, hashes=False):
+    from helios.storage import codec, files
+    from helios.storage.digest import DigestWriter
+
+    with files.create(path) as handle, DigestWriter(handle, hashes=hashes) as writer:
+        codec.write(writer, tree)
+        return writer.digest()
+
+
+@fault("helios.checkpoint.store:RunFolder._commit", COMMIT)
+def older_checkpoints_are_deleted_before_the_new_name_is_on_the_disk(commit, folder, draft):
+    from helios.storage import files
+
+    files.make_folder(folder.path)
+    folder._write_file(draft)
+    folder._apply_retention(draft.path, draft.sidecar.run_name)
+    return draft.path
+
+
+@fault(
+    "helios.checkpoint.store:RunFolder._write_file",
+    "tests/checkpoint/test_store.py::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk",
+)
+def a_checkpoint_is_committed_before_its_sidecar(write_file, folder, draft):
+    from helios.checkpoint import file_names
+    from helios.storage import codec, files
+
+    unfinished = files.temporary_path(draft.path)
+    digest = codec.write_file(unfinished, draft.code, hashes=True)
+    files.replace(unfinished, draft.path)
+    write_file(folder, draft)
+    assert digest
+    assert file_names.sidecar_path(draft.path).exists()
+
+
+@fault(
+    "helios.storage.codec:write_file",
+    "tests/checkpoint/test_store.py::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk",
+)
+def a_checkpoint_is_written_under_its_last_name(write_file, path, tree, *, hashes=False):
+    from helios.storage import files
+
+    final = path.with_suffix("")
+    digest = write_file(final, tree, hashes=hashes)
+    files.replace(final, path)
+    return digest
+
+
+@fault(
+    "helios.checkpoint.sidecar:Sidecar.to_json",
+    "tests/checkpoint/test_store.py::test_a_checkpoint_is_a_file_and_a_sidecar_with_its_digest",
+)
+def a_sidecar_holds_no_digest(to_json, sidecar):
+    import dataclasses
+
+    return to_json(dataclasses.replace(sidecar, digest=""))
+
+
+@fault(
+    "helios.checkpoint.contents:WholeFile.compare_bytes",
+    "tests/checkpoint/test_loading.py::test_a_damaged_checkpoint_is_put_aside_loudly_and_the_next_older_is_taken",
+)
+def the_digest_of_a_checkpoint_is_not_compared(compare_bytes, content, sidecar, share=None):
+    return True
+
+
+@fault(
+    "helios.storage.container_checks:check_container",
+    "tests/checkpoint/test_loading.py::test_a_file_without_sidecar_is_still_checked_by_the_sums_of_its_container",
+)
+def sums_of_a_container_are_not_compared(check_container, path):
+    return None
+
+
+@fault("helios.checkpoint.loading:check_agreement", "tests/checkpoint/test_mutations.py")
+def name_sidecar_and_content_are_not_compared(check_agreement, name, payload, sidecar):
+    return None
+
+
+@fault(
+    "helios.checkpoint.store:RunFolder._put_aside",
+    "tests/checkpoint/test_loading.py::test_a_damaged_checkpoint_is_put_aside_loudly_and_the_next_older_is_taken",
+)
+def a_damaged_checkpoint_is_not_put_aside(put_aside, folder, path):
+    return None
+
+
+@fault(
+    "helios.checkpoint.store:RunFolder._refuse_silent_restart",
+    "tests/checkpoint/test_loading.py::test_when_all_are_damaged_no_start_begins_afresh_in_silence",
+)
+def a_run_whose_checkpoints_are_damaged_begins_anew(refuse, folder, damaged):
+    return None
+
+
+@fault(
+    "helios.checkpoint.retention:plan",
+    "tests/checkpoint/test_retention.py::test_the_last_one_is_never_deleted",
+)
+def retention_deletes_the_newest_checkpoint(plan, entries, options, protected=()):
+    return sorted(entries)[-1:] if plan(entries, options, protected) else []
+
+
+@fault(
+    "helios.checkpoint.store:RunFolder.protect",
+    "tests/checkpoint/test_store.py::test_retention_deletes_file_and_sidecar_but_not_the_one_resumed_from",
+)
+def retention_deletes_what_the_run_was_resumed_from(protect, folder, path):
+    return None
+
+
+@fault(
+    "helios.checkpoint.retention:find_best",
+    "tests/checkpoint/test_retention.py::test_of_equal_scores_the_earlier_stays",
+)
+def of_equal_scores_the_later_is_the_best(find_best, ranked, rule):
+    import dataclasses
+
+    best = find_best(ranked, dataclasses.replace(rule, count=len(ranked)))
+    by_score = {entry.metrics[rule.metric]: entry for entry in sorted(best)}
+    return [by_score[entry.metrics[rule.metric]] for entry in best[: rule.count]]
+
+
+@fault("helios.checkpoint.file_names:select_checkpoints", STORE)
+def the_newest_checkpoint_is_the_last_by_name(select_checkpoints, paths):
+    return sorted(select_checkpoints(paths))
+
+
+@fault(
+    "helios.storage.codec:_loading",
+    "tests/checkpoint/test_loading.py::test_a_malicious_checkpoint_executes_nothing",
+)
+def loading_builds_any_type(loading, safe_types):
+    import torch
+
+    load = torch.load
+    torch.load = lambda *args, **more: load(*args, **{**more, "weights_only": False})
+    return loading(safe_types)
+
+
+@fault(
+    "helios.storage.folder_lock:FolderLock.acquire",
+    "tests/integration/test_two_runs.py::test_a_second_fit_says_who_uses_the_folder_and_changes_nothing",
+)
+def the_folder_of_a_run_is_not_locked(acquire, lock):
+    return None
+
+
+@fault(
+    "helios.storage.codec:capture",
+    "tests/checkpoint/test_saver.py::test_the_file_holds_what_was_there_at_the_call",
+)
+def a_state_is_not_copied_before_training_goes_on(capture, tree, *, buffers, **more):
+    from helios.storage import codec
+
+    return codec.Captured(codec.encode(tree, where="", **more), True)
+
+
+@fault(
+    "helios.checkpoint.saver:Saver.raise_failure",
+    "tests/checkpoint/test_saver.py::test_other_failures_wait_for_the_next_safe_point_to_be_raised",
+)
+def an_error_of_a_save_in_a_thread_is_lost(raise_failure, saver):
+    return None
+
+
+@fault(
+    "helios.checkpoint.sharded_commit:RankParts.collect",
+    "tests/checkpoint/test_sharded_folders.py::test_rank_0_does_not_wait_for_ever",
+)
+def a_sharded_checkpoint_is_committed_before_all_parts_are_there(collect, parts, own, seconds):
+    found = {0: own}
+    for rank in range(1, parts.plan.num_ranks):
+        found[rank] = parts._read(rank) or own
+    return [found[rank] for rank in range(parts.plan.num_ranks)]
+
+
+@fault(
+    "helios.checkpoint.rank_part:SavePlan.note",
+    "tests/checkpoint/test_sharded_folders.py::test_notes_of_an_earlier_save_to_the_same_path_do_not_count",
+)
+def notes_of_an_earlier_save_count(note, plan, rank):
+    return plan.draft / f"rank-{rank:05d}.json"
+
+
+@fault(
+    "helios.storage.hashed_blocks:VerifiedBlocks._is_good",
+    "tests/checkpoint/test_sharded_folders.py::test_one_flipped_bit_anywhere_is_named",
+)
+def blocks_of_sharded_checkpoints_are_not_verified(is_good, blocks, number):
+    return True
+
+
+@fault(
+    "helios.checkpoint.rank_part:_copy",
+    "tests/checkpoint/test_sharded_folders.py::test_what_training_changes_after_the_copy_is_not_in_the_file",
+)
+def sharded_tensors_are_not_copied_before_training_goes_on(copy, rows, buffers):
+    return dict(rows)
+
+
+@fault(
+    "helios.checkpoint.schema_upgrades:upgrade",
+    "tests/checkpoint/test_golden_checkpoints.py::test_a_run_of_every_schema_goes_on_where_it_was",
+)
+def a_schema_step_drops_a_key(upgrade, payload, steps):
+    found = upgrade(payload, steps)
+    return found | {"plugins": {}} if found is not payload else found
+
+
+@fault(
+    "helios.startup.checkpoint_search.resume_point:_check_name",
+    "tests/integration/test_which_run.py::test_another_runs_folder_is_refused_by_both_names",
+)
+def the_checkpoint_of_another_run_is_taken(check_name, *args):
+    return None

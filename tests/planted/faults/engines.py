@@ -1,0 +1,135 @@
+"""Faults in what an engine does, what users override, and what plugins do beside it."""
+
+from __future__ import annotations
+
+from tests.planted.planting import fault
+
+LOOP = "tests/loops/test_loop.py"
+SCALER = "tests/engines/test_scaler.py"
+AVERAGES = "tests/plugins/test_averaging.py"
+STOPPING = "tests/plugins/test_early_stopping.py"
+
+
+@fault(
+    "helios.engines.process_member:redefines",
+    "tests/loops/test_loop.py::test_a_method_that_is_put_on_an_engine_is_called",
+)
+def a_method_of_the_engine_that_a_user_has_overridden_is_bypassed(redefines, owner, base, name):
+    return False
+
+
+@fault(
+    "helios.engines.engine:Engine.optimizer_step",
+    "tests/engines/test_scaler.py::test_a_step_that_was_left_out_moves_neither_scheduler_nor_count",
+)
+def a_step_that_fp16_leaves_out_moves_the_scheduler(optimizer_step, engine, optimizer):
+    optimizer_step(engine, optimizer)
+    return True
+
+
+@fault(
+    "helios.engines.scaler:LossScaler.load_state_dict",
+    "tests/engines/test_scaler.py::test_the_whole_scaler_is_state",
+)
+def the_scale_of_fp16_is_not_loaded(load_state_dict, scaler, state_dict):
+    return None
+
+
+@fault(
+    "helios.engines.scaler:LossScaler.unscale",
+    "tests/engines/test_scaler.py::test_backward_scales_and_the_average_unscales",
+)
+def gradients_are_clipped_before_they_are_unscaled(unscale, scaler, optimizer):
+    return None
+
+
+@fault(
+    "helios.engines.engine:Engine.load_state_dict",
+    "tests/engines/test_engine.py::test_an_open_window_is_part_of_the_state",
+)
+def an_open_window_is_not_counted_on(load_state_dict, engine, state_dict):
+    load_state_dict(engine, {**state_dict, "open_micro_batches": 0})
+
+
+@fault(
+    "helios.core.wrappers:BareNames.of",
+    "tests/plugins/test_averaging.py::test_names_are_those_without_compile",
+)
+def names_are_those_of_the_wrapper(of, names, name):
+    return name
+
+
+@fault(
+    "helios.engines.data_parallel:wrap",
+    "tests/engines/test_data_parallel.py::test_buckets_are_added_along_the_tree",
+)
+def a_module_is_wrapped_by_stock_data_parallelism(wrap, module, device, replicas, **more):
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = wrap(module, device, replicas, **more)
+    return DistributedDataParallel(module) if wrapped is not module else module
+
+
+@fault(
+    "helios.state:TrainingState.withdraw_step",
+    "tests/loops/test_loop.py::test_an_update_that_a_hook_leaves_out_is_withdrawn",
+)
+def a_step_that_was_left_out_counts(withdraw_step, state, unit):
+    state.is_step_committed = False
+
+
+@fault(
+    "helios.plugins.averaging:WeightAverage.on_training_step_end",
+    "tests/plugins/test_averaging.py::test_a_step_that_was_left_out_is_not_averaged",
+)
+def an_average_is_updated_by_a_step_that_was_left_out(on_step_end, plugin, state, committed):
+    on_step_end(plugin, state, True)
+
+
+@fault(
+    "helios.plugins.averaged_weights:Averages.load_state_dict",
+    "tests/plugins/test_averaging.py::test_a_run_with_an_average_resumes_everywhere",
+)
+def an_average_begins_anew_at_a_resume(load_state_dict, averages, state):
+    load_state_dict(averages, {**state, "num_updates": 0})
+
+
+@fault(
+    "helios.plugins.averaged_weights:Swap.put_back",
+    "tests/plugins/test_averaging.py::test_a_validation_sees_the_average_in_the_same_parameters",
+)
+def the_average_stays_in_the_model_after_a_validation(put_back, swap):
+    return None
+
+
+@fault(
+    "helios.plugins.early_stopping:EarlyStopping.load_state_dict",
+    "tests/plugins/test_early_stopping.py::test_a_run_with_three_plugins_that_have_state_resumes_everywhere",
+)
+def early_stopping_has_its_patience_anew_after_a_resume(load_state_dict, plugin, state_dict):
+    load_state_dict(plugin, {**state_dict, "count": 0})
+
+
+@fault(
+    "helios.plugins.early_stopping:EarlyStopping._is_better",
+    "tests/plugins/test_early_stopping.py::test_the_run_ends_when_patience_is_out",
+)
+def early_stopping_takes_any_gain(is_better, plugin, score):
+    plugin._min_delta = 0.0
+    return is_better(plugin, score)
+
+
+@fault(
+    "helios.storage.row_file:RowFile._drop_rest",
+    "tests/storage/test_row_file.py::test_a_file_is_cut_back_to_its_mark_and_goes_on",
+)
+def a_file_of_rows_is_not_cut_back_at_a_resume(drop_rest, file):
+    return None
+
+
+@fault(
+    "helios.plugins.metric_state:Tally.capture",
+    "tests/plugins/test_metrics.py::test_the_state_of_a_metric_is_whole",
+)
+def the_state_of_a_metric_is_not_saved(capture, tally):
+    return {}

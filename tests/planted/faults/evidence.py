@@ -1,0 +1,165 @@
+"""Faults in what proves a run: its ledger, replays, audits, and the points of trackers."""
+
+from __future__ import annotations
+
+from tests.planted.planting import fault
+
+BOOK = "tests/ledger/test_book.py"
+LINE = "tests/ledger/test_line.py"
+WRITER = "tests/ledger/test_writer.py"
+RUNS = "tests/ledger/test_runs.py"
+VERIFICATION = "tests/ledger/test_verification.py"
+REPLAY = "tests/ledger/test_replay.py"
+AUDIT = "tests/audit/test_step_audit.py"
+POINTS = "tests/tracking/test_point_store.py"
+
+
+@fault("helios.ledger.line:seal", LINE)
+def the_chain_of_hashes_is_not_continued(seal, body, chain):
+    return seal(body, "")
+
+
+@fault(
+    "helios.ledger.line:unseal",
+    "tests/ledger/test_verification.py::test_every_change_of_a_single_byte_is_found",
+)
+def the_hash_of_a_line_is_not_compared(unseal, data, chain):
+    import json
+
+    from helios.ledger import line
+
+    return json.loads(data[: -line.TAIL_BYTES] + b"}"), line.stated_hash(data)
+
+
+@fault("helios.ledger.line:write_floats", WRITER)
+def a_line_rounds_its_numbers(write_floats, numbers):
+    import struct
+
+    rounded = [struct.unpack("f", struct.pack("f", number))[0] for number in numbers]
+    return write_floats(rounded)
+
+
+@fault("helios.ledger.writer:LedgerWriter.take_losses", WRITER)
+def a_line_leaves_out_the_losses(take_losses, writer, losses):
+    take_losses(writer, {})
+
+
+@fault("helios.ledger.writer:LedgerWriter._rates", WRITER)
+def a_line_leaves_out_the_learning_rates(rates, writer):
+    return []
+
+
+@fault("helios.ledger.seen_batches:describe_batches", WRITER)
+def a_line_leaves_out_the_samples(describe_batches, totals):
+    return '"data":[null,null]'
+
+
+@fault("helios.storage.content_hash:hash_bytes", WRITER)
+def the_hash_of_samples_leaves_out_the_replica(hash_bytes, data, replica):
+    return hash_bytes(data, 0)
+
+
+@fault("helios.storage.content_hash:_Reader._read_tensor", "tests/storage/test_content_hash.py")
+def the_hash_of_a_batch_leaves_out_its_elements(read_tensor, reader, tensor):
+    read_tensor(reader, tensor.new_zeros(tensor.shape))
+
+
+@fault("helios.ledger.weight_digests:WeightDigests.describe", WRITER)
+def a_line_leaves_out_the_state_of_optimizers(describe, digests):
+    import dataclasses
+
+    return describe(dataclasses.replace(digests, find_optimizers=dict))
+
+
+@fault("helios.storage.files:truncate", BOOK)
+def a_ledger_is_not_cut_back_at_a_resume(truncate, path, size):
+    return None
+
+
+@fault("helios.ledger.line:end_of", BOOK)
+def a_ledger_that_does_not_match_its_checkpoint_is_continued(end_of, chain):
+    return b""
+
+
+@fault(
+    "helios.ledger.book:Book.sync",
+    "tests/ledger/test_runs.py::test_no_checkpoint_is_saved_without_its_lines",
+)
+def a_checkpoint_is_committed_without_its_lines(sync, book):
+    return None
+
+
+@fault(
+    "helios.ledger.verification:_check_digests",
+    "tests/ledger/test_starts.py::test_a_replaced_checkpoint_is_found_though_its_sidecar_matches",
+)
+def a_replaced_checkpoint_is_good(check_digests, folder, digests):
+    return ()
+
+
+@fault(
+    "helios.ledger.replaying:LedgerFollower.append",
+    "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
+)
+def a_replay_compares_nothing(append, follower, body):
+    follower.found.num_equal += "end" not in body
+    follower.found.has_ended |= "end" in body
+
+
+@fault(
+    "helios.startup.runs.replay_run:ReplayRun._ask_outside",
+    "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
+)
+def a_replay_goes_on_after_a_difference(ask_outside, run, *args):
+    return ""
+
+
+@fault(
+    "helios.audit.gradient_copies:GradientCopy.difference",
+    "tests/audit/test_step_audit.py::test_a_mismatch_lowers_the_level_of_all_later_checkpoints",
+)
+def an_audit_compares_nothing(difference, copy, other):
+    return None
+
+
+@fault(
+    "helios.audit.audit_turns:find_turn",
+    "tests/distributed/test_audit.py::test_the_rank_that_computes_wrongly_each_time_is_found_and_named",
+)
+def each_process_audits_its_own_gradients(find_turn, number, **more):
+    import dataclasses
+
+    turn = find_turn(number, **more)
+    return dataclasses.replace(turn, auditor=turn.owner)
+
+
+@fault(
+    "helios.loops.step_trace:StepInputs.put",
+    "tests/audit/test_step_audit.py::test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from",
+)
+def an_audit_repeats_a_step_with_the_buffers_that_it_has_left(put, inputs, session):
+    import dataclasses
+
+    from helios.replicas.module_buffers import BufferPlaces
+
+    places = BufferPlaces(session.model.discovery.modules().values())
+    put(dataclasses.replace(inputs, buffers=places.copies()), session)
+
+
+@fault(
+    "helios.tracking.point_store:PointFile.keep_stored",
+    "tests/plugins/test_tracker.py::test_killed_runs_show_the_points_of_the_undisturbed_one",
+)
+def points_that_are_repeated_after_a_resume_are_stored_twice(keep_stored, file):
+    file._ahead.clear()
+
+
+@fault(
+    "helios.tracking.sender:Sender._drain",
+    "tests/tracking/test_sender.py::test_a_server_that_fails_in_between_gets_the_rest_later",
+)
+def points_count_as_sent_before_the_server_has_them(drain, sender, name, send, *, is_finished):
+    def send_late(rows):
+        return len(rows)
+
+    drain(sender, name, send_late, is_finished=is_finished)

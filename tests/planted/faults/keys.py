@@ -1,0 +1,117 @@
+"""Faults in what is drawn: every batch and every iteration has its own key."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+
+from tests.planted.planting import fault
+
+RNG = "tests/core/test_rng.py"
+WORKERS = "tests/integration/test_resume.py::test_workers_change_no_bit[from 0 to 2 workers]"
+ELASTIC = "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits"
+FROZEN = "tests/integration/test_today.py::test_a_frozen_script_gives_its_bits_from_the_start"
+
+
+@fault("helios.core.rng:key", RNG)
+def a_seed_is_added_in_place_of_hashed(key, *fields):
+    numbers = [field for field in fields if type(field) is int]
+    return key(*(field for field in fields if type(field) is not int), sum(numbers))
+
+
+@fault("helios.core.rng:KeySeries.at", RNG)
+def a_series_of_keys_shifts_behind_its_first_block(at, series, counter):
+    return at(series, counter + counter // 64)
+
+
+@fault("helios.core.rng:reseed", RNG)
+def the_random_module_is_not_seeded(reseed, seed):
+    found = random.getstate()
+    reseed(seed)
+    random.setstate(found)
+
+
+@fault("helios.core.rng:DefaultNumpyRNG._settle", RNG)
+def half_a_number_of_numpy_outlives_its_key(settle, generator):
+    bits = generator._generator.bit_generator
+    before = bits.state
+    settle(generator)
+    bits.state = {**bits.state, **{k: before[k] for k in ("has_uint32", "uinteger")}}
+
+
+@fault("helios.core.rng:stream", RNG)
+def a_validation_does_not_restore_the_generators(stream, seed):
+    from helios.core import rng
+
+    rng.reseed(seed)
+    return contextlib.nullcontext()
+
+
+@fault("helios.data.fetching:_is_pure", WORKERS)
+def nothing_is_seeded_before_a_fetch(is_pure, loader):
+    return True
+
+
+@fault("helios.data.keyed:KeyedDataset.__getitems__", WORKERS)
+def workers_do_not_seed_before_a_fetch(getitems, dataset, indices):
+    return getitems(dataset, getattr(indices, "indices", indices))
+
+
+@fault("helios.replicas.replica_state:LoneTurns.begin_iteration", WORKERS)
+def nothing_is_seeded_before_an_iteration(begin_iteration, turns, iteration):
+    turns._keys.at(iteration)
+
+
+@fault("helios.data.order:Position.fetch_keys", f"{FROZEN}[one_replica-1]")
+def the_purpose_is_missing_in_the_key_of_a_fetch(fetch_keys, position):
+    return fetch_keys(dataclasses.replace(position, purpose=""))
+
+
+@fault(
+    "helios.data.order:Position.fetch_keys",
+    "tests/data/test_keyed.py::test_the_key_depends_on_everything_that_names_a_batch",
+)
+def the_replica_is_missing_in_the_key_of_a_fetch(fetch_keys, position):
+    return fetch_keys(dataclasses.replace(position, replica=0))
+
+
+@fault(
+    "helios.data.order:Position.fetch_keys",
+    "tests/data/test_keyed.py::test_the_key_depends_on_everything_that_names_a_batch",
+)
+def the_epoch_is_missing_in_the_key_of_a_fetch(fetch_keys, position):
+    return fetch_keys(dataclasses.replace(position, epoch=0))
+
+
+@fault(
+    "helios.data.order:Position.order_key",
+    "tests/data/test_order.py::test_the_batch_sampler_of_pytorch_shuffles_anew_in_each_epoch",
+)
+def the_epoch_is_missing_in_the_key_of_a_sampler_of_the_user(order_key, position):
+    return order_key(dataclasses.replace(position, epoch=0))
+
+
+@fault("helios.replicas.replica_state:SharedTurns.begin", f"{ELASTIC}[4-2-2]")
+def all_replicas_of_a_process_draw_the_same_numbers(begin, turns, replica, *, opens_window):
+    from helios.core import rng
+
+    begin(turns, replica, opens_window=opens_window)
+    rng.reseed(turns._own[turns._first].at(turns._iteration))
+
+
+@fault("helios.replicas.replica_state:SharedTurns._end_last", f"{ELASTIC}[4-3-1]")
+def hooks_draw_on_the_numbers_of_the_last_replica(end_last, turns, table, **more):
+    from helios.core import rng
+
+    found = rng.get_rng_state_dict()
+    end_last(turns, table, **more)
+    rng.load_rng_state_dict(found)
+
+
+@fault(
+    "helios.loops.evaluation:EvaluationLoop._seed",
+    "tests/loops/test_evaluation_shares.py::test_one_replica_draws_by_step_alone",
+)
+def steps_of_a_validation_are_not_seeded(seed, loop, *args):
+    return None

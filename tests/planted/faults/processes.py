@@ -1,0 +1,68 @@
+"""Faults in how processes start, end and ask to be started again."""
+
+from __future__ import annotations
+
+from tests.planted.planting import fault
+
+LAUNCHER = "tests/launch/test_launcher.py"
+RANK_ERROR = f"{LAUNCHER}::test_an_error_is_raised_again_and_ends_ranks_that_wait_or_do_not_listen"
+SIGNALS = "tests/distributed/test_signals.py"
+WATCH = "tests/core/test_signal_watch.py"
+
+
+@fault("helios.launch.supervisor:Supervisor._end_all", RANK_ERROR)
+def a_launcher_does_not_end_the_other_ranks(end_all, supervisor, first=None):
+    import time
+
+    while supervisor._is_any_alive():
+        supervisor._step()
+        time.sleep(0.01)
+
+
+@fault(
+    "helios.launch.supervisor:choose_cause",
+    "tests/launch/test_launcher.py::test_the_first_cause_wins_over_what_follows_from_it",
+)
+def the_last_failure_of_a_rank_is_taken_for_the_cause(choose_cause, ranks):
+    return choose_cause(ranks[::-1])
+
+
+@fault(
+    "helios.distributed.lost_ranks:note_failure",
+    f"{SIGNALS}::test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued",
+)
+def a_job_whose_rank_has_failed_asks_to_be_requeued(note_failure, store):
+    return None
+
+
+@fault(
+    "helios.startup.runs.signal_policy:Listener.ignore_the_rest",
+    f"{SIGNALS}::test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them",
+)
+def slurm_ends_tasks_that_are_exiting_with_75(ignore_the_rest, listener):
+    return None
+
+
+@fault(
+    "helios.engines.numerics:numerics",
+    "tests/integration/test_resume.py::test_two_threads_stay_two_threads",
+)
+def the_number_of_threads_is_not_restored(numerics, **more):
+    return numerics(**{**more, "num_threads": None})
+
+
+@fault(
+    "helios.core.signal_watch:SignalReceiver._give_back",
+    "tests/core/test_signal_watch.py::test_signals_are_noted_and_what_was_found_is_there_again",
+)
+def handlers_of_signals_stay_after_fit(give_back, receiver, number):
+    return None
+
+
+@fault(
+    "helios.core.signal_watch:SignalReceiver._count_press",
+    "tests/core/test_signal_watch.py::test_a_second_interrupt_is_obeyed_and_an_echo_of_the_first_is_not",
+)
+def an_echo_of_ctrl_c_ends_the_run(count_press, receiver):
+    receiver._last_press = float("-inf")
+    count_press(receiver)

@@ -1,0 +1,211 @@
+"""Faults in what a checkpoint holds, when it is taken, and what a resume puts back."""
+
+from __future__ import annotations
+
+from tests.planted.planting import fault
+
+RESUME = "tests/integration/test_resume.py"
+RESUMED = f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]"
+ALIASES = "tests/run_state/test_aliases.py::test_an_attribute_names_the_network_that_it_named"
+VIEWS = "tests/run_state/test_shared_views.py"
+
+
+@fault("helios.session:Session.capture", RESUMED)
+def a_checkpoint_is_taken_before_the_cursor_moves(capture, session):
+    cursor = session.cursor
+    moved, cursor.batch = cursor.batch, max(cursor.batch - 1, 0)
+    try:
+        return capture(session)
+    finally:
+        cursor.batch = moved
+
+
+@fault(
+    "helios.session:Session.request_checkpoint",
+    "tests/loops/test_replicas.py::test_a_checkpoint_that_one_process_asks_for_is_taken_by_all",
+)
+def a_request_for_a_checkpoint_is_lost(request_checkpoint, session):
+    session.agreement.check_open("Context.request_checkpoint()")
+
+
+@fault(
+    "helios.session:Session._look_around",
+    "tests/integration/test_signals.py::test_each_of_the_four_signals_saves",
+)
+def a_signal_is_not_looked_for_at_boundaries(look_around, session):
+    return False
+
+
+@fault(
+    "helios.requests:SharedAgreement._ask",
+    "tests/loops/test_replicas.py::test_what_one_process_asks_for_ends_the_run_on_all",
+)
+def what_one_process_asks_for_is_not_told_to_the_others(ask, agreement):
+    found = ask(agreement)
+    agreement.agreed.stop_reason = agreement.asked.stop_reason
+    return (found[0], False, False, found[3])
+
+
+@fault("helios.loops.boundary:Boundary.resume", RESUMED)
+def a_resume_does_not_repeat_the_poll_behind_its_safe_point(resume, boundary, kind):
+    boundary.check_limits()
+    return boundary._session.is_leaving
+
+
+@fault(
+    "helios.session:Session.restore_randomness",
+    "tests/integration/test_resume.py::test_a_hook_behind_the_safe_point_draws_the_same_numbers",
+)
+def generators_are_not_restored(restore_randomness, session):
+    session.saved_randomness = None
+
+
+@fault("helios.run_state.module_state:load_state", RESUMED)
+def schedulers_are_not_loaded(load_state, value, *args):
+    from torch.optim.lr_scheduler import LRScheduler
+
+    if not isinstance(value, LRScheduler):
+        load_state(value, *args)
+
+
+@fault("helios.run_state.module_state:load_state", RESUMED)
+def optimizers_are_not_loaded(load_state, value, *args):
+    from torch.optim import Optimizer
+
+    if not isinstance(value, Optimizer):
+        load_state(value, *args)
+
+
+@fault("helios.checkpoint.capture:apply_tables", RESUMED)
+def tables_of_losses_and_scores_are_not_loaded(apply_tables, tables, model):
+    return None
+
+
+@fault(
+    "helios.plugins.plugin_states:PluginStates.restore",
+    "tests/plugins/test_early_stopping.py::test_a_run_with_three_plugins_that_have_state_resumes_everywhere",
+)
+def plugins_are_not_restored(restore, states, saved):
+    return None
+
+
+@fault("helios.run_state.module_state:load_flags", RESUMED)
+def frozen_layers_are_not_frozen_again(load_flags, flags, found, parameters):
+    return None
+
+
+@fault(
+    "helios.run_state.module_state:load_grads",
+    f"{RESUME}::test_every_safe_point_inside_an_epoch_resumes[manual with open gradients]",
+)
+def gradients_of_an_open_window_are_lost(load_grads, grads, found, parameters):
+    return None
+
+
+@fault("helios.run_state.aliases:restore_aliases", ALIASES)
+def a_place_names_the_object_that_setup_has_put_there(restore_aliases, *args):
+    return None
+
+
+@fault(
+    "helios.run_state.rebuild:_copied_memory",
+    "tests/run_state/test_shared_memory.py::test_arrays_and_tensors_share_memory_again",
+)
+def arrays_that_shared_memory_are_restored_one_by_one(copied_memory, *args, **more):
+    return {}
+
+
+@fault(
+    "helios.run_state.tied_tensors:restore_ties",
+    "tests/run_state/test_tied_tensors.py::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
+)
+def weights_that_training_has_tied_are_parted(restore_ties, changed, found):
+    return None
+
+
+@fault(
+    "helios.run_state.shared_views:restore_blocks",
+    "tests/run_state/test_shared_views.py::test_tensors_of_networks_look_where_they_looked[OfABuffer]",
+)
+def views_of_a_larger_tensor_get_memory_of_their_own(restore_blocks, *args):
+    return None
+
+
+@fault(
+    "helios.run_state.tensor_formats:restore_forms",
+    "tests/run_state/test_tensor_formats.py::test_what_training_makes_of_tensors_is_resumed",
+)
+def tensors_keep_the_form_that_setup_gave_them(restore_forms, *args):
+    return None
+
+
+@fault(
+    "helios.run_state.changes:PlainValues.restore",
+    "tests/run_state/test_changes.py::test_every_plain_kind_comes_back_through_a_file",
+)
+def plain_values_are_not_restored(restore, values, *args):
+    return None
+
+
+@fault(
+    "helios.run_state.changes:_with_aliases",
+    "tests/run_state/test_shared_memory.py::test_a_changed_array_takes_what_looks_at_it_along",
+)
+def a_value_is_saved_without_what_looks_at_its_memory(with_aliases, changed, unchanged):
+    return changed
+
+
+@fault(
+    "helios.core.generators:load_generator",
+    "tests/run_state/test_held_generators.py::test_a_generator_goes_on_where_it_was",
+)
+def generators_of_the_model_are_not_restored(load_generator, value, state):
+    return None
+
+
+@fault(
+    "helios.run_state.optimizer_tables:restore_tables",
+    "tests/run_state/test_partial_optimizers.py::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
+)
+def what_an_optimizer_leaves_out_of_its_state_is_lost(restore_tables, *args):
+    return None
+
+
+@fault(
+    "helios.run_state.optimizers:arrange",
+    "tests/run_state/test_optimizers.py::test_networks_that_are_built_in_another_order_keep_their_moments",
+)
+def the_state_of_an_optimizer_follows_positions(arrange, found, state, parameters):
+    return None
+
+
+@fault(
+    "helios.run_state.changes:Changes.refuse",
+    "tests/run_state/test_limits.py::test_what_is_too_large_is_missing_at_every_capture_and_named_once",
+)
+def what_is_too_large_to_save_is_not_named(refuse, changes, slots, limit):
+    return None
+
+
+@fault(
+    "helios.checkpoint.capture:_take_own_part",
+    "tests/distributed/test_own_parts.py::test_as_many_processes_go_on_each_with_its_own",
+)
+def every_process_gets_what_rank_0_had(take_own_part, record, replicas):
+    return record
+
+
+@fault(
+    "helios.session:Session.check_alike",
+    "tests/loops/test_replicas.py::test_weights_that_differ_between_processes_are_refused_before_the_first_step",
+)
+def weights_are_not_compared_over_processes(check_alike, session):
+    return None
+
+
+@fault(
+    "helios.startup.reporting.reproducibility_level:Reproducibility.level_after",
+    "tests/startup/test_levels.py::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
+)
+def what_is_missing_does_not_lower_the_level(level_after, found, record, **more):
+    return found.level

@@ -1,0 +1,224 @@
+"""How a fault gets into Helios: it replaces a function by its name, as its module is imported.
+
+``$HELIOS_PLANTED`` names what is planted. The process under test has it, and so has each process
+that it starts: a rank, a loader worker, a run that is to be killed, whatever variables the test
+gives it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLE = "HELIOS_PLANTED"
+REPORT = "HELIOS_PLANTED_REPORT"
+_SITE = Path(__file__).resolve().parent / "site"
+
+
+class _NOTHING:
+    """What has no members."""
+
+
+class PlantingError(Exception):
+    """What a fault replaces is not there."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A function that stands in for another one.
+
+    Args:
+        name: what breaks, in plain English.
+        target: ``module:qualname`` of what is replaced: a function, a method, a property, or a
+            value of a module or class.
+        test: which test must see it; a file, or one test of it.
+        wrong: called with what it replaces, and with what that is called with. Of a value it gets
+            the value, and returns the wrong one.
+    """
+
+    name: str
+    target: str
+    test: str
+    wrong: Callable[..., Any]
+
+    @property
+    def module(self) -> str:
+        """Return the name of the module in which something is replaced."""
+        return self.target.partition(":")[0]
+
+    def find(self) -> tuple[Any, str, Any]:
+        """Return the owner of the target, its name there, and what it is.
+
+        Raises:
+            PlantingError: if it is not there.
+        """
+        *places, name = self.target.partition(":")[2].split(".")
+        owner: Any = sys.modules[self.module]
+        for place in places:
+            owner = vars(owner).get(place, _NOTHING)
+        if name not in vars(owner):
+            raise PlantingError(f"{self.target} is not there")
+        return owner, name, vars(owner)[name]
+
+    def plant(self) -> None:
+        """Replace the target.
+
+        Raises:
+            PlantingError: if it is not there.
+        """
+        owner, name, found = self.find()
+        setattr(owner, name, self._stand_in(found))
+
+    def _stand_in(self, found: Any) -> Any:
+        if isinstance(found, (staticmethod, classmethod)):
+            return type(found)(self._stand_in(found.__func__))
+        if isinstance(found, property):
+            return property(self._stand_in(found.fget), found.fset, doc=found.__doc__)
+        if isinstance(found, functools.cached_property):
+            found.func = self._stand_in(found.func)
+            return found
+        if not callable(found):
+            return self.wrong(found)
+
+        @functools.wraps(found)
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self.wrong(found, *args, **kwargs)
+            except Exception as error:
+                self._report_own(error)
+                raise
+
+        return wrong
+
+    def _report_own(self, error: Exception) -> None:
+        """Write down an error of the fault itself: it would make any test red."""
+        innermost = error.__traceback__
+        while innermost is not None and innermost.tb_next is not None:
+            innermost = innermost.tb_next
+        file = None if innermost is None else innermost.tb_frame.f_code.co_filename
+        if file in (self.wrong.__code__.co_filename, __file__):
+            with Path(os.environ[REPORT]).open("a") as report:
+                report.write(f"{error!r}\n")
+
+
+FAULTS: dict[str, Fault] = {}
+"""Each fault that was imported, by ``module.function``."""
+
+
+def fault(target: str, test: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function a fault; its name says what breaks.
+
+    Args:
+        target: ``module:qualname`` of what it replaces.
+        test: which test must see it.
+    """
+
+    def add(wrong: Callable[..., Any]) -> Callable[..., Any]:
+        key = f"{wrong.__module__}.{wrong.__name__}"
+        FAULTS[key] = Fault(wrong.__name__.replace("_", " "), target, test, wrong)
+        return wrong
+
+    return add
+
+
+def mutant(module: str, source: Path) -> str:
+    """Return what ``$HELIOS_PLANTED`` has where a module is to have another source."""
+    return f"mutant {module} {source}"
+
+
+def start() -> None:
+    """Plant what ``$HELIOS_PLANTED`` names, here and in each process that this one starts."""
+    planted = os.environ.get(VARIABLE, "")
+    if not planted:
+        return
+    kind, _, rest = planted.partition(" ")
+    if kind == "mutant":
+        module, _, source = rest.partition(" ")
+        sys.meta_path.insert(0, _Mutated(module, Path(source)))
+    else:
+        importlib.import_module(planted.rpartition(".")[0])
+        sys.meta_path.insert(0, _Planted(FAULTS[planted]))
+    _follow(planted)
+
+
+def _follow(planted: str) -> None:
+    """Let processes that are started with variables of their own have the fault, too."""
+    start_process = subprocess.Popen.__init__
+
+    @functools.wraps(start_process)
+    def with_fault(
+        self: Any, *args: Any, env: Mapping[str, str] | None = None, **more: Any
+    ) -> None:
+        start_process(self, *args, env=variables(planted, env), **more)
+
+    subprocess.Popen.__init__ = with_fault  # type: ignore[method-assign]
+
+
+def variables(planted: str, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of a process that is to have something planted."""
+    found = dict(os.environ if base is None else base)
+    roots = [str(_SITE), str(ROOT)]
+    old = found.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [path for path in old if path and path not in roots]
+    # What tests put first stays first.
+    report = {REPORT: os.environ[REPORT]} if REPORT in os.environ else {}
+    return found | report | {VARIABLE: planted, "PYTHONPATH": os.pathsep.join([*kept, *roots])}
+
+
+class _Planted(importlib.abc.MetaPathFinder):
+    """Plants a fault as soon as its module is imported, so that nobody has the right function."""
+
+    def __init__(self, planted: Fault) -> None:
+        self._fault = planted
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._fault.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_plant(module: ModuleType) -> None:
+            execute(module)
+            self._fault.plant()
+
+        spec.loader.exec_module = execute_and_plant  # type: ignore[method-assign]
+        return spec
+
+
+class _Mutated(importlib.abc.MetaPathFinder):
+    """Gives a module another source."""
+
+    def __init__(self, module: str, source: Path) -> None:
+        self._module = module
+        self._source = source
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None or spec.origin is None:
+            return None
+        origin = spec.origin
+
+        def execute(module: ModuleType) -> None:
+            exec(compile(self._source.read_text(), origin, "exec"), vars(module))
+
+        spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,77 @@
+"""scripts/faults: each fault can be planted, and reaches every process of its test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.planted import listing, planting
+from tests.planted.planting import Fault, PlantingError
+
+_FAULT = "tests.planted.faults.order.an_epoch_begins_at_the_sample_where_the_last_one_has_ended"
+_CODE = """
+from helios.state import Cursor
+cursor = Cursor(sample=7)
+cursor.restart_epoch()
+print(cursor.sample)
+"""
+
+
+def _start(code: str, planted: str) -> str:
+    variables = planting.variables(planted)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=variables, text=True, check=True, capture_output=True).stdout
+
+
+def test_every_fault_can_be_planted_and_its_test_is_there() -> None:
+    found = listing.find_faults()
+    assert len(found) > 60
+    assert not listing.find_problems(found)
+
+
+def test_no_two_faults_have_one_name() -> None:
+    names = [fault.name for fault in listing.find_faults().values()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("target", "test", "said"),
+    [
+        ("helios.core.rng:gone", "tests/test_faults.py", "rng:gone is not there"),
+        ("helios.core.rng:Gone.at", "tests/test_faults.py", "rng:Gone.at is not there"),
+        ("helios.gone:key", "tests/test_faults.py", "No module named 'helios.gone'"),
+        ("helios.core.rng:key", "tests/test_gone.py", "there is no test tests/test_gone.py"),
+        ("helios.core.rng:key", "tests/test_faults.py::test_gone", "there is no test"),
+    ],
+)
+def test_a_fault_or_a_test_that_is_gone_is_reported(target: str, test: str, said: str) -> None:
+    fault = Fault("a fault", target, test, print)
+    (problem,) = listing.find_problems({"": fault})
+    assert said in problem
+
+
+def test_what_is_not_there_cannot_be_planted() -> None:
+    with pytest.raises(PlantingError, match="gone is not there"):
+        Fault("a fault", "helios.core.rng:gone", "", print).plant()
+
+
+def test_a_fault_reaches_processes_whatever_variables_they_are_given() -> None:
+    child = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {_CODE!r}], env={{"PYTHONPATH": ""}}, check=True)
+"""
+    assert [_start(_CODE, ""), _start(_CODE, _FAULT), _start(child, _FAULT)] == [
+        "0\n",
+        "7\n",
+        "7\n",
+    ]
+
+
+def test_a_module_may_have_another_source(tmp_path: Path) -> None:
+    source = tmp_path / "mutant.py"
+    right = (planting.ROOT / "helios/state.py").read_text()
+    source.write_text(right.replace("self.sample = 0", "self.sample = 1"))
+    assert _start(_CODE, planting.mutant("helios.state", source)) == "1\n"
