@@ -20,7 +20,7 @@ from typing import Any
 from tests.planted import planting
 
 # Imported for those who are forked from here.
-import pytest  # isort: skip
+import pytest.__main__  # isort: skip
 import torch.distributed
 import torch.utils.data  # noqa: F401
 
@@ -131,6 +131,8 @@ def _run_here(arguments: Sequence[str], planted: str, output: Path, notes: Path)
             os.dup2(opened, descriptor)
         os.environ.update(planting.variables(planted))
         sys.dont_write_bytecode = False
+        # Processes that multiprocessing starts would run this script again.
+        sys.modules["__main__"] = pytest.__main__
         planting.start()
         noted = _Notes()
         quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(planting.ROOT))

@@ -55,6 +55,39 @@ def test_the_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_retur
     assert order == ["create", "write", "fsync", "replace", "fsync_folder"]
 
 
+def test_a_sync_waits_for_all_bytes_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, int]] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, status.st_size))
+
+    monkeypatch.setattr(os, "fsync", record)
+    path = tmp_path / "file"
+    with path.open("wb") as handle:
+        handle.write(b"12345")
+        files.fsync(handle)
+    assert synced == [(path.stat().st_ino, 5)]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders cannot be synced there")
+def test_a_folder_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", record)
+    files.fsync_folder(tmp_path)
+    assert synced == [tmp_path.stat().st_ino]
+
+
 def test_a_file_is_cut_back_to_a_size(tmp_path: Path) -> None:
     path = tmp_path / "events"
     path.write_bytes(b"0123456789")

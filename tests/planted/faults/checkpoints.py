@@ -13,7 +13,10 @@ SHARDED = "tests/checkpoint/test_sharded_folders.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
 
 
-@fault("helios.storage.files:fsync", "tests/storage/test_files.py")
+@fault(
+    "helios.storage.files:fsync",
+    "tests/storage/test_files.py::test_a_sync_waits_for_all_bytes_of_its_file",
+)
 def nothing_waits_for_the_disk(fsync, handle):
     handle.flush()
 
@@ -116,7 +119,7 @@ def a_run_whose_checkpoints_are_damaged_begins_anew(refuse, folder, damaged):
 
 @fault(
     "helios.checkpoint.retention:plan",
-    "tests/checkpoint/test_retention.py::test_the_last_one_is_never_deleted",
+    "tests/checkpoint/test_retention.py::test_the_newest_by_epoch_and_iteration_stay",
 )
 def retention_deletes_the_newest_checkpoint(plan, entries, options, protected=()):
     return sorted(entries)[-1:] if plan(entries, options, protected) else []
@@ -142,9 +145,14 @@ def of_equal_scores_the_later_is_the_best(find_best, ranked, rule):
     return [by_score[entry.metrics[rule.metric]] for entry in best[: rule.count]]
 
 
-@fault("helios.checkpoint.file_names:select_checkpoints", STORE)
+@fault("helios.checkpoint.file_names:select_checkpoints", "tests/checkpoint/test_file_names.py")
 def the_newest_checkpoint_is_the_last_by_name(select_checkpoints, paths):
     return sorted(select_checkpoints(paths))
+
+
+@fault("helios.storage.files:fsync_folder", "tests/storage/test_files.py::test_a_folder_is_synced")
+def a_new_name_is_not_on_the_disk(fsync_folder, path):
+    return None
 
 
 @fault(
@@ -222,11 +230,11 @@ def sharded_tensors_are_not_copied_before_training_goes_on(copy, rows, buffers):
 
 @fault(
     "helios.checkpoint.schema_upgrades:upgrade",
-    "tests/checkpoint/test_golden_checkpoints.py::test_a_run_of_every_schema_goes_on_where_it_was",
+    "tests/checkpoint/test_golden_checkpoints.py::test_a_file_of_every_schema_loads_as_it_was",
 )
-def a_schema_step_drops_a_key(upgrade, payload, steps):
+def a_schema_step_drops_what_a_table_holds(upgrade, payload, steps):
     found = upgrade(payload, steps)
-    return found | {"plugins": {}} if found is not payload else found
+    return found | {"tables": {name: {} for name in found["tables"]}}
 
 
 @fault(
