@@ -27,7 +27,7 @@ def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *
     from helios.storage.digest import DigestWriter
 
     with files.create(path) as handle, DigestWriter(handle, hashes=hashes) as writer:
-        codec.write(writer, tree)
+        codec.write_encoded(writer, tree)
         return writer.digest()
 
 
@@ -176,10 +176,10 @@ def the_folder_of_a_run_is_not_locked(acquire, lock):
 
 
 @fault(
-    "helios.storage.codec:capture",
+    "helios.storage.codec:encode_to_host",
     "tests/checkpoint/test_saver.py::test_the_file_holds_what_was_there_at_the_call",
 )
-def a_state_is_not_copied_before_training_goes_on(capture, tree, *, buffers, **more):
+def a_state_is_not_copied_before_training_goes_on(encode_to_host, tree, *, buffers, **more):
     from helios.storage import codec
 
     return codec.Captured(codec.encode(tree, where="", **more), True)
