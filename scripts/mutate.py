@@ -370,9 +370,9 @@ def main() -> int:
         known = {each["name"]: each for each in map(json.loads, log.read_text().splitlines())}
     survivors = 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        todo = [mutant for mutant in drawn if mutant.name not in known]
+        left = [mutant for mutant in drawn if mutant.name not in known]
         survivors += sum(known[m.name]["end"] == "SURVIVED" for m in drawn if m.name in known)
-        for mutant, (end, outcome) in zip(todo, pool.map(judge, todo), strict=True):
+        for mutant, (end, outcome) in zip(left, pool.map(judge, left), strict=True):
             by = (*outcome.failed, outcome.trouble)[0]
             print(f"{end:9} {outcome.seconds:6.1f} s  {mutant.name}  {by}", flush=True)
             survivors += end == "SURVIVED"
