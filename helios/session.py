@@ -32,8 +32,8 @@ from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
 from helios.plugins.plugin_states import PluginStates
 from helios.protocols import GradientAudit, Recorder
-from helios.replicas.replica_state import Turns, make_turns
 from helios.replicas.replicas import Replicas
+from helios.replicas.turns import Turns, make_turns
 from helios.requests import Agreement, Requests, make_agreement
 from helios.run_state.consistency import check_alike
 from helios.run_state.replica_watch import ReplicaWatch

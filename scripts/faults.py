@@ -1845,14 +1845,14 @@ FAULTS = (
     ),
     Fault(
         "no re-seeding before the iteration",
-        "helios/replicas/replica_state.py",
+        "helios/replicas/turns.py",
         "        rng.reseed(self._keys.at(iteration))",
         "        self._keys.at(iteration)",
         f"{RESUME}::test_workers_change_no_bit[from 0 to 2 workers]",
     ),
     Fault(
         "hooks before the turns of several replicas are not re-seeded",
-        "helios/replicas/replica_state.py",
+        "helios/replicas/turns.py",
         "        rng.reseed(self._before.at(iteration))",
         "        pass",
         f"{SAME_BITS}[4-3-1]",
@@ -2073,7 +2073,7 @@ FAULTS = (
     ),
     Fault(
         "the losses of a turn are not kept before the update",
-        "helios/replicas/replica_state.py",
+        "helios/replicas/turns.py",
         "                table[name] = loss.detach().clone()",
         "                pass",
         "tests/loops/test_replicas.py",
@@ -2394,8 +2394,8 @@ FAULTS = (
     Fault(
         "each process divides its own sum",
         "helios/replicas/gradients.py",
-        "        leaf = self._flat.collect(self._leaves.pop(replica, None))",
-        "        leaf = self._flat.collect(self._leaves.pop(replica, None))\n"
+        "        leaf = self._flat.move_all(self._leaves.pop(replica, None))",
+        "        leaf = self._flat.move_all(self._leaves.pop(replica, None))\n"
         "        for flat in leaf.flats:\n"
         "            flat.div_(3.0).mul_(3.0)",
         "tests/replicas/test_gradients.py",
@@ -2409,21 +2409,21 @@ FAULTS = (
     ),
     Fault(
         "a replica goes on with the buffers of the one before it",
-        "helios/replicas/replica_state.py",
+        "helios/replicas/turns.py",
         "        self._buffers.enter(replica)\n        rng",
         "        rng",
-        "tests/replicas/test_replica_state.py",
+        "tests/replicas/test_turns.py",
     ),
     Fault(
         "all replicas draw the same numbers in a step",
-        "helios/replicas/replica_state.py",
+        "helios/replicas/turns.py",
         "suffix=(r,)) for r in replicas.local_replicas}",
         "suffix=(replicas.local_replicas.start,)) for r in replicas.local_replicas}",
         f"{SAME_BITS}[4-2-2]",
     ),
     Fault(
         "hooks draw on the numbers of the last replica",
-        "helios/replicas/replica_state.py",
+        "helios/replicas/turns.py",
         "        rng.reseed(self._after.at(self._iteration))",
         "        pass",
         f"{SAME_BITS}[4-3-1]",
@@ -2459,7 +2459,7 @@ FAULTS = (
     ),
     Fault(
         "buckets leave as backward comes to them",
-        "helios/replicas/buckets.py",
+        "helios/replicas/gradients.py",
         "            if self._num_waiting[id(following)]:",
         "            if self._num_waiting[id(following)] and following is bucket:",
         f"{BUCKETS}::test_buckets_change_no_bit",
@@ -2480,7 +2480,7 @@ FAULTS = (
     ),
     Fault(
         "a process passes on only what it says itself",
-        "helios/replicas/piggyback.py",
+        "helios/replicas/messages.py",
         "        sends = [(self.rows[known : known + distance], partner)]",
         "        sends = [(self.rows[rank].expand(distance, -1).contiguous(), partner)]",
         f"{EXCHANGES}::test_a_message_arrives_everywhere",

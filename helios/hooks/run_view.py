@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from helios.engines.engine import Engine
-from helios.replicas.replica_state import Turns
 from helios.replicas.replicas import Replicas
+from helios.replicas.turns import Turns
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
 

@@ -95,10 +95,10 @@ class FlatGradients:
         self._groups: list[_Group] = []
         self._is_agreed = False
         self._free: list[FlatBuffer] = []
-        self._num_taken = 0
+        self._num_reserved = 0
         self._shown: FlatBuffer | None = None
 
-    def collect(self, buffer: FlatBuffer | None = None) -> FlatBuffer:
+    def move_all(self, buffer: FlatBuffer | None = None) -> FlatBuffer:
         """Move the gradients of a backward into a buffer. ``.grad`` is None afterwards.
 
         Args:
@@ -119,7 +119,7 @@ class FlatGradients:
         missing = set(self._trained).difference(found)
         is_first = buffer is None
         if buffer is None:
-            buffer = self._take()
+            buffer = self._reserve()
         if found:
             views = [buffer.views[number] for number in found]
             move = torch._foreach_copy_ if is_first else torch._foreach_add_
@@ -133,7 +133,7 @@ class FlatGradients:
     def open_leaf(self, buffer: FlatBuffer | None) -> FlatBuffer:
         """Return the buffer for a backward whose gradients are moved one at a time."""
         self._check_layout()
-        return self._take() if buffer is None else buffer
+        return self._reserve() if buffer is None else buffer
 
     def trained(self) -> list[tuple[int, Tensor]]:
         """Return the trained parameters with their numbers."""
@@ -152,7 +152,7 @@ class FlatGradients:
             is_first: whether this is the window's first micro-batch, which overwrites the buffer.
 
         Raises:
-            UsageError: as :meth:`collect` does.
+            UsageError: as :meth:`move_all` does.
         """
         parameter = self._parameters[number]
         gradient = parameter.grad
@@ -184,7 +184,7 @@ class FlatGradients:
 
     def _check_layout(self) -> None:
         trained = [n for n, parameter in enumerate(self._parameters) if parameter.requires_grad]
-        if self._num_taken == 0:
+        if self._num_reserved == 0:
             forms = [(p.dtype, p.shape, p.stride()) for p in self._parameters if p.requires_grad]
             if trained == self._trained and forms == self._forms:
                 return
@@ -221,15 +221,15 @@ class FlatGradients:
             f"several replicas are summed, got {gradient.dtype}. Use num_replicas=1."
         )
 
-    def _take(self) -> FlatBuffer:
+    def _reserve(self) -> FlatBuffer:
         if self._shown is not None:
             self._free.append(self._shown)
             self._shown = None
-        self._num_taken += 1
+        self._num_reserved += 1
         return self._free.pop() if self._free else self._make_buffer()
 
-    def _give_back(self, buffer: FlatBuffer) -> None:
-        self._num_taken -= 1
+    def _release(self, buffer: FlatBuffer) -> None:
+        self._num_reserved -= 1
         self._free.append(buffer)
 
     def _make_buffer(self) -> FlatBuffer:
@@ -271,7 +271,7 @@ class FlatGradients:
             begin = self._groups[number].num_elements if only_marks else 0
             kept[begin:].add_(added[begin:])
         left.missing = left.missing & right.missing
-        self._give_back(right)
+        self._release(right)
         return left
 
     def agree(self, reducer: TreeReducer) -> None:
@@ -305,22 +305,22 @@ class FlatGradients:
             reducer.all_reduce({node: b.flats[number][begin:] for node, b in sums.items()})
         for buffer in others:
             first.missing = first.missing & buffer.missing
-            self._give_back(buffer)
+            self._release(buffer)
         return first
 
     def _describe(self) -> list[str]:
         pairs = [(self._names[number], self._parameters[number]) for number in self._trained]
         return [f"{name} of shape {tuple(p.shape)}, {p.dtype}" for name, p in pairs]
 
-    def show(self, total: FlatBuffer) -> None:
+    def set_gradients(self, total: FlatBuffer) -> None:
         """Set ``.grad`` to views of a sum, or to None if no replica has a gradient.
 
-        The views are valid until the next ``collect``, which reuses the buffer.
+        The views are valid until the next ``move_all``, which reuses the buffer.
         """
         nowhere = self._missing_everywhere(total) if total.missing else ()
         for number, view in total.views.items():
             self._parameters[number].grad = None if number in nowhere else view
-        self._num_taken -= 1
+        self._num_reserved -= 1
         self._shown = total
 
     def _missing_everywhere(self, total: FlatBuffer) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TypeAlias, final
 
@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
 from helios.errors import UsageError
-from helios.replicas.buckets import GradientBuckets
-from helios.replicas.flat_gradients import FlatBuffer, FlatGradients
+from helios.replicas.flat_gradients import Bucket, FlatBuffer, FlatGradients
 from helios.replicas.reduction_tree import TreeStack
 from helios.replicas.replicas import Replicas
 
@@ -119,15 +118,15 @@ class SharedGradients(Gradients):
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, *, ends_window: bool
     ) -> None:
         """Move the gradients into the replica's leaf."""
-        self._find(optimizer, find_networks).collect(replica, ends_window=ends_window)
+        self._sum_of(optimizer, find_networks).add_micro_batch(replica, ends_window=ends_window)
 
     def sending(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, num_bytes: int
     ) -> AbstractContextManager[None]:
         """Send them in buckets."""
-        return self._find(optimizer, find_networks).sending(replica, num_bytes)
+        return self._sum_of(optimizer, find_networks).sending(replica, num_bytes)
 
-    def _find(self, optimizer: Optimizer, find_networks: FindNetworks) -> GradientSum:
+    def _sum_of(self, optimizer: Optimizer, find_networks: FindNetworks) -> GradientSum:
         self.is_open = True
         known, present = self._sums.get(id(optimizer)), parameters_of(optimizer)
         held = [] if known is None else known.parameters
@@ -193,7 +192,7 @@ class GradientSum:
         self._total: FlatBuffer | None = None
         self._may_send: dict[tuple[int, ...], bool] = {}
 
-    def collect(self, replica: int, *, ends_window: bool) -> None:
+    def add_micro_batch(self, replica: int, *, ends_window: bool) -> None:
         """Take the gradients of a replica's micro-batch. ``.grad`` is None afterwards.
 
         Args:
@@ -204,17 +203,17 @@ class GradientSum:
         if self._sending is not None:
             self._stack.push(self._sending.finish(), partial(self._flat.add, only_marks=True))
             return
-        leaf = self._flat.collect(self._leaves.pop(replica, None))
+        leaf = self._flat.move_all(self._leaves.pop(replica, None))
         if self._replicas.is_sharded:
             self._stack.push(leaf)
             if replica == self._replicas.local_replicas[-1]:
-                self._add_micro_batch()
+                self._add_to_window()
         elif ends_window:
             self._stack.push(leaf)
         else:
             self._leaves[replica] = leaf
 
-    def _add_micro_batch(self) -> None:
+    def _add_to_window(self) -> None:
         """Add the sum of a micro-batch over all replicas to that of the window.
 
         Processes that hold shards must do so, because they scatter the gradients of each backward.
@@ -275,8 +274,105 @@ class GradientSum:
         else:
             sums, self._total = {reducer.nodes[0]: self._total}, None
         total = self._flat.reduce(sums, reducer, only_marks=is_sent)
-        self._flat.show(total)
+        self._flat.set_gradients(total)
         self.is_open = False
+
+
+@final
+class GradientBuckets:
+    """The last backward of a window in a process, whose gradients are sent as they are computed.
+
+    A bucket is a slice of the flat buffers. Each element is added in the same order as without
+    buckets, so the bits are the same. All processes send the buckets in one order that follows from
+    the parameters: the last ones first, because backward reaches them first.
+
+    Args:
+        flat: the flat buffers of the gradients.
+        buckets: in the order in which they are sent.
+        leaf: what this replica has accumulated in the window; ``None`` for its first micro-batch.
+        add: adds a slice of a group over the replicas and processes.
+    """
+
+    def __init__(
+        self,
+        flat: FlatGradients,
+        buckets: list[Bucket],
+        leaf: FlatBuffer | None,
+        add: Callable[[int, slice], None],
+    ) -> None:
+        self._flat = flat
+        self._is_first = leaf is None
+        self.leaf = flat.open_leaf(leaf)
+        self._add = add
+        self._buckets = buckets
+        self._bucket_of = {number: bucket for bucket in buckets for number in bucket.numbers}
+        self._num_waiting = {id(bucket): len(bucket.numbers) for bucket in buckets}
+        self._moved: set[int] = set()
+        self._num_sent = 0
+        device = buckets[0].device
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Take gradients during a backward in a ``with`` statement, parameter by parameter."""
+        with ExitStack() as stack:
+            for number, parameter in self._flat.trained():
+                hook = self._make_hook(number)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                stack.callback(handle.remove)
+            yield
+
+    def _make_hook(self, number: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if number in self._moved:
+                raise UsageError(
+                    f"Engine(bucket_bytes=...) needs one backward for each parameter, but "
+                    f"{self._flat.name_of(number)!r} was reached twice, as in checkpointing "
+                    "with use_reentrant=True. Pass use_reentrant=False, or omit bucket_bytes."
+                )
+            self._move(number)
+
+        return hook
+
+    def _move(self, number: int) -> None:
+        self._flat.move(number, self.leaf, is_first=self._is_first)
+        self._moved.add(number)
+        bucket = self._bucket_of[number]
+        self._num_waiting[id(bucket)] -= 1
+        while self._num_sent < len(self._buckets):
+            following = self._buckets[self._num_sent]
+            if self._num_waiting[id(following)]:
+                return
+            self._send(following)
+
+    def _send(self, bucket: Bucket) -> None:
+        self._num_sent += 1
+        if self._stream is None:
+            self._add(bucket.group, bucket.part)
+            return
+        # The device continues with backward meanwhile.
+        self._stream.wait_stream(torch.cuda.current_stream(bucket.device))
+        with torch.cuda.stream(self._stream):
+            self._add(bucket.group, bucket.part)
+
+    def finish(self) -> FlatBuffer:
+        """Take what this backward has not reached, send the rest and return the leaf."""
+        missing = set()
+        for number, parameter in self._flat.trained():
+            if number in self._moved:
+                continue
+            if parameter.grad is None:
+                missing.add(number)
+            else:
+                self._flat.move(number, self.leaf, is_first=self._is_first)
+        self._flat.mark(self.leaf, missing, is_first=self._is_first)
+        for bucket in self._buckets[self._num_sent :]:
+            self._send(bucket)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return self.leaf
 
 
 def divide(optimizer: Optimizer, count: int) -> None:

@@ -154,7 +154,11 @@ class ReplicaBuffers:
         self._shapes = replicas.gather_objects(list(map(_shape_of, values)))[0]
         for place, shape in enumerate(self._shapes):
             if _shape_of(values[place]) != shape:
-                values[place] = None if shape is None else replicas.make_empty(*shape)
+                values[place] = (
+                    None
+                    if shape is None
+                    else torch.empty(shape[0], dtype=shape[1], device=replicas.device)
+                )
         self._places.put(values)
 
     def _tensors(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helios.errors import UsageError
 from helios.replicas.assignment import assign, block_of
-from helios.replicas.point_to_point import PointToPoint
+from helios.replicas.messages import PointToPoint
 from helios.replicas.reduction_tree import tree_sum
 
 _Scores: TypeAlias = dict[str, tuple[float, float]]
@@ -143,7 +143,7 @@ class NumberReducer:
         Returns:
             Tensors without dimensions, of torch's default type, summed in float64.
         """
-        return self._take_means(self._exchange(_as_scores(tables)))
+        return self._average(self._exchange(_as_scores(tables)))
 
     def write_losses(self, tables: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return losses as a row of numbers for a message, of the same length on all processes.
@@ -161,9 +161,9 @@ class NumberReducer:
             rows: the row of each process, in the order of ranks.
         """
         parts = rows.view(len(self._sizes), max(self._sizes), -1)
-        return self._take_means(self._read(_as_scores(tables), self._cut(parts)))
+        return self._average(self._read(_as_scores(tables), self._cut(parts)))
 
-    def _take_means(self, tables: list[_Scores]) -> dict[str, Tensor]:
+    def _average(self, tables: list[_Scores]) -> dict[str, Tensor]:
         sums, dtype, rounded = _add_up(tables), torch.get_default_dtype(), {}
         self.means = means = {name: total / weight for name, (total, weight) in sums.items()}
         for name, mean in means.items():

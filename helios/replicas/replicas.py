@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helios.core.sharded_tensors import RowShare
+from helios.core.sharded_tensors import RowShare, replace_sharded, whole_of
 from helios.distributed import pickling
 from helios.distributed.process_groups import DistributedInfo, collective, control_group
 from helios.errors import UsageError
 from helios.replicas.assignment import assign
+from helios.replicas.messages import Message, PointToPoint
 from helios.replicas.named_sums import NumberReducer
-from helios.replicas.piggyback import Message
-from helios.replicas.point_to_point import PointToPoint
 from helios.replicas.tree_reducer import TreeReducer
-from helios.replicas.whole_tensors import join_shards
 
 _LONE = DistributedInfo()
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -180,9 +178,27 @@ class Replicas:
     def join_shards(self, tree: Any) -> Any:
         """Return a state with whole tensors on rank 0, and placeholders for them on the others.
 
-        A collective call, if models are sharded over several processes.
+        A collective call, if models are sharded over several processes; tensors are then gathered
+        one by one. What occurs twice in the tree occurs twice in the result.
+
+        Args:
+            tree: dicts, lists and tuples of any values, alike on all processes; it is not changed.
+
+        Returns:
+            The tree, where rank 0 has whole tensors in host memory, and others have tensors on the
+            meta device.
         """
-        return join_shards(tree, keeps=self.rank == 0) if self.is_sharded_over_processes else tree
+        if not self.is_sharded_over_processes:
+            return tree
+
+        def join(_: str, value: Any) -> Tensor:
+            with collective("Replicas.join_shards"):
+                whole = whole_of(value.detach())
+            if self.rank:
+                return torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return whole.cpu()
+
+        return replace_sharded(tree, join)
 
     def hand_over(self, content: Tensor, source: int, target: int) -> None:
         """Send bytes from one process to another; only these two take part.
@@ -278,10 +294,6 @@ class Replicas:
         """Release the process group, so that nothing keeps it alive after the run."""
         self._losses, self._scores = NumberReducer(1), NumberReducer(1)
         self._ranks, self._message = PointToPoint(1, 0, None), None
-
-    def make_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor on the device of this process."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with those of replica 0, which rank 0 runs, in one exchange.

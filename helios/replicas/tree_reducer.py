@@ -15,8 +15,7 @@ from torch import Tensor
 
 from helios.errors import UsageError
 from helios.replicas.assignment import block_of, blocks, is_power_of_two
-from helios.replicas.piggyback import Message
-from helios.replicas.point_to_point import PointToPoint
+from helios.replicas.messages import Message, PointToPoint
 from helios.replicas.reduction_tree import finish, subtrees
 
 # Measured with scripts/bench/reduce.py over gloo, on 2 and 4 ranks: up to these sizes sending whole

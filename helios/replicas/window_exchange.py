@@ -113,7 +113,7 @@ class WindowExchange:
         self.buffers.commit()
         self.buffers.exchange()
 
-    def take_means(self, table: Mapping[str, Any]) -> dict[str, Tensor]:
+    def pop_means(self, table: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the mean losses of an iteration, and begin the next one.
 
         Args:

@@ -85,12 +85,12 @@ def measure_leaf(megabytes: float, options: Options) -> None:
     def collect() -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        taken.append(flat.collect())
+        taken.append(flat.move_all())
 
     def add() -> None:
         flat.add(taken[0], taken.pop())
 
-    taken = [flat.collect()]
+    taken = [flat.move_all()]
     found = measure_ways({"collect": collect, "add": add}, options)
     print(f"leaf  {megabytes:>8g} collect {found['collect']:.2f} add {found['add']:.2f}")
 

@@ -18,8 +18,7 @@ from helios.errors import UsageError
 from helios.hooks.bus import Bus
 from helios.plugins import Plugin
 from helios.plugins.gradient_norm import GradientNormMonitor
-from helios.replicas.piggyback import Message
-from helios.replicas.point_to_point import PointToPoint
+from helios.replicas.messages import Message, PointToPoint
 from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
 from tests.support.models import Fitting

@@ -54,14 +54,14 @@ def reduce_and_show(flat: FlatGradients, *leaves: FlatBuffer) -> None:
     stack = TreeStack(range(len(leaves)), len(leaves), flat.add)
     for leaf in leaves:
         stack.push(leaf)
-    flat.show(flat.reduce(stack.take(), TreeReducer(len(leaves))))
+    flat.set_gradients(flat.reduce(stack.take(), TreeReducer(len(leaves))))
 
 
 def test_gradients_go_in_and_come_out() -> None:
     model = Parts()
     flat = FlatGradients(model.named_parameters())
     expected = backward(model, 1.5)
-    leaf = flat.collect()
+    leaf = flat.move_all()
     assert gradients_of(model) == {}
     assert len(leaf.flats) == 3, "one buffer for each type"
     reduce_and_show(flat, leaf)
@@ -75,13 +75,13 @@ def test_gradients_take_the_form_that_parameters_get_between_two_steps() -> None
     model = Parts()
     flat = FlatGradients(model.named_parameters())
     backward(model, 0.5)
-    reduce_and_show(flat, flat.collect())
+    reduce_and_show(flat, flat.move_all())
     model.zero_grad()
     model.double()
     model.images.data = model.images.data.contiguous()
     model.empty.data = torch.ones(2, 4).double()
     expected = backward(model, 1.5)
-    reduce_and_show(flat, flat.collect())
+    reduce_and_show(flat, flat.move_all())
     assert_same(gradients_of(model), expected)
     for name, parameter in model.named_parameters():
         assert parameter.grad.stride() == parameter.stride(), name
@@ -91,9 +91,9 @@ def test_micro_batches_of_a_replica_are_added_in_their_order() -> None:
     model = Parts()
     flat = FlatGradients(model.named_parameters())
     first, second = backward(model, 0.3), None
-    leaf = flat.collect()
+    leaf = flat.move_all()
     second = backward(model, 1e-3, "weight", "narrow")
-    assert flat.collect(leaf) is leaf
+    assert flat.move_all(leaf) is leaf
     reduce_and_show(flat, leaf)
     expected = {name: first[name] + second[name] if name in second else first[name]
                 for name in first}  # fmt: skip
@@ -104,14 +104,14 @@ def test_a_gradient_that_some_replicas_lack_counts_as_zero() -> None:
     model = Parts()
     flat = FlatGradients(model.named_parameters())
     backward(model, 7.0)
-    reduce_and_show(flat, flat.collect())  # so that the buffer is not fresh
+    reduce_and_show(flat, flat.move_all())  # so that the buffer is not fresh
     model.zero_grad()
     names = [("weight", "narrow"), ("weight", "number"), ("weight",)]
     found = []
     leaves = []
     for factor, used in enumerate(names, 1):
         found.append(backward(model, factor, *used))
-        leaves.append(flat.collect())
+        leaves.append(flat.move_all())
     reduce_and_show(flat, *leaves)
     everywhere = {number for number, name in enumerate(dict(model.named_parameters()))
                   if name not in ("weight", "narrow", "number")}  # fmt: skip
@@ -129,9 +129,9 @@ def test_a_gradient_that_comes_in_a_later_micro_batch_is_there() -> None:
     model = Parts()
     flat = FlatGradients(model.named_parameters())
     backward(model, 1.0, "weight")
-    leaf = flat.collect()
+    leaf = flat.move_all()
     narrow = backward(model, 1.0, "narrow")["narrow"]
-    flat.collect(leaf)
+    flat.move_all(leaf)
     reduce_and_show(flat, leaf)
     assert gradients_of(model).keys() == {"weight", "narrow"}
     assert torch.equal(model.narrow.grad, narrow)
@@ -145,12 +145,12 @@ def test_buffers_are_used_again_at_the_next_step() -> None:
         leaves = []
         for replica in range(4):
             backward(model, step + replica)
-            leaves.append(flat.collect())
+            leaves.append(flat.move_all())
             seen.add(leaves[-1].flats[0].data_ptr())
         stack = TreeStack(range(4), 4, flat.add)
         for leaf in leaves:
             stack.push(leaf)
-        flat.show(flat.reduce(stack.take(), TreeReducer(4)))
+        flat.set_gradients(flat.reduce(stack.take(), TreeReducer(4)))
         model.zero_grad()
         if step == 0:
             first = set(seen)
@@ -163,7 +163,7 @@ def test_gradients_that_stay_as_zeros_do_no_harm() -> None:
     for step in range(3):
         expected = backward(model, step + 0.7)
         other = {name: torch.zeros_like(g) for name, g in expected.items()}
-        leaf = flat.collect()
+        leaf = flat.move_all()
         reduce_and_show(flat, leaf)
         assert_same(gradients_of(model), expected)
         model.zero_grad(set_to_none=False)
@@ -175,7 +175,7 @@ def test_frozen_parameters_take_no_room_and_may_be_thawed_between_steps() -> Non
     model.images.requires_grad_(False)
     flat = FlatGradients(model.named_parameters())
     backward(model, 1.0)
-    leaf = flat.collect()
+    leaf = flat.move_all()
     small = leaf.flats[0].numel()
     assert small < model.images.numel()
     reduce_and_show(flat, leaf)
@@ -183,7 +183,7 @@ def test_frozen_parameters_take_no_room_and_may_be_thawed_between_steps() -> Non
     model.zero_grad()
     model.images.requires_grad_(True)
     expected = backward(model, 2.0)
-    leaf = flat.collect()
+    leaf = flat.move_all()
     assert leaf.flats[0].numel() >= small + model.images.numel()
     reduce_and_show(flat, leaf)
     assert_same(gradients_of(model), expected)
@@ -195,20 +195,20 @@ def test_a_parameter_thawed_inside_of_a_window_is_refused_by_name() -> None:
     model.images.requires_grad_(False)
     flat = FlatGradients(model.named_parameters())
     backward(model, 1.0)
-    leaf = flat.collect()
+    leaf = flat.move_all()
     model.images.requires_grad_(True)
     backward(model, 1.0)
     with pytest.raises(UsageError, match=r"requires_grad of \['images'\] was changed within"):
-        flat.collect(leaf)
+        flat.move_all(leaf)
 
 
 def test_a_parameter_frozen_inside_of_a_window_keeps_what_it_has() -> None:
     model = Parts()
     flat = FlatGradients(model.named_parameters())
     expected = backward(model, 1.0)
-    leaf = flat.collect()
+    leaf = flat.move_all()
     model.images.requires_grad_(False)
-    flat.collect(leaf)
+    flat.move_all(leaf)
     reduce_and_show(flat, leaf)
     assert_same(gradients_of(model), expected)
 
@@ -218,12 +218,12 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     flat = FlatGradients(model.named_parameters())
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(UsageError, match=r"'0.weight' must be dense .* num_replicas=1"):
-        flat.collect()
+        flat.move_all()
 
 
 def test_a_model_without_parameters_has_nothing_to_move() -> None:
     flat = FlatGradients([])
-    reduce_and_show(flat, flat.collect(), flat.collect())
+    reduce_and_show(flat, flat.move_all(), flat.move_all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
@@ -234,7 +234,7 @@ def test_marks_of_missing_gradients_work_in_every_type(dtype: Any) -> None:
     for replica in range(3):
         if replica == 1:
             used.abs().sum().backward()
-        leaves.append(flat.collect())
+        leaves.append(flat.move_all())
     reduce_and_show(flat, *leaves)
     assert torch.equal(used.grad, torch.ones(3, dtype=dtype))
     assert unused.grad is None

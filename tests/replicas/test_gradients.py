@@ -95,7 +95,7 @@ def collect_window(model: Parts, summed: GradientSum, block: range, num_micro: i
     for micro in range(num_micro):
         for replica in block:
             model.fill(replica, micro)
-            summed.collect(replica, ends_window=micro == num_micro - 1)
+            summed.add_micro_batch(replica, ends_window=micro == num_micro - 1)
             assert set(read(model).values()) == {None}, "the next replica begins anew"
 
 
@@ -262,7 +262,7 @@ def test_a_parameter_outside_of_networks_is_named_by_its_place() -> None:
     summed = GradientSum(optimizer, Replicas(2), {"net": nn.Linear(2, 2)})
     nn.functional.embedding(torch.tensor([1]), loose, sparse=True).sum().backward()
     with pytest.raises(UsageError, match="'parameter 1 of the optimizer' must be dense"):
-        summed.collect(0, ends_window=True)
+        summed.add_micro_batch(0, ends_window=True)
 
 
 @pytest.mark.parametrize("num_done", [1, 2, 3, 4, 5])
@@ -311,10 +311,10 @@ def test_an_open_window_says_so() -> None:
     summed = GradientSum(optimizer, Replicas(2), {})
     assert not summed.is_open
     model.fill(0, 0)
-    summed.collect(0, ends_window=True)
+    summed.add_micro_batch(0, ends_window=True)
     assert summed.is_open
     model.fill(1, 0)
-    summed.collect(1, ends_window=True)
+    summed.add_micro_batch(1, ends_window=True)
     summed.finish()
     assert not summed.is_open
 
@@ -342,7 +342,7 @@ def test_a_replica_that_is_missing_is_an_error() -> None:
     summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(3), {})
     for replica in (0, 1):
         model.fill(replica, 0)
-        summed.collect(replica, ends_window=True)
+        summed.add_micro_batch(replica, ends_window=True)
     with pytest.raises(UsageError, match="is missing the leaf of replica 2"):
         summed.finish()
 
@@ -361,7 +361,7 @@ def test_few_buffers_are_alive(num_replicas: int) -> None:
     for _ in range(3):
         for replica in range(num_replicas):
             model(torch.ones(1, 2)).sum().backward()
-            summed.collect(replica, ends_window=True)
+            summed.add_micro_batch(replica, ends_window=True)
         summed.finish()
         # None is freed, so these are all that were needed at any time.
         assert count_buffers() - found == math.floor(math.log2(num_replicas)) + 1
@@ -376,7 +376,7 @@ def test_a_longer_window_takes_one_buffer_for_each_replica() -> None:
         for micro in range(4):
             for replica in range(6):
                 model(torch.ones(1, 2)).sum().backward()
-                summed.collect(replica, ends_window=micro == 3)
+                summed.add_micro_batch(replica, ends_window=micro == 3)
         summed.finish()
     assert count_buffers() - found == 6
 
@@ -386,7 +386,7 @@ def _differ(rank: int) -> str:
         model = nn.Linear(2, 2 + rank)
         summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(2, info), {"net": model})
         model(torch.ones(1, 2)).sum().backward()
-        summed.collect(rank, ends_window=True)
+        summed.add_micro_batch(rank, ends_window=True)
         with pytest.raises(UsageError) as caught:
             summed.finish()
         return str(caught.value)
@@ -403,7 +403,7 @@ def _use_elsewhere(rank: int) -> Found:
         model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
         summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(2, info), {})
         model[rank](torch.full((1, 1), 3.0 + rank)).sum().backward()
-        summed.collect(rank, ends_window=True)
+        summed.add_micro_batch(rank, ends_window=True)
         summed.finish()
         return read(model)
 
@@ -424,7 +424,7 @@ def test_lone_processes_have_the_same_sum_as_an_engine_of_one_replica() -> None:
     for number, factor in enumerate(factors):
         (plain * factor).sum().backward()
         (summed * factor).sum().backward()
-        through.collect(0, ends_window=number == len(factors) - 1)
+        through.add_micro_batch(0, ends_window=number == len(factors) - 1)
     through.finish()
     assert plain.grad is not None
     assert summed.grad is not None

@@ -208,11 +208,11 @@ def _train_in_flat_buffers(rank: int, num_processes: int, num_replicas: int) -> 
         for micro_batch in range(2):
             for replica in reducer.block:
                 model.loss(2 * step + micro_batch, replica).backward()
-                leaves[replica] = flat.collect(leaves[replica])
+                leaves[replica] = flat.move_all(leaves[replica])
         stack = TreeStack(reducer.block, num_replicas, flat.add)
         for leaf in leaves.values():
             stack.push(leaf)
-        flat.show(flat.reduce(stack.take(), reducer))
+        flat.set_gradients(flat.reduce(stack.take(), reducer))
         gradients.append(
             {n: bits(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         )
@@ -293,7 +293,7 @@ def _build_another_model(rank: int) -> str:
     model(torch.ones(3 + rank)).sum().backward()
     try:
         flat.reduce(
-            {range(rank, rank + 1): flat.collect()}, TreeReducer(2, num_processes=2, rank=rank)
+            {range(rank, rank + 1): flat.move_all()}, TreeReducer(2, num_processes=2, rank=rank)
         )
     except UsageError as error:
         return str(error)

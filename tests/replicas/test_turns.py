@@ -14,8 +14,8 @@ from helios.core import rng
 from helios.distributed.process_groups import DistributedInfo
 from helios.errors import UsageError
 from helios.replicas.assignment import blocks
-from helios.replicas.replica_state import Turns, make_turns
 from helios.replicas.replicas import Replicas
+from helios.replicas.turns import Turns, make_turns
 from tests.engines.joined import replicas_on
 from tests.support.ranks import run_ranks
 

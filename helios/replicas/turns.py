@@ -322,7 +322,7 @@ class SharedTurns(Turns):
         if self.has_message:
             self.receive()
         self._watch.report()
-        means = self._exchange.take_means(table)
+        means = self._exchange.pop_means(table)
         self.totals, self.means = self._replicas.added
         table.clear()
         table.update(means)
