@@ -57,7 +57,7 @@ SHARDED = "tests/sharding/test_sharded_training.py"
 USER_STEPS = "tests/sharding/test_steps_of_users.py"
 RECOMPUTED = "tests/sharding/test_recomputation.py"
 CHECKPOINTED = "tests/sharding/test_checkpointed_units.py"
-KEYED = "tests/sharding/test_keyed_init.py"
+KEYED = "tests/init/test_keyed_init.py"
 KEYED_RUNS = "tests/sharding/test_keyed_training.py"
 RESTORED = "tests/sharding/test_restored_averages.py"
 UNREAD = "tests/sharding/test_unread_tensors.py"
@@ -177,22 +177,22 @@ FAULTS = (
     ),
     Fault(
         "modules are initialized under one key",
-        "helios/sharding/keyed_init.py",
+        "helios/init/keyed_init.py",
         'rng.reseed(rng.key(self._seed, "init", path))',
         'rng.reseed(rng.key(self._seed, "init", "net"))',
         f"{KEYED}::test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path",
     ),
     Fault(
         "values that setup has written outside of initializers are lost silently",
-        "helios/sharding/keyed_init.py",
+        "helios/init/keyed_init.py",
         "        if not origin.has_values:",
         "        if origin.has_values:",
         f"{KEYED}::test_what_setup_would_lose_is_refused_by_name",
     ),
     Fault(
         "integers that an initializer leaves unwritten are not found",
-        "helios/sharding/keyed_init.py",
-        "        return bool((find_unwritten(tensor, again=True) & before).any())",
+        "helios/init/keyed_init.py",
+        "        return bool((_find_unwritten(tensor, again=True) & before).any())",
         "        return False",
         f"{KEYED}::test_a_network_without_all_values_is_refused_by_name",
     ),
@@ -294,28 +294,28 @@ FAULTS = (
     ),
     Fault(
         "zeros of a module that runs twice are added to its gradients",
-        "helios/sharding/unit_sum.py",
+        "helios/sharding/sharded_gradients.py",
         "        if has_new:",
         "        if True:",
         "tests/sharding/test_unit_sum.py::test_zeros_of_calls_without_a_gradient_are_not_added",
     ),
     Fault(
         "the gradients of a second backward of a step replace those of the first one",
-        "helios/sharding/unit_sum.py",
+        "helios/sharding/sharded_gradients.py",
         "        if self._has_added:",
         "        if False:",
         "tests/sharding/test_unit_sum.py::test_a_second_backward_of_a_turn_is_an_error",
     ),
     Fault(
         "a sharded module that runs twice is reduced after its first backward",
-        "helios/sharding/unit_sum.py",
+        "helios/sharding/sharded_gradients.py",
         "        return self._num_forwards <= 0",
         "        return True",
         f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
     ),
     Fault(
         "activations that are computed again count as a call of a sharded module",
-        "helios/sharding/unit_sum.py",
+        "helios/sharding/sharded_gradients.py",
         "        if torch.is_grad_enabled() and not is_in_backward():",
         "        if torch.is_grad_enabled():",
         "tests/sharding/test_unit_sum.py"
@@ -351,7 +351,7 @@ FAULTS = (
     ),
     Fault(
         "halves of gradients are added farthest rank first",
-        "helios/sharding/unit_sum.py",
+        "helios/sharding/sharded_gradients.py",
         "    for level in range(group.size().bit_length() - 1):",
         "    for level in reversed(range(group.size().bit_length() - 1)):",
         f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
@@ -388,7 +388,7 @@ FAULTS = (
     Fault(
         "a turn without a backward is not compared with those in backward",
         "helios/sharding/sharded_gradients.py",
-        "        self._calls.end_turn()\n",
+        "        self._calls.compare_forward()\n",
         "",
         "tests/sharding/test_unit_calls.py"
         "::test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward",

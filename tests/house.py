@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "terminal": _TOOLS,
     "data": _TOOLS,
     "replicas": _TOOLS,
+    "init": (*_VALUES, "core"),
     "launch": _TOOLS,
     "run_state": _TOOLS,
     "checkpoint": _TOOLS,
@@ -60,9 +61,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *(*_TOOLS, "terminal", "replicas", "run_state", "engines", "model", "session", "loops"),
     ),
     "trainer": (
-        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "launch", "run_state", "checkpoint"),
-        *("ledger", "sharding", "engines", "requests", "model", "plugins", "session", "loops"),
-        "audit",
+        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "init", "launch", "run_state"),
+        *("checkpoint", "ledger", "sharding", "engines", "requests", "model", "plugins"),
+        *("session", "loops", "audit"),
     ),
     # What the façade shows; nothing imports it.
     "exports": (

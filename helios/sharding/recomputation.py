@@ -163,7 +163,7 @@ class _Start:
                 f"backward, but those of {self._name}, of shape {shapes}, were. Change a copy, or "
                 "use checkpoint=False."
             )
-        if not all(map(_is_same, self._weights, self._read_weights())):
+        if not all(map(_is_unchanged, self._weights, self._read_weights())):
             raise UsageError(
                 "Unit(..., checkpoint=True) needs parameters that stay as they are from forward to "
                 f"backward, but some of {self._name} were changed or replaced. Update them after "
@@ -171,8 +171,8 @@ class _Start:
             )
 
     def _read_weights(self) -> list[tuple[Tensor, int]]:
-        tables = (vars(part)["_parameters"].values() for part in self._parts)
-        return [*_versions(weight for table in tables for weight in table if weight is not None)]
+        weights = (each for part in self._parts for each in vars(part)["_parameters"].values())
+        return [(each, _version_of(each)) for each in weights if each is not None]
 
     def _read(self) -> list[dict[str, Any]]:
         """Return the attributes of each module, and what torch keeps its buffers and parts in."""
@@ -303,11 +303,6 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(member)
 
 
-def _versions(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
-    for tensor in tensors:
-        yield tensor, _version_of(tensor)
-
-
 def _counter_of(tensor: Tensor) -> Tensor:
     """Return a tensor without memory that counts changes of another one."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
@@ -317,7 +312,7 @@ def _counter_of(tensor: Tensor) -> Tensor:
     return counter
 
 
-def _is_same(then: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
+def _is_unchanged(then: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
     # Inner units are whole or sharded, and have another parameter for each.
     is_inner = is_sharded(then[0]) or is_sharded(now[0])
     return is_inner or (then[0] is now[0] and then[1] == now[1])

@@ -55,27 +55,27 @@ class UnitCalls:
         self._num_single = 0
         self._is_forward = False
 
-    def note_forward(self, unit: int) -> None:
-        """Note that the forward of a unit begins, unless it is computed again."""
+    def record_forward(self, unit: int) -> None:
+        """Record that the forward of a unit begins, unless it is computed again."""
         if not is_in_backward():
             self._is_forward = True
-            self._note(_FORWARD, unit)
+            self._record(_FORWARD, unit)
 
-    def note_end(self, unit: int, result: Any) -> None:
-        """Note that the forward of a unit has ended, unless it is computed again."""
+    def record_end(self, unit: int, result: Any) -> None:
+        """Record that the forward of a unit has ended, unless it is computed again."""
         if not is_in_backward():
-            self._note(_END_OF_FORWARD, unit)
+            self._record(_END_OF_FORWARD, unit)
             self._results.append((unit, steps_to(result)))
 
-    def note_gather(self, unit: int) -> None:
-        """Note that a unit is gathered in backward; in forward, its call was noted."""
+    def record_gather(self, unit: int) -> None:
+        """Record that a unit is gathered in backward; in forward, its call was recorded."""
         if is_in_backward():
             if self._is_forward:
-                self._note_results()
+                self._record_results()
                 self.compare()
-            self._note(_BACKWARD, unit)
+            self._record(_BACKWARD, unit)
 
-    def _note_results(self) -> None:
+    def _record_results(self) -> None:
         for unit, steps in self._results:
             kind = _USED if any(map(is_ahead, steps)) else _UNUSED
             self._calls.append(self._number(kind, unit))
@@ -83,7 +83,7 @@ class UnitCalls:
     def _number(self, kind: int, unit: int) -> int:
         return kind * len(self._names) + unit
 
-    def _note(self, kind: int, unit: int) -> None:
+    def _record(self, kind: int, unit: int) -> None:
         call = self._number(kind, unit)
         self._calls.append(call)
         if self._num_single < _COMPARED_AT_ONCE:
@@ -96,17 +96,17 @@ class UnitCalls:
         if len(found) > 1:
             raise _make_error(found)
 
-    def note_sum(self, unit: int) -> None:
-        """Note that the gradients of a unit are to be added over the processes.
+    def record_sum(self, unit: int) -> None:
+        """Record that the gradients of a unit are to be added over the processes.
 
         Compares before the first one after a forward: after different calls, processes would wait
         for sums that others do not make.
         """
-        self._note(_GRADIENTS, unit)
+        self._record(_GRADIENTS, unit)
         if self._is_forward:
             self.compare()
 
-    def end_turn(self) -> None:
+    def compare_forward(self) -> None:
         """Compare a forward without a backward, where another process may be in backward."""
         if self._is_forward:
             self.compare()

@@ -47,11 +47,6 @@ class Unit:
             )
 
 
-def module_of(unit: nn.Module | Unit) -> nn.Module:
-    """Return the module of what ``Model.shard`` has returned."""
-    return unit.module if isinstance(unit, Unit) else unit
-
-
 def find_units(
     networks: Mapping[str, nn.Module], named: Sequence[nn.Module | Unit] | None
 ) -> dict[str, nn.Module]:
@@ -74,7 +69,8 @@ def find_units(
     if named is None:
         inner = {id(part) for _, root in roots for part in _find_large(root)}
     else:
-        inner = _require_named(map(module_of, named), names)
+        modules = (unit.module if isinstance(unit, Unit) else unit for unit in named)
+        inner = _require_named(modules, names)
     inner |= {id(root) for _, root in roots}
     units = {name: module for key, (name, module) in names.items() if key in inner}
     _check_units(units)

@@ -6,9 +6,7 @@ from pathlib import Path
 
 from torch.distributed.fsdp import FSDPModule
 
-_WITHOUT_FSDP = {
-    *("test_keyed_init.py", "test_recomputation.py", "test_requirements.py", "test_waves.py")
-}
+_WITHOUT_FSDP = {"test_recomputation.py", "test_requirements.py", "test_waves.py"}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

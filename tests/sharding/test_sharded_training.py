@@ -16,7 +16,7 @@ from torch import nn
 from helios.core.sharded_tensors import local_of
 from helios.plugins import EMA, GradientNormMonitor, NaNGuard, Plugin, nan_guard
 from helios.sharding.fsdp_adapter import ShardedUnit
-from helios.sharding.waves import NodeSums
+from helios.sharding.sharded_gradients import NodeSums
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import WIDTH, Kill, Sharded, fit, read_bits, train
 

@@ -10,7 +10,7 @@ import torch
 
 from helios.replicas.named_sums import NumberReducer
 from helios.replicas.reduction_tree import tree_sum
-from helios.sharding.waves import NodeSums, Waves
+from helios.sharding.sharded_gradients import NodeSums, Waves
 
 COUNTS = [(v, p) for v in range(1, 10) for p in range(1, v + 1)]
 

@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 
 from helios.engines.engine import Engine
 from helios.errors import UsageError
+from helios.init.keyed_init import KeyedInit
+from helios.init.values_of_setup import without_values
 from helios.model.model import Model
 from helios.run_state.consistency import check_alike
 from helios.run_state.owner_states import internals_of
 from helios.run_state.walk import walk_all
 from helios.run_state.walk_result import Rules
-from helios.sharding.keyed_init import KeyedInit
 from helios.sharding.requirements import check_shardable
 from helios.sharding.units import Unit, find_units, modules_of_units
-from helios.sharding.values_of_setup import without_values
 from helios.storage.checksums import bit_sum
 
 AskForUnits: TypeAlias = Callable[[], Sequence[nn.Module | Unit] | None]

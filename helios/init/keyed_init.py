@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from helios.core import rng
+from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import BareNames
 from helios.errors import UsageError
-from helios.sharding.initializer_reach import Reach, own_tensors
-from helios.sharding.unwritten_values import fill_unwritten, find_unwritten, has_nan, is_exact
-from helios.sharding.values_of_setup import INITIALIZERS, META, Origin, Values, memory_of
+from helios.init.values_of_setup import INITIALIZERS, META, Origin, Values, memory_of
 
 InitUnit: TypeAlias = Callable[[nn.Module, str], bool | None]
 _Place: TypeAlias = tuple[int, str]
 _OPTION = 'Trainer(init="keyed")'
 _HELP = "in Model.init_unit"
+_BYTES_OF_MARKS = (0xA5, 0x5B)
 
 
 @final
@@ -82,9 +83,9 @@ class KeyedInit:
         group = {id(module) for module in modules} - self._done
         parts = [module for module in self._order if id(module) in group]
         homes = {id(part): self._homes_of(part) for part in parts}
-        for module in filter(own_tensors, parts):
+        for module in filter(_own_tensors, parts):
             self._make_memory(module)
-        reach = Reach(self._paths, self._order)
+        reach = _Reach(self._paths, self._order)
         with rng.stream(rng.key(self._seed, "init")), torch.no_grad(), self._device:
             for module in parts:
                 with _hidden(module, [n for n, home in homes[id(module)].items() if not home]):
@@ -97,7 +98,7 @@ class KeyedInit:
         return {
             f"{self._paths[id(module)]}.{name}": tensor
             for module in parts
-            for name, tensor in own_tensors(module).items()
+            for name, tensor in _own_tensors(module).items()
         }
 
     def initialize_rest(self) -> dict[str, Tensor]:
@@ -105,12 +106,12 @@ class KeyedInit:
         return self.initialize(self._order)
 
     def _check_tensors(self, networks: Mapping[str, nn.Module]) -> None:
-        """Check that all parameters are there without values, and note who holds what."""
+        """Check that all parameters are there without values, and record who holds what."""
         names: dict[int, str] = {}
         shared: dict[int, tuple[int, str]] = {}
         for module in (part for net in networks.values() for part in net.modules()):
             path = self._paths[id(module)]
-            for name, tensor in own_tensors(module).items():
+            for name, tensor in _own_tensors(module).items():
                 shown = names.setdefault(id(tensor), f"{path}.{name}")
                 owners = self._owners.setdefault(id(tensor), [])
                 if module not in owners:
@@ -132,7 +133,7 @@ class KeyedInit:
         """Yield the modules without own tensors whose initializers have written in ``setup``."""
         for memory in self._registered:
             writers = self._values.origin_of(memory).writers
-            if not any(map(own_tensors, writers)):
+            if not any(map(_own_tensors, writers)):
                 yield from map(id, writers)
 
     def _homes_of(self, module: nn.Module) -> dict[str, bool]:
@@ -141,7 +142,7 @@ class KeyedInit:
         Of several modules, that is the one whose initializer was the last one in ``setup``.
         """
         found = {}
-        for name, tensor in own_tensors(module).items():
+        for name, tensor in _own_tensors(module).items():
             owners = self._owners[id(tensor)]
             writers = self._values.origin_of(memory_of(tensor)).writers if tensor.is_meta else ()
             home = next((part for part in owners if _is_in(part, writers)), owners[0])
@@ -172,11 +173,11 @@ class KeyedInit:
         if isinstance(tensor, nn.Parameter):
             if not tensor.is_meta:
                 return tensor
-            return fill_unwritten(torch.empty_like(tensor, device=self._device))
+            return _fill_unwritten(torch.empty_like(tensor, device=self._device))
         if id(tensor) not in self._new_buffers:
             is_new = tensor.is_meta
             made = torch.empty_like(tensor, device=self._device) if is_new else tensor
-            made = fill_unwritten(made) if is_new else made.to(self._device)
+            made = _fill_unwritten(made) if is_new else made.to(self._device)
             # The old one is kept, so that no other one gets its identity.
             self._new_buffers[id(tensor)] = (tensor, made)
         return self._new_buffers[id(tensor)][1]
@@ -186,13 +187,13 @@ class KeyedInit:
         before = dict(module.named_parameters(recurse=False))
         with reach:
             self._call_initializer(module)
-        places = [name for name in own_tensors(module) if (id(module), name) in self._memory]
-        own = own_tensors(module)
-        exact = {name: own[name] for name in places if is_exact(own[name])}
-        marked = {name: find_unwritten(part) for name, part in exact.items() if not part.is_meta}
+        places = [name for name in _own_tensors(module) if (id(module), name) in self._memory]
+        own = _own_tensors(module)
+        exact = {name: own[name] for name in places if _is_exact(own[name])}
+        marked = {name: _find_unwritten(part) for name, part in exact.items() if not part.is_meta}
         if any(bool(part.any()) for part in marked.values()):
             for name in marked:
-                fill_unwritten(exact[name], again=True)
+                _fill_unwritten(exact[name], again=True)
                 self._marked[id(module), name] = marked[name]
             with reach:
                 self._call_initializer(module)
@@ -211,7 +212,7 @@ class KeyedInit:
             self._by_user.add(id(module))
             return
         method = _initializer_of(module)
-        if method is not None and (own_tensors(module) or id(module) in self._containers):
+        if method is not None and (_own_tensors(module) or id(module) in self._containers):
             getattr(module, method)()
             self._repeated.add(id(module))
 
@@ -220,7 +221,7 @@ class KeyedInit:
         memory = self._memory.get((id(module), name))
         if memory is None:
             return
-        tensor = own_tensors(module)[name]
+        tensor = _own_tensors(module)[name]
         shown, kind = f"{self._paths[id(module)]}.{name}", type(module).__name__
         if self._is_unwritten(tensor, (id(module), name)):
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -229,12 +230,12 @@ class KeyedInit:
             self._check_origin(memory, shown, kind)
 
     def _is_unwritten(self, tensor: Tensor, place: _Place) -> bool:
-        if not is_exact(tensor):
-            return has_nan(tensor)
+        if not _is_exact(tensor):
+            return _has_nan(tensor)
         before = self._marked.get(place)
         if before is None:
-            return bool(find_unwritten(tensor).any())
-        return bool((find_unwritten(tensor, again=True) & before).any())
+            return bool(_find_unwritten(tensor).any())
+        return bool((_find_unwritten(tensor, again=True) & before).any())
 
     def _refuse_unwritten(
         self, module: nn.Module, shown: str, kind: str, *, is_parameter: bool
@@ -257,7 +258,7 @@ class KeyedInit:
     def _is_repeated(self, origin: Origin) -> bool:
         if origin.sources:
             # The initializer of the module from which this one was copied, which is gone.
-            return any(map(own_tensors, origin.writers))
+            return any(map(_own_tensors, origin.writers))
         return any(id(writer) in self._repeated for writer in origin.writers)
 
     def _check_origin(self, memory: int, shown: str, kind: str) -> None:
@@ -281,6 +282,12 @@ class KeyedInit:
             f"not repeated when {kind} gets its values. Do this {_HELP}(module, name), and return "
             "True there."
         )
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a module holds itself."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
 
 
 def _paths_of(networks: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -330,7 +337,7 @@ def _check_parameter(shown: str, parameter: nn.Parameter) -> None:
 @contextmanager
 def _hidden(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Put tensors without memory in the places of some that another module initializes."""
-    own = {name: tensor for name, tensor in own_tensors(module).items() if name in names}
+    own = {name: tensor for name, tensor in _own_tensors(module).items() if name in names}
     for name, tensor in own.items():
         substitute = torch.empty_like(tensor, device=META)
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -342,3 +349,111 @@ def _hidden(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     finally:
         for name, tensor in own.items():
             setattr(module, name, tensor)
+
+
+@final
+class _Reach:
+    """Restricts an initializer to its module and what is inside of it, and in the same group.
+
+    Args:
+        paths: the paths of modules by identity.
+        modules: all modules of the networks.
+    """
+
+    def __init__(self, paths: Mapping[int, str], modules: Sequence[nn.Module]) -> None:
+        self._names: dict[int, str] = {}
+        self._holders: dict[int, set[int]] = {}
+        # Kept, so that nothing else gets the identity of what an initializer replaces.
+        self._storages: list[Any] = []
+        for module in modules:
+            for name, tensor in _own_tensors(module).items():
+                if not is_sharded(tensor):
+                    memory = memory_of(tensor)
+                    self._names.setdefault(memory, f"{paths[id(module)]}.{name}")
+                    self._holders.setdefault(memory, set()).add(id(module))
+                    self._storages.append(tensor.untyped_storage())
+        self._paths = paths
+
+    def of(self, module: nn.Module, group: set[int]) -> TorchDispatchMode:
+        """Return the mode in which the initializer of a module runs."""
+        inside = {id(part) for part in module.modules()} & group
+        return _OneModule(self._paths[id(module)], self._names, self._holders, inside)
+
+
+@final
+class _OneModule(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        path: str,
+        names: Mapping[int, str],
+        holders: Mapping[int, set[int]],
+        inside: set[int],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._path, self._names, self._holders, self._inside = path, names, holders, inside
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor):
+                self._check(each)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, tensor: Tensor) -> None:
+        if is_sharded(tensor):
+            self._refuse("a parameter of another unit")
+        memory = memory_of(tensor) if tensor.layout is torch.strided else 0
+        if memory in self._names and not self._holders[memory] & self._inside:
+            self._refuse(self._names[memory])
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise UsageError(
+            'Trainer(init="keyed") needs initializers that use their own module only, and what is '
+            f"inside of it in the same unit, but that of {self._path} uses {name}. Initialize each "
+            "of them in Model.init_unit, or name units in Model.shard() that hold both."
+        )
+
+
+def _fill_unwritten(tensor: Tensor, *, again: bool = False) -> Tensor:
+    """Mark all elements of a tensor as unwritten, and return it.
+
+    Floating-point numbers become NaN, which also spreads to what is computed from them; integers a
+    number that could be meant.
+
+    Args:
+        tensor: the tensor.
+        again: whether to use another number. An integer was meant unless it is marked both times.
+    """
+    if not _is_exact(tensor):
+        return tensor.fill_(float("nan"))
+    bits, mark = _mark(tensor, _BYTES_OF_MARKS[again])
+    bits.fill_(mark)
+    return tensor
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    """Return whether an element of a tensor of floating-point numbers is NaN."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    wide = tensor if tensor.element_size() > 1 else tensor.float()
+    # A minimum needs no memory for each element, and that of a NaN and anything is NaN.
+    return bool(wide.amin().isnan())
+
+
+def _find_unwritten(tensor: Tensor, *, again: bool = False) -> Tensor:
+    """Return which integers of a tensor are what :func:`_fill_unwritten` marks them with."""
+    bits, mark = _mark(tensor, _BYTES_OF_MARKS[again])
+    return bits == mark
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    """Return whether elements are integers, of which none is a mark for certain."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _mark(tensor: Tensor, byte: int) -> tuple[Tensor, int]:
+    """Return a tensor as one of numbers, and the number that marks its elements."""
+    bits = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+    pattern = bytes([byte]) * bits.element_size()
+    return bits, int.from_bytes(pattern, "little", signed=bits.dtype.is_signed)

@@ -1,4 +1,4 @@
-"""Runs ``Model.setup`` without values, and notes what it would have given values to.
+"""Runs ``Model.setup`` without values, and records what it would have given values to.
 
 On the meta device a tensor has a shape and no memory, and what is written to it is lost. This is as
 it should be where an initializer writes, which is called again; anything else must be named.
@@ -68,8 +68,8 @@ class Values:
         # Kept, so that no other memory gets the same identity.
         self._storages: dict[int, Any] = {}
 
-    def note(self, tensor: Tensor, origin: Origin) -> None:
-        """Note what has given values to a tensor."""
+    def record(self, tensor: Tensor, origin: Origin) -> None:
+        """Record what has given values to a tensor."""
         place = memory_of(tensor)
         self._origins[place] = origin
         self._storages[place] = tensor.untyped_storage()
@@ -127,7 +127,7 @@ def without_values() -> Iterator[Values]:
 
 @final
 class _Constants(TorchFunctionMode):
-    """Notes what ``torch.tensor`` makes, which no dispatcher sees."""
+    """Records what ``torch.tensor`` makes, which no dispatcher sees."""
 
     def __init__(self, values: Values) -> None:
         super().__init__()
@@ -138,13 +138,13 @@ class _Constants(TorchFunctionMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         if func is torch.tensor and found.is_meta:
-            self._values.note(found, _find_origin())
+            self._values.record(found, _find_origin())
         return found
 
 
 @final
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what writes to memory on the meta device, and what makes it."""
+    """Records what writes to memory on the meta device, and what makes it."""
 
     def __init__(self, values: Values) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if affected:
             origin = self._describe(func, args)
             for each in affected:
-                self._values.note(each, origin)
+                self._values.record(each, origin)
         return found
 
     def _describe(self, func: Any, args: Sequence[Any]) -> Origin:

@@ -1,0 +1,1 @@
+"""Keyed initialization: modules get their values after ``setup``, each under a key of its path."""
