@@ -433,7 +433,6 @@ def _fill_unwritten(tensor: Tensor, *, again: bool = False) -> Tensor:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    """Return whether an element of a tensor of floating-point numbers is NaN."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     wide = tensor if tensor.element_size() > 1 else tensor.float()

@@ -39,7 +39,6 @@ def blocks(num_processes: int, num_replicas: int) -> tuple[range, ...]:
 
 
 def is_power_of_two(number: int) -> bool:
-    """Return whether a positive number is 2^k."""
     return number & (number - 1) == 0
 
 

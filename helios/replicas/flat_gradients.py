@@ -136,11 +136,9 @@ class FlatGradients:
         return self._reserve() if buffer is None else buffer
 
     def trained(self) -> list[tuple[int, Tensor]]:
-        """Return the trained parameters with their numbers."""
         return [(number, self._parameters[number]) for number in self._trained]
 
     def name_of(self, number: int) -> str:
-        """Return the name of a parameter in messages."""
         return self._names[number]
 
     def move(self, number: int, buffer: FlatBuffer, *, is_first: bool) -> None:

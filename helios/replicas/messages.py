@@ -29,7 +29,6 @@ class Transfer:
         self._works = list(works)
 
     def wait(self) -> None:
-        """Wait until all operations are complete."""
         for work in filter(None, self._works):
             work.wait()
 
@@ -75,7 +74,6 @@ class PointToPoint:
         return Transfer(dist.batch_isend_irecv([dist.P2POp(*part, self.group) for part in parts]))
 
     def exchange(self, sends: Iterable[Part], receives: Iterable[Part]) -> None:
-        """Send and receive tensors, and wait until all operations are complete."""
         self.start(sends, receives).wait()
 
     def _peer(self, rank: int) -> int:

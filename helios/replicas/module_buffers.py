@@ -36,15 +36,12 @@ class BufferPlaces:
         ]
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
         return bool(self._places)
 
     def present(self) -> Values:
-        """Return the buffers themselves."""
         return [getattr(module, name, None) for module, name in self._places]
 
     def copies(self) -> Values:
-        """Return copies of the buffers."""
         return [value if value is None else value.detach().clone() for value in self.present()]
 
     def put(self, values: Values) -> None:

@@ -52,7 +52,6 @@ def norm_by_rows(
 
 
 def _largest_of_rows(local: Tensor) -> Tensor:
-    """Return the largest magnitude of each row."""
     count = local.shape[0] if local.dim() else 1
     if local.numel() == 0:
         return local.new_zeros(count, dtype=torch.float32)

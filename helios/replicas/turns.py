@@ -183,7 +183,6 @@ class LoneTurns(Turns):
         self._keys = rng.KeySeries(seed, "train", suffix=(0,))
 
     def begin_iteration(self, iteration: int) -> None:
-        """Set the random numbers of the iteration."""
         rng.reseed(self._keys.at(iteration))
 
 
@@ -363,7 +362,6 @@ class SharedTurns(Turns):
         return self._replicas.find_largest(num_shares) - num_shares
 
     def begin_share(self, replica: int, seed: Seed) -> None:
-        """Begin a turn with its own random numbers."""
         self._turn_to(replica)
         seed(replica)
 

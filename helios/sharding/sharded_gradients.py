@@ -77,7 +77,6 @@ class ShardedGradients(Gradients):
             self._present.add(name)
 
     def sharded_parameters(self) -> Iterable[Tensor]:
-        """Return the parameters of all networks."""
         return self._parameters.values()
 
     def drop_old(self, optimizer: Optimizer) -> None:
@@ -149,7 +148,6 @@ class ShardedGradients(Gradients):
         self._calls.compare()
 
     def close_window(self) -> None:
-        """Drop what was collected and not used."""
         self._sums, self._present, self.is_open = {}, set(), False
 
 
