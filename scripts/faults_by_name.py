@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,9 +46,9 @@ def run(chosen: dict[str, Fault], jobs: int) -> int:
     began = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
         broken = 0
-        for line in pool.map(_find_broken, _by_file(chosen)):
-            broken += len(line)
-            print(*line, sep="\n", end="\n" if line else "", flush=True)
+        for line in pool.map(_find_broken, sorted({fault.test for fault in chosen.values()})):
+            broken += bool(line)
+            print(line, end="\n" if line else "", flush=True)
         seen = 0
         results = pool.map(_plant, chosen)
         for fault, (result, seconds, by) in zip(chosen.values(), results, strict=True):
@@ -60,20 +59,13 @@ def run(chosen: dict[str, Fault], jobs: int) -> int:
     return 0 if seen == len(chosen) and not broken else 1
 
 
-def _by_file(chosen: dict[str, Fault]) -> list[list[str]]:
-    files: defaultdict[str, set[str]] = defaultdict(set)
-    for fault in chosen.values():
-        files[fault.test.partition("::")[0]].add(fault.test)
-    return [sorted(tests) for tests in files.values()]
-
-
-def _find_broken(tests: list[str]) -> list[str]:
-    """Return what is to be said of tests that do not pass without a fault."""
-    outcome = forks.run(tests, seconds=forks.SECONDS * len(tests))
-    trouble = outcome.trouble or ("they hang" if outcome.is_late else "")
+def _find_broken(test: str) -> str:
+    """Return what is to be said of a test that does not pass without a fault."""
+    outcome = forks.run([test])
+    trouble = outcome.trouble or ("it hangs" if outcome.is_late else "")
     if trouble:
-        return [f"NOT RUN ({trouble})  {' '.join(tests)}"]
-    return [f"FAILS WITHOUT A FAULT  {test}" for test in outcome.failed]
+        return f"NOT RUN ({trouble})  {test}"
+    return f"FAILS WITHOUT A FAULT  {test}" if outcome.failed else ""
 
 
 def _plant(key: str) -> tuple[str, float, str]:

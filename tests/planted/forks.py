@@ -24,7 +24,8 @@ import pytest.__main__  # isort: skip
 import torch.distributed
 import torch.utils.data  # noqa: F401
 
-TIER = ("-m", "not full and not gpu")
+# A test of the second tier is run where it is named.
+_TIERS = ("not full and not gpu", "full and not gpu")
 SECONDS = 240.0
 NOTHING = "no test was run"
 _STEP = 0.02
@@ -63,6 +64,10 @@ class _Notes:
     failed: list[str] = field(default_factory=list)
     passed: int = 0
     trouble: str = ""
+
+    @property
+    def has_run(self) -> bool:
+        return bool(self.failed or self.passed or self.trouble)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -136,7 +141,9 @@ def _run_here(arguments: Sequence[str], planted: str, output: Path, notes: Path)
         planting.start()
         noted = _Notes()
         quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(planting.ROOT))
-        pytest.main([*quiet, *TIER, *arguments], plugins=[noted])
+        for tier in _TIERS:
+            if not noted.has_run:
+                pytest.main([*quiet, "-m", tier, *arguments], plugins=[noted])
         partial = notes.with_suffix(".part")
         partial.write_text(json.dumps(vars(noted)))
         partial.rename(notes)

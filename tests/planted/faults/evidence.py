@@ -11,6 +11,7 @@ RUNS = "tests/ledger/test_runs.py"
 VERIFICATION = "tests/ledger/test_verification.py"
 REPLAY = "tests/ledger/test_replay.py"
 AUDIT = "tests/audit/test_step_audit.py"
+ONLINE = "tests/tracking/test_online_runs.py"
 POINTS = "tests/tracking/test_point_store.py"
 
 
@@ -163,3 +164,97 @@ def points_count_as_sent_before_the_server_has_them(drain, sender, name, send, *
         return len(rows)
 
     drain(sender, name, send_late, is_finished=is_finished)
+
+
+@fault(
+    "helios.audit.gradient_copies:_bytes_of",
+    "tests/audit/test_gradient_copies.py::test_any_other_bit_is_a_difference",
+)
+def an_audit_takes_a_negative_zero_for_zero(bytes_of, part):
+    return bytes_of(part + 0 if part.is_floating_point() else part)
+
+
+@fault(
+    "helios.audit.mismatches:describe_verdict",
+    "tests/distributed/test_audit.py"
+    "::test_the_rank_that_computes_wrongly_each_time_is_found_and_named",
+)
+def an_audit_takes_a_fault_of_the_auditor_for_one_of_the_owner(
+    describe_verdict, turn, digests, third, places
+):
+    return describe_verdict(turn, digests[::-1], third, places)
+
+
+@fault(
+    "helios.audit.step_audit:StepAudit._report",
+    f"{AUDIT}::test_a_mismatch_lowers_the_level_of_all_later_checkpoints",
+)
+def the_lineage_lacks_what_an_audit_has_found(report, audit, text, hosts):
+    return None
+
+
+@fault(
+    "helios.model.snapshot:Snapshot.erase",
+    f"{AUDIT}::test_attributes_that_a_step_changes_are_put_back",
+)
+def attributes_that_an_audited_step_changes_are_not_put_back(erase, snapshot):
+    return None
+
+
+@fault(
+    "helios.tracking.point_store:PointFile._drop_rest",
+    "tests/plugins/test_tracker.py::test_killed_runs_show_the_points_of_the_undisturbed_one",
+)
+def points_that_are_repeated_get_new_times(drop_rest, file):
+    drop_rest(file)
+    file.cut()
+
+
+@fault(
+    "helios.tracking.tracker_folder:TrackerFolder.read_iterations",
+    f"{ONLINE}::test_an_iteration_is_one_line_and_is_sent_when_it_is_complete",
+)
+def an_iteration_is_sent_before_it_is_complete(read_iterations, folder, start, *, with_last):
+    return read_iterations(folder, start, with_last=True)
+
+
+@fault(
+    "helios.tracking.point_store:PointStore.add",
+    f"{ONLINE}::test_what_is_added_to_an_iteration_that_was_sent_begins_a_new_run",
+)
+def what_is_added_to_an_iteration_that_was_sent_is_left_out(add, store, row):
+    store._sealed = None
+    return add(store, row)
+
+
+@fault(
+    "helios.tracking.sender:Sender._check_key",
+    "tests/tracking/test_sender.py::test_a_sender_of_an_earlier_course_sends_nothing_of_the_new_one",
+)
+def a_sender_of_an_earlier_course_sends_points_of_the_new_one(check_key, sender):
+    return None
+
+
+@fault(
+    "helios.tracking.point_store:PointStore._finish_cut",
+    f"{POINTS}::test_a_kill_while_a_course_is_cut_off_mixes_nothing",
+)
+def a_tracker_that_was_killed_while_it_cut_points_off_keeps_them(finish_cut, store, found):
+    return None
+
+
+@fault(
+    "helios.storage.folder_lock:FolderLock.acquire",
+    "tests/plugins/test_tracker.py"
+    "::test_a_second_training_with_the_folder_is_refused_and_changes_nothing",
+)
+def two_runs_write_to_the_folder_of_a_tracker(acquire, lock):
+    return None
+
+
+@fault(
+    "helios.storage.folder_lock:FolderLock.renew",
+    f"{POINTS}::test_the_folder_stays_locked_when_it_is_moved_or_copied_aside",
+)
+def a_tracker_that_moves_its_folder_aside_loses_its_lock(renew, lock):
+    return None

@@ -70,7 +70,7 @@ def the_purpose_is_missing_in_the_key_of_a_fetch(fetch_keys, position):
 
 @fault(
     "helios.data.order:Position.fetch_keys",
-    "tests/data/test_keyed.py::test_the_key_depends_on_everything_that_names_a_batch",
+    "tests/data/test_shared.py::test_what_is_drawn_follows_from_epoch_batch_and_replica",
 )
 def the_replica_is_missing_in_the_key_of_a_fetch(fetch_keys, position):
     return fetch_keys(dataclasses.replace(position, replica=0))
@@ -115,3 +115,17 @@ def hooks_draw_on_the_numbers_of_the_last_replica(end_last, turns, table, **more
 )
 def steps_of_a_validation_are_not_seeded(seed, loop, *args):
     return None
+
+
+@fault("helios.replicas.replica_state:SharedTurns.begin_iteration", f"{ELASTIC}[4-3-1]")
+def hooks_before_the_turns_are_not_seeded(begin_iteration, turns, iteration):
+    from helios.core import rng
+
+    found = rng.get_rng_state_dict()
+    begin_iteration(turns, iteration)
+    rng.load_rng_state_dict(found)
+
+
+@fault("helios.core.rng:KeySeries.at", f"{FROZEN}[one_replica-1]")
+def random_numbers_are_others_than_those_of_frozen_runs(at, series, counter):
+    return at(series, counter) ^ 1

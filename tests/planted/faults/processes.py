@@ -5,26 +5,24 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 LAUNCHER = "tests/launch/test_launcher.py"
-RANK_ERROR = f"{LAUNCHER}::test_an_error_is_raised_again_and_ends_ranks_that_wait_or_do_not_listen"
 SIGNALS = "tests/distributed/test_signals.py"
 WATCH = "tests/core/test_signal_watch.py"
 
 
-@fault("helios.launch.supervisor:Supervisor._end_all", RANK_ERROR)
-def a_launcher_does_not_end_the_other_ranks(end_all, supervisor, first=None):
-    import time
-
-    while supervisor._is_any_alive():
-        supervisor._step()
-        time.sleep(0.01)
+@fault(
+    "helios.launch.supervisor:Supervisor._end_all",
+    f"{LAUNCHER}::test_an_interrupted_launcher_lets_ranks_tear_down_and_ends_them",
+)
+def a_launcher_that_is_interrupted_kills_its_ranks(end_all, supervisor, first=None):
+    return None
 
 
 @fault(
     "helios.launch.supervisor:choose_cause",
-    "tests/launch/test_launcher.py::test_the_first_cause_wins_over_what_follows_from_it",
+    f"{LAUNCHER}::test_the_first_cause_wins_over_what_follows_from_it",
 )
-def the_last_failure_of_a_rank_is_taken_for_the_cause(choose_cause, ranks):
-    return choose_cause(ranks[::-1])
+def the_lowest_rank_in_trouble_is_taken_for_the_cause(choose_cause, ranks):
+    return next((rank for rank in ranks if rank.has_trouble), None)
 
 
 @fault(
@@ -66,3 +64,20 @@ def handlers_of_signals_stay_after_fit(give_back, receiver, number):
 def an_echo_of_ctrl_c_ends_the_run(count_press, receiver):
     receiver._last_press = float("-inf")
     count_press(receiver)
+
+
+@fault(
+    "helios.core.signal_watch:SignalReceiver.stay",
+    f"{WATCH}::test_a_process_that_is_to_exit_by_itself_is_ended_by_no_signal",
+)
+def a_signal_ends_an_interpreter_that_is_being_torn_down(stay, receiver):
+    receiver._stays = True
+
+
+@fault(
+    "helios.core.signal_watch:SignalReceiver._give_back",
+    f"{WATCH}::test_a_handler_of_the_user_is_restored_in_such_a_process_too",
+)
+def a_process_that_is_to_exit_keeps_the_handler_of_the_user_away(give_back, receiver, number):
+    if not receiver._stays:
+        give_back(receiver, number)

@@ -1,4 +1,4 @@
-"""Faults in models that no process holds whole, and in files of earlier versions."""
+"""Faults in models that no process holds whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ TRAINING = "tests/sharding/test_sharded_training.py"
 SAME_BITS = f"{TRAINING}::test_sharded_networks_have_the_bits_of_whole_ones"
 RECOMPUTED = "tests/sharding/test_recomputation.py"
 KEYED = "tests/sharding/test_keyed_init.py"
-MIGRATION = "tests/migration/test_migrations.py"
+SUMS = "tests/sharding/test_unit_sum.py"
+CALLS = "tests/sharding/test_unit_calls.py"
+STEPS = "tests/sharding/test_steps_of_users.py"
+CLIPPED = f"{TRAINING}::test_accumulated_and_clipped_the_bits_are_those_of_one_process"
 
 
 @fault(
@@ -100,6 +103,145 @@ def a_migrated_run_forgets_its_generators(take_randomness, old):
     return take_randomness(None)
 
 
-@fault("helios.migration.folder_migration:_back_up", "tests/migration/test_migration_kills.py")
-def the_old_file_of_a_migration_is_not_kept(back_up, path, source):
+@fault(
+    "helios.sharding.recomputation:_choose",
+    f"{RECOMPUTED}::test_a_second_forward_starts_as_the_first_and_leaves_no_trace",
+)
+def a_forward_that_is_computed_again_appends_to_lists_of_its_caller(choose, value, other):
+    return value
+
+
+@fault(
+    "helios.sharding.recomputation:_counter_of",
+    f"{RECOMPUTED}::test_a_unit_keeps_its_inputs_and_no_activations",
+)
+def units_inside_of_another_one_keep_their_inputs(counter_of, tensor):
+    return tensor
+
+
+@fault(
+    "helios.sharding.recomputation:_Forward.__call__",
+    f"{RECOMPUTED}::test_a_unit_keeps_its_inputs_and_no_activations",
+)
+def activations_of_units_are_kept(call, forward, *args, **kwargs):
+    return forward._forward(*args, **kwargs)
+
+
+@fault(
+    "helios.sharding.keyed_init:KeyedInit._is_unwritten",
+    f"{KEYED}::test_a_network_without_all_values_is_refused_by_name",
+)
+def values_that_an_initializer_leaves_unwritten_are_not_found(is_unwritten, init, tensor, place):
+    return False
+
+
+@fault(
+    "helios.sharding.unit_sum:UnitSum._has_whole_leaf",
+    f"{SUMS}::test_zeros_of_calls_without_a_gradient_are_not_added",
+)
+def zeros_of_a_module_that_runs_twice_are_added(has_whole_leaf, unit_sum, chunks):
+    unit_sum._has_new = True
+    return has_whole_leaf(unit_sum, chunks)
+
+
+@fault("helios.sharding.unit_sum:UnitSum._has_whole_leaf", SAME_BITS)
+def a_module_that_runs_twice_is_added_after_its_first_backward(has_whole_leaf, unit_sum, chunks):
+    has_whole_leaf(unit_sum, chunks)
+    return True
+
+
+@fault(
+    "helios.sharding.unit_sum:UnitSum._add",
+    f"{SUMS}::test_a_second_backward_of_a_turn_is_an_error",
+)
+def gradients_of_a_second_backward_replace_those_of_the_first(add, unit_sum, *args):
+    unit_sum._has_added = False
+    add(unit_sum, *args)
+
+
+@fault(
+    "helios.sharding.unit_sum:UnitSum.count_forward",
+    f"{SUMS}::test_forward_passes_that_are_computed_again_are_not_counted",
+)
+def a_forward_that_is_computed_again_counts_as_a_call(count_forward, unit_sum, *args):
+    import torch
+
+    unit_sum._num_forwards += torch.is_grad_enabled()
+
+
+@fault(
+    "helios.sharding.unit_sum:UnitSum.add_late",
+    f"{STEPS}::test_calls_of_networks_have_equal_bits[call_twice]",
+)
+def gradients_without_a_last_backward_are_dropped(add_late, unit_sum):
     return None
+
+
+@fault(
+    "helios.sharding.fsdp_adapter:ShardedUnit.watch_values",
+    f"{STEPS}::test_what_shards_would_lose_is_refused",
+)
+def what_a_forward_writes_to_sharded_parameters_is_lost(watch_values, unit, refuse):
+    return None
+
+
+@fault(
+    "helios.sharding.requirements:check_hooks", f"{STEPS}::test_what_shards_would_lose_is_refused"
+)
+def hooks_that_sharded_parameters_get_in_training_are_not_called(check_hooks, parameters):
+    return None
+
+
+@fault(
+    "helios.sharding.fsdp_adapter:_without_base", f"{STEPS}::test_calls_of_networks_have_equal_bits"
+)
+def a_unit_returns_a_view_whose_hook_may_be_lost(without_base, tensor):
+    return tensor
+
+
+@fault(
+    "helios.sharding.sharded_gradients:ShardedGradients._note",
+    "tests/sharding/test_sharded_gradients.py::test_gradients_of_a_repeated_step_do_not_count",
+)
+def what_a_process_without_a_replica_computes_counts(note, gradients, unit_sum, name, gradient):
+    note(gradients, unit_sum, name, gradient)
+    gradients._present.add(name)
+
+
+@fault("helios.sharding.sharded_gradients:ShardedGradients._find_present", SAME_BITS)
+def sharded_parameters_that_no_replica_uses_have_gradients(find_present, gradients, names):
+    return list(names)
+
+
+@fault(
+    "helios.sharding.unit_calls:UnitCalls.compare",
+    f"{CALLS}::test_later_ones_are_named_before_the_update",
+)
+def later_calls_of_different_units_are_not_compared(compare, calls):
+    calls._calls = type(calls._calls)("L")
+    calls._results, calls._is_forward = [], False
+
+
+@fault(
+    "helios.sharding.unit_calls:UnitCalls.end_turn",
+    f"{CALLS}::test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward",
+)
+def a_turn_without_a_backward_is_not_compared(end_turn, calls):
+    return None
+
+
+@fault("helios.replicas.row_norm:norm_by_rows", CLIPPED)
+def the_norm_of_sharded_gradients_is_that_of_one_shard(norm_by_rows, gradients, *args, **more):
+    import torch
+
+    norms = [getattr(gradient, "_local_tensor", gradient).norm() for gradient in gradients]
+    return torch.stack(norms).norm()
+
+
+@fault(
+    "helios.replicas.named_sums:NumberReducer._cut",
+    "tests/sharding/test_waves.py::test_rows_of_waves_are_put_in_the_order_of_replicas",
+)
+def losses_of_waves_are_summed_in_the_order_of_processes(cut, reducer, parts):
+    reducer._is_in_order = True
+    return cut(reducer, parts)

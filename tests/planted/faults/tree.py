@@ -21,7 +21,7 @@ def gradients_are_added_by_a_stock_all_reduce(send_chunks, reducer, own):
 
 @fault(
     "helios.replicas.tree_reducer:TreeReducer._halve_and_double",
-    "tests/replicas/test_tree_reducer.py::test_sums_have_the_bits_of_the_definition_on_every_rank",
+    "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits[4-4-1]",
 )
 def the_farthest_process_is_added_first(halve_and_double, reducer, own, distances):
     halve_and_double(reducer, own, distances[::-1])
@@ -62,7 +62,10 @@ def a_gradient_that_no_replica_has_is_zero(missing_everywhere, gradients, total)
     return set()
 
 
-@fault("helios.replicas.flat_gradients:FlatGradients._missing_everywhere", FLAT)
+@fault(
+    "helios.replicas.flat_gradients:FlatGradients._missing_everywhere",
+    "tests/replicas/test_gradients.py::test_a_gradient_of_one_process_is_there_on_all",
+)
 def a_gradient_that_a_replica_lacks_is_none(missing_everywhere, gradients, total):
     return total.missing
 
@@ -120,3 +123,72 @@ def a_bucket_leaves_before_the_replicas_of_its_process_are_added(preview, stack)
 )
 def gradients_from_before_the_run_are_added(drop_old_gradients, engine, optimizer):
     return None
+
+
+@fault("helios.replicas.replica_state:SharedTurns.end_backward", "tests/loops/test_replicas.py")
+def losses_are_not_kept_before_the_update(end_backward, turns, engine, optimizer, shown, **more):
+    end_backward(turns, engine, optimizer, dict(turns._model.loss_items), **more)
+
+
+@fault(
+    "helios.replicas.flat_gradients:FlatGradients._check_layout",
+    f"{FLAT}::test_gradients_take_the_form_that_parameters_get_between_two_steps",
+)
+def gradients_keep_the_form_that_parameters_had(check_layout, gradients):
+    if not gradients._forms:
+        check_layout(gradients)
+
+
+@fault("helios.replicas.buckets:GradientBuckets._take", BUCKETS)
+def buckets_leave_as_backward_comes_to_them(take, buckets, number):
+    bucket = buckets._bucket_of[number]
+    order = list(buckets._buckets)
+    if buckets._num_waiting[id(bucket)] == 1 and bucket in order[buckets._num_sent :]:
+        order.remove(bucket)
+        order.insert(buckets._num_sent, bucket)
+        buckets._buckets = order
+    take(buckets, number)
+
+
+@fault(
+    "helios.replicas.gradients:GradientSum._agree_on_hooks",
+    "tests/distributed/test_buckets.py::test_gradients_stay_where_somebody_looks_at_them",
+)
+def a_process_decides_alone_that_gradients_leave_early(agree_on_hooks, gradient_sum):
+    trained = gradient_sum._flat.trained()
+    return not any(getattr(p, "_post_accumulate_grad_hooks", None) for _, p in trained)
+
+
+@fault(
+    "helios.replicas.tree_reducer:TreeReducer.attach",
+    "tests/distributed/test_exchanges.py::test_a_sum_carries_the_message_that_is_attached",
+)
+def a_sum_carries_no_message(attach, reducer, message):
+    return None
+
+
+@fault(
+    "helios.replicas.piggyback:Message.send_over",
+    "tests/distributed/test_exchanges.py::test_a_message_arrives_everywhere",
+)
+def a_process_passes_on_only_what_it_says_itself(send_over, message, distance):
+    rank = message._ranks.rank
+    own = message.rows[rank].clone()
+    message.rows.zero_()
+    message.rows[rank] = own
+    return send_over(message, distance)
+
+
+@fault(
+    "helios.replicas.module_buffers:ReplicaBuffers.read",
+    "tests/replicas/test_module_buffers.py::test_each_replica_has_its_own_in_a_window",
+)
+def the_buffers_of_replica_0_are_not_read(read, buffers, content, *, has_changed):
+    return None
+
+
+@fault("helios.replicas.named_sums:NumberReducer._read", f"{ELASTIC}[4-2-2]")
+def hashes_of_batches_are_not_added_over_processes(read, reducer, tables, rows):
+    found = read(reducer, tables, rows)
+    reducer.totals = rows[0, 1 : 1 + len(reducer.totals)].tolist()
+    return found

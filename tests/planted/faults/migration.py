@@ -1,0 +1,28 @@
+"""Faults in how files of earlier versions are read and replaced."""
+
+from __future__ import annotations
+
+from tests.planted.planting import fault
+
+MIGRATION = "tests/migration/test_migrations.py"
+KILLS = "tests/migration/test_migration_kills.py"
+
+
+@fault("helios.migration.folder_migration:_back_up", "tests/migration/test_migration_kills.py")
+def the_old_file_of_a_migration_is_not_kept(back_up, path, source):
+    return None
+
+
+@fault("helios.storage.codec:write_file", KILLS)
+def a_migrated_file_is_not_written_beside_the_old_one(write_file, path, tree, *, hashes=False):
+    import shutil
+
+    final = path.with_suffix("")
+    digest = write_file(final, tree, hashes=hashes)
+    shutil.copyfile(final, path)
+    return digest
+
+
+@fault("helios.storage.codec:unsafe_globals", "tests/migration/test_migration_trust.py")
+def calls_in_an_old_file_are_no_obstacle(unsafe_globals, path, safe_types=()):
+    return []
