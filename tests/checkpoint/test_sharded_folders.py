@@ -392,6 +392,27 @@ def test_a_rank_that_goes_on_writing_is_waited_for(
     assert is_whole(loading.load(commit(folder, 1, 4, parts)).payload, 4)
 
 
+def test_a_file_that_grows_is_a_sign_of_life(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = make_parts(make_plan(folder, 1, 4, 2), 4)
+    parts = RankParts(own, lambda: False, Clock())
+    partial = own.plan.draft / "rank-00001-of-00002.safetensors"
+    looks = itertools.count()
+    read = RankParts._read
+
+    def write_on(self: RankParts, rank: int) -> Any:
+        if next(looks) < 200:
+            with partial.open("ab") as handle:
+                handle.write(b"0")
+        elif not other.plan.note(1).exists():
+            other.publish()
+        return read(self, rank)
+
+    monkeypatch.setattr(RankParts, "_read", write_on)
+    assert is_whole(loading.load(commit(folder, 1, 4, parts)).payload, 4)
+
+
 def test_a_note_that_is_renamed_while_rank_0_looks_is_no_failure(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,25 @@ def test_a_generator_in_the_hand_of_a_user_follows_the_reseeding() -> None:
     assert rng.get_default_numpy_rng().generator is kept
 
 
+def test_a_generator_in_the_hand_of_a_user_draws_the_numbers_of_the_key() -> None:
+    rng.create_default_numpy_rng()
+    rng.reseed(9)
+    expected = rng.get_default_numpy_rng().generator.random(4).tolist()
+    rng.create_default_numpy_rng()
+    kept = rng.get_default_numpy_rng().generator
+    kept.random()
+    rng.reseed(9)
+    assert kept.random(4).tolist() == expected
+
+
+def test_the_first_half_of_a_number_depends_on_the_key() -> None:
+    def draw_half(key: int) -> int:
+        rng.reseed(key)
+        return int(rng.get_default_numpy_rng().generator.integers(1 << 32, dtype="uint32"))
+
+    assert len({draw_half(rng.key(number)) for number in range(8)}) == 8
+
+
 def test_a_key_is_an_unsigned_number_of_64_bits_that_depends_on_its_fields_only() -> None:
     """DESIGN R2."""
     keys = [rng.key(6691, "fetch", epoch, 0) for epoch in range(512)]

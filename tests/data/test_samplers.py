@@ -154,3 +154,24 @@ def test_samplers_are_found_by_name() -> None:
     assert sorted(SAMPLER_REGISTRY.keys()) == names
     sampler = create_sampler("ResumableRandomSampler", DATA, seed=3, batch_size=4)
     assert list(sampler) == list(ResumableRandomSampler(DATA, seed=3))
+
+
+def test_what_is_not_given_counts_as_0_and_batches_as_single_samples() -> None:
+    sampler = ResumableRandomSampler(DATA)
+    full = list(sampler)
+    assert full == list(ResumableRandomSampler(DATA, seed=0))
+    sampler.start_iter = 3
+    assert list(sampler) == full[3:]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [5, 8, 11])
+def test_shares_of_data_that_has_grown_are_measured_like_those_of_a_new_sampler(
+    length: int, drop_last: bool
+) -> None:
+    data = [0]
+    sampler = ResumableDistributedSampler(data, 4, 1, shuffle=False, drop_last=drop_last)
+    data += range(1, length)
+    fresh = ResumableDistributedSampler(data, 4, 1, shuffle=False, drop_last=drop_last)
+    assert list(sampler) == list(fresh)
+    assert (sampler.num_samples, sampler.total_size) == (fresh.num_samples, fresh.total_size)

@@ -177,6 +177,14 @@ def test_the_end_of_lists_is_cut_where_their_sampler_drops_its_last() -> None:
     assert shown.indices()[1:] == [[[12, 13, 14], [15, 16, 17], [18, 19, 20], NO_BATCH]]
 
 
+def test_an_end_of_which_nothing_is_left_is_no_iteration() -> None:
+    def split() -> ResumableDistributedSampler:
+        return ResumableDistributedSampler(range(10), 4, 0, shuffle=False, drop_last=True)
+
+    run = Run(opener(range(10), batch_size=2, sampler=split), 2, 4)
+    assert run.indices() == [[[0, 4], [1, 5], [2, 6], [3, 7]]]
+
+
 class Spoiling(list[int]):
     """Samples; a batch that is fetched at once is taken from the caller's list."""
 
