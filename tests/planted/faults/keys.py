@@ -58,7 +58,7 @@ def workers_do_not_seed_before_a_fetch(getitems, dataset, indices):
     return getitems(dataset, getattr(indices, "indices", indices))
 
 
-@fault("helios.replicas.replica_state:LoneTurns.begin_iteration", WORKERS)
+@fault("helios.replicas.turns:LoneTurns.begin_iteration", WORKERS)
 def nothing_is_seeded_before_an_iteration(begin_iteration, turns, iteration):
     turns._keys.at(iteration)
 
@@ -92,7 +92,7 @@ def the_epoch_is_missing_in_the_key_of_a_sampler_of_the_user(order_key, position
     return order_key(dataclasses.replace(position, epoch=0))
 
 
-@fault("helios.replicas.replica_state:SharedTurns.begin", f"{ELASTIC}[4-2-2]")
+@fault("helios.replicas.turns:SharedTurns.begin", f"{ELASTIC}[4-2-2]")
 def all_replicas_of_a_process_draw_the_same_numbers(begin, turns, replica, *, opens_window):
     from helios.core import rng
 
@@ -100,7 +100,7 @@ def all_replicas_of_a_process_draw_the_same_numbers(begin, turns, replica, *, op
     rng.reseed(turns._own[turns._first].at(turns._iteration))
 
 
-@fault("helios.replicas.replica_state:SharedTurns._end_last", f"{ELASTIC}[4-3-1]")
+@fault("helios.replicas.turns:SharedTurns._end_last", f"{ELASTIC}[4-3-1]")
 def hooks_draw_on_the_numbers_of_the_last_replica(end_last, turns, table, **more):
     from helios.core import rng
 
@@ -117,7 +117,7 @@ def steps_of_a_validation_are_not_seeded(seed, loop, *args):
     return None
 
 
-@fault("helios.replicas.replica_state:SharedTurns.begin_iteration", f"{ELASTIC}[4-3-1]")
+@fault("helios.replicas.turns:SharedTurns.begin_iteration", f"{ELASTIC}[4-3-1]")
 def hooks_before_the_turns_are_not_seeded(begin_iteration, turns, iteration):
     from helios.core import rng
 

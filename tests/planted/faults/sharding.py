@@ -7,7 +7,7 @@ from tests.planted.planting import fault
 TRAINING = "tests/sharding/test_sharded_training.py"
 SAME_BITS = f"{TRAINING}::test_sharded_networks_have_the_bits_of_whole_ones"
 RECOMPUTED = "tests/sharding/test_recomputation.py"
-KEYED = "tests/sharding/test_keyed_init.py"
+KEYED = "tests/init/test_keyed_init.py"
 SUMS = "tests/sharding/test_unit_sum.py"
 CALLS = "tests/sharding/test_unit_calls.py"
 STEPS = "tests/sharding/test_steps_of_users.py"
@@ -22,7 +22,7 @@ def a_process_reads_the_rows_of_its_neighbour(rows, share, count):
     return rows(share._replace(rank=(share.rank + 1) % share.num_processes), count)
 
 
-@fault("helios.sharding.unit_sum:_halve", SAME_BITS)
+@fault("helios.sharding.sharded_gradients:_halve", SAME_BITS)
 def shards_are_added_in_the_order_of_ranks(halve, chunks, group):
     import torch
     import torch.distributed as dist
@@ -57,8 +57,8 @@ def a_forward_is_computed_again_with_weights_that_have_changed(require_unchanged
 
 
 @fault(
-    "helios.sharding.keyed_init:KeyedInit._call_initializer",
-    "tests/sharding/test_keyed_init.py::test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path",
+    "helios.init.keyed_init:KeyedInit._call_initializer",
+    "tests/init/test_keyed_init.py::test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path",
 )
 def the_name_of_a_module_is_missing_in_its_key(call_initializer, init, module):
     paths = init._paths
@@ -70,8 +70,8 @@ def the_name_of_a_module_is_missing_in_its_key(call_initializer, init, module):
 
 
 @fault(
-    "helios.sharding.keyed_init:KeyedInit._check_origin",
-    "tests/sharding/test_keyed_init.py::test_what_setup_would_lose_is_refused_by_name",
+    "helios.init.keyed_init:KeyedInit._check_origin",
+    "tests/init/test_keyed_init.py::test_what_setup_would_lose_is_refused_by_name",
 )
 def what_setup_writes_outside_of_initializers_is_lost(check_origin, init, *args):
     return None
@@ -128,7 +128,7 @@ def activations_of_units_are_kept(call, forward, *args, **kwargs):
 
 
 @fault(
-    "helios.sharding.keyed_init:KeyedInit._is_unwritten",
+    "helios.init.keyed_init:KeyedInit._is_unwritten",
     f"{KEYED}::test_a_network_without_all_values_is_refused_by_name",
 )
 def values_that_an_initializer_leaves_unwritten_are_not_found(is_unwritten, init, tensor, place):
@@ -136,7 +136,7 @@ def values_that_an_initializer_leaves_unwritten_are_not_found(is_unwritten, init
 
 
 @fault(
-    "helios.sharding.unit_sum:UnitSum._has_whole_leaf",
+    "helios.sharding.sharded_gradients:UnitSum._has_whole_leaf",
     f"{SUMS}::test_zeros_of_calls_without_a_gradient_are_not_added",
 )
 def zeros_of_a_module_that_runs_twice_are_added(has_whole_leaf, unit_sum, chunks):
@@ -144,14 +144,14 @@ def zeros_of_a_module_that_runs_twice_are_added(has_whole_leaf, unit_sum, chunks
     return has_whole_leaf(unit_sum, chunks)
 
 
-@fault("helios.sharding.unit_sum:UnitSum._has_whole_leaf", SAME_BITS)
+@fault("helios.sharding.sharded_gradients:UnitSum._has_whole_leaf", SAME_BITS)
 def a_module_that_runs_twice_is_added_after_its_first_backward(has_whole_leaf, unit_sum, chunks):
     has_whole_leaf(unit_sum, chunks)
     return True
 
 
 @fault(
-    "helios.sharding.unit_sum:UnitSum._add",
+    "helios.sharding.sharded_gradients:UnitSum._add",
     f"{SUMS}::test_a_second_backward_of_a_turn_is_an_error",
 )
 def gradients_of_a_second_backward_replace_those_of_the_first(add, unit_sum, *args):
@@ -160,7 +160,7 @@ def gradients_of_a_second_backward_replace_those_of_the_first(add, unit_sum, *ar
 
 
 @fault(
-    "helios.sharding.unit_sum:UnitSum.count_forward",
+    "helios.sharding.sharded_gradients:UnitSum.count_forward",
     f"{SUMS}::test_forward_passes_that_are_computed_again_are_not_counted",
 )
 def a_forward_that_is_computed_again_counts_as_a_call(count_forward, unit_sum, *args):
@@ -170,7 +170,7 @@ def a_forward_that_is_computed_again_counts_as_a_call(count_forward, unit_sum, *
 
 
 @fault(
-    "helios.sharding.unit_sum:UnitSum.add_late",
+    "helios.sharding.sharded_gradients:UnitSum.add_late",
     f"{STEPS}::test_calls_of_networks_have_equal_bits[call_twice]",
 )
 def gradients_without_a_last_backward_are_dropped(add_late, unit_sum):
@@ -200,11 +200,13 @@ def a_unit_returns_a_view_whose_hook_may_be_lost(without_base, tensor):
 
 
 @fault(
-    "helios.sharding.sharded_gradients:ShardedGradients._note",
+    "helios.sharding.sharded_gradients:ShardedGradients._record_gradient",
     "tests/sharding/test_sharded_gradients.py::test_gradients_of_a_repeated_step_do_not_count",
 )
-def what_a_process_without_a_replica_computes_counts(note, gradients, unit_sum, name, gradient):
-    note(gradients, unit_sum, name, gradient)
+def what_a_process_without_a_replica_computes_counts(
+    record_gradient, gradients, unit_sum, name, gradient
+):
+    record_gradient(gradients, unit_sum, name, gradient)
     gradients._present.add(name)
 
 
@@ -223,10 +225,10 @@ def later_calls_of_different_units_are_not_compared(compare, calls):
 
 
 @fault(
-    "helios.sharding.unit_calls:UnitCalls.end_turn",
+    "helios.sharding.unit_calls:UnitCalls.compare_forward",
     f"{CALLS}::test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward",
 )
-def a_turn_without_a_backward_is_not_compared(end_turn, calls):
+def a_turn_without_a_backward_is_not_compared(compare_forward, calls):
     return None
 
 

@@ -86,9 +86,7 @@ def the_buffers_of_the_last_replica_are_kept(commit, buffers):
     commit(buffers)
 
 
-@fault(
-    "helios.replicas.module_buffers:ReplicaBuffers.enter", "tests/replicas/test_replica_state.py"
-)
+@fault("helios.replicas.module_buffers:ReplicaBuffers.enter", "tests/replicas/test_turns.py")
 def a_replica_goes_on_with_the_buffers_of_the_one_before_it(enter, buffers, replica):
     return None
 
@@ -125,7 +123,7 @@ def gradients_from_before_the_run_are_added(drop_old_gradients, engine, optimize
     return None
 
 
-@fault("helios.replicas.replica_state:SharedTurns.end_backward", "tests/loops/test_replicas.py")
+@fault("helios.replicas.turns:SharedTurns.end_backward", "tests/loops/test_replicas.py")
 def losses_are_not_kept_before_the_update(end_backward, turns, engine, optimizer, shown, **more):
     end_backward(turns, engine, optimizer, dict(turns._model.loss_items), **more)
 
@@ -139,15 +137,15 @@ def gradients_keep_the_form_that_parameters_had(check_layout, gradients):
         check_layout(gradients)
 
 
-@fault("helios.replicas.buckets:GradientBuckets._take", BUCKETS)
-def buckets_leave_as_backward_comes_to_them(take, buckets, number):
+@fault("helios.replicas.gradients:GradientBuckets._move", BUCKETS)
+def buckets_leave_as_backward_comes_to_them(move, buckets, number):
     bucket = buckets._bucket_of[number]
     order = list(buckets._buckets)
     if buckets._num_waiting[id(bucket)] == 1 and bucket in order[buckets._num_sent :]:
         order.remove(bucket)
         order.insert(buckets._num_sent, bucket)
         buckets._buckets = order
-    take(buckets, number)
+    move(buckets, number)
 
 
 @fault(
@@ -168,7 +166,7 @@ def a_sum_carries_no_message(attach, reducer, message):
 
 
 @fault(
-    "helios.replicas.piggyback:Message.send_over",
+    "helios.replicas.messages:Message.send_over",
     "tests/distributed/test_exchanges.py::test_a_message_arrives_everywhere",
 )
 def a_process_passes_on_only_what_it_says_itself(send_over, message, distance):
