@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +390,30 @@ def test_a_rank_that_goes_on_writing_is_waited_for(
 
     monkeypatch.setattr(RankParts, "_measure", grow)
     assert is_whole(loading.load(commit(folder, 1, 4, parts)).payload, 4)
+
+
+def test_names_inside_of_a_folder_are_on_the_disk_before_its_own(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def record(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any) -> Any:
+            order.append(f"{name} {Path(getattr(args[0], 'name', args[0])).name}")
+            return call(*args)
+
+        return recorded
+
+    for name in ("fsync", "replace", "fsync_folder"):
+        monkeypatch.setattr(files, name, record(name, getattr(files, name)))
+    draft = save_sharded(folder, 1, 4).name + files.TEMPORARY_SUFFIX
+    committed = order.index(f"replace {draft}")
+    assert order[committed - 1 :][:3] == [
+        f"fsync_folder {draft}",
+        f"replace {draft}",
+        f"fsync_folder {folder.path.name}",
+    ]
+    assert {f"fsync {INDEX_NAME}", f"fsync {RECORD_NAME}"} <= {*order[:committed]}
 
 
 def test_a_file_that_grows_is_a_sign_of_life(

@@ -162,6 +162,8 @@ def test_what_is_not_given_counts_as_0_and_batches_as_single_samples() -> None:
     assert full == list(ResumableRandomSampler(DATA, seed=0))
     sampler.start_iter = 3
     assert list(sampler) == full[3:]
+    shares = [ResumableDistributedSampler(DATA, 4, 1, **seed) for seed in ({}, {"seed": 0})]
+    assert list(shares[0]) == list(shares[1])
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

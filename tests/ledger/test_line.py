@@ -45,3 +45,7 @@ def test_a_line_that_is_cut_off_is_refused() -> None:
 def test_a_definition_has_the_same_hash_whatever_the_order_of_its_names() -> None:
     assert hash_of({"a": 1, "b": [2.5]}) == hash_of({"b": [2.5], "a": 1})
     assert hash_of({"a": 1}) != hash_of({"a": 2})
+
+
+def test_a_definition_has_the_hash_that_ledgers_hold() -> None:
+    assert hash_of({"b": [2.5, "ä"], "a": {"c": None}}) == "b7ebfed6685d80b2"

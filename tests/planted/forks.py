@@ -131,6 +131,10 @@ def _run_here(arguments: Sequence[str], planted: str, output: Path, notes: Path)
     """Run pytest in this process, which ends with it."""
     try:
         os.setsid()
+        # A script in the background may have been told to ignore them.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
         opened = os.open(output, os.O_WRONLY | os.O_CREAT)
         for descriptor in (1, 2):
             os.dup2(opened, descriptor)

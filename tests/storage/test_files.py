@@ -128,3 +128,28 @@ def test_removing_a_file_that_is_gone_is_an_error_unless_allowed(tmp_path: Path)
     files.unlink(tmp_path / "gone", missing_ok=True)
     with pytest.raises(FileNotFoundError):
         files.unlink(tmp_path / "gone")
+
+
+def test_what_is_put_aside_gets_the_first_free_number(tmp_path: Path) -> None:
+    path = tmp_path / "book.jsonl"
+    for text in ("first", "second", "third"):
+        path.write_text(text)
+        files.rename_aside(path)
+    found = {aside.name: aside.read_text() for aside in tmp_path.iterdir()}
+    names = [f"book.before-{number}.jsonl" for number in (1, 2, 3)]
+    assert found == dict(zip(names, ("first", "second", "third"), strict=True))
+
+
+def test_a_folder_is_removed_with_its_folders_and_without_what_links_lead_to(
+    tmp_path: Path,
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    doomed = tmp_path / "doomed"
+    (doomed / "inner").mkdir(parents=True)
+    (doomed / "inner" / "file").touch()
+    (doomed / "link").symlink_to(outside, target_is_directory=True)
+    files.remove_folder(doomed)
+    assert not doomed.exists()
+    assert [path.name for path in outside.iterdir()] == ["kept"]

@@ -258,3 +258,29 @@ def two_runs_write_to_the_folder_of_a_tracker(acquire, lock):
 )
 def a_tracker_that_moves_its_folder_aside_loses_its_lock(renew, lock):
     return None
+
+
+@fault(
+    "helios.tracking.mlflow_run:MLflowRun.open",
+    "tests/tracking/test_sender.py::test_points_that_are_sent_again_are_stored_once",
+)
+def a_sender_does_not_find_the_run_that_an_earlier_one_has_created(open_run, run, params):
+    run._client.search_runs = lambda *args, **more: []
+    open_run(run, params)
+
+
+@fault(
+    "helios.tracking.wandb_online:WandBOnlineRun._is_missing",
+    f"{ONLINE}::test_a_picture_that_did_not_arrive_with_its_line_is_sent_by_the_next_start",
+)
+def a_picture_that_did_not_arrive_with_its_line_stays_away(is_missing, run, name, iteration, file):
+    return iteration >= run._first
+
+
+@fault(
+    "helios.tracking.sender:Sender.__init__",
+    f"{ONLINE}::test_a_start_sends_what_the_server_lacks_whatever_was_noted",
+)
+def an_online_run_begins_after_what_was_noted(init, sender, folder, run, destination):
+    init(sender, folder, run, destination)
+    sender._progress = folder.read_progress(run.key)
