@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,38 +57,27 @@ def _run_texts(names: list[str], *, jobs: int, checks_only: bool) -> int:
 def run(chosen: dict[str, Fault], jobs: int) -> int:
     """Run the test of each fault, without it and with it."""
     began = time.monotonic()
-    with ThreadPoolExecutor(jobs) as pool:
-        broken = 0
-        for line in pool.map(_find_broken, sorted({fault.test for fault in chosen.values()})):
-            broken += bool(line)
-            print(line, end="\n" if line else "", flush=True)
-        seen = 0
-        results = pool.map(_plant, chosen)
-        for fault, (result, seconds, by) in zip(chosen.values(), results, strict=True):
-            print(f"{seconds:5.1f} s  {result:9} {fault.name:70} {by}", flush=True)
-            seen += result.startswith("seen")
+    tests = sorted({fault.test for fault in chosen.values()})
+    broken = 0
+    for test, outcome in zip(tests, _run_all([(test, "") for test in tests], jobs), strict=True):
+        if outcome.is_red or outcome.trouble:
+            broken += 1
+            print(f"FAILS WITHOUT A FAULT  {test}  {outcome.trouble}", flush=True)
+    seen = 0
+    tasks = [(fault.test, key) for key, fault in chosen.items()]
+    for fault, outcome in zip(chosen.values(), _run_all(tasks, jobs), strict=True):
+        result = outcome.trouble or ("seen" if outcome.is_red else "NOT SEEN")
+        by = (*outcome.failed, fault.test)[0]
+        print(f"{outcome.seconds:5.1f} s  {result:8}  {fault.name:70} {by}", flush=True)
+        seen += result == "seen"
     seconds = time.monotonic() - began
     print(f"{seen} of {len(chosen)} faults are seen, in {seconds:.0f} s.")
     return 0 if seen == len(chosen) and not broken else 1
 
 
-def _find_broken(test: str) -> str:
-    """Return what is to be said of a test that does not pass without a fault."""
-    outcome = forks.run([test])
-    trouble = outcome.trouble or ("it hangs" if outcome.is_late else "")
-    if trouble:
-        return f"NOT RUN ({trouble})  {test}"
-    return f"FAILS WITHOUT A FAULT  {test}" if outcome.failed else ""
-
-
-def _plant(key: str) -> tuple[str, float, str]:
-    """Return what a fault has done to its test, how long that took, and which test is red."""
-    test = listing.find_faults()[key].test
-    outcome = forks.run([test], "-x", planted=key)
-    if outcome.trouble:
-        return f"NOT RUN ({outcome.trouble})", outcome.seconds, test
-    result = "seen" if outcome.is_red else "NOT SEEN"
-    return result, outcome.seconds, (*outcome.failed, test)[0]
+def _run_all(tasks: list[tuple[str, str]], jobs: int) -> Iterator[forks.Outcome]:
+    options = ["-x"]
+    return forks.run_all((forks.Task([test], key, options) for test, key in tasks), jobs)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,12 @@ LEDGER = ("tests/ledger/test_line.py", "tests/ledger/test_book.py", "tests/ledge
 # By room, the modules, and which tests see them: the fast ones first.
 ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "order": {
-        "helios.data.order": ("tests/data/test_order.py", "tests/data/test_skipped.py"),
+        "helios.data.order": (
+            "tests/data/test_order.py",
+            "tests/data/test_skipped.py",
+            "tests/data/test_indices.py",
+            "tests/data/test_sharding_plan_samplers.py",
+        ),
         "helios.data.permutation": ("tests/data/test_permutation.py", "tests/data/test_mixture.py"),
         "helios.data.sharding_plan": (
             "tests/data/test_sharding_plan.py",
@@ -53,10 +57,15 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "keys": {
-        "helios.core.rng": ("tests/core/test_rng.py", "tests/data/test_seeds.py"),
+        "helios.core.rng": (
+            "tests/core/test_rng.py",
+            "tests/data/test_seeds.py",
+            "tests/data/test_keyed.py",
+        ),
         "helios.data.keyed": (
             "tests/data/test_keyed.py",
             "tests/data/test_seeds.py",
+            "tests/data/test_numpy_global_rng.py",
             "tests/data/test_source.py",
             "tests/data/test_loader.py",
         ),
@@ -116,6 +125,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "helios.ledger.seen_batches": ("tests/ledger/test_writer.py", "tests/ledger/test_runs.py"),
         "helios.ledger.weight_digests": (
+            "tests/ledger/test_weight_digests.py",
             "tests/ledger/test_writer.py",
             "tests/ledger/test_runs.py",
         ),
@@ -331,19 +341,28 @@ def draw(seed: int, count: int, chosen: list[str]) -> list[Mutant]:
     return drawn
 
 
-def judge(mutant: Mutant) -> tuple[str, forks.Outcome]:
-    """Run the tests of a mutant, and return whether one of them is red."""
-    tests = (*ROOMS[mutant.room][mutant.module], *LAST[mutant.room])
+def judge(mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, str, forks.Outcome]]:
+    """Run the tests of mutants, and yield how each one has ended."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "mutant.py"
-        source.write_text(mutant.source)
-        planted = planting.mutant(mutant.module, source)
-        outcome = forks.run(tests, "-x", planted=planted, seconds=SECONDS)
+
+        def prepare(number: int, mutant: Mutant) -> forks.Task:
+            source = Path(folder) / f"{number}.py"
+            source.write_text(mutant.source)
+            tests = (*ROOMS[mutant.room][mutant.module], *LAST[mutant.room])
+            planted = planting.mutant(mutant.module, source)
+            return forks.Task(tests, planted, ("-x",), SECONDS)
+
+        tasks = (prepare(number, mutant) for number, mutant in enumerate(mutants))
+        for mutant, outcome in zip(mutants, forks.run_all(tasks, jobs), strict=True):
+            yield mutant, _describe_end(outcome), outcome
+
+
+def _describe_end(outcome: forks.Outcome) -> str:
     if outcome.is_late:
-        return "too slow", outcome
+        return "too slow"
     if outcome.trouble == forks.NOTHING:
-        return "NOT RUN", outcome
-    return "killed" if outcome.is_red or outcome.trouble else "SURVIVED", outcome
+        return "NOT RUN"
+    return "killed" if outcome.is_red or outcome.trouble else "SURVIVED"
 
 
 def main() -> int:
@@ -353,35 +372,38 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--room", action="append", default=[], choices=list(ROOMS))
-    parser.add_argument("--line", help="only mutants whose name holds this text, all of them")
+    parser.add_argument(
+        "--name", help="every mutant whose name holds this text, in place of a draw"
+    )
     parser.add_argument("--log", type=Path, help="a file of JSON lines; what is in it is not rerun")
     parser.add_argument("--check", action="store_true", help="run the tests without a mutant")
     arguments = parser.parse_args()
     if arguments.check:
         return check()
-    if arguments.line:
+    if arguments.name:
         every = [m for room in ROOMS for module in ROOMS[room] for m in mutants_of(room, module)]
-        drawn = [mutant for mutant in every if arguments.line in mutant.name]
+        drawn = [mutant for mutant in every if arguments.name in mutant.name]
     else:
         drawn = draw(arguments.seed, arguments.count, arguments.room)
-    log = arguments.log
-    known = {}
-    if log is not None and log.exists():
-        known = {each["name"]: each for each in map(json.loads, log.read_text().splitlines())}
-    survivors = 0
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        left = [mutant for mutant in drawn if mutant.name not in known]
-        survivors += sum(known[m.name]["end"] == "SURVIVED" for m in drawn if m.name in known)
-        for mutant, (end, outcome) in zip(left, pool.map(judge, left), strict=True):
-            by = (*outcome.failed, outcome.trouble)[0]
-            print(f"{end:9} {outcome.seconds:6.1f} s  {mutant.name}  {by}", flush=True)
-            survivors += end == "SURVIVED"
-            if log is not None:
-                with log.open("a") as lines:
-                    line = {"name": mutant.name, "end": end, "by": by, "room": mutant.room}
-                    lines.write(json.dumps(line | {"seconds": round(outcome.seconds, 1)}) + "\n")
+    known = _read_log(arguments.log)
+    left = [mutant for mutant in drawn if mutant.name not in known]
+    survivors = sum(known.get(mutant.name) == "SURVIVED" for mutant in drawn)
+    for mutant, end, outcome in judge(left, arguments.jobs):
+        by = (*outcome.failed, outcome.trouble)[0]
+        print(f"{end:9} {outcome.seconds:6.1f} s  {mutant.name}  {by}", flush=True)
+        survivors += end == "SURVIVED"
+        if arguments.log is not None:
+            with arguments.log.open("a") as lines:
+                lines.write(json.dumps({"name": mutant.name, "end": end, "by": by}) + "\n")
     print(f"{survivors} of {len(drawn)} mutants survive.")
     return 0
+
+
+def _read_log(log: Path | None) -> dict[str, str]:
+    """Return how mutants have ended in an earlier run, by name."""
+    if log is None or not log.exists():
+        return {}
+    return {each["name"]: each["end"] for each in map(json.loads, log.read_text().splitlines())}
 
 
 def check() -> int:
@@ -389,7 +411,7 @@ def check() -> int:
     red = 0
     for room, modules in ROOMS.items():
         for module, tests in modules.items():
-            outcome = forks.run((*tests, *LAST[room]), seconds=10 * SECONDS)
+            outcome = forks.run(forks.Task((*tests, *LAST[room]), seconds=10 * SECONDS))
             red += outcome.is_red or bool(outcome.trouble)
             found = " ".join(outcome.failed) or outcome.trouble or f"{outcome.passed} passed"
             print(f"{outcome.seconds:6.1f} s  {module}  {found}", flush=True)

@@ -12,7 +12,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,54 +81,95 @@ class _Notes:
             self.trouble = str(report.longrepr).strip().rpartition("\n")[2]
 
 
-def run(
-    tests: Sequence[str], *options: str, planted: str = "", seconds: float = SECONDS
-) -> Outcome:
-    """Run tests in a fork of this process.
+@dataclass(frozen=True)
+class Task:
+    """A run of tests.
 
     Args:
         tests: files of tests, or names of tests.
-        *options: of pytest.
         planted: what is planted; empty for nothing.
+        options: of pytest.
         seconds: how long it may take. Tests that hang are as good as red.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        output, notes, report = (Path(folder) / name for name in ("output", "notes", "report"))
-        sys.stdout.flush()
-        began = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            os.environ[planting.REPORT] = str(report)
-            _run_here([*options, *tests], planted, output, notes)
-        is_late = not _wait(child, began + seconds)
-        took = time.monotonic() - began
-        text = output.read_text(errors="replace")
-        if report.exists():
-            said = report.read_text().partition("\n")[0]
-            return Outcome(trouble=f"the fault fails: {said}", seconds=took, output=text)
-        if is_late:
-            return Outcome(is_late=True, seconds=took, output=text)
-        if not notes.exists():
-            return Outcome(trouble="pytest has died", seconds=took, output=text)
-        noted: dict[str, Any] = json.loads(notes.read_text())
-    trouble = "" if noted["failed"] or noted["passed"] else noted["trouble"] or NOTHING
-    return Outcome(tuple(noted["failed"]), noted["passed"], trouble, False, took, text)
+
+    tests: Sequence[str]
+    planted: str = ""
+    options: Sequence[str] = ()
+    seconds: float = SECONDS
 
 
-def _wait(child: int, until: float) -> bool:
-    """Wait for a fork, and return whether it ended by itself; what it left behind is ended."""
-    ended = False
-    while not ended and time.monotonic() < until:
-        ended = os.waitpid(child, os.WNOHANG)[0] == child
+def run(task: Task) -> Outcome:
+    """Run tests in a fork of this process."""
+    (outcome,) = run_all([task])
+    return outcome
+
+
+def run_all(tasks: Iterable[Task], jobs: int = 1) -> Iterator[Outcome]:
+    """Run several tasks at a time, and yield their outcomes in order.
+
+    Only this thread forks: the fork of any other one would have an odd main thread.
+    """
+    waiting, begun = iter(tasks), deque[_Run]()
+    following = next(waiting, None)
+    while following is not None or begun:
+        while following is not None and sum(not run.is_over() for run in begun) < jobs:
+            begun.append(_Run(following))
+            following = next(waiting, None)
+        while begun and begun[0].is_over():
+            yield begun.popleft().outcome()
         time.sleep(_STEP)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    if not ended:
-        os.waitpid(child, 0)
-    return ended
 
 
-def _run_here(arguments: Sequence[str], planted: str, output: Path, notes: Path) -> None:
+class _Run:
+    """A fork that runs tests."""
+
+    def __init__(self, task: Task) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = tuple(
+            Path(self._folder.name) / name for name in ("output", "notes", "report")
+        )
+        self._began, self._took = time.monotonic(), 0.0
+        self._seconds = task.seconds
+        self._is_late = False
+        sys.stdout.flush()
+        self._child = os.fork()
+        if self._child == 0:
+            _run_here(task, *self._files)
+
+    def is_over(self) -> bool:
+        """Return whether the fork has ended; one that takes too long is ended, too."""
+        if self._took:
+            return True
+        ended = os.waitpid(self._child, os.WNOHANG)[0] == self._child
+        took = time.monotonic() - self._began
+        self._is_late = not ended and took > self._seconds
+        if ended or self._is_late:
+            # What it has left behind is ended, too.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child, signal.SIGKILL)
+            if not ended:
+                os.waitpid(self._child, 0)
+            self._took = took
+        return bool(self._took)
+
+    def outcome(self) -> Outcome:
+        """Return how it has ended."""
+        with self._folder:
+            output, notes, report = self._files
+            known = {"seconds": self._took, "output": output.read_text(errors="replace")}
+            if report.exists():
+                said = report.read_text().partition("\n")[0]
+                return Outcome(trouble=f"the fault fails: {said}", **known)
+            if self._is_late:
+                return Outcome(is_late=True, **known)
+            if not notes.exists():
+                return Outcome(trouble="pytest has died", **known)
+            noted: dict[str, Any] = json.loads(notes.read_text())
+        trouble = "" if noted["failed"] or noted["passed"] else noted["trouble"] or NOTHING
+        return Outcome(tuple(noted["failed"]), noted["passed"], trouble, **known)
+
+
+def _run_here(task: Task, output: Path, notes: Path, report: Path) -> None:
     """Run pytest in this process, which ends with it."""
     try:
         os.setsid()
@@ -138,7 +180,8 @@ def _run_here(arguments: Sequence[str], planted: str, output: Path, notes: Path)
         opened = os.open(output, os.O_WRONLY | os.O_CREAT)
         for descriptor in (1, 2):
             os.dup2(opened, descriptor)
-        os.environ.update(planting.variables(planted))
+        os.environ[planting.REPORT] = str(report)
+        os.environ.update(planting.variables(task.planted))
         sys.dont_write_bytecode = False
         # Processes that multiprocessing starts would run this script again.
         sys.modules["__main__"] = pytest.__main__
@@ -147,7 +190,7 @@ def _run_here(arguments: Sequence[str], planted: str, output: Path, notes: Path)
         quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", str(planting.ROOT))
         for tier in _TIERS:
             if not noted.has_run:
-                pytest.main([*quiet, "-m", tier, *arguments], plugins=[noted])
+                pytest.main([*quiet, "-m", tier, *task.options, *task.tests], plugins=[noted])
         partial = notes.with_suffix(".part")
         partial.write_text(json.dumps(vars(noted)))
         partial.rename(notes)
