@@ -1476,7 +1476,7 @@ FAULTS = (
     ),
     Fault(
         "an epoch's start is told again after a resume",
-        "helios/session.py",
+        "helios/hooks/live_run.py",
         "        return self.is_resumed and is_numbered and self.cursor.batch > 0",
         "        return False and is_numbered",
         f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
@@ -1735,7 +1735,7 @@ FAULTS = (
     ),
     Fault(
         "what is asked for behind a safe point counts at once",
-        "helios/session.py",
+        "helios/hooks/live_run.py",
         "        return bool(self.agreed.stop_reason or self.agreed.interruption)",
         "        return bool(self.requests.stop_reason or self.requests.interruption)",
         f"{ELASTIC}::test_what_is_asked_for_behind_a_safe_point_waits_for_the_next",
@@ -1743,7 +1743,7 @@ FAULTS = (
     Fault(
         "only the first turn is watched",
         "helios/run_state/replica_watch.py",
-        "        if self._has_reported and number & (number - 1):\n            return None",
+        "        if self._has_reported and iteration & (iteration - 1):\n            return None",
         "        if self._has_reported:\n            return None",
         "tests/loops/test_replicas.py",
     ),

@@ -149,7 +149,8 @@ class StepAudit:
 
     def _watch(self, changed: set[str]) -> TurnWatch:
         return TurnWatch(
-            self._session,
+            self._session.model.discovery,
+            self._session.owner_states,
             lambda found, **_: changed.update(found),
             reads_weights=True,
             sees_unsaved=True,

@@ -16,9 +16,12 @@ import torch
 
 from helios.checkpoint.rank_part import refer_to_sharded
 from helios.checkpoint.record import Record
-from helios.checkpoint.run_protocols import LiveModel, LiveRun, OwnerStates, States, Team
 from helios.core import rng
 from helios.errors import StateError
+from helios.hooks.live_run import LiveRun, States
+from helios.model.model import Model
+from helios.replicas.replicas import Replicas
+from helios.run_state.owner_states import Owners
 from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -139,7 +142,7 @@ class Trained:
         return cls(record.model, record.tables, record.plugins, record.owners)
 
 
-def capture_trained(model: LiveModel, plugins: States, owners: OwnerStates, team: Team) -> Trained:
+def capture_trained(model: Model, plugins: States, owners: Owners, team: Replicas) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
     state, states = model.state_dict(), plugins.capture()
     attributes, _ = owners.capture({"model": state, **_named("plugin", states)})
@@ -147,7 +150,7 @@ def capture_trained(model: LiveModel, plugins: States, owners: OwnerStates, team
     return Trained(state, _capture_tables(model), states, attributes)
 
 
-def apply_trained(trained: Trained, model: LiveModel, plugins: States, owners: OwnerStates) -> None:
+def apply_trained(trained: Trained, model: Model, plugins: States, owners: Owners) -> None:
     """Restore what was trained, in a model that was set up for inference, and in plugins.
 
     Raises:
@@ -164,7 +167,7 @@ def _named(kind: str, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[st
     return {f"{kind} {name!r}": state for name, state in states.items()}
 
 
-def _capture_tables(model: LiveModel) -> dict[str, dict[str, Any]]:
+def _capture_tables(model: Model) -> dict[str, dict[str, Any]]:
     return {name: _as_plain(table) for name, table in model.tables.items()}
 
 
@@ -176,7 +179,7 @@ def _as_plain(table: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def apply_tables(tables: Mapping[str, Mapping[str, Any]], model: LiveModel) -> None:
+def apply_tables(tables: Mapping[str, Mapping[str, Any]], model: Model) -> None:
     """Restore a model's tables of losses and scores."""
     for name, table in model.tables.items():
         table.clear()
@@ -241,7 +244,7 @@ def _holds_any(path: str, names: list[str]) -> bool:
     return any(name == path or name.startswith(f"{path}.") for name in names)
 
 
-def _take_own_part(record: Record, replicas: Team) -> Record:
+def _take_own_part(record: Record, replicas: Replicas) -> Record:
     """Return a record as this process saved it, if the number of processes is the same."""
     if not record.by_rank:
         return record

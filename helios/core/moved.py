@@ -91,7 +91,7 @@ _NEW_NAMES = {
     "checkpoint": {
         "layout": "checkpoint.file_names",
         "level": "checkpoint.reproducibility",
-        "live": "checkpoint.run_protocols",
+        "live": "hooks.live_run",
         "migrating": "migration.folder_migration",
         "migrations": "checkpoint.schema_upgrades",
         "old_files": "migration.helios_ml",

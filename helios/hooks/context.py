@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, UsageError
-from helios.hooks.run_view import RunView
+from helios.hooks.live_run import LiveRun
 from helios.state import Cursor, Phase, TrainingState, TrainingUnit
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Context:
             ``Trainer(resume=<path>)``. What follows may differ from what followed before.
     """
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: LiveRun) -> None:
         self._run = run
         self.batch: Any = None
         self.raw_batch: Any = None

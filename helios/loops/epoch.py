@@ -9,12 +9,12 @@ import helios.schedule as due
 from helios.core.utils import AverageTimer
 from helios.data.interfaces import BatchIterator, NoBatches
 from helios.errors import UsageError
+from helios.ledger.writer import LedgerWriter
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.loops.uneven_inputs import EvenBatches
-from helios.protocols import Ledger
 
 _LOGGER = logging.getLogger(__name__)
 _NONE = NoBatches("EpochLoop.batches")
@@ -38,9 +38,9 @@ class EpochLoop(Loop):
         self._batches: BatchIterator = _NONE
         self._kind = STEP
         self._timer = AverageTimer()
-        self._ledger: Ledger | None = None
+        self._ledger: LedgerWriter | None = None
         # The same if it notes generators, too.
-        self._tensors: Ledger | None = None
+        self._tensors: LedgerWriter | None = None
         self._is_over = False
         self._is_complete = False
         self._has_left = False

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.errors import UsageError
+from helios.ledger.writer import LedgerWriter
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.step import end_forward, loss_of, take_step
-from helios.protocols import Ledger
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class OptimizerLoop(Loop):
         self._is_done = False
         self._optimizer: Optimizer | None = None
         self._attribute: tuple[str, Any] = ("", None)
-        self._ledger: Ledger | None = None
+        self._ledger: LedgerWriter | None = None
         self._has_begun = False
         self._shown: dict[str, Any] = {}
         self._updated_in = 0

@@ -55,7 +55,13 @@ class RunningAlong:
         if not self._keeps_attributes:
             self._repeat(batch)
             return
-        watch = TurnWatch(session, self._note, reads_weights=False, sees_unsaved=True)
+        watch = TurnWatch(
+            session.model.discovery,
+            session.owner_states,
+            self._note,
+            reads_weights=False,
+            sees_unsaved=True,
+        )
         before = copy_attributes(session)
         self._keeps_attributes = False
         self._repeat(batch)

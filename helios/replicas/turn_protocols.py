@@ -35,11 +35,11 @@ class StepWatcher(Protocol):
 class ReplicaWatcher(Protocol):
     """Watches what steps change apart from the state that each replica has of its own."""
 
-    def begin(self) -> StepWatcher | None:
+    def begin(self, iteration: int) -> StepWatcher | None:
         """Begin to watch a step, or return ``None`` if it is not watched."""
         ...
 
-    def report(self) -> None:
+    def report(self, iteration: int) -> None:
         """Report what was found in this iteration."""
         ...
 

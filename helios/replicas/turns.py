@@ -274,7 +274,7 @@ class SharedTurns(Turns):
             self._num_reopened += 1
             fields = ("train", self._iteration, self.replica, self._num_reopened)
             rng.reseed(rng.key(self._seed, *fields))
-        return self._watch.begin()
+        return self._watch.begin(self._iteration)
 
     def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Send the gradients of the last replica, together with what is added to them."""
@@ -320,7 +320,7 @@ class SharedTurns(Turns):
             self._end_last(table, ends_window=ends_window, is_before_update=False)
         if self.has_message:
             self.receive()
-        self._watch.report()
+        self._watch.report(self._iteration)
         means = self._exchange.pop_means(table)
         self.totals, self.means = self._replicas.added
         table.clear()

@@ -60,7 +60,7 @@ class Owners:
 
     def __init__(
         self,
-        owners: Iterable[Owner],
+        owners: Iterable[Owner] = (),
         outside: Callable[[], Mapping[str, object]] = dict,
         *,
         safe_types: Sequence[Any] = (),

@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Callable
+from typing import Any, final
 
 from helios.run_state.consistency import refuse_lazy_layers
 from helios.run_state.discovery import Discovery
-from helios.state import TrainingState
+from helios.run_state.owner_states import Owners
 
 _LOGGER = logging.getLogger(__name__)
-
-
-class _Model(Protocol):
-    @property
-    def discovery(self) -> Discovery: ...
-
-
-class _Watch(Protocol):
-    def changed(self) -> list[str]: ...
-
-
-class _Others(Protocol):
-    def watch(self, *, sees_unsaved: bool = False) -> Sequence[tuple[str, _Watch]]: ...
-
-
-class WatchedRun(Protocol):
-    """The run to watch, which also receives the findings.
-
-    Attributes:
-        state: the counters.
-        unshared: paths of what each replica changes in the model independently.
-    """
-
-    state: TrainingState
-    unshared: list[str]
-
-    @property
-    def model(self) -> _Model: ...
-    @property
-    def owner_states(self) -> _Others: ...
-    def add_obstacle(self, text: str) -> bool: ...
 
 
 @final
@@ -51,49 +20,63 @@ class ReplicaWatch:
     The latter find changes that begin later, at little cost.
 
     Args:
-        run: the run.
+        name: the name of the model's class, for messages.
+        discovery: finds the model's state.
+        owners: the attributes of all others.
+        unshared: receives the paths of what each replica changes in the model independently.
+        add_obstacle: records what binds the run to its number of processes.
         gather: returns the values of all processes, in the order of ranks.
     """
 
-    def __init__(self, run: WatchedRun, gather: Callable[[Any], list[Any]]) -> None:
-        self._run = run
+    def __init__(
+        self,
+        name: str,
+        discovery: Discovery,
+        owners: Owners,
+        *,
+        unshared: list[str],
+        add_obstacle: Callable[[str], object],
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        self._name = name
+        self._discovery = discovery
+        self._owners = owners
+        self._unshared = unshared
+        self._add_obstacle = add_obstacle
         self._gather = gather
         self._has_reported = False
         self._found: set[str] = set()
         self._is_manual = False
 
-    def begin(self) -> TurnWatch | None:
+    def begin(self, iteration: int) -> TurnWatch | None:
         """Begin to watch the step of a replica, or return ``None`` for an unwatched iteration."""
-        number = self._run.state.global_iteration
-        if self._has_reported and number & (number - 1):
+        if self._has_reported and iteration & (iteration - 1):
             return None
-        refuse_lazy_layers(self._run.model.discovery)
-        return TurnWatch(self._run, self._note, reads_weights=number == 1)
+        refuse_lazy_layers(self._discovery)
+        return TurnWatch(self._discovery, self._owners, self._note, reads_weights=iteration == 1)
 
     def _note(self, found: list[str], *, is_manual: bool) -> None:
         self._found.update(found)
         self._is_manual |= is_manual
 
-    def report(self) -> None:
-        """Report once what the steps of this iteration have changed; the same on all processes."""
-        number = self._run.state.global_iteration
-        if self._has_reported and number & (number - 1):
+    def report(self, iteration: int) -> None:
+        """Report once what the steps of an iteration have changed; the same on all processes."""
+        if self._has_reported and iteration & (iteration - 1):
             return
         self._has_reported = True
-        run = self._run
         parts = self._gather(sorted(self._found))
         self._found.clear()
-        names = sorted({name for part in parts for name in part} - set(run.unshared))
-        run.unshared = sorted({*run.unshared, *names})
+        names = sorted({name for part in parts for name in part} - set(self._unshared))
+        self._unshared[:] = sorted({*self._unshared, *names})
         # With manual steps and yields each replica has its own process in any case.
         if not names or self._is_manual:
             return
-        run.add_obstacle(f"train_step changes {', '.join(names)}")
+        self._add_obstacle(f"train_step changes {', '.join(names)}")
         _LOGGER.warning(
             "%s.train_step changes %s. Each replica changes it independently, so its value depends "
             "on the number of processes, and the run must keep that number. Change it in a hook "
             "(on_training_batch_end), or make it a buffer of a network.",
-            type(run.model).__name__,
+            self._name,
             ", ".join(names),
         )
 
@@ -103,7 +86,8 @@ class TurnWatch:
     """Watches what the step of one replica changes besides gradients and buffers.
 
     Args:
-        run: the run, before the step.
+        discovery: finds the model's state, before the step.
+        owners: the attributes of all others.
         note: receives the findings.
         reads_weights: whether to notice writes to ``parameter.data`` too.
         sees_unsaved: whether to notice changes of what is declared as unsaved.
@@ -111,17 +95,16 @@ class TurnWatch:
 
     def __init__(
         self,
-        run: WatchedRun,
+        discovery: Discovery,
+        owners: Owners,
         note: Callable[..., None],
         *,
         reads_weights: bool,
         sees_unsaved: bool = False,
     ) -> None:
         self._note = note
-        self._watch = run.model.discovery.watch(
-            reads_weights=reads_weights, sees_unsaved=sees_unsaved
-        )
-        self._others = run.owner_states.watch(sees_unsaved=sees_unsaved)
+        self._watch = discovery.watch(reads_weights=reads_weights, sees_unsaved=sees_unsaved)
+        self._others = owners.watch(sees_unsaved=sees_unsaved)
 
     def conclude(self, *, is_manual: bool) -> None:
         """Record what has changed.

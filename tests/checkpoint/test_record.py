@@ -20,9 +20,9 @@ from helios.checkpoint.capture import (
 )
 from helios.checkpoint.record import KEYS, REQUIRED, Record
 from helios.checkpoint.reproducibility import Level
-from helios.checkpoint.run_protocols import NoOwners
 from helios.checkpoint.sidecar import Sidecar
 from helios.errors import StateError
+from helios.run_state import owner_states
 from helios.state import Cursor, TrainingState
 from helios.version import __version__
 
@@ -195,7 +195,7 @@ def test_what_an_owner_holds_on_one_process_goes_back_to_that_process() -> None:
 
 def test_nobody_lacks_anything_by_default() -> None:
     run = Run()
-    run.missing, run.training_source.missing, run.owner_states = {}, {}, NoOwners()
+    run.missing, run.training_source.missing, run.owner_states = {}, {}, owner_states.Owners()
     run.model.state = {"objects": {}, "values": {}}
     record = capture(run)
     assert (record.missing, record.owners) == ({}, {})

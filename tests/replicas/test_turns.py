@@ -44,10 +44,10 @@ class Blind:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def begin(self) -> None:
+    def begin(self, iteration: int) -> None:
         self.asked.append("begin")
 
-    def report(self) -> None:
+    def report(self, iteration: int) -> None:
         self.asked.append("report")
 
 

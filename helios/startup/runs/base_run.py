@@ -15,7 +15,6 @@ import torch
 
 from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
 from helios.checkpoint.record import Record
-from helios.checkpoint.run_protocols import NoOwners, OwnerStates
 from helios.core import rng
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
@@ -36,6 +35,7 @@ from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.plugins.plugin_states import PluginStates
 from helios.replicas.replicas import Replicas
+from helios.run_state.owner_states import Owners
 from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.model_preparation import (
@@ -121,7 +121,7 @@ class Run(ABC):
         self.session: Session | None = None
         self._settings = ExitStack()
         self._has_begun = False
-        self.owners: OwnerStates = NoOwners()
+        self.owners = Owners()
 
     def _make_bus(self) -> Bus:
         return Bus(

@@ -21,7 +21,7 @@ def a_checkpoint_is_taken_before_the_cursor_moves(capture, session):
 
 
 @fault(
-    "helios.session:Session.request_checkpoint",
+    "helios.hooks.live_run:LiveRun.request_checkpoint",
     "tests/loops/test_replicas.py::test_a_checkpoint_that_one_process_asks_for_is_taken_by_all",
 )
 def a_request_for_a_checkpoint_is_lost(request_checkpoint, session):

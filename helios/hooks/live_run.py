@@ -1,0 +1,263 @@
+"""``LiveRun``: a call of fit, validate, test or predict while it runs.
+
+Hooks read it through their context, and checkpoints hold a part of it. The session, which loops
+see, derives from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from helios.core.scalars import as_number
+from helios.data.interfaces import Source
+from helios.engines.engine import Engine
+from helios.errors import UsageError
+from helios.hooks.bus import Bus
+from helios.ledger.writer import LedgerWriter
+from helios.replicas.replicas import Replicas
+from helios.replicas.turns import Turns
+from helios.requests import Agreement, Requests
+from helios.run_state.owner_states import Owners
+from helios.schedule import Schedule
+from helios.state import Cursor, Phase, TrainingState
+
+if TYPE_CHECKING:
+    from helios import Model
+
+
+class States(Protocol):
+    """The states of plugins or of loops, by name."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return their states by name."""
+        ...
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Give them their states."""
+        ...
+
+
+class NoStates:
+    """Nothing with state."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+class Recorder(Protocol):
+    """Writes the results of a run: checkpoints and scalars."""
+
+    @property
+    def ledger(self) -> LedgerWriter | None:
+        """The ledger; ``None`` if the run has none."""
+        ...
+
+    def save(self, snapshot: dict[str, Any]) -> None:
+        """Write a snapshot as a checkpoint, unless it is committed already."""
+        ...
+
+    def has_saved(self, state: TrainingState) -> bool:
+        """Whether the checkpoint of this iteration is committed."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save has failed in this process so that the training must end."""
+        ...
+
+    def raise_failure(self) -> None:
+        """Raise the error of a failed save in all processes; all call it at the same point."""
+        ...
+
+    @property
+    def logs_scalars(self) -> bool:
+        """Whether scalars are written."""
+        ...
+
+    def show_scores(
+        self, scores: Mapping[str, float], state: TrainingState, *, has_improved: bool
+    ) -> None:
+        """Log the scores of a validation, by name."""
+        ...
+
+    def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
+        """Record what an audit has found, and on which hosts."""
+        ...
+
+    def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
+        """Write scalars of an iteration, by name."""
+        ...
+
+
+@dataclass(kw_only=True)
+class LiveRun:
+    """One call of fit, validate, test or predict: its objects, its counters, and what is requested.
+
+    Attributes:
+        model: the user's model.
+        engine: the engine.
+        hooks: the receivers of each event.
+        schedule: the options that decide when something happens.
+        sources: the data of each phase that has any, one source per loader.
+        recorder: receives checkpoints and scalars; ``None`` outside fit.
+        can_save: whether checkpoints are written at all.
+        loop_states: states of the loops, by role path.
+        owner_states: plain attributes of plugins, data module, loops and engine.
+        missing: state that no checkpoint holds, known before training: path and reason.
+        claims: components that the reproducibility level takes at their word.
+        state: the counters that users see.
+        cursor: position of the next batch.
+        phase: what the session is doing.
+        is_resumed: whether training continues from a checkpoint.
+        is_manual: whether the model steps its optimizers itself; known after the first step.
+        saved_randomness: the generators of the checkpoint, until training continues.
+        is_sanity_check: whether a sanity check runs, which must have no side effects.
+        num_skipped_batches: batches of the epoch before the cursor that were skipped.
+        obstacles: findings in training that bind the run to its number of processes.
+        unshared: paths of what each replica changes in the model on its own.
+        mismatches: what audits have found.
+        is_repeating: whether a step is computed a second time, which must leave no trace.
+        plugin_states: states of the plugins, by id.
+        replicas: the replicas of the run, and which process runs which.
+        agreement: what this process requests, and what all processes know.
+        turns: the replica whose random numbers and buffers are in place.
+        is_discovered: whether Helios finds the model's state: it has no ``state_dict`` of its own.
+    """
+
+    model: Model
+    engine: Engine
+    hooks: Bus
+    schedule: Schedule = field(default_factory=Schedule)
+    sources: dict[Phase, list[Source]] = field(default_factory=dict)
+    recorder: Recorder | None = None
+    can_save: bool = False
+    loop_states: States = field(default_factory=NoStates)
+    owner_states: Owners = field(default_factory=Owners)
+    missing: dict[str, str] = field(default_factory=dict)
+    claims: list[str] = field(default_factory=list)
+    state: TrainingState = field(default_factory=TrainingState)
+    cursor: Cursor = field(default_factory=Cursor)
+    phase: Phase = Phase.TRAINING
+    is_resumed: bool = False
+    is_manual: bool | None = None
+    saved_randomness: dict[str, Any] | None = None
+    is_sanity_check: bool = False
+    num_skipped_batches: int = 0
+    obstacles: list[str] = field(default_factory=list)
+    unshared: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    is_repeating: bool = False
+    plugin_states: States = field(init=False)
+    replicas: Replicas = field(init=False)
+    agreement: Agreement = field(init=False)
+    turns: Turns = field(init=False)
+    is_discovered: bool = field(init=False)
+    _is_logging: bool = False
+
+    @property
+    def requests(self) -> Requests:
+        """The requests made in this process."""
+        return self.agreement.asked
+
+    @property
+    def agreed(self) -> Requests:
+        """The requests of any process, as far as all processes know them."""
+        return self.agreement.agreed
+
+    def add_obstacle(self, text: str) -> bool:
+        """Record what binds the run to its number of processes; returns whether it is new."""
+        is_new = text not in self.obstacles
+        if is_new:
+            self.obstacles.append(text)
+        return is_new
+
+    @property
+    def training_source(self) -> Source:
+        """The training data."""
+        return self.sources[Phase.TRAINING][0]
+
+    @property
+    def is_manual_mode(self) -> bool:
+        """Whether the model is known to step its optimizers itself."""
+        return bool(self.is_manual)
+
+    def find_optimizers(self) -> dict[str, Any]:
+        """Return the optimizers of the model, by attribute path."""
+        return self.model.discovery.optimizers()
+
+    def find_schedulers(self) -> dict[str, Any]:
+        """Return the learning-rate schedulers of the model, by attribute path."""
+        return self.model.discovery.schedulers()
+
+    def find_loader(self) -> DataLoader[Any] | None:
+        """Return the loader of the current phase; the first of several, ``None`` if none."""
+        sources = self.sources.get(self.phase)
+        return sources[0].loader if sources else None
+
+    def indices_of(self, place: Cursor) -> list[Any] | None:
+        """Return the indices of the samples of a training batch; ``None`` if unknown."""
+        return self.training_source.indices(place.epoch, batch=place.batch, sample=place.sample)
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether training continues from a checkpoint that was taken inside an epoch."""
+        is_numbered = self.state.global_epoch == self.cursor.epoch + 1
+        return self.is_resumed and is_numbered and self.cursor.batch > 0
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run ends regularly at the next safe point."""
+        return bool(self.agreed.stop_reason)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run is interrupted at the next safe point."""
+        return bool(self.agreed.interruption) and not self.is_stopping
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether no batch follows the next safe point, for either reason."""
+        return bool(self.agreed.stop_reason or self.agreed.interruption)
+
+    def request_checkpoint(self) -> None:
+        """Request a checkpoint at the next safe point."""
+        self.agreement.check_open("Context.request_checkpoint()")
+        self.requests.is_checkpoint_wanted = True
+
+    def request_stop(self, reason: str) -> None:
+        """Request the end of the run at the next safe point; the first reason counts."""
+        self.agreement.check_open("Context.request_stop()")
+        self.requests.stop_reason = self.requests.stop_reason or reason
+
+    def interrupt(self, reason: str) -> None:
+        """Request a checkpoint and an early return at the next safe point."""
+        self.agreement.check_open("Context.interrupt()")
+        self.requests.interruption = self.requests.interruption or reason
+
+    def log(self, scalars: Mapping[str, Any]) -> None:
+        """Log numbers by name, for the current iteration; reads tensors from their device."""
+        is_written = self.recorder is not None and self.recorder.logs_scalars
+        is_wanted = is_written or "on_log" in self.hooks.active
+        if self.is_sanity_check or self.is_repeating or not is_wanted or not scalars:
+            return
+        if self._is_logging:
+            raise UsageError(
+                "Context.log(...) must not be called in on_log, because it calls on_log itself and "
+                "would never return. Log in another event."
+            )
+        numbers = {name: as_number(name, value) for name, value in scalars.items()}
+        if self.recorder is not None:
+            self.recorder.log_scalars(numbers, self.state)
+        self._is_logging = True
+        try:
+            self.hooks.emit("on_log", numbers, self.state)
+        finally:
+            self._is_logging = False
