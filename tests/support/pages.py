@@ -18,14 +18,21 @@ OF_STATE = re.compile("incomplete|has no state_dict|train_step changes|cannot be
 _BLOCK = re.compile(r"^```(python|text)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the Python blocks of a page in ``SHOWN`` as one script; returns its text blocks."""
-    assert page in SHOWN
-    blocks = _BLOCK.findall((DOCS / page).read_text("utf-8"))
+def shown_texts(page: str) -> str:
+    """Return the text blocks of a page in ``SHOWN``."""
+    return "".join(text for kind, text in _blocks(page) if kind == "text")
+
+
+def run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the Python blocks of a page in ``SHOWN`` as one script."""
     script = folder / "page.py"
-    script.write_text("\n".join(text for kind, text in blocks if kind == "python"))
+    script.write_text("\n".join(text for kind, text in _blocks(page) if kind == "python"))
     monkeypatch.chdir(folder)
     with collect_warnings() as warnings:
         runpy.run_path(str(script), run_name="__main__")
     assert [warning for warning in warnings if OF_STATE.search(warning)] == []
-    return "".join(text for kind, text in blocks if kind == "text")
+
+
+def _blocks(page: str) -> list[tuple[str, str]]:
+    assert page in SHOWN
+    return _BLOCK.findall((DOCS / page).read_text("utf-8"))
