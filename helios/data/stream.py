@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, final, runtime_checkable
 
 from torch.utils.data import IterableDataset
 
+from helios.core.signatures import read_signature
 from helios.data.samplers import HasEpoch
 from helios.errors import ArgumentError, ArgumentTypeError
 
@@ -106,7 +106,7 @@ class Stream(IterableDataset[Any]):
 
 def _check_parameters(source: Callable[[int, int], Iterable[Any]]) -> None:
     try:
-        signature = inspect.signature(source)
+        signature = read_signature(source)
     except ValueError:  # Some built-in functions have none.
         return
     try:

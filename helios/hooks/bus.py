@@ -15,6 +15,7 @@ from types import FunctionType, MethodType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 from weakref import WeakKeyDictionary
 
+from helios.core.signatures import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import EVENTS, Event, Receiver, Verb, find_after_base, is_silent, may_ask
 
@@ -107,7 +108,7 @@ def signature_of(name: str, method: object, *, may_yield: bool = False) -> inspe
             f"{name} must be a plain method, but is {kind}: a call would not run its body. Write "
             f"it without {word}."
         )
-    return inspect.signature(method)
+    return read_signature(method)
 
 
 def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from types import GeneratorType
@@ -11,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.core.signatures import read_signature
 from helios.errors import UsageError
 from helios.ledger.writer import LedgerWriter
 from helios.loops.loop import Loop, make_stray_stop
@@ -26,7 +26,7 @@ def refuse_closures(optimizer: Optimizer) -> None:
         UsageError: if its ``step`` cannot be called without a closure.
     """
     # That of the class: a scheduler replaces the method of the object by a function.
-    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    _, *parameters = read_signature(type(optimizer).step).parameters.values()
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
         raise UsageError(
             f"{type(optimizer).__name__}.step needs a closure that computes the loss again, but a "

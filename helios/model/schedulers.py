@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from helios.core.signatures import read_signature
 from helios.errors import ArgumentError, UsageError
 
 _VALIDATION = "validation:"
@@ -35,7 +35,7 @@ def _position(scheduler: LRScheduler) -> Any:
 
 
 def _takes_metric(scheduler: LRScheduler) -> bool:
-    names = list(inspect.signature(scheduler.step).parameters)
+    names = list(read_signature(scheduler.step).parameters)
     return bool(names) and names[0] != "epoch"
 
 

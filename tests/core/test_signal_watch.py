@@ -247,7 +247,7 @@ def test_loader_workers_ignore_what_the_training_notes(method: str) -> None:
 
 def test_workers_of_other_loaders_do_nothing_on_a_ctrl_c() -> None:
     with SignalReceiver(NUMBERS[1:]).installed():
-        loader = DataLoader(_Interrupted(), num_workers=1)
+        loader = DataLoader(_Interrupted(), num_workers=1, multiprocessing_context=FORK)
         assert [int(batch) for batch in loader] == [0, 1]
 
 
@@ -261,7 +261,10 @@ def test_workers_that_stand_still_are_ended(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     with SignalReceiver(NUMBERS).installed():
         dataset = Stuck()
-        iterator = iter(DataLoader(dataset, num_workers=1, worker_init_fn=WorkerInit(None)))
+        loader = DataLoader(
+            dataset, num_workers=1, multiprocessing_context=FORK, worker_init_fn=WorkerInit(None)
+        )
+        iterator = iter(loader)
         assert dataset.has_begun.wait(120)
         end_workers(iterator)
         (worker,) = iterator._workers
