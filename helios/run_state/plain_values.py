@@ -14,7 +14,7 @@ from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
 from functools import cache, cached_property, reduce
-from itertools import chain, count
+from itertools import chain
 from operator import or_
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from types import MemberDescriptorType
@@ -278,7 +278,7 @@ class Identities:
 
     def __init__(self) -> None:
         self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
-        self._counter = count()
+        self._given = 0  # Not an itertools.count, which Python 3.14 can neither copy nor pickle.
 
     def number(self, value: object) -> int:
         """Return the number of an object, which is new if the object is.
@@ -286,12 +286,16 @@ class Identities:
         An iterator gets a new one in each call, because its position is unknown.
         """
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-            return next(self._counter)
+            return self._give()
         entry = self._numbers.get(id(value))
         if entry is None or entry[0]() is not value:
-            entry = (_refer_to(value), next(self._counter))
+            entry = (_refer_to(value), self._give())
             self._numbers[id(value)] = entry
         return entry[1]
+
+    def _give(self) -> int:
+        self._given += 1
+        return self._given
 
 
 def _refer_to(value: object) -> Callable[[], Any]:
