@@ -44,9 +44,15 @@ def _write_script(page: Path, folder: Path) -> Path:
     return script
 
 
-# torch_geometric uses it when it is imported.
+_with_graphs = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script:DeprecationWarning",
+    "ignore:.*typing._eval_type:DeprecationWarning",  # from Python 3.13 on
+)
+"""torch_geometric uses both."""
+
+
 @pytest.mark.shows("S43", "P80")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@_with_graphs
 @pytest.mark.parametrize(
     "page", [page for page in _PAGES if page not in (_COMPILED, *_SHOWN)], ids=_name
 )
@@ -79,7 +85,7 @@ class Killed(helios.Plugin):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@_with_graphs
 @pytest.mark.parametrize("page", [page for page in _RECIPES if page != _COMPILED], ids=_name)
 def test_a_recipe_that_is_killed_ends_with_the_same_ledgers(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

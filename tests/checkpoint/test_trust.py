@@ -233,7 +233,7 @@ OPENERS = (
 
 
 @pytest.mark.shows("S17")
-# From Python 3.12 on, extracting the tar file without a filter, as torch.load does, gives a warning.
+# Python 3.12 and 3.13 warn of how torch.load extracts a tar file.
 @pytest.mark.filterwarnings("ignore:Python 3.14 will, by default, filter:DeprecationWarning")
 @pytest.mark.parametrize(("packing", "evil"), CASES)
 def test_these_files_do_harm_where_they_are_opened_without_care(

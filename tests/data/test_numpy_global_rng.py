@@ -120,8 +120,5 @@ def test_nothing_is_said_while_it_stays_and_it_stays(
 
 
 def test_a_worker_may_seed_it_in_its_initialisation(caplog: pytest.LogCaptureFixture) -> None:
-    def seed_it(worker_id: int) -> None:
-        np.random.seed(worker_id)
-
-    walk(open_with(Indices(4), num_workers=1, worker_init_fn=seed_it), 0)
+    walk(open_with(Indices(4), num_workers=1, worker_init_fn=np.random.seed), 0)
     assert warnings_of(caplog) == []

@@ -48,7 +48,11 @@ def batches() -> BatchSampler:
 
 def of_the_user(num_workers: int) -> Callable[[], Any]:
     data = Augmented(LENGTH)
-    return lambda: (DataLoader(data, 3, shuffle=True, num_workers=num_workers), None)
+    method = "fork" if num_workers else None
+    return lambda: (
+        DataLoader(data, 3, shuffle=True, num_workers=num_workers, multiprocessing_context=method),
+        None,
+    )
 
 
 @pytest.mark.shows("P28")

@@ -378,7 +378,14 @@ def test_the_users_function_for_workers_runs_after_ours() -> None:
         numbers[worker_id, 0] = 1
         numbers[worker_id, 1] = rng.get_default_numpy_rng().generator.random()
 
-    fit(Data(IndexData(), batch_size=11, num_workers=2, worker_init_fn=begin), total_steps=2)
+    data = Data(
+        IndexData(),
+        batch_size=11,
+        num_workers=2,
+        worker_init_fn=begin,
+        multiprocessing_context="fork",
+    )
+    fit(data, total_steps=2)
     assert numbers[:, 0].tolist() == [1, 1]
     assert numbers[0, 1] != numbers[1, 1]
 

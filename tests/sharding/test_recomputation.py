@@ -327,7 +327,7 @@ class Lazy(nn.Module):
 
 
 @pytest.mark.shows("P103")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "match"),
     [

@@ -225,7 +225,11 @@ def test_a_data_set_declares_what_need_not_be_saved(
         def setup(self) -> None:
             super().setup()
             self.numbers = Declaring()
-            options = DataLoaderParams(batch_size=1, num_workers=self.num_workers)
+            options = DataLoaderParams(
+                batch_size=1,
+                num_workers=self.num_workers,
+                multiprocessing_context="fork" if self.num_workers else None,
+            )
             self._train_dataset = self._create_dataset(Subset(self.numbers, range(8)), options)
 
     class WithWorkers(Declared):
