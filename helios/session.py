@@ -16,7 +16,7 @@ from helios.checkpoint.capture import capture
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.core import rng
-from helios.core.scalars import as_numbers
+from helios.core.text import as_numbers
 from helios.engines.engine import Engine
 from helios.engines.process_member import redefines
 from helios.errors import StateError

@@ -20,7 +20,7 @@ from helios.audit.audit_turns import AuditTurn, find_turn
 from helios.audit.gradient_copies import GradientCopy
 from helios.audit.mismatches import Finding, describe_mismatch, describe_verdict
 from helios.audit.watched_turn import Parcel, TurnNote, WatchedTurn
-from helios.core.parameters import parameters_of
+from helios.core.utils import parameters_of
 from helios.distributed.process_groups import count_collectives
 from helios.errors import AuditError
 from helios.loops.step import begin_forward, loss_of, take_step

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helios.cli import output
-from helios.core.sizes import size_text
+from helios.core.text import size_text
 from helios.doctor.diagnosis import Diagnosis, Severity
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from helios.checkpoint.export_folders import (
 )
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
-from helios.core.sizes import parse_size, size_text
+from helios.core.text import parse_size, size_text
 from helios.errors import ArgumentError, CheckpointError
 from helios.version import __version__
 

@@ -14,7 +14,7 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status, look_into
 from helios.cli import output
 from helios.cli.output import Column
-from helios.core.sizes import size_text
+from helios.core.text import size_text
 
 DESCRIPTION = """\
 Show the content of a checkpoint: its sidecar, its counters, and the tree of its

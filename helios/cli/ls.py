@@ -11,7 +11,7 @@ from helios.checkpoint.reproducibility import list_missing
 from helios.checkpoint.status import Condition, Depth, Status
 from helios.cli import output
 from helios.cli.output import Column
-from helios.core.sizes import size_text
+from helios.core.text import size_text
 
 DESCRIPTION = """\
 List the checkpoints of a run's folder, or of all runs below chkpt_root.

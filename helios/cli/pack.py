@@ -12,7 +12,7 @@ from helios.checkpoint.export_files import write_weights
 from helios.checkpoint.status import Depth, look_into
 from helios.cli import output
 from helios.cli.report import find_target
-from helios.core.sizes import size_text
+from helios.core.text import size_text
 from helios.errors import CheckpointError
 from helios.ledger import pack
 from helios.ledger.summary.run_facts import find_run

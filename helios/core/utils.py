@@ -1,18 +1,25 @@
-"""Small independent helpers for scripts: optionals, lists, folders, timers, versions."""
+"""Small independent helpers, for scripts and for Helios itself."""
 
 from __future__ import annotations
 
+import gc
+import operator
 import os
 import platform
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.protocols import Clock
 from helios.version import __version__
 
@@ -140,3 +147,39 @@ def _describe_device() -> str:
         return f"CPU ({platform.machine()})"
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return ", ".join(names)
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Disable the collector for a block, so that it does not scan a growing tree repeatedly."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    return list(chain.from_iterable(map(operator.itemgetter("params"), optimizer.param_groups)))
+
+
+def unsaved_of(part: object) -> tuple[str, ...]:
+    """Return the names in the class attribute ``unsaved`` of a data set or sampler.
+
+    An ``unsaved`` that is not a tuple or list of strings is ignored: the class uses the name for
+    something else.
+
+    Raises:
+        ArgumentTypeError: if it is a single string, which lacks the comma of a tuple.
+    """
+    declared: Any = getattr(type(part), "unsaved", ())
+    if isinstance(declared, str):
+        raise ArgumentTypeError(
+            f"{type(part).__name__}.unsaved must be a tuple of names, got the string "
+            f'{declared!r}. Write unsaved = ("{declared}",) with a comma.'
+        )
+    is_of_names = isinstance(declared, tuple | list) and all(isinstance(n, str) for n in declared)
+    return tuple(declared) if is_of_names else ()

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Hashable, Iterable
 from typing import Any, final
 
-from helios.core.unsaved_attributes import unsaved_of
+from helios.core.utils import unsaved_of
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from helios.core.generators import (
     load_generator,
     state_of_generator,
 )
-from helios.core.unsaved_attributes import unsaved_of
+from helios.core.utils import unsaved_of
 
 _DEEPEST = 8
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from helios.core.sizes import size_text
+from helios.core.text import size_text
 from helios.doctor.diagnosis import Diagnosis, Severity
 from helios.storage import files
 

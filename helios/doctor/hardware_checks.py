@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from helios.core.sizes import size_text
+from helios.core.text import size_text
 from helios.doctor.diagnosis import Diagnosis, Severity
 
 _SHARED_BYTES = 1 << 29

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.core.parameters import parameters_of
+from helios.core.utils import parameters_of
 from helios.engines import data_parallel
 from helios.engines.clipping import Clipping
 from helios.engines.components import Maker, build_model

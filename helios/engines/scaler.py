@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.parameters import parameters_of
+from helios.core.utils import parameters_of
 from helios.engines.precision import ScalerOptions
 from helios.errors import StateError, UsageError
 

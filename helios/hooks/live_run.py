@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from helios.core.scalars import as_number
+from helios.core.text import as_number
 from helios.data.interfaces import Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError

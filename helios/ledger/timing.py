@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from helios.core.peak_memory import find_peak_memory
+from helios.core.text import find_peak_memory
 from helios.ledger.event_file import EventFile, now, read_event_file
 from helios.ledger.lineage import host
 from helios.protocols import Clock

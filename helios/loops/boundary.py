@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import helios.schedule as due
-from helios.core.scalars import as_numbers
+from helios.core.text import as_numbers
 from helios.session import Session
 from helios.state import Phase
 

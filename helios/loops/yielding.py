@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.parameters import parameters_of
+from helios.core.utils import parameters_of
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.loops.loop import make_stray_stop
 from helios.loops.optimizer import OptimizerLoop, refuse_closures

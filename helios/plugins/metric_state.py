@@ -10,10 +10,10 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from helios.core.equality import same
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.protocols import Stateful
 
@@ -139,7 +139,7 @@ class _Holder:
             one.merge_state(other)
         except Exception as error:
             return f"two without data cannot be merged: {error!r}"
-        if not _is_same(one.state_dict(), other.state_dict()):
+        if not same(one.state_dict(), other.state_dict()):
             return "merging two without data does not give one without data"
         return ""
 
@@ -260,21 +260,6 @@ def portable(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map(portable, tree))
     return tree
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two states are the same, NaN where NaN."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype is not other.dtype:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return bool(one == other or (one != one and other != other))
 
 
 def take_apart(metrics: object) -> dict[str, Metric]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.parameters import parameters_of
 from helios.core.sharded_tensors import local_of
+from helios.core.utils import parameters_of
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, UsageError
 from helios.plugins.nonfinite_report import (

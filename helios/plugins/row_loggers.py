@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from helios.core.scalars import as_json
+from helios.core.text import as_json
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import asks_nothing

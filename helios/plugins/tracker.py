@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy.typing as npt
 import torch
 
-from helios.core.scalars import as_json
+from helios.core.text import as_json
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import asks_nothing

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.core.parameters import parameters_of
+from helios.core.utils import parameters_of
 from helios.errors import UsageError
 from helios.replicas.flat_gradients import Bucket, FlatBuffer, FlatGradients
 from helios.replicas.reduction_tree import TreeStack

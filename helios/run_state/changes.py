@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
-from helios.core.sizes import size_text
+from helios.core.text import size_text
 from helios.protocols import Clock
 from helios.run_state import unsupported_values
 from helios.run_state.aliases import holds, put, remove

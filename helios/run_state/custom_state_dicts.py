@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from helios.core.equality import same
 from helios.core.memory import storage_of
 from helios.core.wrappers import BareNames
 from helios.errors import StateError
@@ -228,19 +228,8 @@ class _Held:
         part, value = self._state.get(piece.name), piece.value
         if not isinstance(value, Tensor):
             return piece.name in self._state
-        if isinstance(part, Tensor) and _is_same(part, value):
+        if same(part, value):
             return True
         if not piece.is_translated:
             return False
         return bool(storage_of(value)) and self._sizes[storage_of(value)] >= value.numel()
-
-
-def _is_same(part: Tensor, value: Tensor) -> bool:
-    """Return whether two tensors are the same one, or equal copies."""
-    if (part.dtype, part.shape) != (value.dtype, value.shape):
-        return False
-    if part.layout is not torch.strided or value.layout is not torch.strided:
-        return part is value
-    if part.device == value.device and part.data_ptr() == value.data_ptr():
-        return part.stride() == value.stride()
-    return torch.equal(part.to(value.device), value)

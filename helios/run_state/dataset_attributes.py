@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from helios.core.generators import is_generator
-from helios.core.sizes import size_text
-from helios.core.unsaved_attributes import unsaved_of
+from helios.core.text import size_text
+from helios.core.utils import unsaved_of
 from helios.run_state.plain_values import ATOMS
 from helios.run_state.walk_result import WalkResult
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from helios.core.gc_pause import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
+from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, UsageError
 from helios.run_state import unsupported_values
 from helios.run_state.aliases import IN_NEW, changed_aliases, changed_orders, homes_of_generators

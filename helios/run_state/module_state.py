@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.memory import storage_of
-from helios.core.parameters import parameters_of
+from helios.core.utils import parameters_of
 from helios.core.wrappers import BareNames, bare_state_dict, unwrap
 from helios.errors import StateError
 from helios.protocols import Stateful

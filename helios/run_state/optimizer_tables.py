@@ -11,10 +11,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from helios.core.equality import same
 from helios.core.memory import has_plain_bytes
 from helios.run_state.module_state import Parameters, is_simple, method_of
 from helios.run_state.optimizers import names_of, optimizers_of, tensors_of
@@ -86,11 +86,11 @@ def _restore(optimizer: Optimizer, saved: Mapping[str, Any], tensors: dict[str, 
         table = optimizer.state if key is None else optimizer.state[parameter]
         place = parameter if key is None else key
         # A correct entry stays the same object: others may refer to it.
-        if not _is_same(table.get(place), value):
+        if not same(table.get(place), value):
             table[place] = _placed(value, parameter, is_on_host=is_on_host)
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=False):
         for key, value in settings.items():
-            if not _is_same(group.get(key), value):
+            if not same(group.get(key), value):
                 group[key] = copy.deepcopy(value)
 
 
@@ -139,16 +139,6 @@ def _detached(value: Any) -> Any:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: part for key, part in group.items() if key != "params" and _is_kept(part)}
-
-
-def _is_same(present: Any, saved: Any) -> bool:
-    if isinstance(present, Tensor) and isinstance(saved, Tensor):
-        fits = (present.dtype, present.shape) == (saved.dtype, saved.shape)
-        return fits and torch.equal(present, saved.to(present.device))
-    if isinstance(saved, list | tuple | dict):
-        # They may hold tensors, and hardly anything else refers to them.
-        return False
-    return type(present) is type(saved) and present == saved
 
 
 def _placed(value: Any, parameter: Any, *, is_on_host: bool) -> Any:

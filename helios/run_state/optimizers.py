@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from helios.core.parameters import parameters_of
+from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.run_state.module_state import Parameters, places_of
 from helios.run_state.object_names import as_written

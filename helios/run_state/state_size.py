@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from helios.core.parameters import parameters_of
 from helios.core.sharded_tensors import is_sharded, local_of
+from helios.core.utils import parameters_of
 
 # State of an optimizer that cannot be tried: two tensors per parameter, as in Adam.
 _USUAL_COPIES = 2

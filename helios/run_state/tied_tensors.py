@@ -48,14 +48,14 @@ def ties_of(found: WalkResult, parameters: Parameters) -> Ties:
     places = _places(found)
     for name, place in places.items():
         group = first.setdefault(_address(place.tensor), [])
-        known = next((entry for entry in group if _is_same(entry[1], place.tensor)), None)
+        known = next((entry for entry in group if _see_the_same(entry[1], place.tensor)), None)
         if known is None:
             group.append((name, place.tensor))
         else:
             tied[name] = known[0], known[1] is place.tensor
     for name, tensor in parameters.loose.items():
         group = first.setdefault(_address(tensor), [])
-        if not any(_is_same(known, tensor) for _, known in group):
+        if not any(_see_the_same(known, tensor) for _, known in group):
             group.append((name, tensor))
     dense = [(place, *entry) for place, group in first.items() if place > 0 for entry in group]
     return Ties(frozenset(places), tied, *_overlapping(dense))
@@ -142,7 +142,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _see_the_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors with the same first element have exactly the same elements."""
     return one is other or (
         (one.device, one.dtype, one.shape) == (other.device, other.dtype, other.shape)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from helios.core.parameters import parameters_of
 from helios.core.sharded_tensors import cut_like, is_sharded
+from helios.core.utils import parameters_of
 from helios.replicas.replicas import Replicas
 from helios.sharding.fsdp_adapter import ShardedUnit, make_mesh, require_fsdp, shard_unit
 from helios.sharding.sharded_gradients import ShardedGradients

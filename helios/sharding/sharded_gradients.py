@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.parameters import parameters_of
 from helios.core.sharded_tensors import local_of
+from helios.core.utils import parameters_of
 from helios.errors import UsageError
 from helios.replicas.assignment import is_power_of_two
 from helios.replicas.gradients import FindNetworks, Gradients

@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol, cast
 
 import torch
 
-from helios.core.gc_pause import collector_at_rest
+from helios.core.utils import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.storage import archive_records, files
 from helios.storage.container_checks import check_directory, reason_of, reraise_os_error

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TextIO
 
 import torch
 
-from helios.core.peak_memory import find_peak_memory, peak_text
+from helios.core.text import find_peak_memory, peak_text
 from helios.distributed.collectives import get_global_rank
 from helios.protocols import Clock
 from helios.state import TrainingUnit

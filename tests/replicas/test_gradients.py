@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from helios.core.parameters import parameters_of
+from helios.core.utils import parameters_of
 from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.errors import UsageError

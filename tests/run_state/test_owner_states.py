@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helios.core.unsaved_attributes import unsaved_of
+from helios.core.utils import unsaved_of
 from helios.errors import ArgumentTypeError
 from helios.run_state.owner_states import Owner, Owners, internals_of
 from tests.run_state.test_inner import Tracker

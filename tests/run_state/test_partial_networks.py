@@ -261,3 +261,24 @@ def test_weights_for_inference_are_whole_too() -> None:
     again = Owner(net=OnlyHead())
     started(again).restore(discovery.capture(), is_inference=True)
     assert bits(dict(again.net.named_parameters())) == bits(dict(owner.net.named_parameters()))
+
+
+class Unsigned(Headed):
+    """Hands out equal numbers, but zeros without their sign."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: part + 0 for name, part in super().state_dict(*args, **kwargs).items()}
+
+
+def test_a_copy_that_differs_in_the_sign_of_a_zero_holds_nothing(tmp_path: Path) -> None:
+    owner = Owner(net=Unsigned())
+    discovery = started(owner)
+    with torch.no_grad():
+        owner.net.head.bias.fill_(-0.0)
+        owner.net.body[0].bias.fill_(torch.nan)
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    assert list(state["omitted"]["net"]["values"]) == ["head.bias"]
+    again = Owner(net=Unsigned())
+    started(again).restore(state)
+    assert bits(dict(again.net.named_parameters())) == bits(dict(owner.net.named_parameters()))
+    assert again.net.head.bias.signbit().all()

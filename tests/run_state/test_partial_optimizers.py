@@ -225,6 +225,24 @@ def test_tables_of_an_inner_optimizer_stay_those_of_the_wrapper(kind: Callable[.
         assert again.optimizer.fast_state is inner.state
 
 
+def test_a_zero_gets_the_sign_that_it_had(tmp_path: Path) -> None:
+    def make() -> Any:
+        owner = _make(Silent)
+        owner.optimizer.param_groups[0]["shift"] = 0.0
+        owner.optimizer.state[owner.net.bias]["sums"] = torch.zeros(2)
+        return owner
+
+    owner = make()
+    discovery = started(owner)
+    owner.optimizer.param_groups[0]["shift"] = -0.0
+    owner.optimizer.state[owner.net.bias]["sums"].neg_()
+    again = make()
+    started(again).restore(through_a_file(discovery.capture(), tmp_path / "state"))
+    assert str(again.optimizer.param_groups[0]["shift"]) == "-0.0"
+    assert again.optimizer.state[again.net.bias]["sums"].tolist() == [-0.0, -0.0]
+    assert again.optimizer.state[again.net.bias]["sums"].signbit().all()
+
+
 def test_states_larger_than_the_limit_of_plain_values_are_saved(said: list[str]) -> None:
     owner = _make(Published)
     discovery = started(owner)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from helios.core.peak_memory import find_peak_memory
+from helios.core.text import find_peak_memory
 from helios.state import TrainingUnit
 from helios.terminal.progress import BarDisplay, Display, NullDisplay, create_display
 from helios.terminal.root_logger import RootLogger

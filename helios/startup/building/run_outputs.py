@@ -16,7 +16,7 @@ from helios.checkpoint.options import KeepBest
 from helios.checkpoint.record import Record
 from helios.checkpoint.saver import Saver
 from helios.checkpoint.store import Sidecar
-from helios.core.scalars import as_numbers
+from helios.core.text import as_numbers
 from helios.distributed.process_groups import has_failed
 from helios.engines.engine import Engine
 from helios.errors import LedgerError, UsageError

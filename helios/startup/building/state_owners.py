@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from helios.core.unsaved_attributes import unsaved_of
+from helios.core.utils import unsaved_of
 from helios.data.datamodule import DataModule
 from helios.data.keyed import KeyedDataset
 from helios.data.source import Source

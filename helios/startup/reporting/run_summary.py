@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from helios.core.sizes import size_text
+from helios.core.text import size_text
 from helios.core.wrappers import class_of
 from helios.data.interfaces import Source
 from helios.data.steps import StepsSource

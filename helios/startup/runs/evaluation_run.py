@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from helios.checkpoint.capture import Trained, apply_tables
-from helios.core.scalars import as_numbers
+from helios.core.text import as_numbers
 from helios.engines.engine import numerics
 from helios.errors import UsageError
 from helios.model.model import Model

@@ -246,7 +246,7 @@ def the_checkpoint_of_another_run_is_taken(check_name, *args):
 
 
 @fault(
-    "helios.core.gc_pause:collector_at_rest",
+    "helios.core.utils:collector_at_rest",
     "tests/storage/test_weights_only.py::test_the_collector_rests_while_a_tree_is_encoded",
 )
 def the_collector_goes_through_a_tree_that_is_encoded(collector_at_rest):

@@ -1,4 +1,4 @@
-"""Single numbers out of losses, scores and what is logged."""
+"""Sizes in messages and tables, and single numbers out of losses, scores and what is logged."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from helios.core.scalars import as_number, as_numbers
+from helios.core.text import as_number, as_numbers, size_text
 from helios.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (0, "0 bytes"),
+        (1000, "1000 bytes"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (64 << 20, "64 MiB"),
+        (3 << 30, "3 GiB"),
+        (5000 << 40, "5000 TiB"),
+    ],
+)
+def test_a_size_has_the_unit_that_suits_it(num_bytes: int, expected: str) -> None:
+    assert size_text(num_bytes) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""Numbers as messages, tables and logs have them: bytes, scores, and the peak of memory.
+
+Commands that only read text import this module, so PyTorch is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import sys
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from helios.errors import UsageError
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([KMGT])(I?)B|B?)", re.IGNORECASE)
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a number of bytes in a suitable unit, with at most one decimal.
+
+    Example:
+        >>> size_text(1000), size_text(64 << 20), size_text(5 << 19)
+        ('1000 bytes', '64 MiB', '2.5 MiB')
+    """
+    for unit in _UNITS:
+        if num_bytes < 1024 or unit == _UNITS[-1]:
+            break
+        num_bytes /= 1024
+    number = f"{num_bytes:.0f}" if unit == _UNITS[0] else f"{num_bytes:.1f}"
+    return f"{number.removesuffix('.0')} {unit}"
+
+
+def parse_size(text: str) -> int:
+    """Return the number of bytes that a text such as ``500MB`` names.
+
+    KB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB of 1024; a number without a unit
+    counts bytes.
+
+    Raises:
+        ValueError: if it names no positive number of bytes.
+
+    Example:
+        >>> parse_size("5GB"), parse_size("1.5 KiB"), parse_size("800")
+        (5000000000, 1536, 800)
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a size")
+    number, unit, is_binary = found.groups()
+    power = 1 + "KMGT".index(unit.upper()) if unit else 0
+    size = int(Fraction(number) * (1024 if is_binary else 1000) ** power)
+    if not size:
+        raise ValueError(f"{text!r} is less than a byte")
+    return size
+
+
+def find_peak_memory() -> dict[str, int]:
+    """Return peaks in bytes, without waiting for a device.
+
+    Returns:
+        ``memory`` of this process, where the system tells it; ``gpu_memory`` that PyTorch has used
+        on its current GPU, if it uses one.
+    """
+    import torch
+
+    found = {}
+    if sys.platform != "win32":
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found["memory"] = peak if sys.platform == "darwin" else peak * 1024
+    # After an error of the device, nothing may be known of it.
+    with contextlib.suppress(RuntimeError):
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found["gpu_memory"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+def peak_text(peaks: Mapping[str, int]) -> str:
+    """Return the peak on the GPU, or else that of the process; empty if neither is known."""
+    if "gpu_memory" in peaks:
+        return f"GPU peak {size_text(peaks['gpu_memory'])}"
+    return f"peak {size_text(peaks['memory'])}" if "memory" in peaks else ""
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return a logged value as a number; copies a tensor from its device.
+
+    Args:
+        name: the name that it is logged under, for the error message.
+        value: a number, or a tensor of one element.
+
+    Raises:
+        UsageError: if it is not a single number.
+    """
+    import torch
+
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"A logged value must be a single number, but {name!r} is {value!r}. Log a number, or "
+            "a tensor of one element."
+        ) from error
+
+
+def as_numbers(scores: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scores that are single numbers, as floats."""
+    import torch
+
+    numbers = {}
+    for name, score in scores.items():
+        if isinstance(score, torch.Tensor) and score.numel() == 1:
+            score = score.item()
+        if isinstance(score, int | float):
+            numbers[str(name)] = float(score)
+    return numbers
+
+
+def as_json(value: float) -> float | str:
+    """Return a number as JSON has it: NaN and infinities become strings that ``float`` reads."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
