@@ -273,7 +273,6 @@ def one_process_adds_the_micro_batches_of_each_replica_first(
 ):
     class Whole:
         is_sharded = False
-        block = gradient_sum._replicas.block
 
     found, gradient_sum._replicas = gradient_sum._replicas, Whole
     try:
