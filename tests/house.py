@@ -35,34 +35,33 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "storage": (*_VALUES, "core", "distributed"),
     "terminal": _TOOLS,
     "data": _TOOLS,
-    "replicas": _TOOLS,
     "init": (*_VALUES, "core"),
     "launch": _TOOLS,
     "run_state": _TOOLS,
+    "replicas": (*_TOOLS, "run_state"),
     "ledger": _TOOLS,
     "tracking": (*_TOOLS, "ledger"),
     "sharding": (*_TOOLS, "replicas"),
     "engines": (*_TOOLS, "replicas", "launch", "sharding"),
-    "requests": (*_TOOLS, "replicas"),
-    "hooks": (*_TOOLS, "data", "replicas", "run_state", "ledger", "engines", "requests"),
+    "hooks": (*_TOOLS, "data", "replicas", "run_state", "ledger", "engines"),
     "model": (*_TOOLS, "hooks", "data", "run_state", "sharding", "engines"),
     "checkpoint": (*_TOOLS, "replicas", "run_state", "hooks", "model"),
     "migration": (*_TOOLS, "checkpoint"),
     "plugins": (*_TOOLS, "hooks", "run_state", "tracking", "model"),
     "session": (
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "run_state", "checkpoint", "engines"),
-        *("requests", "model", "plugins"),
+        *("model", "plugins"),
     ),
     "loops": (
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "run_state", "ledger", "engines"),
-        *("requests", "model", "plugins", "session"),
+        *("model", "plugins", "session"),
     ),
     "audit": (
         *(*_TOOLS, "terminal", "replicas", "run_state", "engines", "model", "session", "loops"),
     ),
     "trainer": (
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "init", "launch", "run_state"),
-        *("checkpoint", "ledger", "sharding", "engines", "requests", "model", "plugins"),
+        *("checkpoint", "ledger", "sharding", "engines", "model", "plugins"),
         *("session", "loops", "audit"),
     ),
     # What the façade shows; nothing imports it.
@@ -75,8 +74,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "cli": (*_TOOLS, "checkpoint", "ledger", "tracking", "trainer", "doctor", "chkpt_migrator"),
     "__main__": ("cli",),
 }
-# The trainer and what starts its runs are one room.
-SAME_ROOM = {"startup": "trainer"}
+# The trainer and what starts its runs are one room, and so are replicas and the requests that their
+# messages carry.
+SAME_ROOM = {"startup": "trainer", "requests": "replicas"}
 HIGHEST = {"trainer", "chkpt_migrator", "cli", "__main__"}
 FACADE = "__init__"
 # Import paths that scripts use, whose implementation has a room of its own.

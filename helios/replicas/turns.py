@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,11 +18,49 @@ from torch.optim import Optimizer
 from helios.core import rng
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
+from helios.replicas.gradients import FindNetworks
 from helios.replicas.replicas import Replicas
-from helios.replicas.turn_protocols import Collector, ReplicaWatcher, StepWatcher, TrainedModel
-from helios.replicas.window_exchange import Announcer, WindowExchange, make_loss_error
+from helios.replicas.window_exchange import WindowExchange, make_loss_error
+from helios.requests import Agreement
+from helios.run_state.discovery import Discovery
+from helios.run_state.replica_watch import ReplicaWatch, TurnWatch
 
 Seed = Callable[[int | None], None]
+
+
+class TrainedModel(Protocol):
+    """The part of a model that turns read, which stands above them."""
+
+    @property
+    def loss_items(self) -> dict[str, Any]:
+        """The losses of the current batch, by name."""
+        ...
+
+    @property
+    def discovery(self) -> Discovery:
+        """Finds its networks."""
+        ...
+
+
+class Collector(Protocol):
+    """The part of an engine that turns call, which stands above them."""
+
+    def collect_gradients(
+        self,
+        optimizer: Optimizer,
+        replica: int,
+        *,
+        ends_window: bool,
+        find_networks: FindNetworks = ...,
+    ) -> None:
+        """Take the gradients of a replica's backward."""
+        ...
+
+    def sending_gradients(
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = ...
+    ) -> AbstractContextManager[None]:
+        """Send gradients during the last backward of a window."""
+        ...
 
 
 class Turns(ABC):
@@ -75,7 +113,7 @@ class Turns(ABC):
             opens_window: whether this iteration is the first of an accumulation window.
         """
 
-    def begin_step(self) -> StepWatcher | None:
+    def begin_step(self) -> TurnWatch | None:
         """Begin a step of the current turn. A batch may have several steps.
 
         Returns:
@@ -195,7 +233,7 @@ class SharedTurns(Turns):
         seed: seed of the training steps.
         model: the model.
         watch: watches what steps change.
-        announcer: provides and receives the flags of the window's message.
+        agreement: sends and receives the flags of the window's message.
     """
 
     def __init__(
@@ -203,15 +241,15 @@ class SharedTurns(Turns):
         replicas: Replicas,
         seed: int,
         model: TrainedModel,
-        watch: ReplicaWatcher,
-        announcer: Announcer,
+        watch: ReplicaWatch,
+        agreement: Agreement,
     ) -> None:
         self._replicas = replicas
         self._first, self._last = replicas.local_replicas[0], replicas.local_replicas[-1]
         self._model = model
         self._find_networks = model.discovery.modules
         self._watch = watch
-        self._exchange = WindowExchange(replicas, announcer)
+        self._exchange = WindowExchange(replicas, agreement)
         self._buffers = self._exchange.buffers
         self._knows_buffers = False
         self._seed = seed
@@ -258,7 +296,7 @@ class SharedTurns(Turns):
         rng.reseed(self._own[replica].at(self._iteration))
         self._model.loss_items.clear()
 
-    def begin_step(self) -> StepWatcher | None:
+    def begin_step(self) -> TurnWatch | None:
         """Seed again for a further step, which must not repeat what the last one has drawn."""
         if self._has_stepped and self._first != self._last:
             raise UsageError(
@@ -371,7 +409,7 @@ class SharedTurns(Turns):
 
 
 def make_turns(
-    replicas: Replicas, seed: int, model: TrainedModel, watch: ReplicaWatcher, announcer: Announcer
+    replicas: Replicas, seed: int, model: TrainedModel, watch: ReplicaWatch, agreement: Agreement
 ) -> Turns:
     """Return the turns of a run, chosen once, when it starts.
 
@@ -380,8 +418,8 @@ def make_turns(
         seed: seed of the training steps.
         model: the model.
         watch: watches what steps change apart from the state that each replica has of its own.
-        announcer: provides and receives the flags of the window's message.
+        agreement: sends and receives the flags of the window's message.
     """
     if replicas.has_single_replica:
         return LoneTurns(seed)
-    return SharedTurns(replicas, seed, model, watch, announcer)
+    return SharedTurns(replicas, seed, model, watch, agreement)

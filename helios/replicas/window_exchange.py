@@ -6,8 +6,8 @@ may still change after the gradients is not in it and is exchanged later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, final
+from collections.abc import Mapping
+from typing import Any, final
 
 from torch import Tensor
 
@@ -15,23 +15,7 @@ from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 from helios.replicas.module_buffers import ReplicaBuffers
 from helios.replicas.replicas import NOTHING, Replicas
-
-
-class Announcer(Protocol):
-    """Provides the flags that this process sends at the end of a window, and receives all flags."""
-
-    @property
-    def keeps_losses(self) -> bool:
-        """Whether nothing changes the losses between the last backward and the end."""
-        ...
-
-    def announce(self, *, is_before_update: bool) -> Sequence[bool]:
-        """Return the flags of this process."""
-        ...
-
-    def listen(self, flags: Sequence[bool]) -> None:
-        """Receive the flags that any process has raised."""
-        ...
+from helios.requests import Agreement
 
 
 @final
@@ -40,16 +24,16 @@ class WindowExchange:
 
     Args:
         replicas: the replicas of the run.
-        announcer: provides and receives the flags of the run.
+        agreement: sends and receives the flags of the run.
 
     Attributes:
         buffers: the buffers of the replicas.
     """
 
-    def __init__(self, replicas: Replicas, announcer: Announcer) -> None:
+    def __init__(self, replicas: Replicas, agreement: Agreement) -> None:
         self.buffers = ReplicaBuffers(replicas)
         self._replicas = replicas
-        self._announcer = announcer
+        self._agreement = agreement
         self._tables: list[dict[str, Any]] = []
         self._means: dict[str, Tensor] | None = None
         self._is_final = False
@@ -85,14 +69,14 @@ class WindowExchange:
         """
         # Losses arrive late from an accelerator, and the gradients must not wait for them.
         is_near = self._replicas.device.type == "cpu"
-        has_losses = not is_before_update or self._announcer.keeps_losses
+        has_losses = not is_before_update or self._agreement.keeps_losses
         if has_losses:
             self.keep_losses(table)
             self._is_final, self._shown = not is_before_update, dict(table)
         self.buffers.commit()
         is_alone = self._replicas.has_single_process
         has_changed, content = (False, NOTHING) if is_alone else self.buffers.write()
-        flags = self._announcer.announce(is_before_update=is_before_update)
+        flags = self._agreement.announce(is_before_update=is_before_update)
         losses = self._tables if has_losses and is_near else None
         self._replicas.send((has_changed, *flags), losses, content)
 
@@ -102,9 +86,9 @@ class WindowExchange:
         has_changed, *flags = received.flags
         if not self._replicas.has_single_process:
             self.buffers.read(received.content, has_changed=has_changed)
-        self._announcer.listen(flags)
+        self._agreement.listen(flags)
         self._means = received.means
-        if not self._is_final and not self._announcer.keeps_losses:
+        if not self._is_final and not self._agreement.keeps_losses:
             # A new loop may change the losses: they are exchanged at the end.
             self.reopen()
 
