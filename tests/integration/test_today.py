@@ -8,13 +8,13 @@ import pytest
 
 from helios.checkpoint import loading
 from helios.checkpoint.contents import open_contents
-from tests.support import today
+from tests.support.today import TODAY
 
-RUNS = [(script, count) for script, counts in today.SCRIPTS.items() for count in counts]
+RUNS = [(script, count) for script, counts in TODAY.runs.items() for count in counts]
 RESUMES = [
     pytest.param(script, path, count, id=f"{path.stem}-{count}")
-    for script, counts in today.SCRIPTS.items()
-    for path in today.checkpoints(script)
+    for script, counts in TODAY.runs.items()
+    for path in TODAY.checkpoints(script)
     for count in counts
 ]
 
@@ -25,7 +25,7 @@ RESUMES = [
 def test_a_frozen_script_gives_its_bits_from_the_start(
     script: str, num_processes: int, tmp_path: Path
 ) -> None:
-    assert today.run(script, tmp_path, num_processes) == today.load(script)["whole"]
+    assert TODAY.run(script, tmp_path, num_processes) == TODAY.load(script)["whole"]
 
 
 @pytest.mark.shows("S22", "S49")
@@ -34,15 +34,15 @@ def test_a_frozen_script_gives_its_bits_from_the_start(
 def test_a_frozen_checkpoint_resumes_to_its_bits(
     script: str, path: Path, num_processes: int, tmp_path: Path
 ) -> None:
-    expected = today.load(script)[path.stem]
-    assert today.resume(script, path, tmp_path, num_processes) == expected
+    expected = TODAY.load(script)[path.stem]
+    assert TODAY.resume(script, path, tmp_path, num_processes) == expected
 
 
 @pytest.mark.shows("S49")
-@pytest.mark.parametrize("script", today.SCRIPTS)
+@pytest.mark.parametrize("script", TODAY.runs)
 def test_frozen_resumes_end_as_the_undisturbed_run(script: str) -> None:
     """Else what is frozen would be a fault."""
-    whole, *resumed = today.load(script).values()
+    whole, *resumed = TODAY.load(script).values()
     assert len(resumed) >= 2
     for result in resumed:
         for name in ("steps", "end"):
@@ -52,10 +52,10 @@ def test_frozen_resumes_end_as_the_undisturbed_run(script: str) -> None:
 
 
 @pytest.mark.shows("S49")
-@pytest.mark.parametrize("script", today.SCRIPTS)
+@pytest.mark.parametrize("script", TODAY.runs)
 def test_frozen_checkpoints_have_the_bytes_that_were_written(script: str) -> None:
-    paths = today.checkpoints(script)
-    assert sorted(today.load(script)) == sorted(["whole", *(path.stem for path in paths)])
+    paths = TODAY.checkpoints(script)
+    assert sorted(TODAY.load(script)) == sorted(["whole", *(path.stem for path in paths)])
     for path in paths:
         sidecar = loading.read_sidecar(path)
         assert open_contents(path).compare_bytes(sidecar)
@@ -65,4 +65,4 @@ def test_frozen_checkpoints_have_the_bytes_that_were_written(script: str) -> Non
 
 def test_what_is_frozen_is_not_written_again(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="never written again"):
-        today.freeze("manual", tmp_path)
+        TODAY.freeze("manual", tmp_path)
