@@ -37,6 +37,11 @@ def _in(folder: Path, texts: Mapping[str, str]) -> dict[Path, str]:
 
 MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
     "names": lambda: {GOLDEN / "public_names.txt": house.public_names()},
+    "words": lambda: {
+        house.VAGUE_WORDS: house.lower_word_counts(
+            house.VAGUE_WORDS.read_text("utf-8"), house.source_files()
+        )
+    },
     "matrix": lambda: {cells.GOLDEN: cells.golden_table()},
     "decisions": lambda: {decisions.GOLDEN: decisions.golden_table()},
     "events": lambda: _in(GOLDEN / "events", event_situations.golden_logs()),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import graphlib
 import inspect
 import re
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -146,6 +147,9 @@ MUTATORS = {
     *("append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem"),
     *("remove", "discard", "clear", "appendleft"),
 }
+# Words that have several meanings in the package, each with the number of names that contain one of
+# its forms. It may only shrink.
+VAGUE_WORDS = ROOT / "tests/golden/vague_words.txt"
 MACHINE_PATHS = re.compile(r"(?<![\w.~/-])/(?:root|home|Users|work|workspace|mnt|opt)/[\w.]")
 NOTES = re.compile(r"\b(?:TODO|FIXME|XXX|HACK|WIP)\b", re.IGNORECASE)
 
@@ -203,29 +207,66 @@ def _absolute(node: ast.ImportFrom, path: str) -> str:
 
 
 def _targets(node: ast.AST, path: str) -> Iterator[str]:
-    """Yield the room of every module of the package that an import statement names."""
+    """Yield the dotted name of all that an import statement takes from the package."""
     names: list[str] = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
         module = _absolute(node, path)
-        names = [f"{module}.{a.name}" if module == "helios" else module for a in node.names]
-    for name in names:
-        if name.split(".")[0] == "helios":
-            room = room_of(name.partition(".")[2])
-            yield room if room in ROOMS else FACADE
+        names = [f"{module}.{alias.name}" for alias in node.names]
+    yield from (name for name in names if name.split(".")[0] == "helios")
 
 
 @functools.cache
-def imports(path: str, text: str) -> list[tuple[int, str, bool]]:
-    """Return line, room and "only for annotations" of each import inside the package."""
+def _imported_names(path: str, text: str) -> list[tuple[int, str, bool]]:
+    """Return line, dotted name and "only for annotations" of each import inside the package."""
     guarded = [node for node in nodes(text) if _is_type_checking(node)]
     lines = {inner.lineno for g in guarded for inner in ast.walk(g) if isinstance(inner, ast.stmt)}
     return [
-        (node.lineno, room, node.lineno in lines)
+        (node.lineno, name, node.lineno in lines)
         for node in nodes(text)
-        for room in _targets(node, path)
+        for name in _targets(node, path)
     ]
+
+
+def _imported_room(name: str) -> str:
+    room = room_of(name.partition(".")[2])
+    return room if room in ROOMS else FACADE
+
+
+def imports(path: str, text: str) -> list[tuple[int, str, bool]]:
+    """Return line, room and "only for annotations" of each import inside the package."""
+    found = [(line, _imported_room(name), only) for line, name, only in _imported_names(path, text)]
+    return list(dict.fromkeys(found))
+
+
+def _imported_file(name: str, files: Mapping[str, str]) -> str:
+    """Return the path of the module that holds what a dotted name names."""
+    parts = name.split(".")[1:]
+    while parts:
+        for path in (f"{'/'.join(parts)}.py", f"{'/'.join(parts)}/__init__.py"):
+            if path in files:
+                return path
+        parts.pop()
+    return f"{FACADE}.py"
+
+
+def cycle_faults(files: Mapping[str, str]) -> list[str]:
+    """A circle of files that import each other: when a module, a function or a checker runs."""
+    graph = {
+        path: {
+            _imported_file(name, files)
+            for _, name, is_type_only in _imported_names(path, text)
+            if not (is_type_only and (path, _imported_room(name)) in TYPE_ONLY)
+        }
+        - {path}
+        for path, text in files.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [f"Files import each other: {' <- '.join(error.args[1])}."]
+    return []
 
 
 def _may_import(path: str, other: str, *, is_type_only: bool) -> bool:
@@ -551,6 +592,55 @@ def word_faults(path: str, text: str) -> list[str]:
         for pattern in (MACHINE_PATHS, NOTES)
         if (found := pattern.search(line))
     ]
+
+
+def count_words(files: Mapping[str, str]) -> Counter[frozenset[str]]:
+    """Count the names of files, packages, classes and functions by the set of their words."""
+    names = [path.split("/")[-1].removesuffix(".py") for path in files]
+    names += {folder for path in files for folder in path.split("/")[:-1]}
+    names += [node.name for text in files.values() for node in nodes(text) if _is_named(node)]
+    return Counter(frozenset(map(str.lower, _WORD.findall(name))) for name in names)
+
+
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+
+
+def _is_named(node: ast.AST) -> bool:
+    return isinstance(node, _NAMED)
+
+
+def _count_forms(table: str, files: Mapping[str, str]) -> Iterator[tuple[int, int, list[str]]]:
+    """Yield, for each line of the table of words, the number in it, the true one, and the forms."""
+    names = count_words(files)
+    for line in table.splitlines():
+        number, *forms = line.split()
+        yield int(number), sum(names[each] for each in names if each & {*forms}), forms
+
+
+def vague_word_faults(table: str, files: Mapping[str, str]) -> list[str]:
+    """Words of several meanings that more names contain than the table says, or fewer."""
+    faults = []
+    for listed, count, forms in _count_forms(table, files):
+        if count > listed:
+            faults.append(
+                f"{forms[0]!r} has several meanings here, and {count} names contain it instead of "
+                f"{listed}. Take a word with one meaning for the new name."
+            )
+        elif count < listed:
+            faults.append(
+                f"{forms[0]!r} is in {count} names, no longer in {listed}. Lower the number: "
+                "python scripts/make_golden.py words"
+            )
+    return faults
+
+
+def lower_word_counts(table: str, files: Mapping[str, str]) -> str:
+    """Return the table with the numbers that are too high lowered; none is raised."""
+    lines = [
+        f"{min(listed, count):4} {' '.join(forms)}\n"
+        for listed, count, forms in _count_forms(table, files)
+    ]
+    return "".join(lines)
 
 
 def public_names() -> str:

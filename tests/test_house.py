@@ -1,4 +1,4 @@
-"""The house stands: layers, budgets, bans and public names, and each rule bites when broken."""
+"""The house stands: layers, names, sizes, bans, public names; each rule bites when broken."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import sizes
 from tests import house
 
 _FILES = house.source_files()
@@ -43,6 +44,46 @@ def test_every_room_is_in_one_table_without_a_cycle() -> None:
     found = {house.room_of(path) for path in _FILES} - {house.FACADE}
     assert found == set(house.ROOMS)
     assert len(house.table_faults({"a": ("b",), "b": ("a",)})) == 1
+
+
+def test_no_files_import_each_other() -> None:
+    assert not (faults := house.cycle_faults(_FILES)), "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from helios.data.x import X",
+        "from helios.data import x",
+        "import helios.data.x",
+        "from . import x",
+        "from .x import X",
+        "def f():\n    from helios.data.x import X",
+        "if TYPE_CHECKING:\n    from helios.data.x import X",
+        "import helios.data.z",
+    ],
+)
+def test_a_circle_of_files_is_seen(back: str) -> None:
+    files = {
+        "data/__init__.py": "",
+        "data/x.py": "from helios.data.y import Y",
+        "data/y.py": back,
+        "data/z.py": "from helios.data import x",
+    }
+    assert len(house.cycle_faults(files)) == 1
+    assert house.cycle_faults({**files, "data/x.py": ""}) == []
+    assert house.cycle_faults({**files, "data/x.py": "import helios.data.x"}) == []
+
+
+def test_a_circle_through_the_facade_is_closed_by_the_listed_annotations_only() -> None:
+    path = next(path for path, other in house.TYPE_ONLY if other == house.FACADE)
+    name = path.removesuffix(".py").replace("/", ".")
+    facade = {"__init__.py": f"import helios.{name}"}
+    only = "if TYPE_CHECKING:\n    from helios import Trainer"
+    assert house.cycle_faults({**facade, path: only}) == []
+    assert len(house.cycle_faults({**facade, path: "from helios import Trainer"})) == 1
+    other = {"__init__.py": "import helios.loops.x", "loops/x.py": only}
+    assert len(house.cycle_faults(other)) == 1
 
 
 def test_every_exception_of_the_table_is_needed() -> None:
@@ -87,6 +128,46 @@ def test_texts_name_no_machine_and_keep_no_notes() -> None:
     for path in sorted(paths - own):
         faults += house.word_faults(str(path.relative_to(house.ROOT)), path.read_text("utf-8"))
     assert not faults, "\n".join(faults)
+
+
+def test_the_sizes_of_rooms_are_shown() -> None:
+    text = (
+        '"""Doc.\n\nMore."""\n\nimport os  # why\n\nX = """a\nb"""\n"""What it is."""\n\n'
+        'def f(\n    a,\n):\n    """Doc."""\n    # Comment.\n    return [\n        a\n    ]\n'
+    )
+    size = sizes.Size(1, 9, 5, 1, (3, "f"), (18, "loops/x.py"))
+    assert sizes.measure("loops/x.py", text) == size
+    short = {"loops/x.py": text, "loops/y.py": "\n", "session.py": "def g(): ...\n"}
+    rooms = sizes.by_room(short)
+    assert rooms["loops"] == sizes.Size(2, 9, 5, 1, (3, "f"), (18, "loops/x.py"))
+    assert rooms["all"] == sizes.Size(3, 10, 5, 2, (3, "f"), (18, "loops/x.py"))
+    assert rooms["core"] == sizes.Size()
+    table = sizes.render(rooms).splitlines()
+    assert len(table) == len(house.ROOMS) + 3
+    assert table[-1].split() == ["all", "3", "10", "5", "2", "3", "f", "18", "loops/x.py"]
+
+
+def test_words_with_several_meanings_become_fewer() -> None:
+    table = house.VAGUE_WORDS.read_text("utf-8")
+    assert not (faults := house.vague_word_faults(table, _FILES)), "\n".join(faults)
+    assert house.lower_word_counts(table, _FILES) == table
+    assert len({form for line in table.splitlines() for form in line.split()[1:]}) > 20
+
+
+def test_a_name_more_and_a_name_less_with_such_a_word_are_seen() -> None:
+    files = {
+        "settled/notes.py": "class SettleNote:\n    def _settle_all(self): ...\n"
+        "def notebook():\n    settle = 1\n    async def take2settle(): ...\n",
+        "settled/x.py": "def HTTPSettle(): ...",
+    }
+    right = "   5 settle settled\n   2 note notes\n"
+    assert house.vague_word_faults(right, files) == []
+    [more] = house.vague_word_faults("   4 settle settled\n", files)
+    assert "5 names contain it instead of 4" in more
+    [fewer] = house.vague_word_faults("   6 settle settled\n", files)
+    assert "no longer in 6" in fewer
+    raised = "   1 settle settled\n   9 note notes\n"
+    assert house.lower_word_counts(raised, files) == "   1 settle settled\n   2 note notes\n"
 
 
 def test_public_names_are_those_of_the_golden_list() -> None:
