@@ -9,18 +9,17 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import lcm
 from types import GeneratorType
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from helios.audit.audit_turns import AuditTurn, find_turn
-from helios.audit.gradient_copies import GradientCopy
-from helios.audit.mismatches import Finding, describe_mismatch, describe_verdict
-from helios.audit.watched_turn import Parcel, TurnNote, WatchedTurn
+from helios.audit.gradient_copies import GradientCopy, GradientMismatch
 from helios.core.utils import parameters_of
+from helios.distributed import pickling
 from helios.distributed.process_groups import count_collectives
 from helios.errors import AuditError
 from helios.loops.step import begin_forward, loss_of, take_step
@@ -32,6 +31,7 @@ from helios.loops.step_trace import (
     set_generators,
 )
 from helios.model.snapshot import Snapshot
+from helios.replicas.assignment import blocks
 from helios.run_state.consistency import find_lazy
 from helios.run_state.replica_watch import TurnWatch
 from helios.session import Session
@@ -349,6 +349,134 @@ class StepAudit:
         return loss
 
 
+@dataclass(frozen=True)
+class AuditTurn:
+    """What is audited in one step.
+
+    Attributes:
+        replica: the replica whose gradient is computed again.
+        micro_batch: its micro-batch in the accumulation window, from 0.
+        owner: the rank that trains the replica.
+        auditor: the rank that computes the gradient again; the owner if there is one process.
+        third: the rank that decides if the two differ; ``None`` with fewer than three processes.
+    """
+
+    replica: int
+    micro_batch: int
+    owner: int
+    auditor: int
+    third: int | None
+
+
+def find_turn(
+    number: int, *, num_replicas: int, num_processes: int, accumulation_steps: int
+) -> AuditTurn:
+    """Return what is audited in a step: a function of its number, the same on all processes.
+
+    Replica and micro-batch do not depend on the number of processes.
+
+    Args:
+        number: number of the audit in the run, from 0.
+        num_replicas: replicas of the run.
+        num_processes: processes that run them.
+        accumulation_steps: micro-batches of a window.
+
+    >>> turn = find_turn(5, num_replicas=4, num_processes=3, accumulation_steps=1)
+    >>> turn.replica, turn.owner, turn.auditor, turn.third
+    (1, 0, 2, 1)
+    """
+    lap, replica = divmod(number, num_replicas)
+    block = blocks(num_processes, num_replicas)
+    owner = next(rank for rank, replicas in enumerate(block) if replica in replicas)
+    num_others = num_processes - 1
+    micro_batch = lap % accumulation_steps
+    if not num_others:
+        return AuditTurn(replica, micro_batch, owner, owner, None)
+    # The second term shifts the order, so that each pair of micro-batch and auditor occurs.
+    place = (lap + lap // lcm(accumulation_steps, num_others)) % num_others
+    auditor, third = ((owner + 1 + (place + step) % num_others) % num_processes for step in (0, 1))
+    return AuditTurn(replica, micro_batch, owner, auditor, third if num_others > 1 else None)
+
+
+Parcel: TypeAlias = tuple[Tensor, Tensor]
+"""Two rows of bytes: what a step starts from, and its gradients."""
+
+
+@dataclass
+class WatchedTurn:
+    """One turn of this process in an audited iteration.
+
+    Attributes:
+        inputs: what the step started from; empty if another turn is audited.
+        old: the gradients before the step, by name of the parameter, if there were any.
+        generators: their states when backward began.
+        gradients: those after it.
+        version: counts changes of the loss in place.
+        num_writes: counts changes of the weights, when the step has ended.
+        before: what the model and the plugins held before the step, if it changes that.
+        watch: notices what is changed, while the step or its backward run.
+        num_collectives: exchanges of this process when that began.
+        changed: paths of what the step has changed besides gradients and buffers.
+        reason: why this step cannot be audited.
+    """
+
+    inputs: bytes = b""
+    old: dict[str, Tensor] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    gradients: GradientCopy = field(default_factory=lambda: GradientCopy({}))
+    version: int = 0
+    num_writes: int = 0
+    before: Snapshot | None = None
+    watch: TurnWatch | None = None
+    num_collectives: int = 0
+    changed: set[str] = field(default_factory=set)
+    reason: str = ""
+
+    def pack(self) -> Parcel:
+        """Return what another process needs to compute the gradients again."""
+        rest = (self.inputs, self.old, self.generators, self.gradients.forms())
+        head = torch.frombuffer(bytearray(pickling.dumps(rest)), dtype=torch.uint8)
+        return head, self.gradients.content()
+
+    @classmethod
+    def unpack(cls, parcel: Parcel, device: torch.device) -> WatchedTurn:
+        """Return the turn of another process.
+
+        Args:
+            parcel: what :meth:`pack` has returned there.
+            device: the device of this process.
+        """
+        head, gradients = parcel
+        inputs, old, generators, forms = pickling.loads(head.numpy().tobytes(), device)
+        return cls(inputs, old, generators, GradientCopy.read(forms, gradients))
+
+
+@dataclass(frozen=True)
+class TurnNote:
+    """What each process sends to all others before a gradient is computed again.
+
+    Attributes:
+        changed: see :class:`WatchedTurn`.
+        reason: likewise.
+        is_kept: whether this process can put back what its step has changed.
+        sizes: bytes of the rows of its parcel.
+        host: the name of its machine.
+        device: its device.
+    """
+
+    changed: list[str]
+    reason: str
+    is_kept: bool
+    sizes: tuple[int, ...]
+    host: str
+    device: str
+
+    @property
+    def place(self) -> str:
+        """Host and device, for messages."""
+        return f"{self.host}, {self.device}"
+
+
 def _version_of(result: Any) -> int:
     loss = None if type(result) is GeneratorType else loss_of(result)
     return 0 if loss is None else loss._version  # noqa: SLF001 - torch has no public counter
@@ -356,3 +484,87 @@ def _version_of(result: Any) -> int:
 
 def _make_room(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the process that has computed a gradient again has found.
+
+    Attributes:
+        difference: where the gradients differ; ``None`` if they do not.
+        digest: of the gradients that it has computed, if they differ.
+        left: what the second computation has changed and could not be put back.
+    """
+
+    difference: GradientMismatch | None
+    digest: str
+    left: Sequence[str]
+
+    @classmethod
+    def of(cls, first: GradientCopy, second: GradientCopy, left: Sequence[str]) -> Finding:
+        """Compare the gradients of two computations."""
+        difference = first.difference(second)
+        return cls(difference, "" if difference is None else second.digest(), left)
+
+
+def describe_mismatch(
+    difference: GradientMismatch,
+    turn: AuditTurn,
+    *,
+    iteration: int,
+    step: int,
+    places: Sequence[str],
+    verdict: str,
+) -> str:
+    """Return what is said of a mismatch.
+
+    Args:
+        difference: where the gradients differ.
+        turn: who has computed them.
+        iteration: the iteration, from 1.
+        step: the optimizer step, from 1.
+        places: host and device of each process, by rank.
+        verdict: what a third computation says.
+    """
+    name = difference.parameter
+    where = name if not difference.place else f"{name}{list(difference.place)}"
+    first, second = (f"rank {rank} ({places[rank]})" for rank in (turn.owner, turn.auditor))
+    return (
+        f"Iteration {iteration}, step {step}: the gradient of replica {turn.replica} differs when "
+        f"it is computed a second time from the same weights, batch and random numbers. {where}: "
+        f"{difference.values[0]} on {first}, then {difference.values[1]} on {second}; "
+        f"{_count(difference)}. {verdict}"
+    )
+
+
+def _count(difference: GradientMismatch) -> str:
+    elements, parameters = difference.num_elements, difference.num_parameters
+    texts = []
+    if elements:
+        texts.append("1 element differs" if elements == 1 else f"{elements} elements differ")
+    if parameters > 1:
+        texts.append(f"{parameters} parameters are affected")
+    return ", ".join(texts) or "the forms differ"
+
+
+def describe_verdict(
+    turn: AuditTurn, digests: tuple[str, str], third: str | None, places: Sequence[str]
+) -> str:
+    """Return what a third computation says.
+
+    Args:
+        turn: who has computed what.
+        digests: of the first two gradients.
+        third: digest of the third gradient; ``None`` if there is none.
+        places: host and device of each process, by rank.
+    """
+    if turn.owner == turn.auditor:
+        return "The same process has computed both."
+    if third is None or turn.third is None:
+        return "There is no third process to decide which one is right."
+    who = f"A third computation, on rank {turn.third} ({places[turn.third]}),"
+    if third not in digests:
+        return f"{who} differs from both."
+    wrong = turn.owner if third == digests[1] else turn.auditor
+    order = "second" if third == digests[1] else "first"
+    return f"{who} equals the {order}: rank {wrong} ({places[wrong]}) has computed wrongly."

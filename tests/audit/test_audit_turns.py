@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from helios.audit.audit_turns import AuditTurn, find_turn
+from helios.audit.step_audit import AuditTurn, find_turn
 from helios.replicas.assignment import blocks
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from helios import Audit
-from helios.audit.audit_turns import find_turn
+from helios.audit.step_audit import find_turn
 from helios.state import TrainingState
 from tests.support.audited import NAME, FaultyModel, always, fit_rank, never, on_rank_1
 from tests.support.elastic import Elastic, ElasticData, assert_same, make_trainer, read_bits

@@ -124,7 +124,7 @@ def an_audit_compares_nothing(difference, copy, other):
 
 
 @fault(
-    "helios.audit.audit_turns:find_turn",
+    "helios.audit.step_audit:find_turn",
     "tests/distributed/test_audit.py::test_the_rank_that_computes_wrongly_each_time_is_found_and_named",
 )
 def each_process_audits_its_own_gradients(find_turn, number, **more):
@@ -175,7 +175,7 @@ def an_audit_takes_a_negative_zero_for_zero(bytes_of, part):
 
 
 @fault(
-    "helios.audit.mismatches:describe_verdict",
+    "helios.audit.step_audit:describe_verdict",
     "tests/distributed/test_audit.py"
     "::test_the_rank_that_computes_wrongly_each_time_is_found_and_named",
 )
