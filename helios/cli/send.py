@@ -6,7 +6,7 @@ import argparse
 
 from helios.cli import output
 from helios.errors import HeliosError, UsageError
-from helios.tracking import following
+from helios.tracking import sender_process
 
 DESCRIPTION = """\
 Send what the plugin Tracker has stored in its folder and not sent yet: to its
@@ -35,7 +35,7 @@ def run(namespace: argparse.Namespace) -> int:
     """
     folder = output.existing_folder(namespace.folder)
     try:
-        number, place = following.send(folder)
+        number, place = sender_process.send(folder)
     except HeliosError:
         raise
     except ImportError as error:

@@ -24,7 +24,7 @@ from helios.errors import (
     IncompatibleCheckpointError,
     StateError,
 )
-from helios.migration import helios_ml, schema_step
+from helios.migration import helios_ml
 from helios.storage import codec, files
 from helios.storage.container_checks import check_container
 from helios.storage.digest import digest_file
@@ -223,7 +223,7 @@ def _identify(path: Path) -> tuple[int, int, int]:
 def _convert(tree: Any, path: Path) -> dict[str, Any]:
     try:
         plain = helios_ml.to_schema_0(tree, stem=path.stem)
-        return schema_upgrades.upgrade(plain, schema_step.STEPS)
+        return schema_upgrades.upgrade(plain, helios_ml.STEPS)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise helios_ml.NotAsWrittenError(f"no release has written this: {error!r}") from error
 

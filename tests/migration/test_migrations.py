@@ -20,7 +20,7 @@ from helios.errors import (
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
-from helios.migration import helios_ml, schema_step
+from helios.migration import helios_ml
 from helios.migration.folder_migration import (
     BACKUP_FOLDER,
     Migration,
@@ -278,7 +278,7 @@ def test_epochs_that_count_from_0_are_told_from_those_that_count_from_1(
     names = ("global_epoch", "global_iteration", "dataset_iter")
     state = dict(zip(names, counters, strict=True)) | {"current_iteration": counters[1]}
     plain = helios_ml.to_schema_0({"training_state": state, "model": {}}, stem=stem)
-    cursor = schema_upgrades.upgrade(plain, schema_step.STEPS)["cursor"]
+    cursor = schema_upgrades.upgrade(plain, helios_ml.STEPS)["cursor"]
     assert (cursor["epoch"], cursor["batch"]) == wanted
     assert cursor["sample"] == 0
 
@@ -291,7 +291,7 @@ def test_steps_lead_from_schema_to_schema_in_order() -> None:
     assert schema_upgrades.upgrade({"schema": 3}, steps, to=3) == {"schema": 3}
     with pytest.raises(IncompatibleCheckpointError, match="Format 0"):
         schema_upgrades.upgrade({"schema": 0}, schema_upgrades.STEPS)
-    assert set(schema_step.STEPS) == set(range(file_names.SCHEMA))
+    assert set(helios_ml.STEPS) == set(range(file_names.SCHEMA))
 
 
 @pytest.mark.shows("S24")

@@ -27,10 +27,10 @@ import pytest
 from helios import cli
 from helios.plugins import MLflow, WandB
 from helios.tracking import pictures
-from helios.tracking.following import connect
 from helios.tracking.mlflow_run import clean
 from helios.tracking.point_store import PointStore
 from helios.tracking.sender import Sender
+from helios.tracking.sender_process import connect
 from helios.tracking.targets import to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from tests.support import tracked

@@ -19,9 +19,9 @@ from helios.errors import ArgumentError, FolderInUseError
 from helios.plugins import Plugin, Tracker, WandB
 from helios.storage.inherited_lock import InheritedLock
 from helios.tracking import pictures, wandb_online
-from helios.tracking.following import connect
 from helios.tracking.point_store import PointStore
 from helios.tracking.sender import Sender
+from helios.tracking.sender_process import connect
 from helios.tracking.targets import Delivery, Target, from_plain, to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from tests.support.kills import KillAt, train_in_child

@@ -15,10 +15,10 @@ from helios import cli
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.ledger.manifest.manifest_file import Manifest, Section, write_manifest
 from helios.tracking import pictures
-from helios.tracking.following import connect
 from helios.tracking.mlflow_run import clean
 from helios.tracking.point_store import PointStore
 from helios.tracking.sender import Sender, SupersededError, summarize
+from helios.tracking.sender_process import connect
 from helios.tracking.targets import MLflow, Target, WandB, from_plain, to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from tests.support import tracked

@@ -86,7 +86,7 @@ def processes_may_gather_different_units(compare_one, calls, *args):
 
 
 @fault(
-    "helios.migration.schema_step:_take_state",
+    "helios.migration.helios_ml:_take_state",
     "tests/migration/test_migrations.py::test_every_release_goes_on_at_the_batch_that_its_counters_mean",
 )
 def a_migrated_run_begins_its_epoch_anew(take_state, old):
@@ -96,7 +96,7 @@ def a_migrated_run_begins_its_epoch_anew(take_state, old):
 
 
 @fault(
-    "helios.migration.schema_step:_take_randomness",
+    "helios.migration.helios_ml:_take_randomness",
     "tests/migration/test_migrations.py::test_numbers_of_numpy_in_the_generators_state_become_plain",
 )
 def a_migrated_run_forgets_its_generators(take_randomness, old):
