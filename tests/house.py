@@ -141,8 +141,6 @@ LONG_FUNCTIONS: dict[str, str] = {}
 # Functions that take more, each with the reason. Constructors take what they need.
 LONG_SIGNATURES = {"data/loader.py:create_dataloader": "the signature that existing users rely on"}
 CONSTRUCTORS = {"__init__", "__new__"}
-# Published import paths whose names no package exports.
-PUBLISHED_MODULES = ("helios.data.samplers", "helios.loops.view")
 MUTATORS = {
     *("append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem"),
     *("remove", "discard", "clear", "appendleft"),
@@ -407,9 +405,11 @@ def docstring_faults(name: str, value: object) -> list[str]:
     A member that overrides one with a docstring inherits it.
     """
     if inspect.ismodule(value):
+        shown = vars(value).get("__all__", ())
         return [
             fault
             for member, inner in vars(value).items()
+            if member in shown or getattr(inner, "__module__", "") == value.__name__
             if not member.startswith("_") and _is_ours(inner)
             for fault in docstring_faults(f"{name}.{member}", inner)
         ]

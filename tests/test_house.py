@@ -188,9 +188,9 @@ def test_every_public_name_exists_and_lists_are_sorted() -> None:
 
 
 def test_what_users_reach_has_a_docstring() -> None:
-    names = [*house.public_names().splitlines(), *house.PUBLISHED_MODULES]
+    paths = (house.ROOT / "tests/golden/import_paths.txt").read_text("utf-8")
     faults = []
-    for name in names:
+    for name in {*house.public_names().splitlines(), *paths.splitlines()}:
         faults += house.docstring_faults(name, pkgutil.resolve_name(name))
     assert not faults, "\n".join(faults)
 
@@ -228,9 +228,12 @@ def test_a_public_name_and_each_of_its_members_without_a_docstring_are_seen() ->
     ]
     inherited = type("Inherited", (_Undocumented,), {"__doc__": "It does not say what it adds."})
     assert len(house.docstring_faults("a", inherited)) == 4
-    module = types.ModuleType("m")
+    module = types.ModuleType(__name__)
     vars(module).update(bad=_undocumented, _hidden=_undocumented, torch=pytest.fail, number=1)
     assert house.docstring_faults("m", module) == ["m.bad has no docstring."]
+    elsewhere = types.ModuleType("m")
+    vars(elsewhere).update(bad=_undocumented, seen=_undocumented, __all__=["seen"])
+    assert house.docstring_faults("m", elsewhere) == ["m.seen has no docstring."]
 
 
 def _undocumented() -> None: ...
