@@ -253,3 +253,32 @@ def the_collector_goes_through_a_tree_that_is_encoded(collector_at_rest):
     import contextlib
 
     return contextlib.nullcontext()
+
+
+@fault(
+    "helios.run_state.changes:PlainValues.changes",
+    "tests/run_state/test_save_times.py::test_a_run_on_a_slow_clock_saves_what_a_fast_one_saves",
+)
+def a_clock_decides_what_is_saved(changes, values, found, surroundings):
+    from helios.run_state.changes import place_of
+
+    result = changes(values, found, surroundings)
+    slow = {place for place, seconds in values.times._now.items() if seconds > 1}
+    result.drop([where for where, slot in found.slots.items() if place_of(slot) in slow])
+    return result
+
+
+@fault(
+    "helios.run_state.save_times:SaveTimes.end",
+    "tests/run_state/test_save_times.py::test_a_slow_attribute_is_named_once_with_its_seconds",
+)
+def what_makes_saves_slow_is_not_named(end, times):
+    return {}
+
+
+@fault(
+    "helios.core.equality:_bits",
+    "tests/run_state/test_partial_optimizers.py::test_a_zero_gets_the_sign_that_it_had",
+)
+def zeros_of_both_signs_are_the_same(bits, tensor):
+    return tensor
