@@ -13,6 +13,7 @@ FULL_STATE = Frozen(
         "own_places": (2,),
         "shares": (1,),
         "scaled": (1,),
+        "facts": (1,),
         "history": (1,),
         "kinds": (1,),
         "windows": (2, 1),
