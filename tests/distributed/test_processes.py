@@ -374,7 +374,7 @@ def save_after_a_failure(rank: int, folder: Path) -> str:
                 known.failure = RuntimeError("a peer is gone")
                 recorder = self.context._run.recorder
                 assert isinstance(recorder, FitRecorder)
-                recorder.save({}, {})
+                recorder.save({})
 
     options = train_script.parse([])
     trainer = helios.Trainer(
