@@ -38,6 +38,9 @@ def same(one: Any, other: Any) -> bool:
         return same([*one.items()], [*other.items()])
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ma.MaskedArray):
+        masks = (np.ma.getmaskarray(each) for each in (one, other))
+        return same(one.data, other.data) and same(*masks)
     if isinstance(one, np.ndarray | np.generic | float | complex):
         return _are_same_arrays(np.asarray(one), np.asarray(other))
     return bool(one == other)

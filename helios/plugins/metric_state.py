@@ -139,7 +139,7 @@ class _Holder:
             one.merge_state(other)
         except Exception as error:
             return f"two without data cannot be merged: {error!r}"
-        if not same(one.state_dict(), other.state_dict()):
+        if not _are_same_states(one.state_dict(), other.state_dict()):
             return "merging two without data does not give one without data"
         return ""
 
@@ -260,6 +260,17 @@ def portable(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)(map(portable, tree))
     return tree
+
+
+def _are_same_states(one: Any, other: Any) -> bool:
+    """Return whether two states have the same values, in whatever order and kind of container."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        names = one.keys()
+        return names == other.keys() and all(_are_same_states(one[n], other[n]) for n in names)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_are_same_states, one, other))
+    # A number of the one may be a tensor of the other.
+    return same(one, other) or bool(not isinstance(one, type(other)) and one == other)
 
 
 def take_apart(metrics: object) -> dict[str, Metric]:

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from helios.core.equality import same
 from helios.core.memory import storage_of
+from helios.core.sharded_tensors import cut_like, is_sharded
 from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.run_state.extra_states import has_extra_state
@@ -95,7 +96,8 @@ class Omissions:
             values = {
                 name: value.detach() if isinstance(value, Tensor) else value
                 for name, value in lacking.items()
-                if name not in before or before[name] != self._mark(value)
+                # A mark of shards is that of this process, and all must save the same names.
+                if name not in before or is_sharded(value) or before[name] != self._mark(value)
             }
             if values or any(names.values()):
                 omitted[path] = {"values": values, **names}
@@ -128,7 +130,7 @@ def _put(name: str, piece: _Piece, saved: Any) -> None:
     if not isinstance(piece.value, Tensor) or not isinstance(saved, Tensor):
         piece.module.set_extra_state(copy.deepcopy(saved))
         return
-    fill(name, piece.value, saved)
+    fill(name, piece.value, cut_like(saved, piece.value))
 
 
 def _early_state(module: nn.Module) -> dict[str, Any]:
@@ -228,8 +230,16 @@ class _Held:
         part, value = self._state.get(piece.name), piece.value
         if not isinstance(value, Tensor):
             return piece.name in self._state
-        if same(part, value):
+        if _share_shards(part, value) if is_sharded(value) else same(part, value):
             return True
         if not piece.is_translated:
             return False
         return bool(storage_of(value)) and self._sizes[storage_of(value)] >= value.numel()
+
+
+def _share_shards(part: Any, value: Any) -> bool:
+    """Return whether the shards of two tensors are the same memory, as all processes answer alike.
+
+    Equality would not be alike: a process may have an empty shard, or one that has not changed.
+    """
+    return is_sharded(part) and bool(part.to_local().is_set_to(value.to_local()))

@@ -86,11 +86,11 @@ def _restore(optimizer: Optimizer, saved: Mapping[str, Any], tensors: dict[str, 
         table = optimizer.state if key is None else optimizer.state[parameter]
         place = parameter if key is None else key
         # A correct entry stays the same object: others may refer to it.
-        if not same(table.get(place), value):
+        if not _is_present(table.get(place), value):
             table[place] = _placed(value, parameter, is_on_host=is_on_host)
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=False):
         for key, value in settings.items():
-            if not same(group.get(key), value):
+            if not _is_present(group.get(key), value):
                 group[key] = copy.deepcopy(value)
 
 
@@ -139,6 +139,11 @@ def _detached(value: Any) -> Any:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: part for key, part in group.items() if key != "params" and _is_kept(part)}
+
+
+def _is_present(present: Any, saved: Any) -> bool:
+    # Lists and the like may hold tensors, and hardly anything else refers to them.
+    return not isinstance(saved, list | tuple | dict) and same(present, saved)
 
 
 def _placed(value: Any, parameter: Any, *, is_on_host: bool) -> Any:

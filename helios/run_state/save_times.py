@@ -24,24 +24,21 @@ class SaveTimes:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._last = clock()
-        self._before: dict[str, float] = {}
-        self._now: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._slow_before: set[str] = set()
         self._named: set[str] = set()
 
     def add(self, place: str, seconds: float) -> None:
         """Add what inspecting a part of an attribute took."""
-        self._now[place] = self._now.get(place, 0.0) + seconds
+        self._seconds[place] = self._seconds.get(place, 0.0) + seconds
 
     def end(self) -> dict[str, float]:
         """End a save, and return the seconds of each attribute that is now found to be slow."""
         now = self.clock()
         limit = max(SECONDS, SHARE * (now - self._last))
-        slow = {
-            place: seconds
-            for place, seconds in self._now.items()
-            if min(seconds, self._before.get(place, 0.0)) > limit and place not in self._named
-        }
-        self._named |= slow.keys()
-        self._before, self._now = self._now, {}
+        slow = {place: seconds for place, seconds in self._seconds.items() if seconds > limit}
+        again = self._slow_before.intersection(slow) - self._named
+        self._named |= again
+        self._slow_before, self._seconds = set(slow), {}
         self._last = now
-        return slow
+        return {place: slow[place] for place in slow if place in again}

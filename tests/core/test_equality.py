@@ -145,3 +145,10 @@ def test_values_of_other_types_or_members_are_not_the_same(one: Any, other: Any)
 )
 def test_nested_values_are_compared_by_their_members(make: Any) -> None:
     assert same(make(), make())
+
+
+def test_masked_arrays_are_the_same_with_the_same_mask() -> None:
+    one = np.ma.masked_array([0.0, 1.0], mask=[True, False])
+    assert same(one, one.copy())
+    assert not same(one, np.ma.masked_array([0.0, 1.0], mask=[False, True]))
+    assert not same(one, np.ma.masked_array([0.0, 2.0], mask=[True, False]))

@@ -391,6 +391,29 @@ def test_a_metric_that_cannot_be_joined_is_refused_before_the_training(
     assert not list(tmp_path.glob("turns-*"))
 
 
+class Joined(Seen):
+    """Counts with a tensor once it was merged, and keeps its states in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num: Any = 0
+
+    def merge_state(self, other: Seen) -> None:
+        super().merge_state(other)
+        self.num = self.num + torch.tensor(0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict() | {"num": self.num, "nan": torch.tensor(float("nan"))}
+        return dict(reversed(state.items())) if isinstance(self.num, torch.Tensor) else state
+
+
+def test_a_metric_that_merges_to_equal_values_of_other_types_is_taken(tmp_path: Path) -> None:
+    setting = Elastic(num_replicas=2, total_steps=1)
+    plugin = Metrics({"odd": Joined()}, inputs=_inputs, phase=Phase.TRAINING)
+    trainer = make_trainer(tmp_path, setting, plugin)
+    assert trainer.fit(Guessing(setting, tmp_path), ElasticData(setting))
+
+
 def test_one_replica_takes_any_metric(tmp_path: Path) -> None:
     setting = Elastic(num_replicas=1, total_steps=1)
     plugin = Metrics({"odd": Unlike()}, inputs=_inputs, phase=Phase.TRAINING)

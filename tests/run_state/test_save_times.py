@@ -176,10 +176,19 @@ def test_one_slow_save_names_nothing(said: list[str]) -> None:
 def test_the_longer_between_saves_the_longer_they_may_take(said: list[str]) -> None:
     clock = Hands()
     discovery = _timed(Owner(slow=Slow(clock, 0.2)), clock)
-    for seconds, expected in ((4, 0), (4, 0), (3.7, 1)):
+    for seconds, expected in ((4, 0), (4, 0), (3.7, 0), (4, 0), (3.7, 0), (3.7, 1)):
         clock.time += seconds
         discovery.capture()
         assert len(said) == expected
+
+
+def test_a_save_right_behind_another_is_no_reason_to_name_anything(said: list[str]) -> None:
+    clock = Hands()
+    discovery = _timed(Owner(slow=Slow(clock, 0.15)), clock)
+    for seconds in (3600, 3600, 0.2):
+        clock.time += seconds
+        discovery.capture()
+    assert said == []
 
 
 @pytest.mark.shows("S50")

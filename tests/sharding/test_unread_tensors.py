@@ -13,7 +13,7 @@ import helios
 from helios.core.sharded_tensors import cut_like, value_of
 from helios.plugins import Plugin
 from tests.support.ranks import RankError, run_ranks
-from tests.support.sharded import Sharded, ShardedModel, fit, read_bits, train
+from tests.support.sharded import Network, Sharded, ShardedModel, fit, read_bits, train
 
 NAME = "layers.0.up.weight"
 
@@ -90,6 +90,34 @@ def test_a_model_with_a_state_dict_of_its_own_gets_what_it_has_saved(
     train(tmp_path / "undisturbed", 1, Sharded(3, total_steps=3, sharding="none"))
     run_ranks(fit_as, 2, kind, tmp_path / "run", Sharded(3, total_steps=2))
     run_ranks(fit_as, 3, kind, tmp_path / "run", setting)
+    assert read_bits(tmp_path / "run") == read_bits(tmp_path / "undisturbed")
+
+
+class Halves(Network):
+    """Returns copies of its tensors that are not what they are."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        state = super().state_dict(*args, **options)
+        return {
+            name: value.detach().clone() / 2 if value.is_floating_point() else value
+            for name, value in state.items()
+        }
+
+
+class Lagging(ShardedModel):
+    """Has parameters of one row, and some that no step changes."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.net.__class__ = Halves
+
+
+@pytest.mark.shows("P115")
+def test_processes_agree_on_what_the_state_dict_of_a_network_leaves_out(tmp_path: Path) -> None:
+    setting = Sharded(3, total_steps=3)
+    train(tmp_path / "undisturbed", 1, Sharded(3, total_steps=3, sharding="none"))
+    run_ranks(fit_as, 2, Lagging, tmp_path / "run", Sharded(3, total_steps=2))
+    run_ranks(fit_as, 3, Lagging, tmp_path / "run", setting)
     assert read_bits(tmp_path / "run") == read_bits(tmp_path / "undisturbed")
 
 
