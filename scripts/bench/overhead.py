@@ -275,7 +275,9 @@ def count_calls(
     def note(frame: Any, event: str, argument: Any) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(str(package)):
-            counts[f"{Path(code.co_filename).relative_to(package)} {code.co_qualname}"] += 1
+            # Python 3.10 does not know the class of a method.
+            name = getattr(code, "co_qualname", code.co_name)
+            counts[f"{Path(code.co_filename).relative_to(package)} {name}"] += 1
 
     class Counted(Layers):
         def on_training_batch_start(self, state: TrainingState) -> None:

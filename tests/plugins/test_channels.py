@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -139,6 +140,10 @@ def test_a_context_of_no_functions_is_an_error() -> None:
         HookContext.from_callable(print, 3)
     with pytest.raises(ArgumentError, match="must get at least one"):
         HookContext.from_callable()
+
+
+def test_a_function_that_tells_no_signature_is_taken() -> None:
+    HookContext.from_callable(before=max)
 
 
 @pytest.mark.shows("R12")
@@ -325,7 +330,7 @@ def test_an_exit_that_raises_the_exception_again_adds_nothing() -> None:
     assert not getattr(error, "__notes__", [])
 
 
-@pytest.mark.parametrize("version", [(3, 10), (3, 11)])
+@pytest.mark.parametrize("version", [(3, 10), min((3, 11), sys.version_info[:2])])
 def test_an_error_names_those_that_followed(
     version: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
