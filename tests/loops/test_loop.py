@@ -232,7 +232,7 @@ def test_a_run_is_short_and_final() -> None:
         kind
         for module in ("batch", "epoch", "evaluation", "fit", "optimizer", "prediction", "yielding")
         for kind in vars(importlib.import_module(f"helios.loops.{module}")).values()
-        if isinstance(kind, ABCMeta) and issubclass(kind, Loop)
+        if issubclass(type(kind), ABCMeta) and issubclass(kind, Loop)
     ]
     assert len(kinds) > 8
     assert {kind.run for kind in kinds} == {Loop.run}
