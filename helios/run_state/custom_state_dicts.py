@@ -230,14 +230,14 @@ class _Held:
         part, value = self._state.get(piece.name), piece.value
         if not isinstance(value, Tensor):
             return piece.name in self._state
-        if _share_shards(part, value) if is_sharded(value) else same(part, value):
+        if _are_one_shard(part, value) if is_sharded(value) else same(part, value):
             return True
         if not piece.is_translated:
             return False
         return bool(storage_of(value)) and self._sizes[storage_of(value)] >= value.numel()
 
 
-def _share_shards(part: Any, value: Any) -> bool:
+def _are_one_shard(part: Any, value: Any) -> bool:
     """Return whether the shards of two tensors are the same memory, as all processes answer alike.
 
     Equality would not be alike: a process may have an empty shard, or one that has not changed.
