@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from tests.planted.planting import fault
 
 BOOK = "tests/ledger/test_book.py"
@@ -284,3 +286,22 @@ def a_picture_that_did_not_arrive_with_its_line_stays_away(is_missing, run, name
 def an_online_run_begins_after_what_was_noted(init, sender, folder, run, destination):
     init(sender, folder, run, destination)
     sender._progress = folder.read_progress(run.key)
+
+
+@fault(
+    "helios.tracking.point_store:shutil",
+    f"{POINTS}::test_the_folder_stays_locked_when_it_is_moved_or_copied_aside",
+)
+def a_tracker_that_copies_its_folder_aside_loses_its_lock(shutil):
+    def ignore_patterns(*names):
+        return shutil.ignore_patterns(*(x for x in names if x != ".helios-writer-lock"))
+
+    return SimpleNamespace(copytree=shutil.copytree, ignore_patterns=ignore_patterns)
+
+
+@fault(
+    "helios.tracking.sender_process:os",
+    "tests/tracking/test_sender_process.py::test_a_loader_worker_that_lives_on_keeps_nobody_waiting",
+)
+def a_sender_outlives_its_training_as_long_as_a_loader_worker_lives(os):
+    return SimpleNamespace(**{**vars(os), "getppid": lambda: 1})

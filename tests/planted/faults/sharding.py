@@ -295,3 +295,12 @@ def what_is_computed_with_a_tensor_that_is_not_read_is_lost(
         return torch_function(cls, func, types, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
+
+
+@fault(
+    "helios.sharding.networks:_cut_state",
+    "tests/sharding/test_keyed_training.py::test_no_process_holds_more_than_its_shards_and_a_unit",
+)
+def a_sharded_network_is_loaded_as_a_whole(cut_state, module, state, prefix, *more):
+    for place, part in module.named_modules(prefix=prefix.removesuffix(".")):
+        cut_state(part, state, f"{place}." if place else "", *more)
