@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -78,6 +78,11 @@ class _DealtBatches(BatchIterator):
         self._sample = position.sample
         self._is_done = False
         self._watch: LegacyWatch | None = watch
+
+    @property
+    def sizes(self) -> Sequence[int] | None:
+        """The samples of each batch."""
+        return None if self.indices is None else self._deal.count_samples(self.indices)
 
     def _fill(self, found: list[Any]) -> list[Any]:
         """Append ``NO_BATCH`` for replicas without a batch, which are the last of the block."""

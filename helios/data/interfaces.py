@@ -42,6 +42,14 @@ class BatchIterator(ABC):
         return self
 
     @property
+    def sizes(self) -> Sequence[int] | None:
+        """The samples of each batch of the last iteration, for replicas of the process with one.
+
+        These are the positions that the loader gave the batch; ``None`` if they are unknown.
+        """
+        return None
+
+    @property
     def replay_length(self) -> int:
         """The number of steps of :meth:`catch_up`; 0 if the pass starts anywhere at once."""
         return 0

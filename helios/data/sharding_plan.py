@@ -8,7 +8,7 @@ is as fast as for one replica.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, final
@@ -138,6 +138,11 @@ class ShardingPlan:
             for series, indices in zip(keys, turn.hands, strict=False):
                 yield Keyed(series.at(batch), indices, is_noted)
             batch += 1
+
+    def count_samples(self, hands: Sequence[Any]) -> list[int]:
+        """Return how many samples the indices of each batch stand for."""
+        is_flat = self._is_single and not self._is_listed
+        return [1 if is_flat else len(hand) for hand in hands]
 
     def leave(self, position: Position) -> None:
         """End a pass early, at the position of the next iteration."""

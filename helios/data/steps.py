@@ -148,6 +148,11 @@ class _Numbers(BatchIterator):
         self._before = batch
         self._following = next(left, None)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Each batch is one number."""
+        return [1] * len(self._block)
+
     def __next__(self) -> list[int]:
         batch = self._following
         if batch is None:

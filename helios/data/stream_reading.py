@@ -37,11 +37,13 @@ class Read(NamedTuple):
         state: the state of the part after the batch, and whether it has ended; ``None`` if states
             are not used.
         seconds: time of reading the samples.
+        size: their number.
     """
 
     batch: Any
     state: Any
     seconds: float
+    size: int
 
 
 @dataclass(frozen=True)
@@ -208,4 +210,4 @@ class _Part:
         if plan.keeps_state and isinstance(self._part, Stateful):
             is_over = len(samples) < self._size
             state = {"state": copy.deepcopy(self._part.state_dict()), "is_over": is_over}
-        return Read(batch, state, seconds)
+        return Read(batch, state, seconds, len(samples))

@@ -233,12 +233,18 @@ class _StreamBatches(BatchIterator):
         self._replay = deque(plan.cut_replay())
         self._following: list[Read | None] | None = None
         self._is_begun = False
+        self._sizes: list[int] = []
         self._num_read, self._seconds = 0, 0.0
 
     @property
     def seconds(self) -> float | None:
         """Mean time of reading the samples of an iteration; ``None`` before the first."""
         return self._seconds / self._num_read if self._num_read else None
+
+    @property
+    def sizes(self) -> Sequence[int] | None:
+        """The samples of each batch."""
+        return self._sizes
 
     @property
     def replay_length(self) -> int:
@@ -273,6 +279,7 @@ class _StreamBatches(BatchIterator):
             raise StopIteration
         pairs = list(zip(self._share.block, found, strict=True))
         self.states = {replica: each.state for replica, each in pairs if each is not None}
+        self._sizes = [each.size for each in found if each is not None]
         self._following = self._read()
         self.is_last = self._following is None
         return [NO_BATCH if each is None else each.batch for each in found]

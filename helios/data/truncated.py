@@ -148,6 +148,11 @@ class _LimitedBatches(BatchIterator):
         self._num_left = num_left
 
     @property
+    def sizes(self) -> Sequence[int] | None:
+        """As without a limit."""
+        return self._batches.sizes
+
+    @property
     def replay_length(self) -> int:
         """As without a limit."""
         return self._batches.replay_length

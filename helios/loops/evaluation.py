@@ -10,12 +10,13 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
+from helios.core.summands import as_summand
 from helios.core.text import as_numbers
 from helios.data.shard import NO_BATCH
 from helios.data.source import BatchIterator, Source
@@ -29,6 +30,14 @@ from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()
+
+
+class _ReplicaBatch(NamedTuple):
+    """The part of a replica of this process in an iteration."""
+
+    replica: int
+    batch: Any
+    size: int | None
 
 
 class EvaluationLoop(Loop):
@@ -106,7 +115,7 @@ class EvaluationLoop(Loop):
         is_enough = self._step == session.trial_length
         found: Any = _END if is_enough else next(self._batches, _END)
         has_ended = found is _END
-        shares = [] if has_ended else self._pair(found)
+        shares = [] if has_ended else self._pair(found, self._batches.sizes)
         num_idle = session.turns.count_idle(len(shares))
         if has_ended and not num_idle:
             self._next_loader()
@@ -162,19 +171,21 @@ class EvaluationLoop(Loop):
         fields = (self.phase.value, self._pass_number, self._step, *which)
         rng.reseed(rng.key(self._session.seed, *fields))
 
-    def _pair(self, batches: Sequence[Any]) -> list[tuple[int, Any]]:
-        """Return the replicas of this process that have a batch, with it."""
+    def _pair(self, batches: Sequence[Any], sizes: Sequence[int] | None) -> list[_ReplicaBatch]:
+        """Return the replicas of this process that have a batch, with it and its size."""
         pairs = zip(self._session.replicas.local_replicas, batches, strict=True)
-        return [(replica, batch) for replica, batch in pairs if batch is not NO_BATCH]
+        found = [(replica, batch) for replica, batch in pairs if batch is not NO_BATCH]
+        known = [None] * len(found) if sizes is None else sizes
+        return [_ReplicaBatch(*pair, size) for pair, size in zip(found, known, strict=True)]
 
-    def _process(self, shares: Sequence[tuple[int, Any]], step: int, *which: int) -> None:
+    def _process(self, shares: Sequence[_ReplicaBatch], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""
         session, context = self._session, self._session.context
         hooks, noun = session.hooks, self.noun
         self._seed()
-        context.batch = context.raw_batch = shares[0][1]
+        context.batch = context.raw_batch = shares[0].batch
         hooks.emit(f"on_{noun}_batch_start", step, *which)
-        for replica, batch in shares:
+        for replica, batch, size in shares:
             session.turns.begin_share(replica, self._seed)
             if not session.leaves_batches:
                 batch = session.model.batch_to_device(batch, self.phase)
@@ -184,7 +195,7 @@ class EvaluationLoop(Loop):
             self._kept = batch if session.turns.keeps_batches else None
             result = take_step(session, self.step_name, batch, step, *which, has_begun=True)
             end_forward(session, result, result.loss if isinstance(result, Processed) else None)
-            self._take(result, replica)
+            self._take(result, replica, size)
         session.turns.end_shares(self._seed)
         context.batch = context.raw_batch
         hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
@@ -240,8 +251,8 @@ class EvaluationLoop(Loop):
         self._session.hooks.emit(f"on_{self.noun}_end")
 
     @abstractmethod
-    def _take(self, result: Any, replica: int = 0) -> None:
-        """Record the result of one step of a replica."""
+    def _take(self, result: Any, replica: int = 0, size: int | None = None) -> None:
+        """Record the result of one step of a replica, whose batch has so many samples."""
 
     @abstractmethod
     def _conclude(self) -> Any:
@@ -249,7 +260,7 @@ class EvaluationLoop(Loop):
 
 
 class Totals:
-    """Sums and weights of named scores, added in the order of the batches.
+    """Sums and weights of named scores, added in float64 in the order of the batches.
 
     Args:
         step_name: the step whose results are added, for messages.
@@ -259,18 +270,22 @@ class Totals:
         self._step_name = step_name
         self._totals: dict[str, tuple[Any, Any]] = {}
 
-    def add(self, result: Any, suffix: str = "") -> None:
+    def add(self, result: Any, suffix: str = "", *, size: int | None = None) -> None:
         """Add the result of one step.
 
         Args:
             result: what the step returned; for a batch processor, its loss, as ``"loss"``.
             suffix: appended to the names, so that each of several loaders has its own scores.
+            size: the samples of the batch, which are the weight of a processor's loss; ``None`` if
+                they are unknown: then the weight is 1.
 
         Raises:
             UsageError: if it is neither ``None`` nor ``{name: (sum, weight)}``.
         """
         if isinstance(result, Processed):
-            result = None if result.loss is None else {"loss": (result.loss.detach(), 1)}
+            weight = 1 if size is None else size
+            loss = as_summand(result.loss)
+            result = None if loss is None else {"loss": (loss * weight, weight)}
         if result is None:
             return
         if not isinstance(result, dict) or not all(
@@ -281,8 +296,9 @@ class Totals:
                 f"got {result!r}."
             )
         for name, item in result.items():
-            total, weight = self._totals.get(name + suffix, (0.0, 0.0))
-            self._totals[name + suffix] = (total + item[0], weight + item[1])
+            known = self._totals.get(name + suffix, (0.0, 0.0))
+            total, weight = map(as_summand, item)
+            self._totals[name + suffix] = (known[0] + total, known[1] + weight)
 
     @property
     def sums(self) -> dict[str, tuple[Any, Any]]:
@@ -299,7 +315,11 @@ def write_scores(sums: Mapping[str, tuple[Any, Any]], scores: dict[str, Any]) ->
 class ScoringLoop(EvaluationLoop):
     """Base of passes whose steps return scores; the result is True, or None without data."""
 
-    _internals: ClassVar[str] = "_totals"
+    _internals: ClassVar[str] = "_has_named_sizes _totals"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._has_named_sizes = False
 
     def reset(self) -> None:
         """Begin a pass with empty totals."""
@@ -312,9 +332,18 @@ class ScoringLoop(EvaluationLoop):
     def scores(self) -> dict[str, Any]:
         """The model's table for the scores."""
 
-    def _take(self, result: Any, replica: int = 0) -> None:
+    def _take(self, result: Any, replica: int = 0, size: int | None = None) -> None:
         suffix = f"/{self.source.name or self._loader}" if len(self._sources) > 1 else ""
-        self._totals[replica].add(result, suffix)
+        self._totals[replica].add(result, suffix, size=size)
+        if size is None and isinstance(result, Processed) and not self._has_named_sizes:
+            self._has_named_sizes = True
+            _LOGGER.info(
+                "The loader of the %s data does not say how many samples a batch has, so each "
+                "batch has the same weight in the scores. Create it with create_dataloader, or "
+                "return {name: (sum, weight)} from %s.",
+                self.phase.value,
+                self.step_name,
+            )
 
     def _compare(self) -> None:
         if not self._session.is_sanity_check:

@@ -26,7 +26,7 @@ class PredictionLoop(EvaluationLoop):
         super().reset()
         self._predictions: list[list[Any]] = [[] for _ in self._sources]
 
-    def _take(self, result: Any, replica: int = 0) -> None:
+    def _take(self, result: Any, replica: int = 0, size: int | None = None) -> None:
         self._predictions[self._loader].append(result)
 
     def _shown(self, result: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from helios.core.registry import Registry
+from helios.core.summands import as_summand
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
@@ -346,12 +347,13 @@ class Model(Hooks, ABC):
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
-        """Add the losses to the running losses, on their device."""
+        """Add the losses to the running losses, in float64 and on their device."""
         running = self._running_losses
         for name, loss in self._loss_items.items():
             value = loss.detach() if isinstance(loss, Tensor) and loss.requires_grad else loss
-            # Not in place: a sum that a hook has kept would change, but not after a resume.
-            running[name] = running[name] + value if name in running else value
+            # Not in place: a sum that a hook has kept would change, but not after a resume. The
+            # first loss gives the sum its type, so later ones need no cast of their own.
+            running[name] = running[name] + value if name in running else as_summand(value)
 
     def on_validation_start(self, validation_cycle: int) -> None:
         """Clear the validation scores; cycles count from 0."""

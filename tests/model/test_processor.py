@@ -323,14 +323,14 @@ def test_evaluations_reuse_the_processor_with_backward_off(need_backward: bool) 
 
 @pytest.mark.shows("R48")
 def test_validation_and_test_give_the_loss_as_a_score() -> None:
-    """R28: the mean over batches; predictions are the outputs."""
+    """R28: the mean over samples, in float64; predictions are the outputs."""
     model = OneLayer(BatchProcessor.from_callable(forward))
     trainer = make_trainer(total_steps=1, valid_frequency=1)
     trainer.fit(model, Numbers(1))
     with torch.no_grad():
         outputs = [model.net(torch.full((1, 1), number)) for number in (1.0, 2.0, 3.0)]
     losses = [item.square().mean() for item in outputs]
-    expected = float(0.0 + losses[0] + losses[1] + losses[2]) / 3.0
+    expected = sum(map(float, losses)) / 3.0
     assert model.metrics == {"loss": expected}
     model.metrics.clear()
     trainer.validate(model, Numbers(1))

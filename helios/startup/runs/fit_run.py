@@ -26,7 +26,7 @@ from helios.startup.building.run_audit import make_audit
 from helios.startup.building.run_evidence import RunEvidence, make_evidence
 from helios.startup.building.start_facts import manifest_facts
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
-from helios.startup.checkpoint_search import resume_point, run_identity
+from helios.startup.checkpoint_search import resume_point, run_identity, run_rules
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
 from helios.startup.checkpoint_search.rewinding import (
     apply_rewinds,
@@ -117,6 +117,7 @@ class FitRun(Run):
 
     def _prepare(self, stack: ExitStack) -> None:
         record = self._record
+        self._start.rules = run_rules.adopt_rules(None if record is None else record.options)
         stack.enter_context(self._numerics(record))
         self._open_logs(record)
         self._set_up(is_inference=False)
@@ -248,7 +249,8 @@ class FitRun(Run):
             claim=claim,
         )
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
-        self._start.definition = identity | run_identity.limits(self.options.schedule)
+        limits = run_identity.limits(self.options.schedule)
+        self._start.definition = identity | limits | {run_rules.KEY: self._start.rules}
         self._evidence = self._make_evidence(source, identity, reproducibility)
         if self._evidence is not None:
             self._settings.callback(self._evidence.close)

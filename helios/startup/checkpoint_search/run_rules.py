@@ -1,0 +1,58 @@
+"""The rules by which Helios computes what surrounds a training, as each run has begun with them.
+
+Rules are no arguments: a new run has all of them, and its checkpoints name them. A run that an
+earlier version began is told once, at its next start, which ones hold from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_LOGGER = logging.getLogger(__name__)
+KEY = "rules"
+"""The entry of the options of a checkpoint that holds the rules."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that earlier versions did not have.
+
+    Attributes:
+        name: its name in checkpoints.
+        news: what changes in a run that began without it, as a clause for the log.
+        is_kept_out: whether such a run stays without it, because its bits would change.
+    """
+
+    name: str
+    news: str
+    is_kept_out: bool = False
+
+
+RULES = (
+    Rule(
+        "exact_totals",
+        "totals of scores and losses are added in float64, and the scores of a batch processor "
+        "weigh each batch by its samples",
+    ),
+)
+
+
+def adopt_rules(options: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Return which rules hold in a run, by name, and log once what is new in one under way.
+
+    Args:
+        options: those of the checkpoint that the run continues from; ``None`` for a new run.
+    """
+    if options is None:
+        return {rule.name: True for rule in RULES}
+    known: Mapping[str, bool] = options.get(KEY, {})
+    fresh = [rule for rule in RULES if rule.name not in known]
+    if fresh:
+        _LOGGER.info(
+            "An earlier version of Helios began this run. From here on: %s.",
+            "; ".join(rule.news for rule in fresh),
+        )
+    return {**known, **{rule.name: not rule.is_kept_out for rule in fresh}}

@@ -1,0 +1,249 @@
+"""Totals of scores and losses are those of float64, and each sample counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import log_loss
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanSquaredError
+
+import helios
+from helios.core.summands import as_summand
+from helios.data import Stream
+from helios.model.processor import BatchProcessor
+from helios.state import Phase, TrainingState
+
+_CLASSES = 5
+
+
+def _trainer(**options: Any) -> helios.Trainer:
+    given = {"train_unit": "iteration", "total_steps": 2, "use_cpu": True, "print_banner": False}
+    return helios.Trainer(**{**given, **options})
+
+
+class _Batches(Dataset[Tensor]):
+    """Answers of a classifier, the first of five classes being right."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.sin(torch.arange(1.0, _CLASSES + 1) * (index % 97 + 1))
+
+
+class _Classes(helios.DataModule):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=10)
+        self._train_dataset = self._create_dataset(_Batches(20), params)
+        self._valid_dataset = self._create_dataset(_Batches(self.length), params)
+
+
+class _Coarse(helios.Model):
+    """Returns sums and weights of a coarse type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__("coarse")
+        self.dtype = dtype
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Identity()
+
+    def valid_step(self, batch: Tensor, step: int) -> Any:
+        logits = batch.to(self.dtype)
+        right = torch.zeros(len(batch), dtype=torch.long)
+        loss = nn.functional.cross_entropy(logits, right, reduction="sum")
+        hits = (batch.argmax(1) == 0).sum()
+        count = torch.tensor(float(len(batch)), dtype=self.dtype)
+        return {"nll": (loss, count), "hits": (hits, 1), "flag": (hits > 0, count)}
+
+
+@pytest.mark.shows("P118")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_scores_of_a_coarse_type_are_added_in_float64(dtype: torch.dtype) -> None:
+    length = 8_000
+    model = _Coarse(dtype)
+    _trainer().validate(model, _Classes(length))
+    scores = model.metrics
+    rows = torch.stack([_Batches(length)[index] for index in range(length)])
+    chances = rows.softmax(1).double()
+    expected = log_loss([0] * length, chances / chances.sum(1, keepdim=True), labels=range(5))
+    # What is left is the rounding of single batches.
+    assert scores["nll"] == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 2e-3)
+    assert scores["hits"] == int((rows.argmax(1) == 0).sum()) / (length / 10)
+    assert scores["flag"] == pytest.approx(1 / 10, rel=0.2)
+
+
+@pytest.mark.shows("P118")
+def test_numbers_of_numpy_are_added_in_float64() -> None:
+    class Model(_Coarse):
+        def valid_step(self, batch: Tensor, step: int) -> Any:
+            return {"ones": (np.float16(1.0), np.float16(1.0)), "most": (np.int8(100), 1)}
+
+    model = Model(torch.float16)
+    _trainer().validate(model, _Classes(40_000))
+    assert model.metrics == {"ones": 1.0, "most": 100.0}
+
+
+@pytest.mark.shows("P118")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_running_losses_are_added_in_float64(dtype: torch.dtype) -> None:
+    class Model(helios.Model):
+        def __init__(self) -> None:
+            super().__init__("running")
+            self.sums: list[Any] = []
+
+        unsaved = ("sums",)
+
+        def setup(self, fast_init: bool = False) -> None:
+            self.net = nn.Linear(_CLASSES, 1)
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+
+        def train_step(self, batch: Tensor, state: TrainingState) -> Tensor:
+            return (self.net(batch).sum() * 0.0 + 1.0).to(dtype)
+
+        def valid_step(self, batch: Tensor, step: int) -> None:
+            return None
+
+        def on_validation_end(self, validation_cycle: int) -> None:
+            self.sums.append(self._running_losses["loss"])
+            super().on_validation_end(validation_cycle)
+
+    model = Model()
+    _trainer(total_steps=600, valid_frequency=300).fit(model, _Classes(10))
+    assert [float(total) for total in model.sums] == [300.0, 300.0]
+
+
+class _WithoutDouble(TorchFunctionMode):
+    """A device without float64."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.to and torch.float64 in args:
+            raise TypeError("the framework does not support float64")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.shows("P118")
+def test_a_device_without_float64_adds_in_float32() -> None:
+    value = torch.tensor(3.0, dtype=torch.bfloat16)
+    assert as_summand(value).dtype is torch.float64
+    with _WithoutDouble():
+        assert as_summand(value).dtype is torch.float32
+        assert float(as_summand(value)) == 3.0
+
+
+# Batch processors
+
+_LENGTH = 11
+_DATA = torch.arange(1.0, _LENGTH + 1).square().unsqueeze(1)
+
+
+class _Squares(helios.DataModule):
+    """Eleven numbers; the last batch is smaller than the others."""
+
+    def __init__(self, make: Callable[[_Squares], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=3)
+        self._train_dataset = self._create_dataset(_DATA, params)
+        self._valid_dataset = self.make(self)
+
+
+class _Parts:
+    """A part of the numbers."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count = index, count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(_DATA[self.index :: self.count])
+
+
+_SOURCES = {
+    "batches": lambda module: module._create_dataset(_DATA, helios.DataLoaderParams(batch_size=4)),
+    "workers": lambda module: module._create_dataset(
+        _DATA, helios.DataLoaderParams(batch_size=4, num_workers=1)
+    ),
+    "single samples": lambda module: module._create_dataset(
+        _DATA, helios.DataLoaderParams(batch_size=None)
+    ),
+    "lists": lambda module: module._create_dataset(
+        _DATA, helios.DataLoaderParams(batch_sampler=[[4], [0, 1, 2, 3], [7, 5, 6], [8, 9, 10]])
+    ),
+    "stream": lambda module: module._create_dataset(
+        Stream(_Parts), helios.DataLoaderParams(batch_size=4)
+    ),
+}
+
+
+def _score(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+    outputs = model.net(batch)
+    return outputs, nn.functional.mse_loss(outputs, batch)
+
+
+class _Processed(helios.Model):
+    def __init__(self) -> None:
+        super().__init__("processed")
+        self.batch_processor = BatchProcessor.from_callable(_score)
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+
+
+def _error(model: _Processed, data: Tensor) -> float:
+    metric = MeanSquaredError()
+    with torch.no_grad():
+        metric.update(model.net(data), data)
+    return float(metric.compute())
+
+
+@pytest.mark.shows("P119")
+@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("name", _SOURCES)
+def test_scores_of_a_processor_count_each_sample_once(
+    name: str, num_replicas: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = _Processed()
+    trainer = _trainer(valid_frequency=1, num_replicas=num_replicas)
+    trainer.fit(model, _Squares(_SOURCES[name]))
+    assert model.metrics["loss"] == pytest.approx(_error(model, _DATA), rel=1e-6)
+    assert "how many samples a batch has" not in capsys.readouterr().err
+
+
+@pytest.mark.shows("P119")
+def test_limited_batches_have_their_sizes() -> None:
+    model = _Processed()
+    trainer = _trainer(batch_limits={Phase.VALIDATION: 2})
+    trainer.validate(model, _Squares(_SOURCES["batches"]))
+    assert model.metrics["loss"] == pytest.approx(_error(model, _DATA[:8]), rel=1e-6)
+
+
+@pytest.mark.shows("P119")
+def test_that_sizes_are_unknown_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Data(_Squares):
+        def valid_dataloader(self) -> Any:
+            return DataLoader(list(_DATA), batch_size=4), None
+
+    model = _Processed()
+    _trainer(total_steps=4, valid_frequency=1).fit(model, Data(_SOURCES["batches"]))
+    assert capsys.readouterr().err.count("does not say how many samples a batch has") == 1
+    parts = [_error(model, part) for part in _DATA.split(4)]
+    assert model.metrics["loss"] == pytest.approx(sum(parts) / 3, rel=1e-6)
