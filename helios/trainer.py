@@ -118,6 +118,8 @@ class Trainer:
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
+        params: what defines the run besides these arguments, such as ``{"lr": 0.1}``: a mapping, a
+            dataclass or a namespace of plain values. Another value stops a resume.
 
     Attributes:
         model: the model of the last call of fit, validate, test or predict.
@@ -175,7 +177,7 @@ class Trainer:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         resume: str | Path = "auto",
-        allow_changes: Sequence[Change] = (),
+        allow_changes: Sequence[Change | str] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
         ledger: Literal["steps", "full", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
@@ -185,9 +187,12 @@ class Trainer:
         skip_batches: Sequence[int] = (),
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
+        params: Any = None,
     ) -> None:
         self._options = TrainerOptions(
-            run=RunOptions(run_name=run_name, random_seed=random_seed, seeds=seeds, init=init),
+            run=RunOptions(
+                run_name=run_name, random_seed=random_seed, seeds=seeds, init=init, params=params
+            ),
             registry=RegistryOptions(src_root=src_root, import_prefix=import_prefix),
             schedule=make_schedule(
                 train_unit=train_unit,

@@ -73,6 +73,7 @@ DEFAULTS: dict[str, Any] = {
     "skip_batches": (),
     "sanity_steps": 0,
     "batch_limits": None,
+    "params": None,
 }
 FLAGS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 CPU = torch.device("cpu")
@@ -696,6 +697,7 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "skip_batches": (),
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},
+        "params": {"lr": 0.1},
     }
     apart: dict[str, Any] = {"train_unit": TrainingUnit.ITERATION, "plugins": ()}
     apart["signals"] = Signals(())

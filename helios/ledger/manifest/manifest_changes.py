@@ -97,6 +97,7 @@ _RULES = (
     _Rule("data.num_workers", Effect.NONE, "the number of workers changes no bit"),
     _Rule("data.", Effect.TRAJECTORY, "the data is described otherwise"),
     _Rule("parameters.", Effect.TRAJECTORY, "the networks are others"),
+    _Rule("params.", Effect.TRAJECTORY, "the run was declared with another value"),
     _Rule("git.", Effect.NONE, "the files that were imported are compared themselves"),
     _Rule("level.", Effect.NONE, "it follows from the rest"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -123,6 +123,16 @@ def scrub_arguments(arguments: Sequence[str]) -> list[str]:
         found.append(HIDDEN if is_value or is_key else _scrub_argument(argument))
         before = argument
     return found
+
+
+def scrub_table(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat table without secrets: by the last part of a name, and in each text."""
+    return {
+        name: HIDDEN
+        if value and _IS_NAME.fullmatch(name.rpartition(".")[2])
+        else _scrub_entries(value)
+        for name, value in table.items()
+    }
 
 
 def _scrub_argument(argument: str) -> str:

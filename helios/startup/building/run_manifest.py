@@ -26,6 +26,8 @@ from helios.storage import files
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_NAMED = 8
+# What the checkpoint holds is compared with it, before the first step.
+_COMPARED_ELSEWHERE = ("params",)
 # The training has the processor for most of the time while files are parsed.
 _REST = 4.0
 _PAUSE = 0.05
@@ -175,7 +177,8 @@ class RunManifest:
         code = dict(self._facts.get("code", {}))
         code |= hash_absent(before.get("code", {}), code)
         self._facts["code"] = code
-        self.changes = compare_facts(before, self._facts)
+        found = compare_facts(before, self._facts)
+        self.changes = [each for each in found if each.topic not in _COMPARED_ELSEWHERE]
         return {}
 
     def _wait(self) -> None:

@@ -74,6 +74,13 @@ def _as_plain(value: Any) -> Any:
     return type_name(type(value))
 
 
+def describe_declared(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return declared parameters as a topic; none for a run that declares nothing."""
+    # No fact is None: it would stand for what was removed.
+    known = {name: "None" if value is None else value for name, value in params.items()}
+    return {"params": _as_plain(known)} if known else {}
+
+
 def _describe_options(options: TrainerOptions) -> dict[str, Any]:
     """Return every option of a trainer as resolved, by name."""
     # Both are arguments of the trainer themselves; the other groups consist of such.
@@ -82,6 +89,8 @@ def _describe_options(options: TrainerOptions) -> dict[str, Any]:
     for group in dataclasses.fields(options):
         value = _as_plain(getattr(options, group.name))
         found |= {group.name: value} if group.name in arguments else value
+    # They are a topic of their own.
+    del found["params"]
     found |= {"train_unit": found.pop("unit"), "gpus": options.engine.gpu_ids}
     return {name: value for name, value in found.items() if value is not None}
 

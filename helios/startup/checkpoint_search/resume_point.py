@@ -263,7 +263,8 @@ def _look(
             f"iteration, but there is none in {folder.path}. Omit it to start the run."
         )
     if start.loaded is not None:
-        _check_name(start.loaded, run_name, folder)
+        if not start.is_branch:
+            _check_name(start.loaded, run_name, folder)
         course = find_course(folder, start.loaded, options, safe_types)
         start.loaded, start.rewinds, start.plans = course
         _inherit(start, start.loaded)

@@ -39,9 +39,18 @@ Change: TypeAlias = Literal[
     "data",
     "parameters",
     "code",
+    "params",
 ]
 CHANGEABLE: tuple[str, ...] = get_args(Change)
-"""What ``allow_changes`` may name."""
+"""What ``allow_changes`` may name, besides single parameters."""
+
+PARAMS = "params."
+"""What stands before the name of a parameter in ``allow_changes``."""
+
+
+def allows(allowed: str, param: str) -> bool:
+    """Whether a name in ``allow_changes`` allows another value of a parameter, or of its group."""
+    return f"{PARAMS}{param}.".startswith(f"{allowed}.")
 
 
 @dataclass(frozen=True)
@@ -146,8 +155,12 @@ def _as_changes(given: Any) -> tuple[str, ...]:
     if not isinstance(names, list | tuple | set | frozenset):
         rule = "a tuple of names"
         raise refusal("allow_changes", rule, given, "Omit it for none.")
-    unknown = [name for name in names if name not in CHANGEABLE]
+    unknown = [
+        name
+        for name in names
+        if name not in CHANGEABLE and not (isinstance(name, str) and name.startswith(PARAMS))
+    ]
     if unknown:
-        rule = f"names among {', '.join(CHANGEABLE)}"
+        rule = f"names among {', '.join(CHANGEABLE)}, or such as params.lr"
         raise refusal("allow_changes", rule, unknown, "Correct the names.")
     return tuple(names)

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
+from helios.core.declared_values import flatten_params
 from helios.core.rng import get_default_seed
 from helios.engines.precision import Precision
 from helios.launch.launcher import require_deterministic_cublas
 from helios.schedule import Schedule
 from helios.startup.options.audit_options import Audit
-from helios.startup.options.checkpoint_options import CheckpointOptions
+from helios.startup.options.checkpoint_options import PARAMS, CheckpointOptions, allows
 from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
 from helios.startup.options.logging_options import LoggingOptions
 from helios.startup.options.trial_options import TrialOptions
@@ -38,12 +39,14 @@ class RunOptions:
 
     Attributes:
         seeds: a ``dict`` once checked; empty without ``Trainer(seeds=...)``.
+        params: a flat ``dict`` of plain values once checked.
     """
 
     run_name: str
     random_seed: int | None
     seeds: Any = None
     init: str = "setup"
+    params: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.run_name, str) or any(mark in self.run_name for mark in "/\\\0"):
@@ -53,6 +56,7 @@ class RunOptions:
         if seed is not None and not _is_seed(seed):
             raise refusal("random_seed", "None or an int of 64 bits", seed, "Pass e.g. 42.")
         object.__setattr__(self, "seeds", _as_seeds(self.seeds))
+        object.__setattr__(self, "params", flatten_params(self.params))
         if self.init not in ("setup", "keyed"):
             raise refusal("init", '"setup" or "keyed"', self.init, "Pass one of them.")
 
@@ -160,9 +164,19 @@ class TrainerOptions:
             self._refuse_unsharded()
         if self.engine.gpu_ids and self.numerics.enable_deterministic:
             require_deterministic_cublas()
+        self._check_allowed_params()
         for name, (is_useless, cause) in self._list_useless().items():
             if is_useless:
                 _LOGGER.warning("Trainer(%s=...) has no effect without %s.", name, cause)
+
+    def _check_allowed_params(self) -> None:
+        """Refuse to allow changes of parameters that are not declared."""
+        for name in self.checkpoints.allow_changes:
+            asked = name.removeprefix(PARAMS)
+            if asked != name and not any(allows(name, each) for each in self.run.params):
+                known = ", ".join(f'"{PARAMS}{each}"' for each in self.run.params) or "none"
+                rule = f"declared parameters ({known})"
+                raise refusal("allow_changes", rule, name, "Correct the name.")
 
     def _refuse_unsharded(self) -> None:
         """Refuse options that do not work with sharded models."""

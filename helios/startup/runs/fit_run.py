@@ -15,18 +15,25 @@ import torch
 from helios.checkpoint.capture import Trained, apply
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
+from helios.core.declared_values import stored_params
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
+from helios.ledger.manifest.scrubbing import scrub_table
 from helios.loops.loop_states import LoopStates
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.run_audit import make_audit
 from helios.startup.building.run_evidence import RunEvidence, make_evidence
-from helios.startup.building.start_facts import manifest_facts
+from helios.startup.building.start_facts import describe_declared, manifest_facts
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity, run_rules
+from helios.startup.checkpoint_search.declared_params import (
+    DeclaredParams,
+    begin_params,
+    compare_params,
+)
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
 from helios.startup.checkpoint_search.rewinding import (
     apply_rewinds,
@@ -65,6 +72,7 @@ class FitRun(Run):
         self._start = resume_point.Start()
         self._recorder: run_outputs.FitRecorder | None = None
         self._evidence: RunEvidence | None = None
+        self._params = begin_params({})
         self._stranded: dict[str, str] = {}
         self._seconds = 0.0
 
@@ -77,7 +85,10 @@ class FitRun(Run):
             checkpoints, name, types, run_name=self._name, replicas=self.replicas, share=self._share
         )
         self._start.lock = lock
-        if self._is_finished():
+        is_finished = self._is_finished()
+        self._params = self._compare_params(is_finished=is_finished)
+        if is_finished:
+            self._report_finished()
             # A script that uses the model after fit finds the weights and values of the run's end;
             # what only training needs, such as optimizers, is as setup creates it.
             assert self._start.loaded is not None
@@ -153,14 +164,38 @@ class FitRun(Run):
         loaded = self._start.loaded
         if loaded is None or loaded.sidecar is None or not loaded.sidecar.finished:
             return False
-        if not run_identity.is_still_finished(
+        return run_identity.is_still_finished(
             self.options.schedule, loaded.record, loaded.sidecar.finished
-        ):
-            return False
+        )
+
+    def _report_finished(self) -> None:
+        loaded = self._start.loaded
+        assert loaded is not None
+        assert loaded.sidecar is not None
         is_passed = run_identity.is_shortened(self.options.schedule, loaded.record.options)
-        reason = loaded.sidecar.finished
+        reason = loaded.sidecar.finished or ""
         run_identity.report_finished(self._name, loaded, reason, is_passed=is_passed)
-        return True
+        self._params.report()
+
+    def _compare_params(self, *, is_finished: bool) -> DeclaredParams:
+        """Compare what rank 0 declares with the checkpoint, before anything is built."""
+        options, loaded = self.options, self._start.loaded
+
+        def compare() -> DeclaredParams:
+            params = scrub_table(options.run.params)
+            if loaded is None:
+                return begin_params(params)
+            return compare_params(
+                params,
+                loaded.record,
+                options.schedule,
+                options.checkpoints.allow_changes,
+                name=self._name,
+                path=loaded.path,
+                is_finished=is_finished,
+            )
+
+        return on_first(self.replicas, compare)
 
     def _find_threads(self, record: Record | None) -> int | None:
         """Return the number of threads that the run began with; ``None`` for a new run."""
@@ -250,7 +285,8 @@ class FitRun(Run):
         )
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         limits = run_identity.limits(self.options.schedule)
-        self._start.definition = identity | limits | {run_rules.KEY: self._start.rules}
+        rules = {run_rules.KEY: self._start.rules}
+        self._start.definition = identity | limits | rules | self._params.options
         self._evidence = self._make_evidence(source, identity, reproducibility)
         if self._evidence is not None:
             self._settings.callback(self._evidence.close)
@@ -293,6 +329,7 @@ class FitRun(Run):
                 **manifest_facts(self.call, source),
                 "processes": {"number": self.replicas.num_processes},
                 "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
+                **describe_declared(stored_params(self._params.options)),
             }
 
         return make_evidence(
@@ -341,6 +378,7 @@ class FitRun(Run):
         )
         check_order(self._start.rewinds, changes, cursor)
         self._start.changes += changes
+        self._start.changes += self._params.report()
         self._start.changes += [str(each.rewind) for each in self._start.plans]
         self._start.changes += run_identity.note_fingerprint(source.description, record.options)
         if record.options.get("length") == identity["length"]:

@@ -51,6 +51,7 @@ class ReplayRun(FitRun):
         # If the run trains meanwhile, processes may have seen different checkpoints.
         self._stretch = on_first(self.replicas, lambda: self._stretch)
         on_each(self.replicas, self._load_start)
+        self._params = self._compare_params(is_finished=False)
         self._train(stack)
         return on_first(self.replicas, self._conclude)
 

@@ -1,0 +1,263 @@
+"""Values that users declare or pass to constructors, as plain data that is stored and compared.
+
+A table of them is flat: names with dots lead to numbers, strings, bools, ``None`` and lists of
+these. Anything longer than a line is stored as its length and a hash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import numbers
+import types
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from helios.errors import ArgumentError
+
+
+class Absent(Enum):
+    """The value of a name that only the other side has."""
+
+    ABSENT = "not set"
+
+
+ABSENT = Absent.ABSENT
+
+_MAX_DEPTH = 20
+_MAX_LENGTH = 500
+_MAX_MEMBERS = 100_000
+_NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+
+
+class ValueChange(NamedTuple):
+    """A name whose value differs; on the side that lacks it, it is :data:`ABSENT`."""
+
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def is_contradiction(self) -> bool:
+        """Whether both sides have the name."""
+        return ABSENT not in (self.before, self.after)
+
+    @property
+    def values(self) -> str:
+        """Both values, as ``old -> new``."""
+        before, after = show_value(self.before), show_value(self.after)
+        if before == after:
+            before, after = repr(self.before), repr(self.after)
+        return f"{before} -> {after}"
+
+
+def show_value(value: Any) -> str:
+    """Return a value as text for messages and tables."""
+    if value is ABSENT:
+        return str(ABSENT.value)
+    return str(value) if value != "" else "''"
+
+
+def stored_params(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that a run has declared; empty if it has declared none.
+
+    Args:
+        table: the options of a checkpoint or of its sidecar, or the facts of a manifest.
+    """
+    return dict(table.get("params", {}))
+
+
+def flatten_params(given: Any) -> dict[str, Any]:
+    """Return ``Trainer(params=...)`` as a flat table.
+
+    Args:
+        given: a mapping, a dataclass or a namespace; ``None`` for nothing.
+
+    Raises:
+        ArgumentError: for something else, or for a value that is not plain.
+    """
+    if given is None:
+        return {}
+    table = _as_table(given)
+    if table is None:
+        raise ArgumentError(
+            "Trainer(params=...) must be a mapping, a dataclass or a namespace, got "
+            f"{type(given).__name__}. Pass e.g. {{'lr': 0.1}} or vars(config)."
+        )
+    try:
+        return _flatten(_Describing(_convert_declared).describe(table))
+    except _UnsuitableError as error:
+        where = ".".join(error.path)
+        raise ArgumentError(
+            f"Trainer(params=...) must hold numbers, strings, bools, None, enums, paths, and "
+            f"containers of these, got a {type(error.value).__name__} as params.{where}. Leave it "
+            "out, or pass what defines it."
+        ) from None
+
+
+def describe_given(given: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return arguments of a constructor as a flat table: what is not plain, by its class.
+
+    Args:
+        given: the arguments by name.
+        convert: returns what stands for a value that is not plain, or the value.
+    """
+
+    def by_class(value: Any) -> Any:
+        found = convert(value)
+        if found is not value:
+            return found
+        return _qualified_name(type(value))
+
+    return _flatten(_Describing(by_class).describe(dict(given)))
+
+
+def compare_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ValueChange]:
+    """Return the names whose values differ in two flat tables."""
+    names = dict.fromkeys([*before, *after])
+    pairs = [ValueChange(name, before.get(name, ABSENT), after.get(name, ABSENT)) for name in names]
+    return [each for each in pairs if not _is_same(each.before, each.after)]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    # NaN is equal to itself here.
+    if ABSENT in (one, other):
+        return one is other
+    return bool(one == other) or json.dumps(one) == json.dumps(other)
+
+
+class _UnsuitableError(Exception):
+    """A value that is not plain, and where it is."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+        self.path: tuple[str, ...] = ()
+
+
+class _Describing:
+    """Turns one value into plain data.
+
+    Args:
+        convert: returns what stands for a value that is not plain.
+    """
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        self._convert = convert
+        self._left = _MAX_MEMBERS
+
+    def describe(self, value: Any, depth: int = 0) -> Any:
+        if isinstance(value, Enum):
+            return f"{type(value).__qualname__}.{value.name}"
+        if value is None or isinstance(value, bool | int | float | str):
+            return _as_builtin(value)
+        if isinstance(value, numbers.Number | np.generic):
+            return str(value) if isinstance(value, complex) else _as_builtin(_item(value))
+        if isinstance(value, _NAMED):
+            return _qualified_name(value)
+        if isinstance(value, functools.partial):
+            given = {str(number): each for number, each in enumerate(value.args)}
+            value = {"function": value.func, **given, **value.keywords}
+        if not isinstance(value, dict | list | tuple | set | frozenset):
+            found = self._convert(value)
+            return self.describe(found, depth + 1) if isinstance(found, dict | list) else found
+        self._left -= len(value)
+        if depth > _MAX_DEPTH or self._left < 0:
+            return f"{type(value).__name__} of {len(value)}"
+        if isinstance(value, dict):
+            return {str(key): self._member(str(key), each, depth) for key, each in value.items()}
+        members = [self._member(str(index), each, depth) for index, each in enumerate(value)]
+        return sorted(members, key=repr) if isinstance(value, set | frozenset) else members
+
+    def _member(self, key: str, value: Any, depth: int) -> Any:
+        try:
+            return self.describe(value, depth + 1)
+        except _UnsuitableError as error:
+            error.path = (key, *error.path)
+            raise
+
+
+def _convert_declared(value: Any) -> Any:
+    """Return what stands for a value of ``params``.
+
+    Raises:
+        _UnsuitableError: if nothing does.
+    """
+    table = _as_table(value)
+    if table is not None:
+        return table
+    if isinstance(value, PurePath | torch.dtype | torch.device):
+        return str(value)
+    # Such as the lists of OmegaConf.
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [*value]
+    raise _UnsuitableError(value)
+
+
+def _as_table(value: Any) -> dict[str, Any] | None:
+    """Return the entries of what has names; ``None`` for anything else."""
+    if isinstance(value, Mapping):
+        return {str(name): each for name, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if isinstance(value, Namespace | types.SimpleNamespace):
+        return dict(vars(value))
+    return None
+
+
+def _as_builtin(value: Any) -> Any:
+    """Return a number or string of a subclass as what it is: files hold no others."""
+    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return value if kind is None or type(value) is kind else kind(value)
+
+
+def _item(value: Any) -> Any:
+    found = value.item() if isinstance(value, np.generic) else value
+    return found if isinstance(found, bool | int | float | str) else str(found)
+
+
+def _qualified_name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in _entries("", table):
+        if name in found:
+            raise ArgumentError(
+                f"Trainer(params=...) must have each name once, got {name!r} both as a key with a "
+                "dot and as a nested one. Rename one of them."
+            )
+        found[name] = _shorten(value)
+    return found
+
+
+def _entries(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, list) and any(_holds_table(each) for each in value):
+        value = {str(index): each for index, each in enumerate(value)}
+    if not isinstance(value, dict):
+        yield prefix, value
+        return
+    for name, each in value.items():
+        yield from _entries(f"{prefix}.{name}" if prefix else name, each)
+
+
+def _holds_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_table, value)))
+
+
+def _shorten(value: Any) -> Any:
+    text = json.dumps(value)
+    if len(text) <= _MAX_LENGTH:
+        return value
+    mark = hashlib.sha256(text.encode()).hexdigest()[:12]
+    what = f"list of {len(value)}" if isinstance(value, list) else f"{len(text)} characters"
+    return f"{what} ({mark})"

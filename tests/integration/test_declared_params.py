@@ -1,0 +1,394 @@
+"""``Trainer(params=...)``: what is declared defines the run, and a contradiction stops a start."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import json
+import logging
+import math
+import os
+import shutil
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import helios
+from helios.core.declared_values import compare_values, flatten_params, stored_params
+from helios.errors import ArgumentError, RunMismatchError
+from tests.support.kills import run_in_child
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=4)
+        self._train_dataset = self._create_dataset(list(torch.linspace(-1, 1, 8)), params)
+
+
+class Line(helios.Model):
+    def __init__(self, name: str = "line") -> None:
+        super().__init__(name)
+        self.trained: list[int] = []
+
+    unsaved = ("trained",)
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def train_step(self, batch: torch.Tensor, state: helios.TrainingState) -> torch.Tensor:
+        self.trained.append(state.global_iteration)
+        return self.net(batch.unsqueeze(1).float()).square().mean()
+
+
+def fit(
+    root: Path, total: int, params: Any = None, *, name: str = "line", **options: Any
+) -> list[int]:
+    """Train, and return the iterations of this start."""
+    chosen = {"train_unit": "iteration", "chkpt_frequency": 1} | options
+    trainer = helios.Trainer(
+        total_steps=total,
+        chkpt_root=root,
+        use_cpu=True,
+        print_banner=False,
+        params=params,
+        **chosen,
+    )
+    model = Line(name)
+    trainer.fit(model, Data())
+    return model.trained
+
+
+def newest_options(root: Path, name: str = "line") -> dict[str, Any]:
+    """Return what the newest sidecar says of the run's options."""
+    paths = (root / name).glob("*_iter_*.json")
+    newest = max(paths, key=lambda path: int(path.stem.rpartition("_")[2]))
+    found: dict[str, Any] = json.loads(newest.read_text())["options"]
+    return found
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class Net:
+    width: int = 8
+    bias: bool = True
+
+
+def base() -> dict[str, Any]:
+    return {
+        "lr": 3e-3,
+        "epochs": 3,
+        "decay": 0.0,
+        "amp": False,
+        "name": "adam",
+        "note": None,
+        "color": Color.RED,
+        "layers": [1, 2, 3],
+        "betas": (0.9, 0.999),
+        "tags": {"b", "a"},
+        "root": Path("data"),
+        "dtype": torch.float32,
+        "act": nn.ReLU,
+        "init": nn.init.zeros_,
+        "net": Net(),
+        "opt": {"kind": "sgd", "group": {"lr": 1.0}},
+        "blocks": [{"width": 4}, {"width": 8}],
+        "space": types.SimpleNamespace(low=0, high=math.inf),
+        "ids": list(range(1000)),
+        "text": "x" * 2000,
+        "empty": "",
+        "flag": "1",
+        "nothing": math.nan,
+        "yaml": {"a": {"b": [1, {"c": 2}]}},
+    }
+
+
+CHANGES: list[tuple[str, Any, str]] = [
+    ("lr", 1e-3, "params.lr: 0.003 -> 0.001"),
+    ("epochs", 4, "params.epochs: 3 -> 4"),
+    ("decay", 1e-9, "params.decay: 0.0 -> 1e-09"),
+    ("amp", True, "params.amp: False -> True"),
+    ("name", "sgd", "params.name: adam -> sgd"),
+    ("note", 0, "params.note: None -> 0"),
+    ("note", "None", "params.note: None -> 'None'"),
+    ("color", Color.BLUE, "params.color: Color.RED -> Color.BLUE"),
+    ("layers", [1, 3, 2], "params.layers: [1, 2, 3] -> [1, 3, 2]"),
+    ("layers", [], "params.layers: [1, 2, 3] -> []"),
+    ("betas", (0.9, 0.99), "params.betas: [0.9, 0.999] -> [0.9, 0.99]"),
+    ("tags", {"a"}, "params.tags: ['a', 'b'] -> ['a']"),
+    ("root", Path("b"), "params.root: data -> b"),
+    ("dtype", torch.bfloat16, "params.dtype: torch.float32 -> torch.bfloat16"),
+    ("act", nn.GELU, "params.act: torch.nn.modules.activation.ReLU -> torch.nn"),
+    ("init", nn.init.ones_, "params.init: torch.nn.init.zeros_ -> torch.nn.init.ones_"),
+    ("net", Net(16), "params.net.width: 8 -> 16"),
+    ("opt", {"kind": "sgd", "group": {"lr": 2.0}}, "params.opt.group.lr: 1.0 -> 2.0"),
+    ("blocks", [{"width": 4}, {"width": 9}], "params.blocks.1.width: 8 -> 9"),
+    ("space", types.SimpleNamespace(low=0, high=2), "params.space.high: inf -> 2"),
+    ("ids", list(range(1, 1001)), "params.ids: list of 1000 ("),
+    ("text", "x" * 2000 + "y", "params.text: 2002 characters ("),
+    ("empty", "a", "params.empty: '' -> a"),
+    ("flag", 1, "params.flag: '1' -> 1"),
+    ("nothing", 0.0, "params.nothing: nan -> 0.0"),
+    ("yaml", {"a": {"b": [1, {"c": 3}]}}, "params.yaml.a.b.1.c: 2 -> 3"),
+]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("begun")
+    fit(folder, 3, base())
+    return folder
+
+
+@pytest.mark.shows("P131")
+@pytest.mark.parametrize(("name", "value", "text"), CHANGES)
+def test_another_declared_value_stops_an_unfinished_and_a_finished_run(
+    name: str, value: Any, text: str, begun: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    names = sorted(path.name for path in (tmp_path / "line").iterdir())
+    for total in (6, 3):
+        with pytest.raises(RunMismatchError) as raised:
+            fit(tmp_path, total, base() | {name: value})
+        assert text in str(raised.value)
+    assert sorted(path.name for path in (tmp_path / "line").iterdir()) == names
+
+
+def test_equal_values_in_another_form_do_not_stop_a_run(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
+    same = base() | {
+        "epochs": 3.0,
+        "layers": (1, 2, 3),
+        "net": {"bias": True, "width": 8},
+        "opt": argparse.Namespace(group=types.SimpleNamespace(lr=1), kind="sgd"),
+        "root": "data",
+    }
+    assert fit(tmp_path, 4, dict(reversed(same.items()))) == [4]
+
+
+@pytest.mark.parametrize("allowed", ["params", "params.lr", "params.opt", "params.opt.lr"])
+def test_an_allowed_change_goes_on_and_is_recorded(
+    allowed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nested = allowed.startswith("params.opt")
+    before, after = ({"opt": {"lr": lr}} if nested else {"lr": lr} for lr in (0.1, 0.2))
+    fit(tmp_path, 2, before)
+    assert fit(tmp_path, 4, after, allow_changes=(allowed,)) == [3, 4]
+    name = "opt.lr" if nested else "lr"
+    assert f"as allowed: params.{name}: 0.1 -> 0.2." in capsys.readouterr().err
+    assert stored_params(newest_options(tmp_path)) == {name: 0.2}
+    assert [each["params"] for each in newest_options(tmp_path)["params_history"]] == [
+        {name: 0.1},
+        {name: 0.2},
+    ]
+    # From then on the new value defines the run.
+    with pytest.raises(RunMismatchError, match=r"0\.2 -> 0\.1"):
+        fit(tmp_path, 5, before)
+
+
+@pytest.mark.shows("P131")
+def test_a_finished_run_is_never_relabelled(tmp_path: Path) -> None:
+    fit(tmp_path, 3, {"lr": 0.1})
+    before = newest_options(tmp_path)
+    with pytest.raises(RunMismatchError, match=r"Nothing is left to train.*0\.1 -> 0\.2"):
+        fit(tmp_path, 3, {"lr": 0.2}, allow_changes=("params",))
+    assert newest_options(tmp_path) == before
+    assert fit(tmp_path, 3, {"lr": 0.1}) == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
+def test_a_run_that_was_killed_at_its_end_is_not_relabelled(tmp_path: Path) -> None:
+    def killed() -> None:
+        from helios.checkpoint.store import RunFolder
+
+        def die(*_: object) -> None:
+            os.kill(os.getpid(), 9)
+
+        RunFolder.mark_finished = die  # type: ignore[assignment]
+        fit(tmp_path, 3, {"lr": 0.1})
+
+    assert run_in_child(killed, tmp_path / "outcome") == -9
+    with pytest.raises(RunMismatchError, match="Nothing is left to train"):
+        fit(tmp_path, 3, {"lr": 0.2}, allow_changes=("params",))
+
+
+@pytest.mark.shows("P131")
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+def test_a_script_in_stages_is_compared_with_the_values_that_held(
+    unit: str, tmp_path: Path
+) -> None:
+    stages = [(2, {"lr": 0.1}), (4, {"lr": 0.2, "new": 1}), (6, {"lr": 0.3})]
+
+    def script() -> list[int]:
+        options: dict[str, Any] = {"train_unit": unit, "allow_changes": ("params.lr",)}
+        return [len(fit(tmp_path, total, params, **options)) for total, params in stages]
+
+    length = {"iteration": 1, "epoch": 2}[unit]
+    assert script() == [2 * length] * 3
+    assert script() == [0, 0, 0]
+    stages[1] = (4, {"lr": 0.25})
+    with pytest.raises(RunMismatchError, match=r"params.lr: 0.2 -> 0.25"):
+        script()
+
+
+def test_a_killed_script_in_stages_goes_on(tmp_path: Path) -> None:
+    fit(tmp_path, 2, {"lr": 0.1})
+    fit(tmp_path, 5, {"lr": 0.2}, allow_changes=("params",))
+    # As a kill leaves it: no mark of an end.
+    newest = max((tmp_path / "line").glob("*_iter_*.pth"), key=lambda path: path.stem[-1])
+    for path in (newest, newest.with_suffix(".json")):
+        path.unlink()
+    assert fit(tmp_path, 2, {"lr": 0.1}, allow_changes=("params",)) == []
+    assert stored_params(newest_options(tmp_path)) == {"lr": 0.2}
+    assert fit(tmp_path, 5, {"lr": 0.2}, allow_changes=("params",)) == [5]
+
+
+def test_a_name_on_one_side_is_said_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, 2, {"lr": 0.1, "old": 1})
+    capsys.readouterr()
+    assert fit(tmp_path, 4, {"lr": 0.1, "new": 2}) == [3, 4]
+    said = [line for line in capsys.readouterr().err.splitlines() if "params=" in line]
+    assert len(said) == 1
+    assert "INFO" in said[0]
+    assert "adds new=2 and no longer has old=1" in said[0]
+    assert stored_params(newest_options(tmp_path)) == {"lr": 0.1, "new": 2}
+
+
+def test_a_branch_is_compared_with_the_file_that_it_starts_from(tmp_path: Path) -> None:
+    fit(tmp_path / "a", 3, {"lr": 0.1})
+    origin = tmp_path / "a" / "line" / "line_epoch_1_iter_2.pth"
+    with pytest.raises(RunMismatchError, match=r"params.lr: 0.1 -> 0.2"):
+        fit(tmp_path / "b", 4, {"lr": 0.2}, resume=origin, name="other")
+    options: dict[str, Any] = {"resume": origin, "allow_changes": ("params",)}
+    assert fit(tmp_path / "b", 4, {"lr": 0.2}, name="other", **options) == [3, 4]
+    assert fit(tmp_path / "b", 5, {"lr": 0.2}, name="other", **options) == [5]
+
+
+def _remove_params(root: Path) -> None:
+    """Make the checkpoints those of a release that did not store parameters."""
+    from helios.checkpoint import loading
+    from helios.checkpoint.sidecar import Sidecar
+    from helios.storage import codec
+
+    for path in (root / "line").glob("*_iter_*.pth"):
+        found = loading.load(path, [])
+        payload = found.record.to_payload()
+        payload["options"] = {
+            name: value
+            for name, value in payload["options"].items()
+            if not name.startswith(("params", "found"))
+        }
+        digest = codec.write_file(path, payload, hashes=True)
+        sidecar = found.sidecar
+        assert isinstance(sidecar, Sidecar)
+        changed = dataclasses.replace(sidecar, digest=digest, options=payload["options"])
+        path.with_suffix(".json").write_text(changed.to_json())
+
+
+def test_a_run_of_an_earlier_release_says_once_that_it_cannot_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, 2)
+    _remove_params(tmp_path)
+    capsys.readouterr()
+    assert fit(tmp_path, 4, {"lr": 0.1}) == [3, 4]
+    assert capsys.readouterr().err.count("unknown before iteration 2") == 1
+    assert fit(tmp_path, 5, {"lr": 0.1}) == [5]
+    assert "unknown before" not in capsys.readouterr().err
+    with pytest.raises(RunMismatchError, match=r"0\.1 -> 0\.2"):
+        fit(tmp_path, 6, {"lr": 0.2})
+
+
+def test_secrets_are_stored_nowhere(tmp_path: Path) -> None:
+    secret = "hunter2-hunter2"
+    params = {
+        "api_key": secret,
+        "db": {"password": secret, "url": f"https://me:{secret}@host/x"},
+        "max_tokens": 5,
+    }
+    fit(tmp_path, 2, params)
+    stored = stored_params(newest_options(tmp_path))
+    assert stored["api_key"] == stored["db.password"] == "***"
+    assert stored["max_tokens"] == 5
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert secret.encode() not in path.read_bytes(), path
+
+
+def test_the_manifest_has_the_parameters(tmp_path: Path) -> None:
+    fit(tmp_path, 2, {"lr": 0.1, "note": None})
+    manifest = json.loads((tmp_path / "line" / "run.json").read_text())
+    facts = manifest["sections"][0]["facts"] if "sections" in manifest else manifest
+    assert '"params": {"lr": 0.1, "note": "None"}' in json.dumps(facts)
+
+
+@pytest.mark.parametrize("given", [argparse.Namespace(a=1), {"a": 1}, types.SimpleNamespace(a=1)])
+def test_mappings_and_namespaces_are_flattened(given: Any) -> None:
+    assert flatten_params(given) == {"a": 1}
+
+
+class Config(Mapping[str, Any]):
+    """As OmegaConf's: a mapping that is no dict."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def test_any_mapping_is_flattened() -> None:
+    config = Config(net=Config(width=3), sizes=[1, 2])
+    assert flatten_params(config) == {"net.width": 3, "sizes": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (3, "got int"),
+        ([1], "got list"),
+        ({"a": {"b": nn.Linear(1, 1)}}, "got a Linear as params.a.b"),
+        ({"a": [1, torch.zeros(1)]}, "got a Tensor as params.a.1"),
+        ({"a": {"b": 1}, "a.b": 2}, "'a.b'"),
+    ],
+)
+def test_what_is_not_plain_is_refused_with_its_name(given: Any, text: str) -> None:
+    with pytest.raises(ArgumentError, match=r"Trainer\(params=") as raised:
+        helios.Trainer(params=given)
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["params.rl", "params.", "parms.lr", 3])
+def test_a_typo_in_allow_changes_is_refused(name: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="allow_changes"):
+        fit(tmp_path, 1, {"lr": 0.1}, allow_changes=(name,))
+
+
+def test_differences_name_both_values() -> None:
+    (found,) = compare_values({"a": 1, "b": math.nan}, {"a": "1", "b": math.nan})
+    assert (found.name, found.values, found.is_contradiction) == ("a", "1 -> '1'", True)
+
+
+def test_nothing_declared_changes_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, 1)
+    with caplog.at_level(logging.INFO, logger="helios"):
+        fit(tmp_path, 2)
+    assert "params" not in caplog.text
