@@ -190,9 +190,7 @@ class Trainer:
         params: Any = None,
     ) -> None:
         self._options = TrainerOptions(
-            run=RunOptions(
-                run_name=run_name, random_seed=random_seed, seeds=seeds, init=init, params=params
-            ),
+            run=RunOptions(run_name, random_seed, seeds=seeds, init=init, params=params),
             registry=RegistryOptions(src_root=src_root, import_prefix=import_prefix),
             schedule=make_schedule(
                 train_unit=train_unit,
