@@ -241,7 +241,7 @@ def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entries(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, list) and any(_holds_table(each) for each in value):
+    if isinstance(value, list) and any(_contains_table(each) for each in value):
         value = {str(index): each for index, each in enumerate(value)}
     if not isinstance(value, dict):
         yield prefix, value
@@ -250,8 +250,8 @@ def _entries(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _entries(f"{prefix}.{name}" if prefix else name, each)
 
 
-def _holds_table(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_table, value)))
+def _contains_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_contains_table, value)))
 
 
 def _shorten(value: Any) -> Any:
