@@ -150,7 +150,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.shows("P131")
+@pytest.mark.shows("P121")
 @pytest.mark.parametrize(("name", "value", "text"), CHANGES)
 def test_another_declared_value_stops_an_unfinished_and_a_finished_run(
     name: str, value: Any, text: str, begun: Path, tmp_path: Path
@@ -196,7 +196,7 @@ def test_an_allowed_change_goes_on_and_is_recorded(
         fit(tmp_path, 5, before)
 
 
-@pytest.mark.shows("P131")
+@pytest.mark.shows("P121")
 def test_a_finished_run_is_never_relabelled(tmp_path: Path) -> None:
     fit(tmp_path, 3, {"lr": 0.1})
     before = newest_options(tmp_path)
@@ -222,7 +222,7 @@ def test_a_run_that_was_killed_at_its_end_is_not_relabelled(tmp_path: Path) -> N
         fit(tmp_path, 3, {"lr": 0.2}, allow_changes=("params",))
 
 
-@pytest.mark.shows("P131")
+@pytest.mark.shows("P121")
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_script_in_stages_is_compared_with_the_values_that_held(
     unit: str, tmp_path: Path
