@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from helios.best import Validation
 from helios.checkpoint.capture import capture
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
@@ -178,6 +179,28 @@ class Session(LiveRun):
     def log_scores(self) -> None:
         """Log the validation scores that are single numbers."""
         self.log({f"valid/{name}": score for name, score in as_numbers(self.model.metrics).items()})
+
+    def judge_scores(self) -> bool:
+        """Judge the validation that has ended, whether it is one of the best, and log its scores.
+
+        The scores of rank 0 decide in all processes. One of the best is saved at the safe point of
+        the same boundary, if the rule says so.
+
+        Returns:
+            Whether ``have_metrics_improved`` returned True in any process.
+        """
+        own = bool(self.model.have_metrics_improved()), as_numbers(self.model.metrics)
+        judgements = self.replicas.gather_objects(own)
+        has_improved = any(improved for improved, _ in judgements)
+        validation = Validation(self.state.global_iteration, judgements[0][1])
+        is_among = self.best.judge(validation, has_improved=has_improved)
+        if is_among and self.best.rule is not None and self.best.rule.saves:
+            self.agreed.is_checkpoint_wanted = True
+        if self.recorder is not None:
+            self.recorder.show_scores(
+                validation.scores, self.state, has_improved=has_improved, best=self.best
+            )
+        return has_improved
 
     def save(self) -> None:
         """Write a checkpoint of this safe point, if the run saves and it is not written yet."""

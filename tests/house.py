@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "helios"
 
-_VALUES = ("errors", "version", "deferred", "state", "schedule", "protocols")
+_VALUES = ("errors", "version", "deferred", "state", "schedule", "best", "protocols")
 _TOOLS = (*_VALUES, "core", "distributed", "storage")
 # Every room, from the lowest to the highest, with the rooms that it may import: only rooms above
 # it in this table, so that there is no cycle.
@@ -30,6 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "deferred": (),
     "state": ("errors",),
     "schedule": ("errors", "state"),
+    "best": ("errors",),
     "protocols": ("errors", "state"),
     "core": _VALUES,
     "distributed": _VALUES,

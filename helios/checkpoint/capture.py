@@ -68,6 +68,7 @@ def capture(run: LiveRun) -> Record:
         missing=missing,
         claims=claims,
         owners=owners,
+        best_validations=run.best.as_plain(),
     )
 
 

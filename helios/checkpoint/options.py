@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
+from helios.best import NO_MODE, BestRule, Mode, check_mode
 from helios.errors import ArgumentError, UsageError
 
-_MODES = ("max", "min")
 _ON_SAVE_ERROR = ("continue", "raise")
 
 
@@ -20,14 +20,16 @@ _ON_SAVE_ERROR = ("continue", "raise")
 class KeepBest:
     """Keep the best checkpoints by a validation score: ``CheckpointStore(keep_best=...)``.
 
-    A checkpoint without a validation of its own, or with NaN as its score, is never among the best;
-    of two with the same score the earlier one counts as better. A validation of a training that
-    does not compute the score ends the training with a ``UsageError``.
+    A validation that enters the ``count`` best of the run saves a checkpoint at its safe point,
+    whatever ``chkpt_frequency`` says; without a ``chkpt_frequency`` nothing is saved. A checkpoint
+    without a validation of its own, or with a score that is not finite, is never among the best; of
+    two with the same score the earlier one counts as better. A validation of a training that does
+    not compute the score ends the training with a ``UsageError``.
 
     Attributes:
         count: how many to keep.
         metric: name of the score in the model's ``_val_scores``.
-        mode: ``"max"`` if larger is better, ``"min"`` if smaller is.
+        mode: ``"min"`` if small scores are good, ``"max"`` if large ones are; required.
 
     Raises:
         ArgumentError: if a value is out of range.
@@ -35,7 +37,7 @@ class KeepBest:
 
     count: int
     metric: str
-    mode: Literal["min", "max"] = "max"
+    mode: Mode = NO_MODE
 
     def __post_init__(self) -> None:
         if not _is_count(self.count):
@@ -43,9 +45,12 @@ class KeepBest:
         if not isinstance(self.metric, str) or not self.metric:
             remedy = "Pass a name that valid_step returns."
             raise _fail("KeepBest", "metric", "the name of a score", self.metric, remedy)
-        if self.mode not in _MODES:
-            remedy = 'Pass "min" for a loss, "max" for an accuracy.'
-            raise _fail("KeepBest", "mode", '"max" or "min"', self.mode, remedy)
+        check_mode(self.mode, "KeepBest", f'KeepBest({self.count}, "{self.metric}", mode={{}})')
+
+    @property
+    def rule(self) -> BestRule:
+        """What decides which validations are the best."""
+        return BestRule(self.metric, self.mode, self.count, saves=True)
 
     def check_scores(self, scores: Mapping[str, float]) -> None:
         """Check that a validation has computed the score.

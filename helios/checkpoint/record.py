@@ -54,6 +54,8 @@ class Record:
         events: lengths of the event files; ``None`` if they are never truncated.
         ledger: length and hash of the ledger up to here; ``None`` without one.
         rewinds: the rewinds that the run has carried out, the oldest first.
+        best_validations: the best validations so far, and the rule that decides; ``None`` in files
+            of earlier versions.
         migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
         extra: what hooks have added.
     """
@@ -87,6 +89,7 @@ class Record:
     events: dict[str, Any] | None = field(default_factory=dict, metadata=_STAMP)
     ledger: dict[str, Any] | None = field(default=None, metadata=_STAMP)
     rewinds: list[dict[str, Any]] = field(default_factory=list, metadata=_STAMP)
+    best_validations: dict[str, Any] | None = None
     migrated_from: str | None = field(default=None, metadata=_STAMP)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -151,6 +154,7 @@ _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} |
     "ledger": None,
     "mismatches": [],
     "rewinds": [],
+    "best_validations": None,
     "migrated_from": None,
 }
 KEYS = tuple(each.name for each in _FIELDS)

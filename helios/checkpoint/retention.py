@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from helios.best import BestRule, BestValidation, rank_by_score
 from helios.checkpoint.file_names import find_checkpoints, parse, sidecar_path
 from helios.checkpoint.loading import read_sidecar
 from helios.checkpoint.options import CheckpointStore, KeepBest
+from helios.checkpoint.sidecar import Sidecar
+from helios.checkpoint.status import Status
 from helios.errors import CheckpointError
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,6 +34,7 @@ class Entry:
         count: the completed units of the run, according to its sidecar; ``None`` inside an epoch of
             a run that counts epochs, and if unknown.
         metrics: the validation scores in its sidecar.
+        best: the best validation of the run so far, according to its sidecar; ``None`` if unknown.
         is_known: whether its sidecar was read and holds everything that the rules need.
     """
 
@@ -39,6 +43,7 @@ class Entry:
     path: Path
     count: int | None = dataclasses.field(default=None, compare=False)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
+    best: BestValidation | None = dataclasses.field(default=None, compare=False)
     is_known: bool = dataclasses.field(default=False, compare=False)
 
     @property
@@ -72,7 +77,7 @@ def plan(
     if options.keep_every is not None:
         kept |= {entry.path for entry in ranked if _is_multiple(entry, options.keep_every)}
     if options.keep_best is not None:
-        kept |= {entry.path for entry in find_best(ranked, options.keep_best)}
+        kept |= {entry.path for entry in find_best(ranked, options.keep_best.rule)}
     if needs_sidecars(options):
         kept |= {entry.path for entry in ranked if not entry.is_known}
     return [entry for entry in ranked if entry.path not in kept]
@@ -87,18 +92,85 @@ def _is_multiple(entry: Entry, number: int) -> bool:
     return entry.count is not None and entry.count > 0 and entry.count % number == 0
 
 
-def find_best(ranked: Sequence[Entry], rule: KeepBest) -> list[Entry]:
+def find_best(ranked: Sequence[Entry], rule: BestRule) -> list[Entry]:
     """Return the best entries, the best first; of equal ones the earlier counts as better.
+
+    Where the model decides, these are the ones whose own validation was the best when they were
+    saved, the newest first.
 
     Args:
         ranked: entries with their scores, oldest first.
         rule: which score counts, and how many to return.
     """
-    sign = -1.0 if rule.mode == "max" else 1.0
-    scores = [(sign * entry.metrics.get(rule.metric, math.nan), entry) for entry in ranked]
-    # Comparisons with NaN would make the order arbitrary.
-    judged = sorted((score, entry) for score, entry in scores if not math.isnan(score))
-    return [entry for _, entry in judged[: rule.count]]
+    if rule.metric is None or rule.mode is None:
+        best = [each for each in reversed(ranked) if _was_best(each, rule)]
+    else:
+        scored = [(entry.metrics.get(rule.metric, math.nan), entry) for entry in ranked]
+        best = rank_by_score(scored, rule.mode)
+    return best[: rule.count]
+
+
+def _was_best(entry: Entry, rule: BestRule) -> bool:
+    best = entry.best
+    return best is not None and best.iteration == entry.iteration and rule.is_alike(best)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """The checkpoints of a run by their scores.
+
+    The best validation and the best checkpoint are two facts: the best validation may have none.
+
+    Attributes:
+        rule: what decides; ``None`` if nothing does.
+        entries: the checkpoints that it can compare, the best one first.
+        best: the best validation of the run, as its newest checkpoint says; ``None`` if unknown.
+    """
+
+    rule: BestRule | None
+    entries: list[Entry]
+    best: BestValidation | None
+
+    @property
+    def path(self) -> Path | None:
+        """The best checkpoint; ``None`` if there is none."""
+        return self.entries[0].path if self.entries else None
+
+    @property
+    def lacks_best(self) -> bool:
+        """Whether the best validation is known to have no checkpoint here."""
+        if self.best is None:
+            return False
+        return not self.entries or self.entries[0].iteration != self.best.iteration
+
+
+def rank_checkpoints(entries: Iterable[Entry], rule: BestRule | None = None) -> Ranking:
+    """Return the checkpoints of a run by their scores.
+
+    Args:
+        entries: those of one run, completed from their sidecars.
+        rule: what decides; ``None`` for what the run was trained with, as its newest one says.
+    """
+    ranked = sorted(entries)
+    best = next((each.best for each in reversed(ranked) if each.is_known), None)
+    if rule is None and best is not None:
+        rule = best.rule
+    if rule is None:
+        return Ranking(None, [], None)
+    if best is not None and not rule.is_alike(best):
+        best = None
+    scored = find_best(ranked, dataclasses.replace(rule, count=max(1, len(ranked))))
+    return Ranking(rule, scored, best)
+
+
+def rank_files(files: Iterable[Status]) -> Ranking:
+    """Return the good checkpoints among examined files by their scores."""
+    entries = [
+        fill_in(Entry(*status.place, status.path), status.sidecar)
+        for status in files
+        if status.is_good and status.place is not None and status.sidecar is not None
+    ]
+    return rank_checkpoints(entries)
 
 
 class Retention:
@@ -136,7 +208,7 @@ class Retention:
             return
         newest = ranked[-1]
         self._newest = newest.path
-        best = find_best(ranked, dataclasses.replace(rule, count=1))
+        best = find_best(ranked, dataclasses.replace(rule.rule, count=1))
         score = newest.metrics.get(rule.metric)
         if best and best[0] is not newest and best[0].metrics[rule.metric] == score:
             _LOGGER.info(
@@ -157,24 +229,32 @@ def with_sidecar(entry: Entry) -> Entry:
         sidecar = read_sidecar(entry.path)
     except (CheckpointError, OSError):
         return entry
-    if sidecar is None:
-        return entry
+    return entry if sidecar is None else fill_in(entry, sidecar)
+
+
+def fill_in(entry: Entry, sidecar: Sidecar) -> Entry:
+    """Return an entry completed from its sidecar."""
     return dataclasses.replace(
-        entry, count=sidecar.count, metrics=sidecar.metrics, is_known=not sidecar.is_migrated
+        entry,
+        count=sidecar.count,
+        metrics=sidecar.metrics,
+        best=BestValidation.from_plain(sidecar.best),
+        is_known=not sidecar.is_migrated,
     )
 
 
-def find_best_checkpoint(root: Path | None, rule: KeepBest) -> Path | None:
+def find_best_checkpoint(root: Path | None, rule: KeepBest | None = None) -> Path | None:
     """Return the best checkpoint directly in a folder, as its validation scores say.
 
     Args:
         root: the folder that holds the files, ``chkpt_root/<save_name>``; it need not exist.
-        rule: the score that decides; its ``count`` has no effect.
+        rule: the score that decides; its ``count`` has no effect. Omit it for what the run itself
+            was trained with.
 
     Returns:
-        The file or folder; of equal ones the earliest; ``None`` if no sidecar holds the score.
+        The file or folder, which is not that of the best validation if that one has none; of equal
+        ones the earliest; ``None`` if there is no score, or nothing decides.
     """
     found = [] if root is None else find_checkpoints(Path(root))
-    entries = sorted(with_sidecar(Entry(*(parse(path) or (0, 0)), path)) for path in found)
-    best = find_best(entries, dataclasses.replace(rule, count=1))
-    return best[0].path if best else None
+    entries = [with_sidecar(Entry(*(parse(path) or (0, 0)), path)) for path in found]
+    return rank_checkpoints(entries, None if rule is None else rule.rule).path

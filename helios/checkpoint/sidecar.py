@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from helios.best import BestSoFar
 from helios.checkpoint.file_names import SCHEMA
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
@@ -41,11 +42,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "ledger": (dict, type(None)),
     "mismatches": (list,),
     "rewinds": (list,),
+    "best": (dict, type(None)),
 }
 # Keys that earlier versions did not write.
 _OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None} | {
     "mismatches": [],
     "rewinds": [],
+    "best": None,
 }
 
 
@@ -76,6 +79,7 @@ class Sidecar:
         ledger: length and hash of the run's ledger up to here; ``None`` without one.
         mismatches: what audits have found, which lowers the level.
         rewinds: the rewinds that the run has carried out, the oldest first.
+        best: the best validation of the run so far; ``None`` if there is none.
         extra: further entries of a file, kept when it is written again.
     """
 
@@ -99,6 +103,7 @@ class Sidecar:
     ledger: dict[str, Any] | None = None
     mismatches: list[str] = dataclasses.field(default_factory=list)
     rewinds: list[Any] = dataclasses.field(default_factory=list)
+    best: dict[str, Any] | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -123,6 +128,8 @@ class Sidecar:
             is_by_epoch: whether the run counts epochs.
         """
         epoch, iteration = record.place
+        stored = record.best_validations
+        best = None if stored is None else BestSoFar.from_plain(stored).best
         return cls(
             run_name=run_name,
             num_replicas=record.num_replicas,
@@ -139,13 +146,14 @@ class Sidecar:
             ledger=record.ledger,
             mismatches=record.mismatches,
             rewinds=record.rewinds,
+            best=None if best is None else best.as_plain(),
         )
 
     def to_json(self) -> str:
         """Return the text of the file."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
-        for key in ("ledger", "mismatches", "rewinds"):
+        for key in ("ledger", "mismatches", "rewinds", "best"):
             if table[key] in (None, []):
                 del table[key]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from helios.checkpoint.folder_status import FolderStatus, StartOutcome, survey
 from helios.checkpoint.reproducibility import list_missing
+from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.status import Condition, Depth, Status
 from helios.cli import output
 from helios.cli.output import Column
@@ -71,6 +72,7 @@ def _document(folder: FolderStatus) -> dict[str, Any]:
         "is_moved_aside": folder.is_moved_aside,
         "start": None if folder.is_moved_aside else folder.outcome.value,
         "start_path": None if folder.is_moved_aside else start,
+        "best": _best_document(rank_files(folder.files)),
         "files": [output.status_document(status) for status in folder.files],
     }
 
@@ -81,7 +83,8 @@ def _lines(folder: FolderStatus, root: Path) -> list[str]:
         title += "  (moved aside; starts ignore it)"
     rows = [_row(status, folder) for status in folder.files]
     lines = [title, *output.table(_COLUMNS, rows, output.terminal_width())]
-    lines += [] if folder.is_moved_aside else [*_reasons(folder), *_losses(folder)]
+    if not folder.is_moved_aside:
+        lines += [*_best(folder), *_reasons(folder), *_losses(folder)]
     if (
         folder.outcome is StartOutcome.REFUSES
         and folder.start is None
@@ -89,6 +92,24 @@ def _lines(folder: FolderStatus, root: Path) -> list[str]:
     ):
         lines.append("A start of fit stops with an error: all checkpoints here are damaged.")
     return lines
+
+
+def _best(folder: FolderStatus) -> list[str]:
+    """Return the best validation of the run, and the best checkpoint."""
+    ranking = rank_files(folder.files)
+    if ranking.best is None:
+        return []
+    if not ranking.lacks_best:
+        return [f"best: {ranking.best}: {ranking.entries[0].path.name}"]
+    name = "none" if ranking.path is None else ranking.path.name
+    return [f"best: {ranking.best}, without a checkpoint; best checkpoint: {name}"]
+
+
+def _best_document(ranking: Ranking) -> dict[str, Any] | None:
+    if ranking.best is None:
+        return None
+    path = None if ranking.path is None else str(ranking.path)
+    return {**ranking.best.as_plain(), "path": path, "has_checkpoint": not ranking.lacks_best}
 
 
 def _reasons(folder: FolderStatus) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from helios.best import BestSoFar
 from helios.core.text import as_number
 from helios.data.interfaces import Source
 from helios.engines.engine import Engine
@@ -83,9 +84,14 @@ class Recorder(Protocol):
         ...
 
     def show_scores(
-        self, scores: Mapping[str, float], state: TrainingState, *, has_improved: bool
+        self,
+        scores: Mapping[str, float],
+        state: TrainingState,
+        *,
+        has_improved: bool,
+        best: BestSoFar,
     ) -> None:
-        """Log the scores of a validation, by name."""
+        """Log the scores of a validation, by name, and the best ones so far."""
         ...
 
     def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
@@ -124,6 +130,7 @@ class LiveRun:
         obstacles: findings in training that bind the run to its number of processes.
         unshared: paths of what each replica changes in the model on its own.
         mismatches: what audits have found.
+        best: the best validations so far.
         is_repeating: whether a step is computed a second time, which must leave no trace.
         plugin_states: states of the plugins, by id.
         replicas: the replicas of the run, and which process runs which.
@@ -154,6 +161,7 @@ class LiveRun:
     obstacles: list[str] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
+    best: BestSoFar = field(default_factory=BestSoFar)
     is_repeating: bool = False
     plugin_states: States = field(init=False)
     replicas: Replicas = field(init=False)

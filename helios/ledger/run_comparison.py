@@ -132,8 +132,8 @@ def _read_numbers(run: RunFacts) -> Iterator[tuple[str, float]]:
     best = run.find_best()
     for name, values in run.find_scores().items():
         yield f"{name} (last)", values[-1][1]
-        if best is not None and name in best["scores"]:
-            yield f"{name} (best)", best["scores"][name]
+        if best is not None and name in best.scores:
+            yield f"{name} (best)", best.scores[name]
     if run.ledger is not None:
         for name, loss in read_last_losses(run.ledger).items():
             yield f"{name} (loss of the last iteration)", loss

@@ -9,7 +9,8 @@ of a start           ``time``, ``iteration`` that it continues from, ``host``, `
 of a stretch         ``time``, last ``iteration``, ``iterations`` and ``seconds`` since the line
                      before, with validations and saves; ``memory`` and ``gpu_memory`` in bytes:
                      the most that this process, and PyTorch on its GPU, has used so far
-of a validation      ``time``, ``iteration``, ``scores``, and ``improved`` if they have
+of a validation      ``time``, ``iteration``, ``scores``, ``improved`` if they have, and the
+                     ``best`` validation so far; null if there is none
 ===================  =======================================================================
 
 A stretch takes at least a second and a 100th of the time since the start, so the file stays
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from helios.best import BestValidation
 from helios.core.text import find_peak_memory
 from helios.ledger.event_file import EventFile, now, read_event_file
 from helios.ledger.lineage import host
@@ -78,7 +80,12 @@ class Timing:
             self._write()
 
     def add_scores(
-        self, iteration: int, scores: Mapping[str, float], *, has_improved: bool
+        self,
+        iteration: int,
+        scores: Mapping[str, float],
+        *,
+        has_improved: bool,
+        best: BestValidation | None,
     ) -> None:
         """Write the scores of a validation; without any nothing is written."""
         if not self._is_open or not scores:
@@ -86,7 +93,8 @@ class Timing:
         # JSON has neither infinities nor NaN.
         plain = {name: x if math.isfinite(x) else repr(x) for name, x in scores.items()}
         line: dict[str, Any] = {"time": now(), "iteration": iteration, "scores": plain}
-        self._file.append(line | ({"improved": True} if has_improved else {}))
+        line |= {"improved": True} if has_improved else {}
+        self._file.append(line | {"best": None if best is None else best.as_plain()})
 
     def close(self) -> None:
         """Write the line of the last stretch."""

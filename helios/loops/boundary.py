@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import helios.schedule as due
-from helios.core.text import as_numbers
 from helios.session import Session
 from helios.state import Phase
 
@@ -121,11 +120,7 @@ class Boundary:
             session.schedulers.after_validation(session.model.metrics)
         session.log_scores()
         session.state.end_validation()
-        (has_improved,) = session.replicas.agree(bool(session.model.have_metrics_improved()))
-        session.state.record_improvement(has_improved=has_improved)
-        if session.recorder is not None:
-            scores = as_numbers(session.model.metrics)
-            session.recorder.show_scores(scores, session.state, has_improved=has_improved)
+        session.state.record_improvement(has_improved=session.judge_scores())
         return True
 
     def _pass_safe_point(self, *, is_due: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from helios.best import Mode
 from helios.core.signatures import read_signature
 from helios.errors import ArgumentError, UsageError
 
@@ -140,6 +141,13 @@ class Schedulers:
                     f"ReduceLROnPlateau, got {interval!r}. Set scheduler_interval = "
                     f'{{{path!r}: "validation:<metric>"}} with a key of the validation scores.'
                 )
+
+    def find_plateaus(self) -> Iterator[tuple[str, str, Mode]]:
+        """Yield each ``ReduceLROnPlateau`` that follows a metric: its path, metric and mode."""
+        for path, interval in self._intervals.items():
+            scheduler = self._schedulers[path]
+            if interval.startswith(_VALIDATION) and isinstance(scheduler, ReduceLROnPlateau):
+                yield path, interval[len(_VALIDATION) :], scheduler.mode
 
     @property
     def has_intervals_but_step(self) -> bool:

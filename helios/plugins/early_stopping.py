@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from helios.best import NO_MODE, Mode, check_mode, is_better
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 
@@ -23,18 +24,19 @@ class EarlyStopping(Plugin):
     """Ends the run regularly when a validation score no longer improves.
 
     The score is read after each validation of a training, from the model's ``metrics``, after the
-    model's own ``on_validation_end``. One that equals the best score counts as no improvement, and
-    so does one that is not finite; both are logged. Sanity checks and ``Trainer.validate`` do not
-    count.
+    model's own ``on_validation_end``; that of rank 0 decides in all processes. One that equals the
+    best score counts as no improvement, and so does one that is not finite; both are logged. Sanity
+    checks and ``Trainer.validate`` do not count.
 
     If you extend a run that this plugin has ended, its patience starts over, and the best score
     stays; if the run ended for another reason, the count continues.
 
     Args:
         metric: name of the score.
-        mode: ``"min"`` if small scores are good, ``"max"`` if large ones are.
+        mode: ``"min"`` if small scores are good, ``"max"`` if large ones are; required.
         patience: end the run after that many validations in a row without improvement.
-        min_delta: a score must be better than the best one by more than this.
+        min_delta: an improvement is a score that is better by more than this than the last
+            improvement. It only counts patience: any better score is the best one.
         threshold: end the run as soon as the score is at least as good as this; ``None`` for never.
         stop_on_nan: end the run at a score that is not finite.
         plug_id: unique id of the plugin.
@@ -44,13 +46,13 @@ class EarlyStopping(Plugin):
         ArgumentTypeError: for a metric that is not a name.
 
     Example:
-        >>> EarlyStopping("loss", patience=3).best is None
+        >>> EarlyStopping("loss", mode="min", patience=3).best is None
         True
     """
 
     _internals: ClassVar[str] = (
-        "_best _count _has_stopped _is_training _metric _min_delta _patience _sign "
-        "_stop_on_nan _threshold"
+        "_best _count _has_stopped _is_training _metric _min_delta _mode _patience _reference "
+        "_sign _stop_on_nan _threshold"
     )
 
     monitor = True
@@ -58,7 +60,7 @@ class EarlyStopping(Plugin):
     def __init__(
         self,
         metric: str,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode = NO_MODE,
         *,
         patience: int,
         min_delta: float = 0.0,
@@ -72,8 +74,8 @@ class EarlyStopping(Plugin):
                 f"EarlyStopping(metric=...) must be the name of a validation score, got {metric!r}."
                 ' Pass e.g. "loss".'
             )
-        if mode not in ("min", "max"):
-            raise _fail("mode", '"min" or "max"', mode, "Pass max if large scores are good.")
+        call = f'EarlyStopping("{metric}", mode={{}}, patience={patience})'
+        check_mode(mode, "EarlyStopping", call)
         if type(patience) is not int or patience < 1:
             raise _fail("patience", "a positive int", patience, "It counts validations.")
         if not _is_finite(min_delta) or min_delta < 0:
@@ -81,6 +83,7 @@ class EarlyStopping(Plugin):
         if threshold is not None and not _is_finite(threshold):
             raise _fail("threshold", "a finite number or None", threshold, "Pass None for never.")
         self._metric = metric
+        self._mode: Mode = mode
         self._sign = 1.0 if mode == "min" else -1.0
         self._patience = patience
         self._min_delta = float(min_delta)
@@ -90,22 +93,23 @@ class EarlyStopping(Plugin):
         self._forget()
 
     @property
-    def monitored(self) -> tuple[str, Literal["min", "max"]]:
+    def monitored(self) -> tuple[str, Mode]:
         """The name of the score, and whether small or large ones are good."""
-        return self._metric, "min" if self._sign > 0 else "max"
+        return self._metric, self._mode
 
     @property
     def best(self) -> float | None:
-        """The best score so far; ``None`` before the first finite one."""
+        """The best finite score so far, whatever ``min_delta`` is; ``None`` before there is one."""
         return self._best
 
     @property
     def count(self) -> int:
-        """Validations since the best score."""
+        """Validations since the last improvement."""
         return self._count
 
     def _forget(self) -> None:
         self._best: float | None = None
+        self._reference: float | None = None
         self._count = 0
         self._has_stopped = False
 
@@ -132,7 +136,7 @@ class EarlyStopping(Plugin):
             )
             self._has_stopped = False
             self._count = 0
-        score = self._read()
+        score = self.context.gather(self._read())[0]
         if not math.isfinite(score):
             _LOGGER.warning(
                 "The validation score %r is %s: plugin %r counts it as no improvement.",
@@ -140,19 +144,21 @@ class EarlyStopping(Plugin):
                 score,
                 self.plug_id,
             )
-        if self._is_better(score):
-            self._best = score
+        if score == self._best:
+            _LOGGER.info(
+                "The validation score %r equals its best value, %s: plugin %r counts it as no "
+                "improvement, and the earlier one stays the best.",
+                self._metric,
+                score,
+                self.plug_id,
+            )
+        if self._is_improvement(score):
+            self._reference = score
             self._count = 0
         else:
             self._count += 1
-            if score == self._best:
-                _LOGGER.info(
-                    "The validation score %r equals its best value, %s: plugin %r counts it as no "
-                    "improvement, and the earlier one stays the best.",
-                    self._metric,
-                    score,
-                    self.plug_id,
-                )
+        if is_better(score, self._best, self._mode):
+            self._best = score
         if reason := self._find_reason(score):
             self._has_stopped = True
             self.context.request_stop(reason)
@@ -162,12 +168,19 @@ class EarlyStopping(Plugin):
         self._is_training = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best score, the count, and whether the run was ended."""
-        return {"best": self._best, "count": self._count, "has_stopped": self._has_stopped}
+        """Return the best score, what patience counts from, and whether the run was ended."""
+        return {
+            "best": self._best,
+            "reference": self._reference,
+            "count": self._count,
+            "has_stopped": self._has_stopped,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._best = state_dict["best"]
+        # Earlier versions knew only the last improvement, and called it the best score.
+        self._reference = state_dict.get("reference", self._best)
         self._count = state_dict["count"]
         self._has_stopped = state_dict["has_stopped"]
 
@@ -189,10 +202,10 @@ class EarlyStopping(Plugin):
             )
         return float(score)
 
-    def _is_better(self, score: float) -> bool:
+    def _is_improvement(self, score: float) -> bool:
         if not math.isfinite(score):
             return False
-        return self._best is None or self._sign * (self._best - score) > self._min_delta
+        return self._reference is None or self._sign * (self._reference - score) > self._min_delta
 
     def _find_reason(self, score: float) -> str:
         """Return why the run should end now; empty if it should not."""
@@ -204,7 +217,7 @@ class EarlyStopping(Plugin):
             return f"{name} has reached {score} (threshold {self._threshold})"
         if self._count >= self._patience:
             return (
-                f"{name} has not improved on {self._best} in {self._count} validations "
+                f"{name} has not improved on {self._reference} in {self._count} validations "
                 f"(patience {self._patience})"
             )
         return ""

@@ -30,7 +30,7 @@ class Usage(NamedTuple):
         ({}, math.inf, math.inf),
         ({"keep_last": 3}, 40, 5),
         ({"keep_last": 3}, 2, 2),
-        ({"keep_last": 1, "keep_best": KeepBest(4, "score")}, 40, 7),
+        ({"keep_last": 1, "keep_best": KeepBest(4, "score", "max")}, 40, 7),
         ({"keep_every": 10}, 40, 7),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_run_that_cannot_fit_is_warned_about(
         ),
         ({"keep_last": 2}, "Keep fewer, with less than 2 in keep_last of CheckpointStore"),
         (
-            {"keep_every": 3, "keep_last": 1, "keep_best": KeepBest(2, "score")},
+            {"keep_every": 3, "keep_last": 1, "keep_best": KeepBest(2, "score", "max")},
             "with more than 3 in keep_every or less than 2 in keep_best of CheckpointStore",
         ),
         ({"keep_last": 1}, "make room, or set chkpt_root to another disk."),

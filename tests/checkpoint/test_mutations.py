@@ -214,7 +214,7 @@ def test_mutated_files_are_never_loaded_wrongly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, has_digest: bool
 ) -> None:
     mutants = Mutants(tmp_path / "run", seed=5 + count, has_digest=has_digest)
-    rules = CheckpointStore(keep_every=100, keep_best=KeepBest(1, "loss"))
+    rules = CheckpointStore(keep_every=100, keep_best=KeepBest(1, "loss", "max"))
     tally: collections.Counter[str] = collections.Counter()
     with little_memory(), warnings.catch_warnings():
         # torch remarks on pickle protocols that a broken byte makes up.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from helios.best import BestRule, BestSoFar, Validation
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import (
     Trained,
@@ -99,6 +100,7 @@ class Run:
 
     def __init__(self, team: Team | None = None) -> None:
         self.state, self.cursor = TrainingState(global_iteration=5), Cursor(epoch=1, batch=2)
+        self.best = BestSoFar(BestRule("loss", "min"), [Validation(4, {"loss": 0.5})])
         self.is_manual: bool | None = False
         self.is_resumed, self.is_discovered = False, True
         self.obstacles, self.unshared = ["an obstacle"], ["meter"]
@@ -227,10 +229,10 @@ def test_a_file_that_says_little_gets_defaults() -> None:
 
 def test_keys_that_say_nothing_are_not_written() -> None:
     absent = {"log_path", "run_path", "events", "ledger", "mismatches", "migrated_from"}
-    absent.add("rewinds")
+    absent |= {"rewinds", "best_validations"}
     assert set(KEYS) - Record.from_payload(LEAST).to_payload().keys() == absent
     says = {"log_path": "a", "run_path": "b", "events": None, "ledger": {}, "migrated_from": ""}
-    says |= {"mismatches": ["a gradient"], "rewinds": [{}]}
+    says |= {"mismatches": ["a gradient"], "rewinds": [{}], "best_validations": {}}
     assert set(KEYS) == Record.from_payload(LEAST | says).to_payload().keys()
 
 

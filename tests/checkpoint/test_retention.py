@@ -26,7 +26,7 @@ def known(iteration: int, count: int | None = None, **metrics: float) -> Entry:
 
 
 ENTRIES = make((1, 5), (1, 10), (2, 11), (10, 12), (9, 99))
-BEST = KeepBest(2, "accuracy")
+BEST = KeepBest(2, "accuracy", "max")
 
 
 def numbers(entries: list[Entry]) -> list[tuple[int, int]]:
@@ -127,10 +127,11 @@ def test_nan_and_a_missing_score_are_never_best(mode: str) -> None:
     assert kept(entries, CheckpointStore(keep_best=KeepBest(4, "loss", mode))) == [3, 6]
 
 
-def test_infinite_scores_have_their_place() -> None:
+@pytest.mark.shows("P122")
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_a_score_that_is_not_finite_is_never_the_best(mode: Any) -> None:
     entries = [known(1, loss=math.inf), known(2, loss=-math.inf), known(3, loss=0.0), known(4)]
-    assert kept(entries, CheckpointStore(keep_best=KeepBest(1, "loss", "max"))) == [1, 4]
-    assert kept(entries, CheckpointStore(keep_best=KeepBest(1, "loss", "min"))) == [2, 4]
+    assert kept(entries, CheckpointStore(keep_best=KeepBest(1, "loss", mode))) == [3, 4]
 
 
 @pytest.mark.shows("S9")
@@ -221,7 +222,7 @@ def iterations(folder: RunFolder) -> list[int]:
 
 @pytest.mark.shows("U13")
 def test_a_folder_keeps_what_the_sidecars_say(tmp_path: Path) -> None:
-    options = CheckpointStore(keep_every=4, keep_best=KeepBest(1, "score"))
+    options = CheckpointStore(keep_every=4, keep_best=KeepBest(1, "score", "max"))
     folder = RunFolder(tmp_path, options)
     scores = {1: 0.1, 2: 0.9, 3: 0.4, 4: 0.2, 5: 0.3, 6: 0.5}
     for iteration, score in scores.items():
@@ -294,7 +295,7 @@ def test_names_alone_decide_without_reading_any_sidecar(
 
 
 @pytest.mark.parametrize(
-    "rules", [{"keep_last": 2}, {"keep_every": 4}, {"keep_best": KeepBest(1, "score")}]
+    "rules", [{"keep_last": 2}, {"keep_every": 4}, {"keep_best": KeepBest(1, "score", "max")}]
 )
 def test_files_of_others_are_neither_deleted_nor_counted(
     tmp_path: Path, rules: dict[str, Any]

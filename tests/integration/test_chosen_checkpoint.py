@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,54 +13,15 @@ import helios
 from helios import CheckpointStore, KeepBest, Trainer
 from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, UsageError
 from helios.plugins import EMA, EarlyStopping, Plugin
-from tests.typed.user_script import Line, Numbers
+from tests.support import graded
+from tests.support.graded import Graded, Samples, file_of, make
 
 CALLS = ("validate", "test", "predict")
 BEST = CheckpointStore(keep_best=KeepBest(9, "quality", "min"))
 
 
-class Graded(Line):
-    """A model whose validations have given scores."""
-
-    unsaved = ("grades",)
-
-    def __init__(self, grades: Sequence[float] = (3.0, 1.0, 1.0, 2.0)) -> None:
-        super().__init__("line")
-        self.grades = grades
-
-    def on_validation_end(self, validation_cycle: int) -> None:
-        super().on_validation_end(validation_cycle)
-        if validation_cycle < len(self.grades):
-            self._val_scores["quality"] = self.grades[validation_cycle]
-
-    def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, int]]:
-        return self.valid_step(batch, step)
-
-    def predict_step(self, batch: Any, step: int) -> Any:
-        return self.net(batch[0])
-
-
-class Samples(Numbers):
-    def setup(self) -> None:
-        super().setup()
-        self._test_dataset = self._predict_dataset = self._valid_dataset
-
-
-def make(root: Path | None, *plugins: Plugin, **options: Any) -> Trainer:
-    return Trainer(
-        chkpt_root=root, use_cpu=True, print_banner=False, plugins=list(plugins), **options
-    )
-
-
-def fit(root: Path, *plugins: Plugin, model: Graded | None = None, **options: Any) -> Trainer:
-    options = {"total_steps": 4, "store": BEST, **options}
-    trainer = make(root, *plugins, valid_frequency=1, chkpt_frequency=1, **options)
-    assert trainer.fit(model or Graded(), Samples())
-    return trainer
-
-
-def file_of(root: Path, epoch: int) -> Path:
-    return root / "line" / f"line_epoch_{epoch}_iter_{4 * epoch}.pth"
+def fit(root: Path, *plugins: Plugin, **options: Any) -> Trainer:
+    return graded.fit(root, *plugins, **{"store": BEST, **options})
 
 
 def weight_of(path: Path) -> torch.Tensor:
@@ -114,7 +74,7 @@ def test_a_script_finds_the_best_file(root: Path, tmp_path: Path) -> None:
     low, high = KeepBest(1, "quality", "min"), KeepBest(3, "quality", "max")
     assert helios.find_best_checkpoint(root / "line", low) == file_of(root, 2)
     assert helios.find_best_checkpoint(root / "line", high) == file_of(root, 1)
-    assert helios.find_best_checkpoint(root / "line", KeepBest(1, "other")) is None
+    assert helios.find_best_checkpoint(root / "line", KeepBest(1, "other", "max")) is None
     assert helios.find_best_checkpoint(tmp_path / "none", low) is None
     assert helios.find_best_checkpoint(None, low) is None
 
@@ -124,8 +84,11 @@ def test_early_stopping_names_the_score_that_decides(root: Path) -> None:
     stopping = EarlyStopping("quality", mode="max", patience=9)
     found = evaluated(make(root, stopping), "test", checkpoint="best")
     assert found == weight_of(file_of(root, 1)).numpy().tobytes()
-    both = make(root, stopping, store=BEST)
-    assert evaluated(both, "test", checkpoint="best") != found, "the rule of the store counts first"
+    other = EarlyStopping("error", mode="min", patience=9)
+    both = make(root, other, store=BEST)
+    second = weight_of(file_of(root, 2)).numpy().tobytes()
+    assert evaluated(both, "test", checkpoint="best") == second, "the rule of the store comes first"
+    assert evaluated(make(root), "test", checkpoint="best") == second, "or else that of the run"
 
 
 @pytest.mark.shows("U24")
@@ -172,7 +135,7 @@ def test_what_does_not_exist_is_refused_with_what_there_is(root: Path, tmp_path:
     _refused(make(root), CheckpointError, "no file at ", root)
     _refused(make(tmp_path), CheckpointError, '"newest"\\) needs a checkpoint', "newest")
     _refused(make(tmp_path, store=BEST), CheckpointError, "holds no checkpoint. Their sc", "best")
-    other = CheckpointStore(keep_best=KeepBest(1, "qualty"))
+    other = CheckpointStore(keep_best=KeepBest(1, "qualty", "max"))
     text = rf"'qualty', but there is none. .*{listing}.*scores: error, quality\."
     _refused(make(root, store=other), CheckpointError, text, "best")
     _refused(make(root, store=BEST, run_name="x"), CheckpointError, "of the run 'x'", "best")
@@ -181,13 +144,21 @@ def test_what_does_not_exist_is_refused_with_what_there_is(root: Path, tmp_path:
 
 
 @pytest.mark.shows("U23")
-def test_a_choice_that_means_nothing_is_refused(root: Path) -> None:
+def test_a_choice_that_means_nothing_is_refused(root: Path, tmp_path: Path) -> None:
     _refused(make(root), ArgumentTypeError, "or a file, got 3", 3)
     _refused(make(None), ArgumentError, "a folder of checkpoints, got none", "newest")
-    _refused(make(root), ArgumentError, "one score that decides, got none", "best")
-    two = [EarlyStopping(name, patience=1, plug_id=name) for name in ("a", "b")]
+    names = ("error", "quality")
+    two = [EarlyStopping(name, mode="min", patience=9, plug_id=name) for name in names]
+    fit(tmp_path, *two, store=None)
+    text = "one score that decides, got none, or several"
+    _refused(make(tmp_path), ArgumentError, text, "best")
+    _refused(make(tmp_path, *two), ArgumentError, text, "best")
+    modes = "'quality' must have one mode, but KeepBest has mode='min', and EarlyStopping 'e"
     _refused(
-        make(root, *two), ArgumentError, "one score that decides, got none, or several", "best"
+        make(root, EarlyStopping("quality", mode="max", patience=9), store=BEST),
+        ArgumentError,
+        modes,
+        "best",
     )
 
 
@@ -200,7 +171,7 @@ def test_nan_is_never_the_best(tmp_path: Path) -> None:
 
 @pytest.mark.shows("U28")
 def test_a_score_that_no_validation_computes_ends_the_training(tmp_path: Path) -> None:
-    rule = KeepBest(1, "qualty")
+    rule = KeepBest(1, "qualty", "max")
     with pytest.raises(UsageError, match=r"KeepBest\(metric='qualty'\).*\['error', 'quality'\]"):
         fit(tmp_path, store=CheckpointStore(keep_best=rule))
     trainer = make(None, total_steps=1, valid_frequency=1, store=CheckpointStore(keep_best=rule))

@@ -201,7 +201,7 @@ def test_a_replay_writes_nothing(
     start: int, end: BaseException | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, scratch = tmp_path / "run", tmp_path / "scratch"
-    store = helios.CheckpointStore(keep_last=2, keep_best=helios.KeepBest(1, "score"))
+    store = helios.CheckpointStore(keep_last=2, keep_best=helios.KeepBest(1, "score", "max"))
     setting = dataclasses.replace(
         STEPS, print_frequency=2, options=_options(folder) | {"store": store}
     )

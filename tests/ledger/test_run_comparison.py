@@ -82,7 +82,6 @@ def test_means_deviations_and_intervals(tmp_path: Path, stats: Any) -> None:
     assert last.mean == pytest.approx(0.6625)
     assert last.deviation == pytest.approx(math.sqrt(0.046875 / 3))
     assert last.interval == pytest.approx(interval)
-    # The best ones are those of the validations that have improved.
     assert found.estimates["error (best)"]["all"].mean == pytest.approx(0.1)
     assert found.estimates["loss (loss of the last iteration)"]["all"].mean == last.mean
     assert found.varying == {"seeds.random_seed": ["0", "1", "2", "3"]}

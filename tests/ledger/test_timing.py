@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helios.best import BestValidation
 from helios.ledger.timing import FILE_NAME, Timing, read_timing
 from helios.storage import files
 from tests.support.runs import Setting, train
@@ -89,7 +90,7 @@ def test_repeated_iterations_count_once_but_their_time_does(tmp_path: Path) -> N
     timing = Timing(tmp_path, processes=1, clock=clock)
     _train_on(timing, clock, range(1, 31), step=0.125)
     timing.begin(8)
-    timing.add_scores(20, {"score": 1.0}, has_improved=True)
+    timing.add_scores(20, {"score": 1.0}, has_improved=True, best=None)
     # A kill closes nothing.
     timing = Timing(tmp_path, processes=2, clock=clock)
     _train_on(timing, clock, range(9, 33), step=0.25)
@@ -104,10 +105,16 @@ def test_repeated_iterations_count_once_but_their_time_does(tmp_path: Path) -> N
 def test_scores_that_json_does_not_have_are_read_again(tmp_path: Path) -> None:
     timing = Timing(tmp_path, processes=1)
     timing.begin(0)
-    timing.add_scores(1, {"a": float("nan"), "b": float("inf"), "c": 0.5}, has_improved=False)
+    scores = {"a": float("nan"), "b": float("inf"), "c": 0.5}
+    best = BestValidation("c", "min", 1, scores)
+    timing.add_scores(1, scores, has_improved=False, best=best)
     json.loads((tmp_path / FILE_NAME).read_text().splitlines()[1], parse_constant=pytest.fail)
     (line,) = read_timing(tmp_path).scores
     assert [repr(score) for score in line["scores"].values()] == ["nan", "inf", "0.5"]
+    found = BestValidation.from_plain(line["best"])
+    assert found is not None
+    assert [repr(score) for score in found.scores.values()] == ["nan", "inf", "0.5"]
+    assert (found.metric, found.mode, found.iteration) == ("c", "min", 1)
 
 
 @pytest.mark.shows("P42")

@@ -48,7 +48,7 @@ def error_metric() -> Plugin:
 PLUGINS: dict[str, Callable[[Path], Plugin]] = {
     "EMA": lambda _: EMA(decay=0.9, network="net"),
     "SWA": lambda _: SWA(start=5, network="net"),
-    "EarlyStopping": lambda _: EarlyStopping("loss", patience=50),
+    "EarlyStopping": lambda _: EarlyStopping("loss", mode="min", patience=50),
     "GradientNormMonitor": lambda _: GradientNormMonitor(per_network=True),
     "LearningRateMonitor": lambda _: LearningRateMonitor(momentum=True),
     "NaNGuard": lambda _: NaNGuard(),

@@ -108,7 +108,7 @@ def test_the_run_ends_when_patience_is_out(
 ) -> None:
     trainer = fit(
         scores,
-        EarlyStopping("quality", **options),
+        EarlyStopping("quality", **{"mode": "min", **options}),
         setting=dataclasses.replace(_SETTING, unit=unit, total_steps=9),
     )
     assert count(trainer) == validations
@@ -119,15 +119,15 @@ def test_the_run_ends_when_patience_is_out(
 @pytest.mark.shows("U25")
 def test_a_score_that_equals_the_best_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
     setting = dataclasses.replace(_SETTING, total_steps=9)
-    fit(_DOWN, EarlyStopping("quality", patience=9), setting=setting)
+    fit(_DOWN, EarlyStopping("quality", mode="min", patience=9), setting=setting)
     said = capsys.readouterr().err
     assert said.count("'quality' equals its best value, 8.0: plugin 'early-stopping' counts") == 1
     assert said.count("'quality' equals its best value, 1.0: plugin 'early-stopping' counts") == 1
 
 
 def test_two_of_them_watch_two_scores(capsys: pytest.CaptureFixture[str]) -> None:
-    first = EarlyStopping("quality", patience=2)
-    second = EarlyStopping("score", patience=9, threshold=1e9, plug_id="reached")
+    first = EarlyStopping("quality", mode="min", patience=2)
+    second = EarlyStopping("score", mode="min", patience=9, threshold=1e9, plug_id="reached")
     fit(_DOWN, first, second)
     assert reason(capsys).startswith("reached: score has reached ")
 
@@ -136,7 +136,7 @@ def test_two_of_them_watch_two_scores(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_score_that_is_not_finite_is_no_improvement(
     bad: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stopping = EarlyStopping("quality", patience=2)
+    stopping = EarlyStopping("quality", mode="min", patience=2)
     trainer = fit([bad, 3.0, bad, bad, 1.0], stopping)
     assert count(trainer) == 4
     assert stopping.best == 3.0
@@ -146,25 +146,27 @@ def test_a_score_that_is_not_finite_is_no_improvement(
 
 
 def test_a_score_that_is_not_finite_may_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = fit([3.0, math.nan], EarlyStopping("quality", patience=9, stop_on_nan=True))
+    trainer = fit(
+        [3.0, math.nan], EarlyStopping("quality", mode="min", patience=9, stop_on_nan=True)
+    )
     assert count(trainer) == 2
     assert reason(capsys) == "early-stopping: quality is nan."
 
 
 def test_a_missing_score_is_an_error_that_names_those_there_are() -> None:
     with pytest.raises(UsageError, match=r"metric='qualty'.*there are \['quality', 'score'\]"):
-        fit(_DOWN, EarlyStopping("qualty", patience=2))
+        fit(_DOWN, EarlyStopping("qualty", mode="min", patience=2))
 
 
 @pytest.mark.parametrize("score", ["good", None, torch.zeros(2)])
 def test_a_score_must_be_a_number(score: Any) -> None:
     with pytest.raises(UsageError, match="'quality' must be a number for EarlyStopping, got"):
-        fit([score], EarlyStopping("quality", patience=2))
+        fit([score], EarlyStopping("quality", mode="min", patience=2))
 
 
 def test_trial_validations_and_those_outside_of_fit_do_not_count() -> None:
     """C17."""
-    stopping = EarlyStopping("quality", patience=2)
+    stopping = EarlyStopping("quality", mode="min", patience=2)
     trainer = fit([5.0, 1.0, 2.0, 3.0], stopping, Trying())
     assert (count(trainer), stopping.best) == (4, 1.0)
     other = Scripted(_SETTING, [])
@@ -174,7 +176,7 @@ def test_trial_validations_and_those_outside_of_fit_do_not_count() -> None:
 
 
 def test_another_training_begins_without_a_best_score() -> None:
-    stopping = EarlyStopping("quality", patience=2)
+    stopping = EarlyStopping("quality", mode="min", patience=2)
     fit([1.0, 2.0, 3.0], stopping)
     assert count(fit([5.0, 4.0, 5.0, 5.0], stopping)) == 4
     assert stopping.best == 4.0
@@ -184,11 +186,11 @@ def test_an_extended_run_that_was_ended_gets_its_patience_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = [5.0, 6.0, 6.0, 6.0, 4.0, 6.0, 6.0, 6.0]
-    assert count(fit(scores, EarlyStopping("quality", patience=2), root=tmp_path)) == 3
-    fit(scores, EarlyStopping("quality", patience=2), root=tmp_path)
+    assert count(fit(scores, EarlyStopping("quality", mode="min", patience=2), root=tmp_path)) == 3
+    fit(scores, EarlyStopping("quality", mode="min", patience=2), root=tmp_path)
     assert "Nothing to do" in capsys.readouterr().err
     longer = dataclasses.replace(_SETTING, total_steps=30)
-    stopping = EarlyStopping("quality", patience=2)
+    stopping = EarlyStopping("quality", mode="min", patience=2)
     extended = fit(scores, stopping, setting=longer, root=tmp_path)
     assert count(extended) == 7
     assert "patience starts over" in capsys.readouterr().err
@@ -198,16 +200,16 @@ def test_an_extended_run_that_was_ended_gets_its_patience_anew(
 def test_an_extended_run_that_ended_for_another_reason_counts_on(tmp_path: Path) -> None:
     scores = [5.0, 6.0, 6.0, 6.0, 6.0, 6.0]
     short = dataclasses.replace(_SETTING, total_steps=3)
-    fit(scores, EarlyStopping("quality", patience=4), setting=short, root=tmp_path)
-    extended = fit(scores, EarlyStopping("quality", patience=4), root=tmp_path)
+    fit(scores, EarlyStopping("quality", mode="min", patience=4), setting=short, root=tmp_path)
+    extended = fit(scores, EarlyStopping("quality", mode="min", patience=4), root=tmp_path)
     assert count(extended) == 5
 
 
 def test_a_lower_patience_at_a_resume_ends_the_run_at_the_next_validation(tmp_path: Path) -> None:
     scores = [5.0, 6.0, 6.0, 6.0, 6.0, 6.0]
     short = dataclasses.replace(_SETTING, total_steps=4)
-    fit(scores, EarlyStopping("quality", patience=9), setting=short, root=tmp_path)
-    assert count(fit(scores, EarlyStopping("quality", patience=2), root=tmp_path)) == 5
+    fit(scores, EarlyStopping("quality", mode="min", patience=9), setting=short, root=tmp_path)
+    assert count(fit(scores, EarlyStopping("quality", mode="min", patience=2), root=tmp_path)) == 5
 
 
 _ALL: dict[str, dict[str, Any]] = {
@@ -232,7 +234,7 @@ def test_a_run_with_three_plugins_that_have_state_resumes_everywhere(
     setting = Setting(**_ALL[name], print_frequency=1)
 
     def run(folder: Path) -> Any:
-        stopping = EarlyStopping("score", patience=2)
+        stopping = EarlyStopping("score", mode="min", patience=2)
         return train(folder, setting, EMA(0.7), stopping, GradientNormMonitor())
 
     resume_everywhere(run, tmp_path)
@@ -249,12 +251,30 @@ def test_a_run_with_three_plugins_that_have_state_resumes_everywhere(
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: EarlyStopping("x", "low", patience=1), r'\(mode=...\) must be "min" or "max", g'),
-        (lambda: EarlyStopping("x", patience=0), r"\(patience=...\) must be a positive int, got 0"),
-        (lambda: EarlyStopping("x", patience=1.5), r"\(patience=...\) must be a positive int"),
-        (lambda: EarlyStopping("x", patience=1, min_delta=-1), r"\(min_delta=...\) must be a num"),
-        (lambda: EarlyStopping("x", patience=1, min_delta=math.nan), r"\(min_delta=...\)"),
-        (lambda: EarlyStopping("x", patience=1, threshold=math.inf), r"\(threshold=...\) must"),
+        (
+            lambda: EarlyStopping("x", "low", patience=1),
+            r'\(mode=...\) must be "min" or "max", got \'low\'',
+        ),
+        (
+            lambda: EarlyStopping("x", mode="min", patience=0),
+            r"\(patience=...\) must be a positive int, got 0",
+        ),
+        (
+            lambda: EarlyStopping("x", mode="min", patience=1.5),
+            r"\(patience=...\) must be a positive int",
+        ),
+        (
+            lambda: EarlyStopping("x", mode="min", patience=1, min_delta=-1),
+            r"\(min_delta=...\) must be a num",
+        ),
+        (
+            lambda: EarlyStopping("x", mode="min", patience=1, min_delta=math.nan),
+            r"\(min_delta=...\)",
+        ),
+        (
+            lambda: EarlyStopping("x", mode="min", patience=1, threshold=math.inf),
+            r"\(threshold=...\) must",
+        ),
     ],
 )
 def test_arguments_are_checked(make: Callable[[], Any], text: str) -> None:
@@ -264,4 +284,4 @@ def test_arguments_are_checked(make: Callable[[], Any], text: str) -> None:
 
 def test_the_metric_is_a_name() -> None:
     with pytest.raises(ArgumentTypeError, match=r"EarlyStopping\(metric=...\) must be the name"):
-        EarlyStopping(3, patience=1)  # type: ignore[arg-type]
+        EarlyStopping(3, mode="min", patience=1)  # type: ignore[arg-type]

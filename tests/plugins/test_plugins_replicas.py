@@ -96,7 +96,7 @@ def _plugins(folder: Path, until: int) -> list[Plugin]:
     return [
         EMA(decay=0.8, averages_buffers=True),
         SWA(start=2, every=2, averages_buffers=True, swaps_in=()),
-        EarlyStopping("loss", patience=2, min_delta=1.0),
+        EarlyStopping("loss", mode="min", patience=2, min_delta=1.0),
         GradientNormMonitor(per_network=True, per_parameter=True),
         hooks,
         diary,

@@ -86,7 +86,7 @@ def test_validation_without_data_is_named(caplog: pytest.LogCaptureFixture) -> N
 def test_a_rule_for_the_best_without_validations_is_named(
     schedule: Schedule, has_validation: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    best = CheckpointStore(keep_best=KeepBest(1, "loss"))
+    best = CheckpointStore(keep_best=KeepBest(1, "loss", "max"))
     said = warnings_of(caplog, schedule=schedule, store=best, has_validation=has_validation)
     assert "keep_best=...) finds no 'loss'" in said
     assert warnings_of(caplog, store=best) == ""

@@ -88,7 +88,9 @@ def _find_best(rank: int, root: Path) -> tuple[str, list[str]]:
 
     with replicas_on(rank, 2, 2) as team, pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load_present", load_and_save)
-        choice = CheckpointChoice(rule=KeepBest(1, "loss", "min"), is_required=True)
+        choice = CheckpointChoice(
+            is_best=True, rule=KeepBest(1, "loss", "min").rule, is_required=True
+        )
         chosen = find_chosen(choice, options, "run", [], run_name="run", team=team)
         assert chosen.loaded is not None
         return chosen.loaded.path.name, chosen.reasons

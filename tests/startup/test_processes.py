@@ -230,7 +230,7 @@ def test_the_plugins_in_the_box_can_be_handed_to_ranks(tmp_path: Path) -> None:
         plugins.LearningRateMonitor(),
         plugins.SanityCheck(),
         plugins.LimitBatches(train=3),
-        plugins.EarlyStopping("score", patience=3),
+        plugins.EarlyStopping("score", mode="min", patience=3),
         plugins.EMA(),
         plugins.SWA(start=1, swaps_in=()),
         plugins.NaNGuard(),

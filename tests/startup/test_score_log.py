@@ -10,24 +10,25 @@ from typing import Any
 import pytest
 
 from helios import CheckpointStore, KeepBest, Trainer
+from helios.best import BestRule, BestSoFar, Validation
 from helios.plugins import EarlyStopping
 from helios.startup.reporting.score_log import ScoreLog, describe_progress
 from helios.state import TrainingState
 from tests.typed.user_script import Line, Numbers
 
-LOW = KeepBest(1, "error", "min")
+LOW = BestRule("error", "min")
 
 
-def show(log: ScoreLog, errors: Sequence[float], *, first: int = 1, improve: bool = True) -> Any:
+def show(log: ScoreLog, best: BestSoFar, errors: Sequence[float], *, first: int = 1) -> list[str]:
     """Show one validation per epoch of eight iterations; returns what the bar shows."""
     shown = []
     for number, error in enumerate(errors, first):
         state = TrainingState(
             global_epoch=number, global_iteration=8 * number, validation_cycles=number
         )
-        improved = improve and error < 0.6
         scores, losses = {"error": error, "hits": 3.0}, {"loss": 2.0}
-        shown.append(log.show(scores, state, has_improved=improved, losses=losses))
+        best.judge(Validation(8 * number, scores), has_improved=error < 0.6)
+        shown.append(log.show(scores, state, best=best.best, losses=losses))
     return shown
 
 
@@ -36,8 +37,8 @@ def test_each_validation_is_a_line_with_the_best_so_far(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    log = ScoreLog(LOW)
-    shown = show(log, [0.5, 0.25, math.nan, 0.25, 0.125])
+    log, so_far = ScoreLog(), BestSoFar(LOW)
+    shown = show(log, so_far, [0.5, 0.25, math.nan, 0.25, 0.125])
     best = "best: error 0.25 (iteration 16); training loss 2."
     new = "the best so far; training loss 2."
     assert caplog.messages == [
@@ -49,51 +50,48 @@ def test_each_validation_is_a_line_with_the_best_so_far(
     ]
     assert shown[0] == "error 0.5, hits 3 (the best so far)"
     assert shown[3] == "error 0.25, hits 3 (best: error 0.25 (iteration 16))"
-    assert log.summarize() == {
-        "last scores": "error 0.125, hits 3 (epoch 5, iteration 40)",
-        "best scores": "error 0.125 (iteration 40)",
-    }
+    last = {"last scores": "error 0.125, hits 3 (epoch 5, iteration 40)"}
+    assert log.summarize(None) == last
+    for name, text in {None: "", "a.pth": "; a.pth", "": "; without a checkpoint"}.items():
+        found = log.summarize(so_far.best, name)
+        assert found == {**last, "best scores": f"error 0.125 (iteration 40{text})"}
 
 
 @pytest.mark.shows("U26")
 def test_large_scores_are_the_best_if_the_rule_says_so() -> None:
-    log = ScoreLog(KeepBest(1, "error", "max"))
-    show(log, [0.5, 0.75, 0.25])
-    assert log.summarize()["best scores"] == "error 0.75 (iteration 16)"
+    log, best = ScoreLog(), BestSoFar(BestRule("error", "max"))
+    show(log, best, [0.5, 0.75, 0.25])
+    assert log.summarize(best.best)["best scores"] == "error 0.75 (iteration 16)"
 
 
 @pytest.mark.shows("U26")
 def test_the_model_may_say_which_is_the_best(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    log = ScoreLog(judges=True)
-    show(log, [0.5, 0.75])
+    show(ScoreLog(), BestSoFar(BestRule()), [0.5, 0.75])
     assert "; best: error 0.5, hits 3 (iteration 8); training" in caplog.messages[1]
     silent = ScoreLog()
-    assert show(silent, [0.5, 0.75]) == ["error 0.5, hits 3", "error 0.75, hits 3"]
-    assert list(silent.summarize()) == ["last scores"]
+    assert show(silent, BestSoFar(), [0.5, 0.75]) == ["error 0.5, hits 3", "error 0.75, hits 3"]
+    assert list(silent.summarize(None)) == ["last scores"]
 
 
 @pytest.mark.shows("U26")
-def test_validations_of_earlier_starts_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_earlier_validations_are_unknown_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO")
-    lines = [{"iteration": 8 * n, "scores": {"error": e}} for n, e in ((1, 0.5), (2, 0.25))]
-    known, unknown = ScoreLog(LOW), ScoreLog(LOW)
-    known.recall(lines)
-    unknown.recall(None)
-    assert known.summarize() == {"best scores": "error 0.25 (iteration 16)"}
-    for log in (known, unknown):
-        show(log, [0.375, 0.5], first=3)
-    assert "best: error 0.25 (iteration 16)" in caplog.messages[1]
-    assert "best since this start: error 0.375 (iteration 24)" in caplog.messages[3]
-    assert unknown.summarize()["best scores"] == "error 0.375 (iteration 24, since this start)"
+    log, best = ScoreLog(), BestSoFar(LOW, since=16)
+    show(log, best, [0.375, 0.5], first=3)
+    assert "best since iteration 16: error 0.375 (iteration 24)" in caplog.messages[1]
+    found = log.summarize(best.best)["best scores"]
+    assert found == "error 0.375 (iteration 24, since iteration 16)"
 
 
 def test_nothing_is_logged_without_scores(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    log = ScoreLog(LOW)
-    assert log.show({}, TrainingState(), has_improved=True, losses={"loss": 1.0}) == ""
+    log = ScoreLog()
+    assert log.show({}, TrainingState(), best=None, losses={"loss": 1.0}) == ""
     assert not caplog.messages
-    assert log.summarize() == {}
+    assert log.summarize(None) == {}
 
 
 @pytest.mark.shows("U26")
@@ -141,7 +139,7 @@ def test_fit_logs_scores_and_the_end_also_after_a_resume(
 def test_early_stopping_says_which_is_the_best_without_a_folder(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    stopping = EarlyStopping("error", patience=9)
+    stopping = EarlyStopping("error", mode="min", patience=9)
     Trainer(total_steps=1, valid_frequency=1, use_cpu=True, plugins=[stopping]).fit(
         Line("line"), Numbers()
     )

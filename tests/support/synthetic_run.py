@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from helios.best import BestRule, BestSoFar, Validation
 from helios.ledger import book, lineage, timing
 from helios.ledger.line import VERSION, seal, write_float
 from helios.ledger.manifest.manifest_file import Manifest, Section, write_manifest
@@ -49,18 +49,20 @@ def write_run(
     scores: Mapping[str, Sequence[float]],
     losses: Sequence[float] = (1.0, 0.5),
 ) -> Path:
-    """Write a run with a ledger, a manifest of one start, and the scores of validations."""
+    """Write a run with a ledger, a manifest of one start, and the scores of validations.
+
+    The best one has the smallest of the first scores.
+    """
     write_ledger(folder, losses)
     write_manifest(folder, Manifest("00", [Section({"host": "here"}, dict(facts))]))
     count = max(map(len, scores.values()), default=0)
-    best, lines = math.inf, [{"iteration": 0, "host": "here", "processes": 1}]
+    lines: list[dict[str, Any]] = [{"iteration": 0, "host": "here", "processes": 1}]
+    best = BestSoFar(BestRule(next(iter(scores), ""), "min"))
     for number in range(count):
         line: dict[str, Any] = {"iteration": number + 1}
         line["scores"] = {name: values[number] for name, values in scores.items()}
-        first = next(iter(line["scores"].values()))
-        if first < best:
-            best, line["improved"] = first, True
-        lines.append(line)
+        best.judge(Validation(number + 1, line["scores"]), has_improved=True)
+        lines.append({**line, "best": None if best.best is None else best.best.as_plain()})
     write_lines(folder / timing.FILE_NAME, lines)
     return folder
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import final
 
+from helios.best import BestValidation
 from helios.ledger.summary.curves import Curve, LedgerCurves
 from helios.ledger.summary.document import (
     MOST_ROWS,
@@ -138,18 +139,29 @@ class Figures:
         rows = []
         for name, values in scores.items():
             iteration, last = values[-1]
-            row = [shorten(name), f"{number_text(last)} (iteration {iteration:,})", "-"]
-            if best is not None and name in best["scores"]:
-                at = best["iteration"]
-                row[2] = f"{number_text(best['scores'][name])} (iteration {at:,})"
+            row = [shorten(name), f"{number_text(last)} (iteration {iteration:,})"]
+            if best is not None:
+                score = best.scores.get(name)
+                at = f" (iteration {best.iteration:,})"
+                row.append("-" if score is None else number_text(score) + at)
             rows.append(row)
-        yield Grid(("score", "last validation", "best validation"), rows[:MOST_ROWS])
-        if best is None:
-            yield Text("The best one is unknown: have_metrics_improved has never returned True.")
-        else:
-            yield Text("The best one is the last for which have_metrics_improved returned True.")
+        head = ["score", "last validation"]
+        yield Grid(head if best is None else [*head, "best validation"], rows[:MOST_ROWS])
+        if best is not None:
+            yield Text(_explain(best))
         for name, values in list(scores.items())[:_MOST_CHARTS]:
             curve = Curve()
             for iteration, score in values:
                 curve.add(iteration, score)
             yield self._draw_points(name, curve)
+
+
+def _explain(best: BestValidation) -> str:
+    """Return what decides which validation is the best."""
+    if best.metric is None:
+        text = "The best one is the last for which have_metrics_improved returned True"
+    else:
+        side = "smallest" if best.mode == "min" else "largest"
+        text = f"The best one has the {side} finite {best.metric}, the earlier one at a tie"
+    rest = f"; those until iteration {best.since:,} are unknown" if best.since else ""
+    return f"{text}{rest}."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helios.best import BestRule, BestSoFar, BestValidation, Validation
 from helios.errors import LedgerError
 from helios.ledger import book, lineage, timing
 from helios.ledger.lineage import read_lineage
@@ -107,10 +108,23 @@ class RunFacts:
                 found.setdefault(name, []).append((line["iteration"], score))
         return found
 
-    def find_best(self) -> dict[str, Any] | None:
-        """Return the line of the last validation that ``have_metrics_improved`` has accepted."""
-        lines = [line for line in self.times.scores if line.get("improved")]
-        return lines[-1] if lines else None
+    def find_best(self) -> BestValidation | None:
+        """Return the best validation, as the run has judged it; ``None`` if nothing decides.
+
+        Earlier versions have written no judgement: where the manifest names a ``KeepBest``, the
+        scores are judged by it.
+        """
+        scores = self.times.scores
+        if scores and "best" in scores[-1]:
+            return BestValidation.from_plain(scores[-1]["best"])
+        store = self.facts.get("options", {}).get("store", {})
+        stored = store.get("keep_best") if isinstance(store, Mapping) else None
+        if not isinstance(stored, Mapping) or stored.get("mode") not in ("min", "max"):
+            return None
+        judged = BestSoFar(BestRule(stored.get("metric"), stored["mode"]))
+        for line in scores:
+            judged.judge(Validation(line["iteration"], line["scores"]), has_improved=False)
+        return judged.best
 
 
 def find_run(place: str | Path) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from helios.best import BestValidation
 from helios.checkpoint import loading
 from helios.errors import CheckpointError, LedgerError
 from helios.ledger import lineage
@@ -120,11 +121,16 @@ class RunEvidence:
             self._add(lineage.INTERRUPTION, cause=interruption)
 
     def note_scores(
-        self, iteration: int, scores: Mapping[str, float], *, has_improved: bool
+        self,
+        iteration: int,
+        scores: Mapping[str, float],
+        *,
+        has_improved: bool,
+        best: BestValidation | None,
     ) -> None:
-        """Add the scores of a validation to the times."""
+        """Add the scores of a validation, and the best so far, to the times."""
         if self._timing is not None:
-            self._timing.add_scores(iteration, scores, has_improved=has_improved)
+            self._timing.add_scores(iteration, scores, has_improved=has_improved, best=best)
 
     def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
         """Add what an audit has found to the lineage."""

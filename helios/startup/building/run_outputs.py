@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -10,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from helios.best import BestSoFar
 from helios.checkpoint import file_names
 from helios.checkpoint.disk_space import warn_if_too_large
-from helios.checkpoint.options import KeepBest
 from helios.checkpoint.record import Record
 from helios.checkpoint.saver import Saver
 from helios.checkpoint.store import Sidecar
 from helios.core.text import as_numbers
 from helios.distributed.process_groups import has_failed
 from helios.engines.engine import Engine
-from helios.errors import LedgerError, UsageError
-from helios.ledger.timing import read_timing
+from helios.errors import UsageError
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
 from helios.run_state.state_size import shard_sizes, storage_sizes
 from helios.schedule import Schedule, count_saves
+from helios.session import Session
 from helios.startup.building.run_evidence import RunEvidence
 from helios.startup.building.run_saves import Description, RunSaves, make_saves
 from helios.startup.checkpoint_search.resume_point import Start
@@ -161,39 +160,29 @@ class FitRecorder:
         """The ledger; ``None`` if the run has none."""
         return None if self._evidence is None else self._evidence.ledger
 
-    def show_on(self, display: Display, rule: KeepBest | None) -> None:
-        """Show scores in a progress bar too, and which are the best, also of earlier starts.
+    def show_on(self, display: Display) -> None:
+        """Show the scores of validations in progress bars, too."""
+        self._display = display
 
-        Args:
-            display: the progress bars.
-            rule: the score that decides; ``None`` if only the model may say what is better.
-        """
-        judges = type(self._model).have_metrics_improved is not Model.have_metrics_improved
-        self._display, self._scores = display, ScoreLog(rule, judges=judges)
-        folder = self._start.folder
-        if self._start.loaded is None or self._replicas.rank != 0:
-            return
-        lines = None
-        if folder is not None and self._evidence is not None and not self._start.is_branch:
-            # A file that somebody has edited is as good as none.
-            with contextlib.suppress(LedgerError, TypeError):
-                found = read_timing(folder.path).scores
-                lines = [line for line in found if line["iteration"] <= self._begun_at]
-        self._scores.recall(lines)
-
-    def describe_end(self, state: TrainingState, *, seconds: float) -> str:
+    def describe_end(self, session: Session, *, seconds: float) -> str:
         """Return how far the training has come, as lines for the log; waits for saves.
 
         Args:
-            state: the counters.
+            session: the training.
             seconds: the time of this start.
         """
+        newest, best = self.settle(), session.best.best
+        file_name = None
+        if best is not None and newest is not None:
+            paths = file_names.find_checkpoints(newest.parent)
+            names = {file_names.iteration_of(path): path.name for path in paths}
+            file_name = names.get(best.iteration, "")
         return describe_progress(
-            state,
+            session.state,
             seconds=seconds,
             begun_at=self._begun_at,
-            scores=self._scores.summarize(),
-            newest=self.settle(),
+            scores=self._scores.summarize(best, file_name),
+            newest=newest,
             has_report=self._evidence is not None,
         )
 
@@ -304,7 +293,12 @@ class FitRecorder:
         return self._replicas.rank == 0 and log.get_tensorboard_writer() is not None
 
     def show_scores(
-        self, scores: Mapping[str, float], state: TrainingState, *, has_improved: bool
+        self,
+        scores: Mapping[str, float],
+        state: TrainingState,
+        *,
+        has_improved: bool,
+        best: BestSoFar,
     ) -> None:
         """Log the scores of a validation, by name; other ranks than 0 log errors only.
 
@@ -315,11 +309,11 @@ class FitRecorder:
         if rule is not None and self._schedule.chkpt_frequency is not None:
             rule.check_scores(scores)
         losses = as_numbers(self._model.loss_items) if self._replicas.rank == 0 else {}
-        text = self._scores.show(scores, state, has_improved=has_improved, losses=losses)
+        text = self._scores.show(scores, state, best=best.best, losses=losses)
         self._display.note_scores(text)
         if self._evidence is not None:
             iteration = state.global_iteration
-            self._evidence.note_scores(iteration, scores, has_improved=has_improved)
+            self._evidence.note_scores(iteration, scores, has_improved=has_improved, best=best.best)
 
     def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
         """Add what an audit has found to the lineage."""

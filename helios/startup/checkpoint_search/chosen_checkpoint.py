@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from helios.best import BestRule
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.options import KeepBest
-from helios.checkpoint.retention import Entry, find_best, with_sidecar
+from helios.checkpoint.retention import Ranking, rank_checkpoints, with_sidecar
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.core.sharded_tensors import RowShare
-from helios.errors import CheckpointError, DamagedCheckpointError
+from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError
 from helios.replicas.replicas import Replicas
 from helios.startup.checkpoint_search.newest_checkpoint import Search, run_search
 from helios.startup.checkpoint_search.run_folder import open_folder
 from helios.startup.launching.on_all_ranks import on_each, on_first
 from helios.startup.options.checkpoint_choice import CheckpointChoice
 from helios.startup.options.checkpoint_options import CheckpointOptions
+
+_LOGGER = logging.getLogger(__name__)
 
 _MAX_NAMES = 8
 
@@ -44,6 +46,7 @@ def require_present(
 
     Raises:
         CheckpointError: if there is none; it names those there are.
+        ArgumentError: if nothing decides which one is the best.
     """
     folder = open_folder(options, save_name)
     if choice.path is not None:
@@ -53,8 +56,8 @@ def require_present(
                 f"there is no file at {choice.path}. {_describe(folder)}Correct the path."
             )
     elif choice.is_required and folder is not None:
-        if choice.rule is not None:
-            _find_scored(folder, choice.rule, run_name)
+        if choice.is_best:
+            _rank(folder, choice.rule, run_name)
         elif not file_names.find_checkpoints(folder.path):
             raise CheckpointError(
                 'Trainer.test(checkpoint="newest") needs a checkpoint, but there is none in '
@@ -85,6 +88,7 @@ def find_chosen(
 
     Raises:
         CheckpointError: if there is none that fits, or if it cannot be used.
+        ArgumentError: if nothing decides which one is the best.
     """
     if choice.is_required:
         on_first(team, lambda: require_present(choice, options, save_name, run_name))
@@ -97,7 +101,7 @@ def find_chosen(
     if folder is None:
         return Chosen(None)
     folder.share = share
-    if choice.rule is None:
+    if not choice.is_best:
         return Chosen(run_search(Search(folder, safe_types, team)))
     search = _BestSearch(folder, safe_types, team)
     search.rule, search.run_name = choice.rule, run_name
@@ -108,12 +112,12 @@ class _BestSearch(Search):
     """The search for the best checkpoint.
 
     Attributes:
-        rule: the score that decides.
+        rule: what decides; ``None`` for what the run was trained with.
         run_name: name of the run.
         reasons: why it was chosen, on rank 0.
     """
 
-    rule: KeepBest
+    rule: BestRule | None
     run_name: str
 
     def __init__(self, folder: RunFolder, safe_types: list[Any], team: Replicas) -> None:
@@ -122,14 +126,15 @@ class _BestSearch(Search):
 
     def _look(self) -> str | None:
         for _ in file_names.listings(self.folder.path):
-            entries = _find_scored(self.folder, self.rule, self.run_name)
+            ranking = _rank(self.folder, self.rule, self.run_name)
             try:
                 self.found = loading.load_present(
-                    entries[0].path, self._types, maps=True, share=self.folder.share
+                    ranking.entries[0].path, self._types, maps=True, share=self.folder.share
                 )
             except FileNotFoundError:
                 continue
-            self.reasons = _explain(entries, self.rule)
+            self.reasons = _explain(ranking)
+            _warn_of_better(ranking)
             break
         return None if self.found is None else self.found.path.name
 
@@ -137,36 +142,58 @@ class _BestSearch(Search):
         raise DamagedCheckpointError(damage)
 
 
-def _find_scored(folder: RunFolder, rule: KeepBest, run_name: str) -> list[Entry]:
-    """Return the checkpoints with the score, the best one first.
+def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
+    """Return the checkpoints of a run by their scores; there is at least one.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if there is no checkpoint with the score.
+        ArgumentError: if nothing decides.
     """
     present = [each for each in folder.entries() if file_names.belongs_to(each.path, run_name)]
     known = [with_sidecar(entry) for entry in present]
-    scored = find_best(known, dataclasses.replace(rule, count=max(1, len(known))))
-    if not scored:
-        names = sorted({name for entry in known for name in entry.metrics})
-        raise CheckpointError(
-            f'Trainer.test(checkpoint="best") needs a checkpoint of the run {run_name!r} with the '
-            f"score {rule.metric!r}, but there is none. {_describe(folder)}Their scores: "
-            f"{', '.join(names) or 'none'}. Correct the metric, or set chkpt_frequency and "
-            "valid_frequency so that a checkpoint follows a validation."
+    ranking = rank_checkpoints(known, rule)
+    if ranking.entries:
+        return ranking
+    if ranking.rule is None:
+        raise ArgumentError(
+            'Trainer.test(checkpoint="best") must be used with one score that decides, got none, '
+            'or several. Pass Trainer(store=CheckpointStore(keep_best=KeepBest(1, "loss", '
+            'mode="min"))), as for the training.'
         )
-    return scored
+    names = sorted({name for entry in known for name in entry.metrics})
+    metric = ranking.rule.metric
+    best = "" if ranking.best is None else f"The best validation: {ranking.best}. "
+    raise CheckpointError(
+        f'Trainer.test(checkpoint="best") needs a checkpoint of the run {run_name!r} with the '
+        f"score{'' if metric is None else f' {metric!r}'}, but there is none. {best}"
+        f"{_describe(folder)}Their scores: {', '.join(names) or 'none'}. Correct the metric, or "
+        "set chkpt_frequency and valid_frequency so that a checkpoint follows a validation."
+    )
 
 
-def _explain(entries: Sequence[Entry], rule: KeepBest) -> list[str]:
-    best, *others = entries
-    score = best.metrics[rule.metric]
-    reasons = [
-        f"the best of {len(entries)} checkpoints by {rule.metric} ({rule.mode}): {score:.6g}"
-    ]
-    equal = [each.path.name for each in others if each.metrics[rule.metric] == score]
+def _explain(ranking: Ranking) -> list[str]:
+    """Return why the best checkpoint was chosen."""
+    best, *others = ranking.entries
+    metric = None if ranking.rule is None else ranking.rule.metric
+    if metric is None:
+        return ["the last one that have_metrics_improved accepted"]
+    score = best.metrics[metric]
+    reasons = [f"the best of {len(others) + 1} checkpoints by {ranking.rule}: {score:.6g}"]
+    equal = [each.path.name for each in others if each.metrics[metric] == score]
     if equal:
         reasons.append(f"the earliest with this score (equal: {', '.join(equal)})")
     return reasons
+
+
+def _warn_of_better(ranking: Ranking) -> None:
+    """Warn if the best validation of the run has no checkpoint."""
+    if ranking.lacks_best:
+        _LOGGER.warning(
+            "The best validation of the run has no checkpoint: %s. The best checkpoint is %s. "
+            "CheckpointStore(keep_best=...) saves each best validation.",
+            ranking.best,
+            ranking.entries[0].path.name,
+        )
 
 
 def _describe(folder: RunFolder | None) -> str:

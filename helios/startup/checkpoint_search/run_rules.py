@@ -37,6 +37,11 @@ RULES = (
         "totals of scores and losses are added in float64, and the scores of a batch processor "
         "weigh each batch by its samples",
     ),
+    Rule(
+        "one_best",
+        "the best validation is the one with the best finite score, the earlier one at a tie, and "
+        "one that enters the best of KeepBest is saved, whatever chkpt_frequency says",
+    ),
 )
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from helios.checkpoint.options import KeepBest
+from helios.best import BestRule
 from helios.errors import ArgumentError, ArgumentTypeError
-from helios.plugins.early_stopping import EarlyStopping
 from helios.plugins.plugin import Plugin
+from helios.startup.options.best_rule import find_declared_rule, require_one_mode
 from helios.startup.options.checkpoint_options import CheckpointOptions
 
 Choice: TypeAlias = Literal["best", "newest"] | str | Path | None
@@ -23,12 +23,14 @@ class CheckpointChoice:
 
     Attributes:
         path: this file; ``None`` for one in the run's folder.
-        rule: the best one by this score; ``None`` for the newest.
+        is_best: whether it is the best one, or else the newest.
+        rule: what decides which one is the best; ``None`` for what the run was trained with.
         is_required: whether it is an error if there is none.
     """
 
     path: Path | None = None
-    rule: KeepBest | None = None
+    is_best: bool = False
+    rule: BestRule | None = None
     is_required: bool = False
 
 
@@ -46,7 +48,7 @@ def choose_checkpoint(
 
     Raises:
         ArgumentTypeError: if it is neither a string nor a path.
-        ArgumentError: if there is no folder to look in, or no score that decides.
+        ArgumentError: if there is no folder to look in, or two modes of one score.
     """
     if asked is None and isinstance(options.resume, Path) and not has_fitted:
         asked = options.resume
@@ -64,26 +66,9 @@ def choose_checkpoint(
             f"Trainer.test(checkpoint={asked!r}) must be used with a folder of checkpoints, got "
             "none. Pass Trainer(chkpt_root=...), or the path of a file."
         )
-    rule = find_monitored(options, plugins) if asked == "best" else None
-    if asked == "best" and rule is None:
-        raise ArgumentError(
-            'Trainer.test(checkpoint="best") must be used with one score that decides, got none, '
-            'or several. Pass Trainer(store=CheckpointStore(keep_best=KeepBest(1, "loss", '
-            'mode="min"))), as for the training.'
-        )
-    return CheckpointChoice(rule=rule, is_required=True)
-
-
-def find_monitored(options: CheckpointOptions, plugins: Iterable[Plugin]) -> KeepBest | None:
-    """Return the score that decides which checkpoint is the best, and how.
-
-    That is the one of ``KeepBest``, or else of ``EarlyStopping``; ``None`` if there is neither, or
-    if several plugins watch different scores.
-    """
-    if options.store is not None and options.store.keep_best is not None:
-        return options.store.keep_best
-    watched = {each.monitored for each in plugins if isinstance(each, EarlyStopping)}
-    if len(watched) != 1:
-        return None
-    ((metric, mode),) = watched
-    return KeepBest(1, metric, mode)
+    if asked == "newest":
+        return CheckpointChoice(is_required=True)
+    plugins = list(plugins)
+    require_one_mode(options, plugins)
+    rule = find_declared_rule(options, plugins)
+    return CheckpointChoice(is_best=True, rule=rule, is_required=True)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from helios.checkpoint.options import KeepBest
+from helios.best import BestValidation
 from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -33,61 +30,18 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-@dataclass(frozen=True)
-class _Best:
-    """The best validation so far."""
-
-    value: float
-    text: str
-    place: str
-
-
 class ScoreLog:
-    """Logs the scores of validations.
+    """Logs the scores of validations, and remembers the last ones."""
 
-    The best one is the first with the best value of the score that decides; without such a score,
-    the last one for which ``Model.have_metrics_improved`` returned True.
-
-    Args:
-        rule: the score that decides; ``None`` for none.
-        judges: whether the model says which validations are better.
-    """
-
-    def __init__(self, rule: KeepBest | None = None, *, judges: bool = False) -> None:
-        self._rule = rule
-        self._judges = judges
+    def __init__(self) -> None:
         self._last = ""
-        self._best: _Best | None = None
-        self._is_complete = True
-
-    def recall(self, lines: Iterable[Mapping[str, Any]] | None) -> None:
-        """Find the best validation before this start.
-
-        Args:
-            lines: ``iteration``, ``scores`` and ``improved`` of each validation, as
-                :func:`helios.ledger.timing.read_timing` returns them; ``None`` if unknown.
-        """
-        self._is_complete = lines is not None
-        for line in lines or ():
-            place = f"iteration {line['iteration']}"
-            self._judge(line["scores"], place, has_improved=bool(line.get("improved")))
-
-    def _judge(self, scores: Mapping[str, float], place: str, *, has_improved: bool) -> None:
-        if self._rule is None:
-            if self._judges and has_improved:
-                self._best = _Best(math.nan, format_scores(scores), place)
-            return
-        value = scores.get(self._rule.metric, math.nan)
-        sign = 1 if self._rule.mode == "max" else -1
-        if not math.isnan(value) and (self._best is None or sign * (value - self._best.value) > 0):
-            self._best = _Best(value, format_scores({self._rule.metric: value}), place)
 
     def show(
         self,
         scores: Mapping[str, float],
         state: TrainingState,
         *,
-        has_improved: bool,
+        best: BestValidation | None,
         losses: Mapping[str, float],
     ) -> str:
         """Log the scores of a validation.
@@ -95,7 +49,7 @@ class ScoreLog:
         Args:
             scores: those that are single numbers, by name; without any nothing is logged.
             state: the counters, after the validation was counted.
-            has_improved: what ``have_metrics_improved`` returned.
+            best: the best validation so far, which may be this one; ``None`` if there is none.
             losses: those of the last training batch, likewise.
 
         Returns:
@@ -103,31 +57,39 @@ class ScoreLog:
         """
         if not scores:
             return ""
-        before = self._best
         place = f"iteration {state.global_iteration}"
-        self._judge(scores, place, has_improved=has_improved)
-        text = format_scores(scores)
-        best = "the best so far" if self._best is not before else self._describe_best()
+        text, rank = format_scores(scores), ""
+        if best is not None:
+            is_new = best.iteration == state.global_iteration
+            rank = "the best so far" if is_new else _describe_best(best)
         training = format_scores({f"training {name}": loss for name, loss in losses.items()})
         place = f"epoch {state.global_epoch}, {place}"
         self._last = f"{text} ({place})"
-        line = "; ".join(filter(None, (text, best, training)))
+        line = "; ".join(filter(None, (text, rank, training)))
         _LOGGER.info("Validation %d (%s): %s.", state.validation_cycles, place, line)
-        return f"{text} ({best})" if best else text
+        return f"{text} ({rank})" if rank else text
 
-    def _describe_best(self) -> str:
-        if self._best is None:
-            return ""
-        since = "" if self._is_complete else " since this start"
-        return f"best{since}: {self._best.text} ({self._best.place})"
+    def summarize(
+        self, best: BestValidation | None, file_name: str | None = None
+    ) -> dict[str, str]:
+        """Return the last and the best scores of the run, by label.
 
-    def summarize(self) -> dict[str, str]:
-        """Return the last and the best scores of the run, by label."""
+        Args:
+            best: the best validation; ``None`` if there is none.
+            file_name: its checkpoint; empty if it has none, ``None`` if nothing was saved.
+        """
         found = {"last scores": self._last} if self._last else {}
-        if self._best is not None:
-            since = "" if self._is_complete else ", since this start"
-            found["best scores"] = f"{self._best.text} ({self._best.place}{since})"
+        if best is not None:
+            since = f", since iteration {best.since}" if best.since else ""
+            name = "" if file_name is None else f"; {file_name or 'without a checkpoint'}"
+            text = f"{format_scores(best.deciding)} (iteration {best.iteration}{since}{name})"
+            found["best scores"] = text
         return found
+
+
+def _describe_best(best: BestValidation) -> str:
+    since = f" since iteration {best.since}" if best.since else ""
+    return f"best{since}: {format_scores(best.deciding)} (iteration {best.iteration})"
 
 
 def describe_progress(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from helios.best import BestSoFar
 from helios.checkpoint.capture import Trained, apply
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
@@ -29,6 +30,7 @@ from helios.startup.building.run_evidence import RunEvidence, make_evidence
 from helios.startup.building.start_facts import describe_declared, manifest_facts
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity, run_rules
+from helios.startup.checkpoint_search.best_history import continue_best
 from helios.startup.checkpoint_search.declared_params import (
     DeclaredParams,
     begin_params,
@@ -45,7 +47,7 @@ from helios.startup.checkpoint_search.run_folder import lock_folder, require_wri
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import Plan, describe_processes
 from helios.startup.launching.trainer_call import Call
-from helios.startup.options.checkpoint_choice import find_monitored
+from helios.startup.options.best_rule import find_best_rule, require_one_mode
 from helios.startup.options.object_checks import check_training_source
 from helios.startup.options.plugin_table import log_order
 from helios.startup.reporting import banner
@@ -240,6 +242,9 @@ class FitRun(Run):
         claim = determine_trust(source, self._record, can_save=self._can_save)
         self._stranded = find_stranded_generators(source)
         claim = replace(claim, missing=claim.missing | self._stranded)
+        schedulers = Schedulers(self.model.discovery.schedulers(), self.model.scheduler_interval)
+        checkpoints, plugins = self.options.checkpoints, self.plugins.values()
+        require_one_mode(checkpoints, plugins, schedulers)
         self._recorder = self._make_recorder(source, claim)
         session = Session(
             model=self.model,
@@ -251,7 +256,8 @@ class FitRun(Run):
             schedule=self.options.schedule,
             sources=self.sources,
             plugins=self.plugins,
-            schedulers=Schedulers(self.model.discovery.schedulers(), self.model.scheduler_interval),
+            schedulers=schedulers,
+            best=BestSoFar(find_best_rule(checkpoints, plugins, self.model)),
             recorder=self._recorder,
             can_save=self._can_save,
             trial_steps=self.options.trial.sanity_steps,
@@ -300,9 +306,7 @@ class FitRun(Run):
             evidence=self._evidence,
         )
         self._settings.callback(recorder.close)
-        recorder.show_on(
-            self.display, find_monitored(self.options.checkpoints, self.plugins.values())
-        )
+        recorder.show_on(self.display)
         loaded = self._start.loaded
         if self.options.logging.print_banner:
             banner.show_banner(
@@ -392,6 +396,14 @@ class FitRun(Run):
         session.hooks.emit("on_load_checkpoint", payload)
         apply(Record.from_payload(payload), session, state=state, cursor=cursor)
         session.requests.stop_reason = cursor.stop_reason
+        folder = None if self._start.is_branch else self._start.folder
+        session.best = continue_best(
+            record.best_validations,
+            session.best.rule,
+            after=record.place[1],
+            folder=None if folder is None else folder.path,
+            replicas=self.replicas,
+        )
         if session.schedulers is not None:
             session.schedulers.remember()
         session.hooks.emit("on_checkpoint_loaded")
@@ -425,7 +437,7 @@ class FitRun(Run):
     def _describe_end(self) -> str:
         if self._recorder is None or self.session is None:
             return ""
-        return self._recorder.describe_end(self.session.state, seconds=self._seconds)
+        return self._recorder.describe_end(self.session, seconds=self._seconds)
 
     def _describe_rescue(self) -> str:
         loaded = self._start.loaded

@@ -282,3 +282,27 @@ def what_makes_saves_slow_is_not_named(end, times):
 )
 def zeros_of_both_signs_are_the_same(bits, tensor):
     return tensor
+
+
+@fault("helios.session:Session.judge_scores", "tests/integration/test_one_best.py")
+def a_validation_among_the_best_is_saved_only_when_a_save_is_due(judge_scores, session):
+    wanted = session.agreed.is_checkpoint_wanted
+    has_improved = judge_scores(session)
+    session.agreed.is_checkpoint_wanted = wanted
+    return has_improved
+
+
+@fault("helios.best:rank_by_score", "tests/integration/test_one_best.py")
+def an_infinite_score_may_be_the_best(rank_by_score, scored, mode):
+    finite = [(max(-1e9, min(score, 1e9)), each) for score, each in scored if score == score]
+    return rank_by_score(finite, mode)
+
+
+@fault(
+    "helios.startup.checkpoint_search.best_history:continue_best",
+    "tests/integration/test_one_best.py",
+)
+def a_resumed_run_forgets_the_best(continue_best, stored, rule, **options):
+    from helios.best import BestSoFar
+
+    return BestSoFar(rule)

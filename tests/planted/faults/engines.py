@@ -111,12 +111,12 @@ def early_stopping_has_its_patience_anew_after_a_resume(load_state_dict, plugin,
 
 
 @fault(
-    "helios.plugins.early_stopping:EarlyStopping._is_better",
+    "helios.plugins.early_stopping:EarlyStopping._is_improvement",
     "tests/plugins/test_early_stopping.py::test_the_run_ends_when_patience_is_out",
 )
-def early_stopping_takes_any_gain(is_better, plugin, score):
+def early_stopping_takes_any_gain(is_improvement, plugin, score):
     plugin._min_delta = 0.0
-    return is_better(plugin, score)
+    return is_improvement(plugin, score)
 
 
 @fault(

@@ -1,0 +1,212 @@
+"""Which validation of a run is the best: the rule, the order of scores, and the best so far.
+
+Whatever names a best validation or a best checkpoint asks this module. The best score is the best
+finite one as the validation computed it, the earlier one at a tie; NaN and infinities never are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+from helios.errors import ArgumentError
+
+Mode: TypeAlias = Literal["min", "max"]
+Item = TypeVar("Item")
+
+NO_MODE = cast(Mode, None)
+"""Stands for a mode that was not passed, which :func:`check_mode` refuses."""
+
+
+def is_better(score: float, than: float | None, mode: Mode) -> bool:
+    """Whether a score is finite, and better than another one; ``None`` if there is no other."""
+    if not math.isfinite(score):
+        return False
+    return than is None or (score < than if mode == "min" else score > than)
+
+
+def rank_by_score(scored: Iterable[tuple[float, Item]], mode: Mode) -> list[Item]:
+    """Return what has a finite score, the best first; of equal ones the earlier one first."""
+    finite = [(score, item) for score, item in scored if math.isfinite(score)]
+    sign = 1 if mode == "min" else -1
+    return [item for _, item in sorted(finite, key=lambda pair: sign * pair[0])]
+
+
+def check_mode(mode: object, owner: str, call: str) -> None:
+    """Check whether small or large scores are good: there is no default.
+
+    Args:
+        mode: what was passed; ``None`` for nothing.
+        owner: what was called, for the message.
+        call: that call as code, with ``{}`` in the place of the mode.
+
+    Raises:
+        ArgumentError: with the two lines to choose from.
+    """
+    if mode in ("min", "max"):
+        return
+    found = "none" if mode is None else repr(mode)
+    low, high = call.replace("{}", '"min"'), call.replace("{}", '"max"')
+    raise ArgumentError(
+        f'{owner}(mode=...) must be "min" or "max", got {found}. It has no default; pass one of:\n'
+        f"  {low}  # if small scores are good\n"
+        f"  {high}  # if large scores are good"
+    )
+
+
+@dataclass(frozen=True)
+class BestRule:
+    """What decides which validations of a run are the best.
+
+    Attributes:
+        metric: name of the score; ``None`` if the model says it, with ``have_metrics_improved``.
+        mode: whether small or large scores are good; ``None`` without a metric.
+        count: how many best ones there are.
+        saves: whether a validation that becomes one of them saves a checkpoint.
+    """
+
+    metric: str | None = None
+    mode: Mode | None = None
+    count: int = 1
+    saves: bool = False
+
+    def __str__(self) -> str:
+        return "have_metrics_improved" if self.metric is None else f"{self.metric} ({self.mode})"
+
+    def is_alike(self, other: BestRule | BestValidation) -> bool:
+        """Whether both judge by the same score, in the same way."""
+        return (self.metric, self.mode) == (other.metric, other.mode)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A validation of a training.
+
+    Attributes:
+        iteration: after which iteration it took place.
+        scores: those that are single numbers, by name.
+    """
+
+    iteration: int
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class BestValidation:
+    """The best validation of a run, as files and readers have it.
+
+    Attributes:
+        metric: as in :class:`BestRule`.
+        mode: as in :class:`BestRule`.
+        iteration: after which iteration it took place.
+        scores: its scores, by name.
+        since: earlier validations than after this iteration are unknown; 0 if all are known.
+    """
+
+    metric: str | None
+    mode: Mode | None
+    iteration: int
+    scores: Mapping[str, float]
+    since: int = 0
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> BestValidation | None:
+        """Return what :meth:`as_plain` returned; ``None`` for anything else."""
+        try:
+            scores = {str(name): float(score) for name, score in plain["scores"].items()}
+            rule = _read_rule(plain)
+            return cls(*rule, int(plain["iteration"]), scores, int(plain.get("since", 0)))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return None
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return it as JSON has it: numbers that are not finite become text."""
+        scores = {
+            name: score if math.isfinite(score) else repr(score)
+            for name, score in self.scores.items()
+        }
+        return {**asdict(self), "scores": scores}
+
+    def __str__(self) -> str:
+        scores = ", ".join(f"{name} {score:.6g}" for name, score in self.deciding.items())
+        since = f", of those since iteration {self.since}" if self.since else ""
+        return f"{scores} (iteration {self.iteration}{since})"
+
+    @property
+    def rule(self) -> BestRule:
+        """What decides, without a count."""
+        return BestRule(self.metric, self.mode)
+
+    @property
+    def deciding(self) -> dict[str, float]:
+        """The score that decides; all scores where the model does."""
+        if self.metric is None:
+            return dict(self.scores)
+        return {self.metric: self.scores[self.metric]}
+
+
+def _read_rule(plain: Mapping[str, Any]) -> tuple[str | None, Mode | None]:
+    metric, mode = plain["metric"], plain["mode"]
+    if metric is None and mode is None:
+        return None, None
+    if isinstance(metric, str) and mode in ("min", "max"):
+        return metric, mode
+    raise ValueError(f"no rule: {metric!r}, {mode!r}")
+
+
+@dataclass
+class BestSoFar:
+    """The best validations of a run so far.
+
+    Attributes:
+        rule: what decides; ``None`` if nothing does, and no validation is the best.
+        validations: the best ones, the best first; at most ``rule.count``.
+        since: earlier validations than after this iteration are unknown; 0 if all are known.
+    """
+
+    rule: BestRule | None = None
+    validations: list[Validation] = field(default_factory=list)
+    since: int = 0
+
+    def judge(self, validation: Validation, *, has_improved: bool) -> bool:
+        """Add a validation, if it is one of the best; returns whether it is.
+
+        Args:
+            validation: the newest one.
+            has_improved: what ``Model.have_metrics_improved`` returned.
+        """
+        rule = self.rule
+        if rule is None:
+            return False
+        if rule.metric is None or rule.mode is None:
+            self.validations = [validation] if has_improved else self.validations
+            return has_improved
+        scored = [
+            (each.scores.get(rule.metric, math.nan), each)
+            for each in (*self.validations, validation)
+        ]
+        self.validations = rank_by_score(scored, rule.mode)[: rule.count]
+        return any(each is validation for each in self.validations)
+
+    @property
+    def best(self) -> BestValidation | None:
+        """The best one; ``None`` if there is none."""
+        if self.rule is None or not self.validations:
+            return None
+        first = self.validations[0]
+        return BestValidation(
+            self.rule.metric, self.rule.mode, first.iteration, first.scores, self.since
+        )
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the content as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> BestSoFar:
+        """Return what :meth:`as_plain` returned."""
+        rule = plain["rule"]
+        validations = [Validation(**each) for each in plain["validations"]]
+        return cls(None if rule is None else BestRule(**rule), validations, plain["since"])

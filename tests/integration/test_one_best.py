@@ -1,0 +1,324 @@
+"""One best: everything that names a best validation or checkpoint names the same one.
+
+The reference is a loop written by hand over the scores that were given.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import helios
+from helios import CheckpointStore, KeepBest
+from helios.cli import main
+from helios.errors import ArgumentError, CheckpointError
+from helios.ledger import compare
+from helios.plugins import EarlyStopping, Plugin
+from tests.support.full_state import FULL_STATE
+from tests.support.graded import STEPS, Graded, Samples, epochs_of, file_of, fit, make
+from tests.support.ranks import run_ranks
+
+NAN, INF = math.nan, math.inf
+
+
+def reference(scores: Sequence[float], mode: str, count: int) -> tuple[list[int], list[int]]:
+    """Return the epochs that entered the best, and the best ones at the end, the best first."""
+    best: list[int] = []
+    entered = []
+    for epoch, score in enumerate(scores, 1):
+        if math.isnan(score) or math.isinf(score):
+            continue
+        place = 0
+        for other in best:
+            known = scores[other - 1]
+            if (known < score if mode == "min" else known > score) or known == score:
+                place += 1
+        best.insert(place, epoch)
+        if epoch in best[:count]:
+            entered.append(epoch)
+        del best[count:]
+    return entered, best
+
+
+def draw_scores(seed: int) -> list[float]:
+    numbers = random.Random(seed)
+    return [numbers.choice([NAN, INF, -INF, 1.0, 2.0, 3.0, 4.0, 5.0]) for _ in range(7)]
+
+
+def store(count: int, mode: Any, **rules: Any) -> CheckpointStore:
+    return CheckpointStore(keep_best=KeepBest(count, "quality", mode), **rules)
+
+
+class Judging(Graded):
+    """Says itself which validations are better: those below 2.5."""
+
+    def have_metrics_improved(self) -> bool:
+        return bool(self.metrics["quality"] < 2.5)
+
+
+@pytest.mark.shows("P122")
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_each_validation_among_the_best_is_saved_and_the_best_stay(
+    seed: int, mode: Any, tmp_path: Path
+) -> None:
+    scores, count = draw_scores(seed), 1 + seed % 3
+    entered, best = reference(scores, mode, count)
+    options: dict[str, Any] = {"total_steps": 7, "chkpt_frequency": 100}
+    # Nothing is deleted, so every save is seen.
+    fit(
+        tmp_path / "all",
+        model=Graded(scores),
+        store=store(count, mode, keep_every=1),
+        **options,
+    )
+    assert epochs_of(tmp_path / "all") == sorted({*entered, 7})
+    fit(tmp_path / "kept", model=Graded(scores), store=store(count, mode), **options)
+    assert epochs_of(tmp_path / "kept") == sorted({*best, 7})
+    found = helios.find_best_checkpoint(tmp_path / "kept" / "line")
+    assert found == (file_of(tmp_path / "kept", best[0]) if best else None)
+
+
+@pytest.mark.shows("P122")
+def test_without_a_frequency_nothing_is_saved(tmp_path: Path) -> None:
+    fit(tmp_path, store=store(2, "min"), chkpt_frequency=None)
+    assert epochs_of(tmp_path) == []
+
+
+def _train_apart(rank: int, root: Path) -> list[int]:
+    scores = [[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]][rank]
+    stopping = EarlyStopping("quality", mode="min", patience=2)
+    rules = store(1, "min", keep_every=1)
+    fit(
+        root,
+        stopping,
+        model=Graded(scores),
+        total_steps=3,
+        chkpt_frequency=100,
+        store=rules,
+        num_replicas=2,
+    )
+    return [stopping.count, int(stopping.best or 0)]
+
+
+@pytest.mark.shows("P122")
+def test_the_score_of_rank_0_decides_in_all_processes(tmp_path: Path) -> None:
+    found = run_ranks(_train_apart, 2, tmp_path)
+    assert found == [[1, 1], [1, 1]]
+    paths = sorted((tmp_path / "line").glob("*.pth"))
+    assert [path.stem.split("_")[2] for path in paths] == ["1", "2", "3"]
+
+
+def stopping(metric: str = "quality", mode: Any = "min", **options: Any) -> EarlyStopping:
+    return EarlyStopping(metric, mode, **{"patience": 9, "plug_id": metric, **options})
+
+
+@pytest.mark.shows("P122")
+@pytest.mark.parametrize(
+    ("plugins", "options", "model", "best"),
+    [
+        ([stopping("error")], {"store": store(1, "max")}, Judging, "quality 4"),
+        ([stopping()], {}, Judging, "quality 1"),
+        ([stopping(), stopping(plug_id="other", min_delta=3)], {}, Graded, "quality 1"),
+        ([stopping(), stopping("error")], {}, Judging, ""),
+        ([], {}, Judging, "quality 2"),
+        ([], {}, Graded, ""),
+    ],
+)
+def test_the_rule_of_a_run(
+    plugins: list[Plugin],
+    options: dict[str, Any],
+    model: type[Graded],
+    best: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = tmp_path / "runs"
+    scores = [4.0, 1.0, 2.0, 3.0]
+    fit(root, *plugins, model=model(scores), enable_progress_bar=True, **options)
+    said = capsys.readouterr().err
+    main(["report", str(root / "line"), "--md", "--out", str(tmp_path / "report.md")])
+    report = (tmp_path / "report.md").read_text("utf-8")
+    capsys.readouterr()
+    main(["ls", str(root)])
+    listed = capsys.readouterr().out
+    if not best:
+        assert "best" not in said + listed
+        assert "best" not in report.partition("## Scores")[2].partition("\n## ")[0].lower()
+        return
+    epoch = scores.index(float(best.split()[1])) + 1
+    place = f"iteration {STEPS * epoch}"
+    summary = said.partition("best scores")[2].splitlines()[0]
+    assert f"{best} (" in summary.replace("error", "") or best in summary
+    assert f"({place}; {file_of(root, epoch).name})" in summary
+    assert f"{float(best.split()[1]):.6g} ({place})" in report
+    assert f"{place}" in listed.partition("best:")[2]
+    assert file_of(root, epoch).name in listed.partition("best:")[2]
+    assert helios.find_best_checkpoint(root / "line") == file_of(root, epoch)
+    make(root).test(model(), Samples(), checkpoint="best")
+    assert f"Testing of {file_of(root, epoch).name}" in capsys.readouterr().err
+
+
+def saved_best(root: Path, epoch: int) -> Any:
+    return helios.load_checkpoint(file_of(root, epoch))["best_validations"]
+
+
+@pytest.mark.shows("P122")
+def test_a_run_that_was_stopped_has_the_best_of_an_undisturbed_one(tmp_path: Path) -> None:
+    scores = [3.0, 2.0, NAN, 2.0, 1.0, 4.0]
+    options: dict[str, Any] = {"model": Graded(scores), "store": store(2, "min", keep_every=1)}
+    fit(tmp_path / "whole", total_steps=6, **options)
+    for total in range(1, 7):
+        fit(tmp_path / "parts", total_steps=total, **options)
+        assert saved_best(tmp_path / "parts", total) == saved_best(tmp_path / "whole", total)
+    found = saved_best(tmp_path / "whole", 6)["validations"]
+    assert [each["scores"]["quality"] for each in found] == [1.0, 2.0]
+    assert [each["iteration"] for each in found] == [5 * STEPS, 2 * STEPS]
+
+
+@pytest.mark.shows("P122")
+def test_a_rewind_forgets_what_it_undid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"store": store(1, "min", keep_every=1), "total_steps": 4}
+    fit(tmp_path, model=Graded([3.0, 2.0, 1.0, 4.0]), **options)
+    back = {**options, "rewind_to": 2 * STEPS}
+    fit(tmp_path, model=Graded([3.0, 2.0, 2.5, 2.25]), **back)
+    summary = capsys.readouterr().err.rpartition("best scores")[2].splitlines()[0]
+    assert "quality 2 (iteration 8; line_epoch_2_iter_8.pth)" in summary
+    assert helios.find_best_checkpoint(tmp_path / "line") == file_of(tmp_path, 2)
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (found,) = [each["best"] for each in document["folders"] if not each["is_moved_aside"]]
+    assert (found["iteration"], found["scores"]["quality"]) == (8, 2.0)
+    assert found["has_checkpoint"]
+
+
+@pytest.mark.shows("P122")
+def test_another_rule_judges_the_validations_before_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = [3.0, 1.0, 4.0, 2.0]
+    fit(tmp_path, model=Graded(scores), total_steps=3)
+    fit(tmp_path, stopping(mode="max"), model=Graded(scores), total_steps=4)
+    said = capsys.readouterr().err
+    assert "quality (max) decides which validation is the best; before, nothing did." in said
+    assert "best scores  quality 4 (iteration 12; line_epoch_3_iter_12.pth)" in said
+    (tmp_path / "line" / "timing.jsonl").unlink()
+    fit(tmp_path, stopping(), model=Graded([*scores, 2.5]), total_steps=5)
+    said = capsys.readouterr().err
+    assert "quality (min) decides which validation is the best; before, quality (max) did." in said
+    assert "best scores  quality 2.5 (iteration 20, since iteration 16; line_epoch_5" in said
+
+
+@pytest.mark.shows("P122")
+def test_a_run_of_an_earlier_version_says_once_what_is_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = FULL_STATE.checkpoints("windows")[0]
+    text = "the best validation is the one with the best finite score, the earlier one at a tie"
+    FULL_STATE.resume("windows", path, tmp_path)
+    assert capsys.readouterr().err.count(text) == 1
+    newest = helios.find_last_checkpoint(tmp_path / "windows")
+    assert helios.load_checkpoint(newest)["best_validations"]["rule"]["metric"] == "error"
+
+
+@pytest.mark.shows("P123")
+def test_the_best_validation_may_have_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = [3.0, 2.5, 1.0, 2.0]
+    fit(tmp_path, stopping(), model=Graded(scores), chkpt_frequency=2)
+    summary = capsys.readouterr().err.rpartition("best scores")[2].splitlines()[0]
+    assert "quality 1 (iteration 12; without a checkpoint)" in summary
+    assert helios.find_best_checkpoint(tmp_path / "line") == file_of(tmp_path, 4)
+    make(tmp_path).test(Graded(), Samples(), checkpoint="best")
+    said = capsys.readouterr().err
+    assert (
+        "Testing of line_epoch_4_iter_16.pth, the best of 2 checkpoints by quality (min): 2" in said
+    )
+    assert (
+        "has no checkpoint: quality 1 (iteration 12). The best checkpoint is line_epoch_4" in said
+    )
+    main(["ls", str(tmp_path)])
+    text = (
+        "quality 1 (iteration 12), without a checkpoint; best checkpoint: line_epoch_4_iter_16.pth"
+    )
+    assert text in capsys.readouterr().out
+    file_of(tmp_path, 2).unlink()
+    sidecar = file_of(tmp_path, 4).with_suffix(".json")
+    table = json.loads(sidecar.read_text("utf-8"))
+    assert table["best"]["iteration"] == 12
+
+
+@pytest.mark.shows("P123")
+def test_the_best_of_a_model_that_judges_may_have_no_checkpoint(tmp_path: Path) -> None:
+    scores = [3.0, 3.5, 1.0, 4.0]
+    fit(tmp_path, model=Judging(scores), chkpt_frequency=2)
+    assert helios.find_best_checkpoint(tmp_path / "line") is None
+    with pytest.raises(CheckpointError, match=r"The best validation: error .* \(iteration 12\)"):
+        make(tmp_path).test(Judging(), Samples(), checkpoint="best")
+
+
+@pytest.mark.shows("P123")
+def test_reports_and_comparisons_have_the_true_best(tmp_path: Path) -> None:
+    runs = {"first": [3.0, 1.0, 2.0, 4.0], "second": [2.0, 2.0, NAN, 5.0]}
+    for name, scores in runs.items():
+        fit(tmp_path / name, stopping(), model=Graded(scores))
+    found = compare(*(tmp_path / name / "line" for name in runs)).estimates["quality (best)"]
+    assert sorted(found["all"].values.values()) == [1.0, 2.0]
+
+
+@pytest.mark.shows("P122")
+def test_min_delta_only_counts_patience(tmp_path: Path) -> None:
+    scores = [5.0, 4.5, 4.25, 3.75, 3.5, 3.25]
+    watch = stopping(patience=3, min_delta=1.0)
+    fit(tmp_path, watch, model=Graded(scores), total_steps=6)
+    assert (watch.best, watch.count) == (3.25, 2)
+    assert saved_best(tmp_path, 6)["validations"][0]["iteration"] == 6 * STEPS
+    parts = stopping(patience=3, min_delta=1.0)
+    for total in (3, 6):
+        fit(tmp_path / "parts", parts, model=Graded(scores), total_steps=total)
+    assert parts.state_dict() == watch.state_dict()
+
+
+@pytest.mark.shows("P124")
+def test_a_mode_that_is_missing_is_refused_with_both_lines() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        KeepBest(3, "loss")
+    for mode in ("min", "max"):
+        assert f'\n  KeepBest(3, "loss", mode="{mode}")  # ' in str(caught.value)
+    with pytest.raises(ArgumentError) as caught:
+        EarlyStopping("{loss}", patience=2)
+    for mode in ("min", "max"):
+        assert f'  EarlyStopping("{{loss}}", mode="{mode}", patience=2)' in str(caught.value)
+
+
+class Plateau(Graded):
+    """Has a scheduler that follows the score."""
+
+    scheduler_interval: ClassVar[dict[str, str]] = {"scheduler": "validation:quality"}
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer)
+
+
+@pytest.mark.shows("P124")
+def test_two_modes_of_one_score_are_refused(tmp_path: Path) -> None:
+    cases: list[tuple[list[Plugin], Any, str]] = [
+        ([stopping()], store(1, "max"), "KeepBest has mode='max', and EarlyStopping 'quality' ha"),
+        ([stopping(), stopping(mode="max", plug_id="b")], None, "EarlyStopping 'b' has mode='max'"),
+        ([stopping(mode="max")], None, "the ReduceLROnPlateau model.scheduler has mode='min'"),
+        ([], store(1, "max"), "the ReduceLROnPlateau model.scheduler has mode='min'"),
+    ]
+    for plugins, rules, text in cases:
+        with pytest.raises(ArgumentError, match=f"'quality' must have one mode.*{text}"):
+            fit(tmp_path, *plugins, model=Plateau(), store=rules)
+    assert not list(tmp_path.rglob("*.pth"))
+    fit(tmp_path, stopping(), model=Plateau(), store=store(1, "min"))
