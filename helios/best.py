@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
+from helios.core.text import number_text
 from helios.errors import ArgumentError
 
 Mode: TypeAlias = Literal["min", "max"]
@@ -130,7 +131,7 @@ class BestValidation:
         return {**asdict(self), "scores": scores}
 
     def __str__(self) -> str:
-        scores = ", ".join(f"{name} {score:.6g}" for name, score in self.deciding.items())
+        scores = ", ".join(f"{name} {number_text(score)}" for name, score in self.deciding.items())
         since = f", of those since iteration {self.since}" if self.since else ""
         return f"{scores} (iteration {self.iteration}{since})"
 

@@ -52,7 +52,7 @@ class TrainingState:
         validation_cycles: completed validation passes.
         dataset_iter: completed batches of the current epoch.
         early_stop_count: validation passes since the metrics last improved.
-        average_iter_time: seconds per iteration, averaged over the last 200.
+        average_iter_time: seconds per iteration without validations, averaged over the last 200.
         running_iter: iterations since the last validation.
         is_step_boundary: whether the current batch is the last of its accumulation window.
         is_step_committed: False if the update of the current accumulation window was skipped.

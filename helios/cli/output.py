@@ -19,6 +19,7 @@ from typing import Any
 from helios.checkpoint import file_names
 from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
+from helios.core.text import number_text
 from helios.errors import ArgumentError
 from helios.ledger.differences import LineComparison
 
@@ -98,7 +99,7 @@ def printable(text: str) -> str:
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
     """Return scores in one line."""
-    return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+    return " ".join(f"{name}={number_text(value, 4)}" for name, value in metrics.items())
 
 
 def terminal_width() -> int | None:

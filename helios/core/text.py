@@ -11,12 +11,15 @@ import re
 import sys
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from helios.errors import UsageError
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([KMGT])(I?)B|B?)", re.IGNORECASE)
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_STATUS = Path("/proc/self/status")
+_PEAK = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
 
 def size_text(num_bytes: float) -> str:
@@ -62,17 +65,13 @@ def find_peak_memory() -> dict[str, int]:
     """Return peaks in bytes, without waiting for a device.
 
     Returns:
-        ``memory`` of this process, where the system tells it; ``gpu_memory`` that PyTorch has used
-        on its current GPU, if it uses one.
+        ``vm_hwm`` of this process; where the system does not tell it, ``memory`` by ``ru_maxrss``,
+        which may be that of the process that has started this one; ``gpu_memory`` that PyTorch has
+        used on its current GPU, if it uses one.
     """
     import torch
 
-    found = {}
-    if sys.platform != "win32":
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        found["memory"] = peak if sys.platform == "darwin" else peak * 1024
+    found = _find_process_peak()
     # After an error of the device, nothing may be known of it.
     with contextlib.suppress(RuntimeError):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -80,11 +79,41 @@ def find_peak_memory() -> dict[str, int]:
     return found
 
 
+def _find_process_peak() -> dict[str, int]:
+    with contextlib.suppress(OSError):
+        line = _PEAK.search(_STATUS.read_bytes())
+        if line is not None:
+            return {"vm_hwm": int(line[1]) * 1024}
+    if sys.platform == "win32":
+        return {}
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory": peak if sys.platform == "darwin" else peak * 1024}
+
+
 def peak_text(peaks: Mapping[str, int]) -> str:
     """Return the peak on the GPU, or else that of the process; empty if neither is known."""
     if "gpu_memory" in peaks:
         return f"GPU peak {size_text(peaks['gpu_memory'])}"
-    return f"peak {size_text(peaks['memory'])}" if "memory" in peaks else ""
+    if "vm_hwm" in peaks:
+        return f"peak {size_text(peaks['vm_hwm'])}"
+    return f"peak {size_text(peaks['memory'])} (ru_maxrss)" if "memory" in peaks else ""
+
+
+def number_text(number: float, digits: int = 6) -> str:
+    """Return a number with so many significant digits, or more: only a whole one looks like one.
+
+    Example:
+        >>> number_text(0.123456789), number_text(0.99996, 4), number_text(2.0)
+        ('0.123457', '0.99996', '2')
+    """
+    text = f"{number:.{digits}g}"
+    # What rounding errors of sums leave is not shown.
+    while text.lstrip("-").isdecimal() and not math.isclose(float(text), number, rel_tol=1e-12):
+        digits += 1
+        text = f"{number:.{digits}g}"
+    return text
 
 
 def as_number(name: str, value: Any) -> float:

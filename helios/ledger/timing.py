@@ -5,10 +5,13 @@ Times differ between equal runs, so the file is never compared, and is not part 
 ===================  =======================================================================
 line                 content
 ===================  =======================================================================
-of a start           ``time``, ``iteration`` that it continues from, ``host``, ``processes``
+of a start           ``time``, ``iteration`` that it continues from, ``host``, ``processes``, and
+                     hash of the ``run``'s definition
 of a stretch         ``time``, last ``iteration``, ``iterations`` and ``seconds`` since the line
-                     before, with validations and saves; ``memory`` and ``gpu_memory`` in bytes:
-                     the most that this process, and PyTorch on its GPU, has used so far
+                     before; how many of the seconds no iteration has used (``paused``: the start
+                     and validations); ``vm_hwm`` and ``gpu_memory`` in bytes: the most that this
+                     process, and PyTorch on its GPU, has used so far; ``memory`` in place of the
+                     former where only ``ru_maxrss`` is known, as in earlier versions
 of a validation      ``time``, ``iteration``, ``scores``, ``improved`` if they have, and the
                      ``best`` validation so far; null if there is none
 ===================  =======================================================================
@@ -46,17 +49,22 @@ class Timing:
     Args:
         folder: the run's folder.
         processes: the number of processes.
+        run: hash of the run's definition.
         clock: returns seconds.
     """
 
-    def __init__(self, folder: Path, *, processes: int, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, folder: Path, *, processes: int, run: str, clock: Clock = time.perf_counter
+    ) -> None:
         self._file = EventFile(folder / FILE_NAME)
         self._processes = processes
+        self._run = run
         self._clock = clock
         self._is_open = False
         self._begin = 0.0
         # Iteration and time of the last line, and of the last iteration that is known.
         self._written = self._newest = (0, 0.0)
+        self._paused = 0.0
 
     def begin(self, iteration: int) -> None:
         """Write the line of a start.
@@ -67,7 +75,8 @@ class Timing:
         self._is_open = True
         self._begin = self._clock()
         self._written = self._newest = (iteration, self._begin)
-        start = {"host": host(), "processes": self._processes}
+        self._paused = 0.0
+        start = {"host": host(), "processes": self._processes, "run": self._run}
         self._file.append({"time": now(), "iteration": iteration, **start})
 
     def note(self, iteration: int) -> None:
@@ -78,6 +87,12 @@ class Timing:
         self._newest = (iteration, moment)
         if moment - self._written[1] >= max(_SECONDS, (moment - self._begin) / _SHARE):
             self._write()
+
+    def end_pause(self) -> None:
+        """Note that no iteration has used the time since the last one: it was paused."""
+        iteration, before = self._newest
+        self._newest = (iteration, self._clock())
+        self._paused += self._newest[1] - before
 
     def add_scores(
         self,
@@ -97,8 +112,8 @@ class Timing:
         self._file.append(line | {"best": None if best is None else best.as_plain()})
 
     def close(self) -> None:
-        """Write the line of the last stretch."""
-        if self._is_open and self._newest[0] > self._written[0]:
+        """Write the line of the last stretch, or of a validation after it."""
+        if self._is_open and self._newest != self._written:
             self._write()
         self._is_open = False
 
@@ -110,7 +125,9 @@ class Timing:
             "iterations": iteration - self._written[0],
             "seconds": round(moment - self._written[1], 3),
         }
-        self._written = self._newest
+        if self._paused:
+            line["paused"] = round(self._paused, 3)
+        self._written, self._paused = self._newest, 0.0
         self._file.append(line | find_peak_memory())
 
 
@@ -119,10 +136,11 @@ class Stretches:
     """The times and scores of a run.
 
     Attributes:
-        starts: the line of each start of the run.
+        starts: the line of each start of the run, also of those that were killed before their first
+            checkpoint.
         lines: the stretches, each iteration once, in the order of iterations.
         scores: the lines of the validations, likewise.
-        seconds: the time of all stretches, also of those that were repeated.
+        seconds: the time of all stretches of these starts, also of those that were repeated.
     """
 
     starts: list[dict[str, Any]] = field(default_factory=list)
@@ -157,9 +175,10 @@ def _add(found: Stretches, line: dict[str, Any]) -> None:
 
 
 def _begin(found: Stretches, start: dict[str, Any]) -> None:
-    iteration = start["iteration"]
-    if iteration == 0:
-        # Another run in the same folder, or the same one from its beginning.
+    iteration, run = start["iteration"], start.get("run")
+    known = [each["run"] for each in found.starts if "run" in each]
+    if iteration == 0 and run is not None and known and known[-1] != run:
+        # Another run in the same folder.
         found.starts.clear()
         found.seconds = 0.0
     found.starts.append(start)

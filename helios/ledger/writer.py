@@ -130,6 +130,11 @@ class LedgerWriter:
         packed = None if indices is None else [*map(pack_indices, indices)]
         return SeenBatches(self._block, contents, packed)
 
+    def end_pause(self) -> None:
+        """Note that no iteration has used the time since the last one."""
+        if self._timing is not None:
+            self._timing.end_pause()
+
     def open(self) -> None:
         """Begin to watch the steps of optimizers, if the ledger is full."""
         if self._tensors is not None:
@@ -191,6 +196,8 @@ class LedgerWriter:
             totals: what :meth:`see` has returned, added over all processes.
             norm: the norm of the gradients, if one was computed.
         """
+        if self._timing is not None:
+            self._timing.note(state.global_iteration)
         if self._tensors is not None:
             self._tensors.exchange()
         rest = ""
@@ -250,8 +257,6 @@ class LedgerWriter:
                 moment.synchronize()
             data, text = describe_batches(totals), self._describe_numbers(*numbers)
             book.append(f'{{"at":[{epoch},{iteration},{step}],{data}{text}{rest}')
-        if due and self._timing is not None:
-            self._timing.note(due[-1][1])
 
     def _describe_numbers(
         self, names: Sequence[Any], losses: list[Any], rates: list[Any], norm: Any

@@ -100,6 +100,7 @@ class EpochLoop(Loop):
         for _ in self._batches.catch_up():
             display.advance_evaluation()
         display.end_evaluation()
+        self._end_pause()
 
     def on_run_start(self) -> None:
         """Begin the epoch, or continue after the safe point of a checkpoint inside it."""
@@ -333,6 +334,14 @@ class EpochLoop(Loop):
             return bool(require(self.val_loop).run())
         except StopIteration as error:
             raise make_stray_stop(error) from error
+        finally:
+            self._end_pause()
+
+    def _end_pause(self) -> None:
+        """Leave out of the time of iterations what has passed since the last one."""
+        self._timer.start()
+        if self._ledger is not None:
+            self._ledger.end_pause()
 
     def _close_batches(self) -> None:
         self._batches.close()

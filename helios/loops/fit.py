@@ -65,6 +65,8 @@ class FitLoop(Loop):
         session.begin_training()
         session.agree()
         session.check_alike()
+        if session.recorder is not None and session.recorder.ledger is not None:
+            session.recorder.ledger.end_pause()
         boundary = Boundary(session)
         if session.is_resumed and not session.is_in_epoch:
             boundary.resume(EPOCH if session.schedule.is_by_epoch else STEP)

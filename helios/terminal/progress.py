@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TextIO
 
 import torch
 
-from helios.core.text import find_peak_memory, peak_text
+from helios.core.text import find_peak_memory, number_text, peak_text
 from helios.distributed.collectives import get_global_rank
 from helios.protocols import Clock
 from helios.state import TrainingUnit
@@ -375,7 +375,7 @@ def _read(loss_items: Mapping[str, Any]) -> str:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().item()
         if isinstance(value, numbers.Real):
-            parts.append(f"{name} {float(value):.4g}")
+            parts.append(f"{name} {number_text(float(value), 4)}")
     return ", ".join(parts)
 
 

@@ -21,7 +21,7 @@ from helios.ledger.summary.curves import Curve, read_curves
 from helios.ledger.summary.run_facts import read_run
 from helios.ledger.timing import FILE_NAME as TIMES
 from tests.support.runs import Setting, train
-from tests.support.synthetic_run import write_ledger, write_lineage, write_run
+from tests.support.synthetic_run import write_ledger, write_lineage, write_lines, write_run
 
 _VOID = {"meta", "link", "br"}
 # Whatever makes a browser ask for another file.
@@ -195,6 +195,56 @@ def test_a_start_without_an_end_was_killed(tmp_path: Path) -> None:
     kinds = [[each["event"] for each in attempt.events] for attempt in read_run(tmp_path).attempts]
     assert kinds == [["save"], ["fallback", "interruption"], []]
     assert found.html.count('class="killed"') == found.html.count('class="resumed"') == 2
+
+
+@pytest.mark.shows("P43")
+def test_from_and_to_are_the_first_and_the_last_number(tmp_path: Path) -> None:
+    """Also where the line merges thousands of numbers into one point."""
+    write_run(
+        tmp_path,
+        {},
+        scores={"accuracy": [0.5, 0.25, 0.99996]},
+        losses=[3.0, 9.0, *[1.0] * 4_000, 2.0],
+    )
+    words = report(tmp_path).markdown
+    assert "loss: from 3 to 2, between 1 and 9." in words
+    assert "accuracy: from 0.5 to 0.99996, between 0.25 and 0.99996." in words
+
+
+@pytest.mark.shows("P43")
+@pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [
+        ([{"vm_hwm": 1 << 30}, {"vm_hwm": 3 << 30}], "3.00 GiB (main memory)"),
+        ([{"memory": 9 << 30}, {"vm_hwm": 3 << 30}], "3.00 GiB (main memory)"),
+        ([{"memory": 9 << 30}], "9.00 GiB (main memory by ru_maxrss, or that of the process that"),
+    ],
+)
+def test_the_peak_of_memory_names_its_source(
+    peaks: list[dict[str, int]], expected: str, tmp_path: Path
+) -> None:
+    """Earlier versions noted ``ru_maxrss``, which a process inherits."""
+    stretches = [
+        {"iteration": number, "iterations": 1, "seconds": 1.0, **each}
+        for number, each in enumerate(peaks, 1)
+    ]
+    start = {"iteration": 0, "host": "here", "processes": 1}
+    write_lines(tmp_path / TIMES, [start, *stretches])
+    checklist = report(tmp_path).as_dict()["sections"][-1]["blocks"][1]["checklist"]
+    answer = checklist["Compute resources"]["Peak memory of the first process:"]
+    assert answer.startswith(expected)
+
+
+@pytest.mark.shows("P43")
+def test_a_throughput_of_an_earlier_version_has_its_validations(tmp_path: Path) -> None:
+    start = {"iteration": 0, "host": "here", "processes": 1}
+    stretch = {"iteration": 8, "iterations": 8, "seconds": 4.0}
+    write_lines(tmp_path / TIMES, [start, stretch])
+    words = report(tmp_path).markdown
+    assert "On average 2 iterations per second, with validations and saves." in words
+    write_lines(tmp_path / TIMES, [{**start, "run": "0"}, {**stretch, "paused": 2.0}])
+    words = report(tmp_path).markdown
+    assert "On average 4 iterations per second, with saves, without validations." in words
 
 
 def test_a_start_that_is_not_in_the_manifest_is_no_lack_of_changes(

@@ -11,12 +11,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from helios.ledger.summary.document import Checklist, Question, number_text
+from helios.core.text import number_text
+from helios.ledger.summary.document import Checklist, Question
 from helios.ledger.summary.run_facts import RunFacts
 
 # What Python names instead of a script for -c, for its prompt, and for standard input.
 _NO_FILES = ("", "-", "-c")
 _KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py", "ipython", "ipython3")
+_PEAKS = {
+    "gpu_memory": "GPU",
+    "vm_hwm": "main memory",
+    "memory": "main memory by ru_maxrss, or that of the process that has started it",
+}
 _HASH = "The hash of the last line of the ledger, which covers all iterations:"
 
 
@@ -197,10 +203,13 @@ def time_text(run: RunFacts) -> str | None:
 def memory_text(run: RunFacts) -> str | None:
     """Return the peaks of memory; ``None`` if they are unknown."""
     parts = []
-    for key, name in (("gpu_memory", "GPU"), ("memory", "main memory")):
-        peak = max((line.get(key, 0) for line in run.times.lines), default=0)
-        if peak:
-            parts.append(f"{peak / 2**30:.2f} GiB ({name})")
+    peaks = {key: max((line.get(key, 0) for line in run.times.lines), default=0) for key in _PEAKS}
+    if peaks["vm_hwm"]:
+        # What earlier versions noted may be the memory of another process.
+        peaks["memory"] = 0
+    for key, name in _PEAKS.items():
+        if peaks[key]:
+            parts.append(f"{peaks[key] / 2**30:.2f} GiB ({name})")
     return ", ".join(parts) or None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from helios.core.text import number_text
 from helios.ledger.run_comparison import RunComparison
 from helios.ledger.summary.document import (
     Block,
@@ -13,7 +14,6 @@ from helios.ledger.summary.document import (
     Sample,
     Spread,
     Text,
-    number_text,
 )
 from helios.ledger.summary.estimates import Estimate
 from helios.ledger.summary.page import write_page

@@ -48,12 +48,13 @@ class Curve:
     """Numbers by iteration, of which only a few buckets are kept.
 
     Attributes:
-        last: the newest iteration with its number; ``None`` without one.
+        first, last: the oldest and the newest iteration, with its number; ``None`` without one.
         num_infinite: how many numbers are not finite.
         first_infinite: the iteration of the first of them.
     """
 
     def __init__(self) -> None:
+        self.first: tuple[int, float] | None = None
         self.last: tuple[int, float] | None = None
         self.num_infinite = 0
         self.first_infinite: int | None = None
@@ -66,6 +67,7 @@ class Curve:
     def add(self, iteration: int, number: float) -> None:
         """Add the number of an iteration; iterations must not decrease."""
         self.last = (iteration, number)
+        self.first = self.first or self.last
         if not math.isfinite(number):
             self.num_infinite += 1
             self.first_infinite = self.first_infinite or iteration
@@ -73,6 +75,11 @@ class Curve:
         self._waiting.append(self.last)
         if len(self._waiting) == _CHUNK:
             self._gather()
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """The first and the last number; ``None`` without any."""
+        return None if self.first is None or self.last is None else (self.first[1], self.last[1])
 
     def _gather(self) -> None:
         """Put the numbers that wait into buckets."""

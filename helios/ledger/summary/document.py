@@ -71,6 +71,8 @@ class Chart:
         span: the first and the last iteration.
         marks: iterations after which the run was started again, and whether it was killed before.
         note: a sentence below it; may be empty.
+        ends: the first and the last number, which the line may have merged with others; ``None``
+            without any.
     """
 
     title: str
@@ -78,6 +80,7 @@ class Chart:
     span: tuple[float, float]
     marks: Sequence[tuple[int, bool]] = ()
     note: str = ""
+    ends: tuple[float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return what it shows in plain values, without its points."""
@@ -175,11 +178,6 @@ class Document:
         """Return it in plain values."""
         sections = [section.as_dict() for section in self.sections]
         return {"title": self.title, "kind": self.kind, "sections": sections}
-
-
-def number_text(number: float) -> str:
-    """Return a number with six significant digits."""
-    return f"{number:.6g}"
 
 
 def shorten(text: str, most: int = MOST_CHARACTERS) -> str:

@@ -10,7 +10,8 @@ import html
 import math
 from collections.abc import Sequence
 
-from helios.ledger.summary.document import Chart, Sample, Spread, number_text
+from helios.core.text import number_text
+from helios.ledger.summary.document import Chart, Sample, Spread
 
 _WIDTH, _HEIGHT = 1_000.0, 300.0
 _DECADES = 2.0
@@ -58,7 +59,7 @@ def _frame(chart: Chart, scale: _Scale, content: str) -> str:
     first, last = chart.span
     middle = (first + last) / 2
     labels = "".join(
-        f'<span style="top:{100 * scale.down(tick) / _HEIGHT:.1f}%">{number_text(tick)}</span>'
+        f'<span style="top:{100 * scale.down(tick) / _HEIGHT:.1f}%">{tick:.6g}</span>'
         for tick in scale.ticks
     )
     kind = " (logarithmic)" if scale.is_logarithmic else ""

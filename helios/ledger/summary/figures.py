@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import final
+from collections.abc import Iterator, Mapping
+from typing import Any, final
 
 from helios.best import BestValidation
+from helios.core.text import number_text
 from helios.ledger.summary.curves import Curve, LedgerCurves
 from helios.ledger.summary.document import (
     MOST_ROWS,
@@ -15,7 +16,6 @@ from helios.ledger.summary.document import (
     Grid,
     Line,
     Text,
-    number_text,
     shorten,
 )
 from helios.ledger.summary.run_facts import RunFacts
@@ -98,7 +98,7 @@ class Figures:
             [(bucket.place, bucket.mean) for bucket in buckets],
             [(bucket.place, bucket.low, bucket.high) for bucket in buckets] if has_band else (),
         )
-        return Chart(shorten(name), line, self._span, self._marks, note.strip())
+        return Chart(shorten(name), line, self._span, self._marks, note.strip(), curve.ends)
 
     @property
     def _span(self) -> tuple[float, float]:
@@ -109,26 +109,27 @@ class Figures:
 
     def show_throughput(self) -> Iterator[Block]:
         """Yield the blocks of the throughput."""
-        lines = [line for line in self._run.times.lines if line["seconds"] > 0]
+        lines = [line for line in self._run.times.lines if _own_seconds(line) > 0]
         if not lines:
             yield Text("There are no times, so the throughput is unknown.")
             return
         curve = Curve()
         for line in lines:
-            curve.add(line["iteration"], line["iterations"] / line["seconds"])
-        total = sum(line["iterations"] for line in lines)
-        mean = total / sum(line["seconds"] for line in lines)
-        chart = self._draw_points("iterations per second", curve)
-        yield chart
+            curve.add(line["iteration"], line["iterations"] / _own_seconds(line))
+        mean = sum(line["iterations"] for line in lines) / sum(map(_own_seconds, lines))
+        yield self._draw_points("iterations per second", curve)
+        # Earlier versions did not note how long validations took.
+        knows_pauses = all("run" in start for start in self._run.times.starts)
+        what = "with saves, without validations" if knows_pauses else "with validations and saves"
         yield Text(
-            f"On average {number_text(mean)} iterations per second, with validations and saves. "
+            f"On average {number_text(mean)} iterations per second, {what}. "
             "Vertical lines mark starts that resumed; those in red follow a kill."
         )
 
     def _draw_points(self, name: str, curve: Curve) -> Chart:
         found = [(bucket.place, bucket.mean) for bucket in curve.shrink(self._points)]
         line = Line(found, has_dots=len(found) <= _MOST_DOTS)
-        return Chart(shorten(name), line, self._span, self._marks)
+        return Chart(shorten(name), line, self._span, self._marks, ends=curve.ends)
 
     def show_scores(self) -> Iterator[Block]:
         """Yield the blocks of the scores of validations."""
@@ -165,3 +166,8 @@ def _explain(best: BestValidation) -> str:
         text = f"The best one has the {side} finite {best.metric}, the earlier one at a tie"
     rest = f"; those until iteration {best.since:,} are unknown" if best.since else ""
     return f"{text}{rest}."
+
+
+def _own_seconds(line: Mapping[str, Any]) -> float:
+    """Return the time of the iterations of a stretch, without what paused them."""
+    return float(line["seconds"] - line.get("paused", 0.0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from helios.core.text import number_text
 from helios.ledger.summary.document import (
     Block,
     Chart,
@@ -15,7 +16,6 @@ from helios.ledger.summary.document import (
     Question,
     Spread,
     Text,
-    number_text,
 )
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
@@ -66,7 +66,10 @@ def _write_chart(block: Chart | Spread) -> str:
         return f"{_escape(block.title)}: no numbers. {_escape(block.note)}".rstrip()
     values = [y for _, low, high in block.line.band for y in (low, high)]
     values = values or [y for _, y in points]
-    text = f"from {number_text(min(values))} to {number_text(max(values))}"
+    text = f"between {number_text(min(values))} and {number_text(max(values))}"
+    if block.ends is not None:
+        first, last = map(number_text, block.ends)
+        text = f"from {first} to {last}, {text}"
     note = f" {_escape(block.note)}" if block.note else ""
     return f"{_escape(block.title)}: {text}.{note}"
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from helios.core.text import number_text
 from helios.ledger import lineage
 from helios.ledger.manifest.manifest_changes import compare_facts
 from helios.ledger.summary import checklist
@@ -17,7 +18,6 @@ from helios.ledger.summary.document import (
     Facts,
     Grid,
     Text,
-    number_text,
     shorten,
     shorten_rows,
 )

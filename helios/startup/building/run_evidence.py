@@ -18,7 +18,7 @@ from helios.ledger.timing import Timing
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.startup.building.run_ledger import RunLedger, make_ledger
+from helios.startup.building.run_ledger import RunLedger, hash_definition, make_ledger
 from helios.startup.building.run_manifest import RunManifest
 from helios.startup.checkpoint_search.resume_point import Start
 from helios.startup.checkpoint_search.rewind_plan import RewindPlan, find_events
@@ -214,7 +214,10 @@ def make_evidence(
     after = None
     if start.loaded is not None and not start.is_branch:
         after = start.loaded.record.place[1]
-    timing = Timing(folder, processes=replicas.num_processes) if replicas.rank == 0 else None
+    timing = None
+    if replicas.rank == 0:
+        run = hash_definition(definition, replicas)
+        timing = Timing(folder, processes=replicas.num_processes, run=run)
     ledger = make_ledger(start, model, replicas, definition, level=options.ledger, timing=timing)
     manifest = events = None
     if replicas.rank == 0:

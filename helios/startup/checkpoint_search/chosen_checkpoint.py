@@ -13,6 +13,7 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.retention import Ranking, rank_checkpoints, with_sidecar
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.core.sharded_tensors import RowShare
+from helios.core.text import number_text
 from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError
 from helios.replicas.replicas import Replicas
 from helios.startup.checkpoint_search.newest_checkpoint import Search, run_search
@@ -178,7 +179,7 @@ def _explain(ranking: Ranking) -> list[str]:
     if metric is None:
         return ["the last one that have_metrics_improved accepted"]
     score = best.metrics[metric]
-    reasons = [f"the best of {len(others) + 1} checkpoints by {ranking.rule}: {score:.6g}"]
+    reasons = [f"the best of {len(others) + 1} checkpoints by {ranking.rule}: {number_text(score)}"]
     equal = [each.path.name for each in others if each.metrics[metric] == score]
     if equal:
         reasons.append(f"the earliest with this score (equal: {', '.join(equal)})")

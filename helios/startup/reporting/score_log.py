@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from helios.best import BestValidation
+from helios.core.text import number_text
 from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -14,7 +15,7 @@ _LOGGER = logging.getLogger(__name__)
 
 def format_scores(scores: Mapping[str, float]) -> str:
     """Return scores as text, in the order of the table."""
-    return ", ".join(f"{name} {score:.4g}" for name, score in scores.items())
+    return ", ".join(f"{name} {number_text(score, 4)}" for name, score in scores.items())
 
 
 def format_seconds(seconds: float) -> str:

@@ -34,3 +34,30 @@ def each_batch_of_a_processor_weighs_the_same(add, totals, result, suffix="", *,
 )
 def what_is_new_is_not_said(adopt_rules, options):
     return adopt_rules(None)
+
+
+@fault("helios.core.text:number_text", "tests/core/test_text.py")
+def a_number_is_rounded_to_a_whole_one(number_text, number, digits=6):
+    return f"{number:.{digits}g}"
+
+
+@fault("helios.core.text:_find_process_peak", "tests/core/test_text.py")
+def the_peak_of_memory_is_that_of_the_process_before(find_process_peak):
+    import resource
+
+    return {"vm_hwm": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+@fault("helios.ledger.timing:Timing.end_pause", "tests/ledger/test_timing.py")
+def the_throughput_has_validations(end_pause, timing):
+    pass
+
+
+@fault("helios.core.utils:AverageTimer.start", "tests/ledger/test_timing.py")
+def the_time_of_an_iteration_has_the_validation_before_it(start, timer):
+    pass
+
+
+@fault("helios.ledger.summary.curves:Curve.ends", "tests/ledger/test_reports.py")
+def a_report_names_no_first_number(ends, curve):
+    return None
