@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "helios"
 
-_VALUES = ("errors", "version", "deferred", "state", "schedule", "best", "protocols")
-_TOOLS = (*_VALUES, "core", "distributed", "storage")
+_VALUES = ("errors", "version", "deferred", "state", "schedule", "protocols")
+_TOOLS = (*_VALUES, "core", "best", "distributed", "storage")
 # Every room, from the lowest to the highest, with the rooms that it may import: only rooms above
 # it in this table, so that there is no cycle.
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -30,9 +30,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "deferred": (),
     "state": ("errors",),
     "schedule": ("errors", "state"),
-    "best": ("errors",),
     "protocols": ("errors", "state"),
     "core": _VALUES,
+    "best": ("errors", "core"),
     "distributed": _VALUES,
     "storage": (*_VALUES, "core", "distributed"),
     "terminal": _TOOLS,
