@@ -128,7 +128,7 @@ class _LocalBatches(_DealtBatches):
         if turn is None or self._watch is None:
             self.close()
             raise StopIteration
-        hands, self.num_samples, self.skipped = turn
+        hands, self.num_samples, self.skipped, self.repeats = turn
         self.indices = hands
         self._following = following = next(self._turns, None)
         self.is_last = self._is_done = following is None
@@ -181,7 +181,8 @@ class _WorkerBatches(_DealtBatches):
         if self._watch is None or not self._under_way:
             self.close()
             raise StopIteration
-        (self.indices, self.num_samples, self.skipped), is_last = self._under_way.popleft()
+        turn, is_last = self._under_way.popleft()
+        self.indices, self.num_samples, self.skipped, self.repeats = turn
         try:
             found = [next(self._batches) for _ in self.indices]
         except StopIteration as error:

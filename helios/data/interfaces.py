@@ -30,6 +30,9 @@ class BatchIterator(ABC):
             if nothing was.
         skipped: how many batches were skipped right before the last iteration, and positions of
             the order in them.
+        repeats: for each replica of the process with a batch, how many samples at the end of its
+            last batch occur a second time in the pass, so that all replicas get equally many;
+            empty if none does.
     """
 
     num_samples: int = 0
@@ -37,6 +40,7 @@ class BatchIterator(ABC):
     indices: Sequence[Any] | None = None
     contents: Sequence[Content] | None = None
     skipped: tuple[int, int] = (0, 0)
+    repeats: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -31,11 +31,14 @@ class ReplicaIndices(NamedTuple):
         hands: the indices for each replica with a batch; these are the first of the block.
         num_samples: positions that all replicas of the run consume.
         skipped: how many batches are skipped right before, and positions in them.
+        repeats: for each of the hands, how many samples at its end occur a second time in the pass;
+            empty if none does.
     """
 
     hands: list[Any]
     num_samples: int
     skipped: tuple[int, int] = (0, 0)
+    repeats: Sequence[int] = ()
 
 
 class ShardedIteration(NamedTuple):
@@ -108,12 +111,27 @@ class ShardingPlan:
 
     def _all_turns(self, position: Position, replicas: range | None) -> Iterator[ReplicaIndices]:
         replicas = self.share.block if replicas is None else replicas
-        for window in chain.from_iterable(self._windows(position)):
-            if self._is_whole:
-                yield ReplicaIndices([window], len(window))
-                continue
-            num_items = sum(map(len, window)) if self._is_listed else len(window)
-            yield ReplicaIndices(self._hand_out(window, replicas), num_items * self._weight)
+        for windows, num_padded in self._windows(position):
+            for window in windows:
+                if self._is_whole:
+                    yield ReplicaIndices([window], len(window))
+                    continue
+                num_items = sum(map(len, window)) if self._is_listed else len(window)
+                hands = self._hand_out(window, replicas)
+                turn = ReplicaIndices(hands, num_items * self._weight)
+                yield turn if not num_padded else self._count_padding(turn, replicas, num_padded)
+
+    def _count_padding(
+        self, turn: ReplicaIndices, replicas: range, num_padded: int
+    ) -> ReplicaIndices:
+        """Return a turn that says which samples pad the order: the last ones of the last replicas.
+
+        A replica gets at most one of the items that pad it.
+        """
+        first = self._stride - num_padded
+        sizes = self.count_samples(turn.hands) if self._is_listed else [1] * len(turn.hands)
+        pairs = zip(replicas, sizes, strict=False)
+        return turn._replace(repeats=[size * (replica >= first) for replica, size in pairs])
 
     def walk(
         self, position: Position, under_way: deque[ShardedIteration], *, is_noted: bool = False
@@ -199,8 +217,11 @@ class ShardingPlan:
             position, batch=position.batch * self._stride, sample=position.sample // self._weight
         )
 
-    def _windows(self, position: Position) -> Iterator[list[list[Any]]]:
-        """Split the order into windows of one iteration for all replicas, several at once."""
+    def _windows(self, position: Position) -> Iterator[tuple[list[list[Any]], int]]:
+        """Split the order into windows of one iteration for all replicas, several at once.
+
+        Beside them is how many items pad the last window.
+        """
         width = self._size * self._stride
         num_head = 0 if self._is_cut or not self.share.pads or self._stride == 1 else self._stride
         blocks, head = self.order.blocks_and_head(self._position_in_order(position), num_head)
@@ -208,9 +229,9 @@ class ShardingPlan:
         too_few = width - self._stride if self._drop_last else 0
         for windows in split_into_batches(blocks, width):
             if len(windows[0]) == width:
-                yield windows
+                yield windows, 0
             elif len(rest := self._even_out(windows[0], head)) > too_few:
-                yield [rest]
+                yield [rest], max(len(rest) - len(windows[0]), 0)
 
     def _even_out(self, window: list[Any], head: Iterable[Any]) -> list[Any]:
         """Pad or truncate the end of the order, so that all replicas get equally many samples."""

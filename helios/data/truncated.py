@@ -169,6 +169,7 @@ class _LimitedBatches(BatchIterator):
         self._num_left -= 1
         self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
         self.skipped, self.contents = self._batches.skipped, self._batches.contents
+        self.repeats = self._batches.repeats
         self.is_last = self._batches.is_last or self._num_left == 0
         return batch
 

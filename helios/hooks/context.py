@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from helios.data.interfaces import BatchIterator
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, UsageError
 from helios.hooks.live_run import LiveRun
@@ -50,6 +51,7 @@ class Context:
         is_replay: whether a part of a run is only repeated, to compare it with the run's ledger.
             What you log or upload was logged before: write nothing then.
         run_folder: folder of the run's checkpoints and records; ``None`` without checkpoints.
+        training_batches: the pass over the training data, for the loops; ``None`` outside one.
         went_back: whether this start went back on purpose: by a rewind, or to the checkpoint of
             ``Trainer(resume=<path>)``. What follows may differ from what followed before.
     """
@@ -69,6 +71,7 @@ class Context:
         self.is_replay = False
         self.run_folder: Path | None = None
         self.went_back = False
+        self.training_batches: BatchIterator | None = None
         self._skip_reason = ""
         self.is_window_open = False
 
@@ -156,6 +159,20 @@ class Context:
         replica's.
         """
         return self._run.turns.replica
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """How many samples at the end of the replica's batch are padding, and of how many.
+
+        With several replicas, the first samples of an epoch occur a second time at its end, so that
+        all replicas get equally many, unless ``drop_last`` is set. Valid as :attr:`replica` is, in
+        training; (0, 0) for batches without padding.
+        """
+        batches, turns = self.training_batches, self._run.turns
+        if batches is None or not batches.repeats or batches.sizes is None:
+            return 0, 0
+        index = self._run.replicas.local_replicas.index(turns.replica)
+        return batches.repeats[index], batches.sizes[index]
 
     def agree(self, flag: bool) -> bool:
         """Return whether any process raises a flag; the same on all processes.

@@ -85,6 +85,7 @@ class EpochLoop(Loop):
         self._catch_up()
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
+        session.context.training_batches = self._batches
         session.turns.begin_epoch()
         if ledger is not None:
             ledger.find_optimizers()
@@ -346,3 +347,4 @@ class EpochLoop(Loop):
     def _close_batches(self) -> None:
         self._batches.close()
         self._batches = _NONE
+        self._session.context.training_batches = None

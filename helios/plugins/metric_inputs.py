@@ -5,17 +5,21 @@ The choice is made once, when a run begins.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
+from torch import Tensor
 
 from helios.core import rng
 from helios.hooks.context import Context
 from helios.plugins.metric_state import Tally, portable
 from helios.state import Phase
+
+_LOGGER = logging.getLogger(__name__)
 
 Take: TypeAlias = Callable[[], list[Any]]
 """Returns the arguments for ``update`` of the batch that the context shows."""
@@ -104,7 +108,7 @@ class _Turn(NamedTuple):
     """What a replica's metrics are updated with at the end of its turn."""
 
     replica: int
-    arguments: list[Any]
+    arguments: list[Any] | None
     randomness: dict[str, Any]
 
 
@@ -128,6 +132,7 @@ class SharedIntake(Intake):
             )
             self._spare = whole.copy()
         self._context = context
+        self._has_warned = False
         self._forget_turns()
 
     def reset(self) -> None:
@@ -150,7 +155,32 @@ class SharedIntake(Intake):
             self._end_turn()
         # A batch may be used in several forwards, of which the last one counts.
         with aside(), _at_its_end(context):
-            self._turn = _Turn(replica, take(), rng.get_rng_state_dict())
+            arguments = self._drop_padding(take()) if is_training else take()
+            self._turn = _Turn(replica, arguments, rng.get_rng_state_dict())
+
+    def _drop_padding(self, arguments: list[Any]) -> list[Any] | None:
+        """Return arguments without samples that occur twice in the epoch; ``None`` if none is left.
+
+        Those of all samples of a batch have one row for each; others cannot be divided.
+        """
+        num_repeated, size = self._context.padding
+        if not num_repeated:
+            return arguments
+        if num_repeated == size:
+            return None
+        lengths = {len(each) for each in arguments if isinstance(each, Tensor) and each.ndim}
+        if lengths == {size}:
+            kept = size - num_repeated
+            return [x[:kept] if isinstance(x, Tensor) and x.ndim else x for x in arguments]
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "The training metrics count the samples twice that pad the end of each epoch, "
+                "because Metrics(inputs=...) does not return tensors with a row for each of the %d "
+                "samples of a batch. Let it do so, or set drop_last=True.",
+                size,
+            )
+        return arguments
 
     def end_batch(self, take: Take) -> None:
         """Update with the batch of the last replica."""
@@ -163,7 +193,8 @@ class SharedIntake(Intake):
             with aside():
                 # What a metric draws must not depend on which replica of this process is next.
                 rng.load_rng_state_dict(turn.randomness)
-                self._tallies[turn.replica].update(turn.arguments)
+                if turn.arguments is not None:
+                    self._tallies[turn.replica].update(turn.arguments)
 
     def join(self) -> None:
         """Merge the data of the replicas, in their order."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.metrics import accuracy_score
+from torchmetrics.classification import MulticlassAccuracy
 
 import helios
 from helios.core import rng
@@ -231,9 +233,106 @@ def test_an_epoch_has_the_samples_of_all_replicas_in_their_order(tmp_path: Path)
     trainer.fit(Guessing(setting, tmp_path), ElasticData(setting))
     lines = read_bits(tmp_path).turns
     ids = [i for replica in range(3) for it in range(1, 6) for i in lines[it, replica]["ids"]]
+    # The last sample of the last replica pads the epoch: it is the first one.
+    assert ids.pop() == lines[1, 0]["ids"][0]
     logged = _logged(tmp_path)
-    assert logged[5, "train/seen/count"] == len(ids) == 30
+    assert logged[5, "train/seen/count"] == len(ids) == len(set(ids)) == 29
     assert logged[5, "train/seen/order"] == sum(n * i for n, i in enumerate(ids, start=1))
+
+
+class _Still(helios.Model):
+    """Classifies noise; nothing changes it."""
+
+    def __init__(self) -> None:
+        super().__init__("still")
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = torch.nn.Linear(4, 3)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        self.scores = self.net(batch[0])
+        return torch.nn.functional.cross_entropy(self.scores, batch[1])
+
+
+class _Noise(helios.DataModule):
+    def __init__(self, length: int, **options: Any) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.features = torch.randn(length, 4, generator=generator)
+        self.classes = torch.arange(length) % 3
+        self.options = options
+
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(**self.options)
+        data = torch.utils.data.TensorDataset(self.features, self.classes)
+        self._train_dataset = self._create_dataset(data, params)
+
+
+class _Logged(Plugin):
+    unsaved = ("values",)
+
+    def __init__(self) -> None:
+        super().__init__("logged")
+        self.values: list[float] = []
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
+        self.values += [value for name, value in scalars.items() if name.startswith("train/acc")]
+
+
+def _measure(data: _Noise, inputs: Callable[[Any], Any], length: int) -> tuple[list[float], float]:
+    """Return the accuracy of each of two epochs, and that of scikit-learn."""
+    logged, model = _Logged(), _Still()
+    accuracy = MulticlassAccuracy(num_classes=3, average="micro")
+    metrics = Metrics({"accuracy": accuracy}, inputs=inputs, phase=Phase.TRAINING)
+    trainer = helios.Trainer(
+        train_unit="epoch",
+        total_steps=2,
+        num_replicas=3,
+        use_cpu=True,
+        print_banner=False,
+        plugins=[metrics, logged],
+    )
+    trainer.fit(model, data)
+    assert len(logged.values) == 2
+    with torch.no_grad():
+        found = model.net(data.features[:length]).argmax(1)
+    return logged.values, float(accuracy_score(data.classes[:length], found))
+
+
+@pytest.mark.shows("P125")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 2},
+        {"batch_size": 3, "shuffle": True},
+        {"batch_size": 2, "num_workers": 1},
+        {"batch_size": 8, "drop_last": True},
+        {"batch_sampler": [[0, 1, 2], [3, 4], [5], [6, 7], [8, 9], [10, 11], [12]]},
+    ],
+    ids=str,
+)
+def test_padding_of_an_epoch_does_not_count(options: dict[str, Any]) -> None:
+    """13 samples over three replicas, and seven lists of samples."""
+    is_cut = "drop_last" in options
+    found, expected = _measure(
+        _Noise(26 if is_cut else 13, **options),
+        lambda context: (context.model.scores.argmax(1), context.batch[1]),
+        24 if is_cut else 13,
+    )
+    assert found == pytest.approx([expected] * 2)
+
+
+@pytest.mark.shows("P125")
+def test_padding_that_cannot_be_told_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def inputs(context: Any) -> tuple[Any, ...]:
+        return context.model.scores.argmax(1)[None], context.batch[1][None]
+
+    _measure(_Noise(13, batch_size=3), inputs, 13)
+    assert capsys.readouterr().err.count("count the samples twice that pad") == 1
 
 
 class _Mapper(Plugin):
@@ -267,6 +366,7 @@ class _View:
     """As much of a context as the turns of two replicas look at."""
 
     phase = Phase.TRAINING
+    padding = (0, 0)
 
     def __init__(self) -> None:
         self.engine, self.replicas = self, self

@@ -34,8 +34,8 @@ class Rule:
 RULES = (
     Rule(
         "exact_totals",
-        "totals of scores and losses are added in float64, and the scores of a batch processor "
-        "weigh each batch by its samples",
+        "totals of scores and losses are added in float64, the scores of a batch processor weigh "
+        "each batch by its samples, and training metrics leave out the padding of an epoch",
     ),
     Rule(
         "one_best",

@@ -61,3 +61,11 @@ def the_time_of_an_iteration_has_the_validation_before_it(start, timer):
 @fault("helios.ledger.summary.curves:Curve.ends", "tests/ledger/test_reports.py")
 def a_report_names_no_first_number(ends, curve):
     return None
+
+
+@fault(
+    "helios.plugins.metric_inputs:SharedIntake._drop_padding",
+    "tests/plugins/test_metrics_replicas.py::test_padding_of_an_epoch_does_not_count",
+)
+def training_metrics_count_the_padding_of_an_epoch(drop_padding, intake, arguments):
+    return arguments
