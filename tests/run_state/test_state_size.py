@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from helios.run_state.state_size import storage_sizes
+from helios.run_state.state_size import shard_sizes, storage_sizes
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -49,6 +49,13 @@ def test_the_state_that_a_first_step_makes_is_known_before_it(make: Make) -> Non
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert predicted == sizes_in(optimizer) == sorted(storage_sizes([], [optimizer]))
+
+
+def test_what_is_not_sharded_has_no_sizes_of_shards() -> None:
+    """Else memory for the first save was kept for what the optimizer makes only."""
+    network = make_network()
+    assert shard_sizes([network], [torch.optim.Adam(network.parameters())]) == []
+    assert shard_sizes([network], [Own(network.parameters())]) == []
 
 
 class Own(Optimizer):
