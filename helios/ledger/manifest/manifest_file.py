@@ -6,7 +6,6 @@ merge patch (RFC 7396): a value that is ``null`` was removed.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -132,8 +131,11 @@ def make_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def apply_patch(before: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a merge patch makes of a dictionary, which stays as it is."""
-    found = dict(copy.deepcopy(dict(before)))
+    """Return what a merge patch makes of a dictionary, which stays as it is.
+
+    What the patch does not name is shared with it.
+    """
+    found = dict(before)
     for name, value in patch.items():
         if value is None:
             found.pop(name, None)

@@ -74,22 +74,32 @@ def hash_absent(
 
 def _hash_present(path: str) -> str | None:
     try:
-        status = Path(path).stat()
+        status = _as_path(path).stat()
         return _hash_text(path, status.st_mtime_ns, status.st_size)
     except OSError:
         return None
 
 
+@functools.lru_cache(maxsize=4096)
+def _as_path(path: str) -> Path:
+    return Path(path)
+
+
 def _list_sources(modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the names and source files of modules that are not installed."""
-    library = f"{sysconfig.get_path('stdlib')}{os.sep}"
     for name, module in modules.items():
         path = _find_source(module)
-        if path is None or _INSTALLED.search(path) or path.startswith(library):
+        if path is None or _is_installed(path):
             continue
         # A rank that was started by the script has the script a second time.
         if name.partition(".")[0] not in (_PACKAGE, "__mp_main__"):
             yield name, path
+
+
+@functools.lru_cache(maxsize=16384)
+def _is_installed(path: str) -> bool:
+    library = f"{sysconfig.get_path('stdlib')}{os.sep}"
+    return path.startswith(library) or _INSTALLED.search(path) is not None
 
 
 @functools.cache

@@ -30,6 +30,7 @@ _MOST_NAMED = 8
 _COMPARED_ELSEWHERE = ("params",)
 # The training has the processor for most of the time while files are parsed.
 _REST = 4.0
+_LEAST_REST = 1e-3
 _PAUSE = 0.05
 _PATIENCE = 60.0
 
@@ -190,7 +191,9 @@ class RunManifest:
             pass
 
     def _rest(self, seconds: float) -> None:
-        self._hurries.wait(_REST * seconds)
+        # A file that was parsed earlier takes microseconds, and waiting for less takes more.
+        if _REST * seconds >= _LEAST_REST:
+            self._hurries.wait(_REST * seconds)
 
     def _read(self) -> dict[str, Any]:
         try:
