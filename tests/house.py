@@ -422,7 +422,7 @@ def docstring_faults(name: str, value: object) -> list[str]:
             f"{name}.{member} has no docstring."
             for member, inner in (vars(kind).items() if _is_ours(kind) else ())
             if not member.startswith("_") and isinstance(inner, _MEMBERS)
-            if not any(getattr(vars(base).get(member), "__doc__", None) for base in value.__mro__)
+            if not any(vars(base)[member].__doc__ for base in value.__mro__ if member in vars(base))
         ]
     return faults
 
