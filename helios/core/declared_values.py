@@ -93,7 +93,7 @@ def flatten_params(given: Any) -> dict[str, Any]:
             f"{type(given).__name__}. Pass e.g. {{'lr': 0.1}} or vars(config)."
         )
     try:
-        return _flatten(_Describing(_convert_declared).describe(table))
+        return _flatten_once(_Describing(_convert_declared).describe(table))
     except _UnsuitableError as error:
         where = ".".join(error.path)
         raise ArgumentError(
@@ -103,7 +103,9 @@ def flatten_params(given: Any) -> dict[str, Any]:
         ) from None
 
 
-def describe_given(given: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+def describe_given(
+    given: Mapping[str, Any], convert: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
     """Return arguments of a constructor as a flat table: what is not plain, by its class.
 
     Args:
@@ -112,12 +114,10 @@ def describe_given(given: Mapping[str, Any], convert: Callable[[Any], Any]) -> d
     """
 
     def by_class(value: Any) -> Any:
-        found = convert(value)
-        if found is not value:
-            return found
-        return _qualified_name(type(value))
+        found = value if convert is None else convert(value)
+        return _qualified_name(type(value)) if found is value else found
 
-    return _flatten(_Describing(by_class).describe(dict(given)))
+    return dict(_shortened(_Describing(by_class).describe(dict(given))))
 
 
 def compare_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ValueChange]:
@@ -225,19 +225,25 @@ def _item(value: Any) -> Any:
 
 
 def _qualified_name(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
+    # Python imports the script again in a rank that it starts, as a module of another name.
+    module = "__main__" if value.__module__ == "__mp_main__" else value.__module__
+    return f"{module}.{value.__qualname__}"
 
 
-def _flatten(table: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_once(table: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, value in _entries("", table):
+    for name, value in _shortened(table):
         if name in found:
             raise ArgumentError(
                 f"Trainer(params=...) must have each name once, got {name!r} both as a key with a "
                 "dot and as a nested one. Rename one of them."
             )
-        found[name] = _shorten(value)
+        found[name] = value
     return found
+
+
+def _shortened(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, _shorten(value)) for name, value in _entries("", table))
 
 
 def _entries(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

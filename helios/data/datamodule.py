@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from helios.core.constructor_arguments import KeepsArguments
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.multi_loader import check_loader_names, check_some
 from helios.data.params import DataLoaderParams
@@ -71,7 +72,7 @@ LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
 """A loader with its sampler, or a list or dict of such pairs."""
 
 
-class DataModule(ABC):
+class DataModule(KeepsArguments, ABC):
     """The data of a run.
 
     ``setup`` assigns ``_train_dataset``, ``_valid_dataset``, ``_test_dataset`` and

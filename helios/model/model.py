@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from helios.core.constructor_arguments import KeepsArguments
 from helios.core.registry import Registry
 from helios.core.summands import as_summand
 from helios.engines.device import move_to_device
@@ -59,7 +60,7 @@ def find_pretrained_file(root: Path, name: str) -> Path:
     raise UsageError(f"No .pth file in {root} has {part!r} in its name. Check the folder.")
 
 
-class Model(Hooks, ABC):
+class Model(Hooks, KeepsArguments, ABC):
     """Base of all models.
 
     Attributes:

@@ -288,7 +288,7 @@ def _remove_params(root: Path) -> None:
         payload["options"] = {
             name: value
             for name, value in payload["options"].items()
-            if not name.startswith(("params", "found"))
+            if not name.startswith(("params", "found", "rules"))
         }
         digest = codec.write_file(path, payload, hashes=True)
         sidecar = found.sidecar

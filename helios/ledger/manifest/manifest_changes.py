@@ -98,6 +98,7 @@ _RULES = (
     _Rule("data.", Effect.TRAJECTORY, "the data is described otherwise"),
     _Rule("parameters.", Effect.TRAJECTORY, "the networks are others"),
     _Rule("params.", Effect.TRAJECTORY, "the run was declared with another value"),
+    _Rule("found.", Effect.TRAJECTORY, "a constructor was given another value"),
     _Rule("git.", Effect.NONE, "the files that were imported are compared themselves"),
     _Rule("level.", Effect.NONE, "it follows from the rest"),
 )

@@ -27,7 +27,7 @@ from helios.storage import files
 _LOGGER = logging.getLogger(__name__)
 _MOST_NAMED = 8
 # What the checkpoint holds is compared with it, before the first step.
-_COMPARED_ELSEWHERE = ("params",)
+_COMPARED_ELSEWHERE = ("params", "found")
 # The training has the processor for most of the time while files are parsed.
 _REST = 4.0
 _LEAST_REST = 1e-3

@@ -74,11 +74,11 @@ def _as_plain(value: Any) -> Any:
     return type_name(type(value))
 
 
-def describe_declared(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return declared parameters as a topic; none for a run that declares nothing."""
+def describe_topic(topic: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat table as a topic, if there is anything in it."""
     # No fact is None: it would stand for what was removed.
-    known = {name: "None" if value is None else value for name, value in params.items()}
-    return {"params": _as_plain(known)} if known else {}
+    known = {name: "None" if value is None else value for name, value in values.items()}
+    return {topic: _as_plain(known)} if known else {}
 
 
 def _describe_options(options: TrainerOptions) -> dict[str, Any]:

@@ -39,13 +39,11 @@ class DeclaredParams:
         options: what the next checkpoints hold of them.
         changes: other values that the user has allowed.
         one_sided: names that only the run or only this start has.
-        is_unknown: whether the checkpoint does not say what was declared.
     """
 
     options: dict[str, Any]
     changes: tuple[ValueChange, ...] = ()
     one_sided: tuple[ValueChange, ...] = ()
-    is_unknown: bool = False
 
     def report(self) -> list[str]:
         """Log what differs; returns the allowed changes as text, to be recorded."""
@@ -54,13 +52,6 @@ class DeclaredParams:
             _LOGGER.warning("Changed since the checkpoint, as allowed: %s.", text)
         if self.one_sided:
             _LOGGER.info("Trainer(params=...) %s.", _describe_one_sided(self.one_sided))
-        if self.is_unknown and self.options[_KEY]:
-            iteration = self.options[_HISTORY][0]["iteration"]
-            _LOGGER.info(
-                "Trainer(params=...) cannot be compared: the run did not store what it was "
-                "declared with (unknown before iteration %d). From here on it does.",
-                iteration,
-            )
         return texts
 
 
@@ -107,9 +98,8 @@ def compare_params(
     """
     stored = record.options
     if _KEY not in stored:
-        here = {_KEY: dict(params), _HISTORY: [_section(params, record)]}
-        return DeclaredParams(here, is_unknown=True)
-    is_done = is_finished or _has_ended(schedule, record)
+        return DeclaredParams({_KEY: dict(params), _HISTORY: [_section(params, record)]})
+    is_done = is_finished or has_ended(schedule, record)
     before = _params_at(schedule, stored) if is_done else stored_params(stored)
     found = compare_values(before, params)
     changes = tuple(each for each in found if each.is_contradiction)
@@ -146,7 +136,7 @@ def _refuse_relabelling(changes: Sequence[ValueChange], name: str, path: Path) -
     )
 
 
-def _has_ended(schedule: Schedule, record: Record) -> bool:
+def has_ended(schedule: Schedule, record: Record) -> bool:
     """Whether nothing is left to train, also if a kill has prevented the mark that says so."""
     state, cursor = TrainingState(**record.training_state), Cursor(**record.cursor)
     is_stopped = cursor.stop_reason and not is_extended(schedule, record.options)

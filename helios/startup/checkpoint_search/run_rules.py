@@ -42,14 +42,20 @@ RULES = (
         "the best validation is the one with the best finite score, the earlier one at a tie, and "
         "one that enters the best of KeepBest is saved, whatever chkpt_frequency says",
     ),
+    Rule(
+        "compared_values",
+        "declared parameters, arguments of constructors and settings of optimizers are compared "
+        "(unknown before iteration {iteration})",
+    ),
 )
 
 
-def adopt_rules(options: Mapping[str, Any] | None) -> dict[str, bool]:
+def adopt_rules(options: Mapping[str, Any] | None, *, iteration: int = 0) -> dict[str, bool]:
     """Return which rules hold in a run, by name, and log once what is new in one under way.
 
     Args:
         options: those of the checkpoint that the run continues from; ``None`` for a new run.
+        iteration: the iteration of that checkpoint.
     """
     if options is None:
         return {rule.name: True for rule in RULES}
@@ -58,6 +64,6 @@ def adopt_rules(options: Mapping[str, Any] | None) -> dict[str, bool]:
     if fresh:
         _LOGGER.info(
             "An earlier version of Helios began this run. From here on: %s.",
-            "; ".join(rule.news for rule in fresh),
+            "; ".join(rule.news.format(iteration=iteration) for rule in fresh),
         )
     return {**known, **{rule.name: not rule.is_kept_out for rule in fresh}}

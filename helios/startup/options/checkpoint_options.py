@@ -40,6 +40,7 @@ Change: TypeAlias = Literal[
     "parameters",
     "code",
     "params",
+    "optimizer",
 ]
 CHANGEABLE: tuple[str, ...] = get_args(Change)
 """What ``allow_changes`` may name, besides single parameters."""

@@ -42,6 +42,7 @@ from helios.startup.building.model_preparation import (
     build_networks,
     take_own_processor,
 )
+from helios.startup.building.optimizer_settings import ConstructorCalls
 from helios.startup.building.state_owners import find_owners
 from helios.startup.launching.on_all_ranks import on_each
 from helios.startup.launching.process_plan import Plan
@@ -120,6 +121,7 @@ class Run(ABC):
         self.sources: dict[Phase, list[Source]] = {}
         self.session: Session | None = None
         self._settings = ExitStack()
+        self._constructor_calls = ConstructorCalls()
         self._has_begun = False
         self.owners = Owners()
 
@@ -332,7 +334,8 @@ class Run(ABC):
             table.clear()
         if "init" in run.seeds:
             rng.seed_rngs(run.seed_of("init"))
-        again = build_networks(self.model, self.engine, run, is_inference=is_inference)
+        with self._constructor_calls.noting():
+            again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         watch.end()
         self._settings.enter_context(again)
         check_batch_processor(self.model, is_inference=is_inference)

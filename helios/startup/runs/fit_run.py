@@ -16,6 +16,7 @@ from helios.best import BestSoFar
 from helios.checkpoint.capture import Trained, apply
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
+from helios.core.constructor_arguments import arguments_of
 from helios.core.declared_values import stored_params
 from helios.data.source import Source
 from helios.engines.engine import numerics
@@ -27,7 +28,7 @@ from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.run_audit import make_audit
 from helios.startup.building.run_evidence import RunEvidence, make_evidence
-from helios.startup.building.start_facts import describe_declared, manifest_facts
+from helios.startup.building.start_facts import describe_topic, manifest_facts
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity, run_rules
 from helios.startup.checkpoint_search.best_history import continue_best
@@ -35,7 +36,9 @@ from helios.startup.checkpoint_search.declared_params import (
     DeclaredParams,
     begin_params,
     compare_params,
+    has_ended,
 )
+from helios.startup.checkpoint_search.found_values import FoundValues, compare_found
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
 from helios.startup.checkpoint_search.rewinding import (
     apply_rewinds,
@@ -75,6 +78,7 @@ class FitRun(Run):
         self._recorder: run_outputs.FitRecorder | None = None
         self._evidence: RunEvidence | None = None
         self._params = begin_params({})
+        self._found = FoundValues()
         self._stranded: dict[str, str] = {}
         self._seconds = 0.0
 
@@ -90,11 +94,11 @@ class FitRun(Run):
         is_finished = self._is_finished()
         self._params = self._compare_params(is_finished=is_finished)
         if is_finished:
-            self._report_finished()
             # A script that uses the model after fit finds the weights and values of the run's end;
             # what only training needs, such as optimizers, is as setup creates it.
             assert self._start.loaded is not None
             self._restore(Trained.of(self._detach(self._start.loaded.record)))
+            self._report_finished()
             return True
         on_first(self.replicas, lambda: require_writable(checkpoints, name))
         reason = self._train(stack)
@@ -130,7 +134,11 @@ class FitRun(Run):
 
     def _prepare(self, stack: ExitStack) -> None:
         record = self._record
-        self._start.rules = run_rules.adopt_rules(None if record is None else record.options)
+        self._start.rules = (
+            run_rules.adopt_rules(None)
+            if record is None
+            else run_rules.adopt_rules(record.options, iteration=record.place[1])
+        )
         stack.enter_context(self._numerics(record))
         self._open_logs(record)
         self._set_up(is_inference=False)
@@ -176,7 +184,10 @@ class FitRun(Run):
         assert loaded.sidecar is not None
         is_passed = run_identity.is_shortened(self.options.schedule, loaded.record.options)
         reason = loaded.sidecar.finished or ""
-        run_identity.report_finished(self._name, loaded, reason, is_passed=is_passed)
+        changes = "" if is_passed else self._compare_found().changes
+        run_identity.report_finished(
+            self._name, loaded, reason, is_passed=is_passed, changes=changes
+        )
         self._params.report()
 
     def _compare_params(self, *, is_finished: bool) -> DeclaredParams:
@@ -196,6 +207,26 @@ class FitRun(Run):
                 path=loaded.path,
                 is_finished=is_finished,
             )
+
+        return on_first(self.replicas, compare)
+
+    def _compare_found(self) -> FoundValues:
+        """Compare what the constructors of rank 0 were given with the checkpoint."""
+        model, record, schedule = self.model, self._record, self.options.schedule
+
+        def compare() -> FoundValues:
+            owners = {"model": model, "data": self.datamodule}
+            arguments = {
+                f"{prefix}.{name}": value
+                for prefix, owner in owners.items()
+                for name, value in arguments_of(owner).items()
+            }
+            parts = {**model.discovery.optimizers(), **model.discovery.schedulers()}
+            settings = scrub_table(self._constructor_calls.settings(parts))
+            allowed = self.options.checkpoints.allow_changes
+            stored = None if record is None else record.options
+            is_over = record is not None and has_ended(schedule, record)
+            return compare_found(scrub_table(arguments), settings, stored, allowed, is_over=is_over)
 
         return on_first(self.replicas, compare)
 
@@ -292,7 +323,9 @@ class FitRun(Run):
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         limits = run_identity.limits(self.options.schedule)
         rules = {run_rules.KEY: self._start.rules}
-        self._start.definition = identity | limits | rules | self._params.options
+        self._start.definition = identity | limits | rules
+        self._found = self._compare_found()
+        self._start.definition |= self._params.options | self._found.options
         self._evidence = self._make_evidence(source, identity, reproducibility)
         if self._evidence is not None:
             self._settings.callback(self._evidence.close)
@@ -333,7 +366,8 @@ class FitRun(Run):
                 **manifest_facts(self.call, source),
                 "processes": {"number": self.replicas.num_processes},
                 "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
-                **describe_declared(stored_params(self._params.options)),
+                **describe_topic("params", stored_params(self._params.options)),
+                **describe_topic("found", self._found.all),
             }
 
         return make_evidence(
@@ -380,16 +414,19 @@ class FitRun(Run):
             state=state,
             cursor=cursor,
         )
+        self._start.is_shortened = run_identity.is_shortened(self.options.schedule, record.options)
         check_order(self._start.rewinds, changes, cursor)
         self._start.changes += changes
         self._start.changes += self._params.report()
+        # What held at the end of a stage that the run has passed is not known.
+        if not (self._start.is_shortened and has_ended(self.options.schedule, record)):
+            self._start.changes += self._found.report()
         self._start.changes += [str(each.rewind) for each in self._start.plans]
         self._start.changes += run_identity.note_fingerprint(source.description, record.options)
         if record.options.get("length") == identity["length"]:
             session.saved_length = record.data.get("length")
             session.allows_other_length = "length" in self.options.checkpoints.allow_changes
         self._start.changes += run_identity.note_limits(self.options.schedule, record.options)
-        self._start.is_shortened = run_identity.is_shortened(self.options.schedule, record.options)
         banner.warn_of_other_machine(record.machine, self.engine)
         self._start.changes += self._note_missing(record)
         payload = record.to_payload()
