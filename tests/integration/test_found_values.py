@@ -347,6 +347,19 @@ def test_all_arguments_together_are_one_line(
     assert said(capsys) == []
 
 
+def test_another_name_of_the_run_is_no_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Named(Model):
+        def __init__(self, name: str) -> None:
+            super().__init__(sgd())
+            self._save_name = name
+
+    fit(tmp_path / "a", 1, Named("one"))
+    fit(tmp_path / "b", 2, Named("two"), resume=tmp_path / "a/one/one_epoch_1_iter_1.pth")
+    assert said(capsys) == []
+
+
 def test_what_is_not_plain_counts_by_its_class(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,7 +99,10 @@ def list_varying(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         for change in compare_facts(known[0], other)
         if change.effect is not Effect.NONE
     )
-    return {name: [shorten(_look_up(each, name), 80) for each in facts] for name in names}
+    # What a constructor was given is told by the data itself, too.
+    twice = {f"found.{name}" for name in names}
+    told = [name for name in names if name not in twice]
+    return {name: [shorten(_look_up(each, name), 80) for each in facts] for name in told}
 
 
 def _look_up(facts: Mapping[str, Any], name: str) -> str:

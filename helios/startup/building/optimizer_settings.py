@@ -73,11 +73,13 @@ class ConstructorCalls:
     def _add_groups(self, optimizer: Optimizer) -> None:
         """Add what single groups of parameters were given."""
         given = self._given[id(optimizer)][1]
-        for number, group in enumerate(optimizer.param_groups):
+        # A wrapper may have neither.
+        defaults = getattr(optimizer, "defaults", {})
+        for number, group in enumerate(getattr(optimizer, "param_groups", ())):
             own = {
                 name: value
                 for name, value in group.items()
-                if name not in _PARAMETERS and (name in given or name not in optimizer.defaults)
+                if name not in _PARAMETERS and (name in given or name not in defaults)
             }
             described = describe_given(own, self._convert)
             common = {name: given[name] for name in described if name in given}

@@ -220,6 +220,8 @@ class FitRun(Run):
                 f"{prefix}.{name}": value
                 for prefix, owner in owners.items()
                 for name, value in arguments_of(owner).items()
+                # The name of the run is compared by itself.
+                if value != model.save_name
             }
             parts = {**model.discovery.optimizers(), **model.discovery.schedulers()}
             settings = scrub_table(self._constructor_calls.settings(parts))
