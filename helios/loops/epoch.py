@@ -347,4 +347,6 @@ class EpochLoop(Loop):
     def _close_batches(self) -> None:
         self._batches.close()
         self._batches = _NONE
-        self._session.context.training_batches = None
+        # An error in setup ends the call before there is a session.
+        if "_session" in vars(self):
+            self._session.context.training_batches = None

@@ -31,7 +31,7 @@ class ConstructorCalls:
         self._nested: set[int] = set()
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Note what all constructors are given in the block."""
         kinds: list[Any] = [*_find_kinds(Optimizer), *_find_kinds(LRScheduler)]
         with ExitStack() as stack:

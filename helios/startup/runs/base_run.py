@@ -334,7 +334,7 @@ class Run(ABC):
             table.clear()
         if "init" in run.seeds:
             rng.seed_rngs(run.seed_of("init"))
-        with self._constructor_calls.noting():
+        with self._constructor_calls.recording():
             again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         watch.end()
         self._settings.enter_context(again)

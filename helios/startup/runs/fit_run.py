@@ -38,7 +38,7 @@ from helios.startup.checkpoint_search.declared_params import (
     compare_params,
     has_ended,
 )
-from helios.startup.checkpoint_search.found_values import FoundValues, compare_found
+from helios.startup.checkpoint_search.given_values import GivenValues, compare_given
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
 from helios.startup.checkpoint_search.rewinding import (
     apply_rewinds,
@@ -78,7 +78,7 @@ class FitRun(Run):
         self._recorder: run_outputs.FitRecorder | None = None
         self._evidence: RunEvidence | None = None
         self._params = begin_params({})
-        self._found = FoundValues()
+        self._given = GivenValues()
         self._stranded: dict[str, str] = {}
         self._seconds = 0.0
 
@@ -184,7 +184,7 @@ class FitRun(Run):
         assert loaded.sidecar is not None
         is_passed = run_identity.is_shortened(self.options.schedule, loaded.record.options)
         reason = loaded.sidecar.finished or ""
-        changes = "" if is_passed else self._compare_found().changes
+        changes = "" if is_passed else self._compare_given().changes
         run_identity.report_finished(
             self._name, loaded, reason, is_passed=is_passed, changes=changes
         )
@@ -210,11 +210,11 @@ class FitRun(Run):
 
         return on_first(self.replicas, compare)
 
-    def _compare_found(self) -> FoundValues:
+    def _compare_given(self) -> GivenValues:
         """Compare what the constructors of rank 0 were given with the checkpoint."""
         model, record, schedule = self.model, self._record, self.options.schedule
 
-        def compare() -> FoundValues:
+        def compare() -> GivenValues:
             owners = {"model": model, "data": self.datamodule}
             arguments = {
                 f"{prefix}.{name}": value
@@ -228,7 +228,7 @@ class FitRun(Run):
             allowed = self.options.checkpoints.allow_changes
             stored = None if record is None else record.options
             is_over = record is not None and has_ended(schedule, record)
-            return compare_found(scrub_table(arguments), settings, stored, allowed, is_over=is_over)
+            return compare_given(scrub_table(arguments), settings, stored, allowed, is_over=is_over)
 
         return on_first(self.replicas, compare)
 
@@ -326,8 +326,8 @@ class FitRun(Run):
         limits = run_identity.limits(self.options.schedule)
         rules = {run_rules.KEY: self._start.rules}
         self._start.definition = identity | limits | rules
-        self._found = self._compare_found()
-        self._start.definition |= self._params.options | self._found.options
+        self._given = self._compare_given()
+        self._start.definition |= self._params.options | self._given.options
         self._evidence = self._make_evidence(source, identity, reproducibility)
         if self._evidence is not None:
             self._settings.callback(self._evidence.close)
@@ -369,7 +369,7 @@ class FitRun(Run):
                 "processes": {"number": self.replicas.num_processes},
                 "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
                 **describe_topic("params", stored_params(self._params.options)),
-                **describe_topic("found", self._found.all),
+                **describe_topic("found", self._given.all),
             }
 
         return make_evidence(
@@ -422,7 +422,7 @@ class FitRun(Run):
         self._start.changes += self._params.report()
         # What held at the end of a stage that the run has passed is not known.
         if not (self._start.is_shortened and has_ended(self.options.schedule, record)):
-            self._start.changes += self._found.report()
+            self._start.changes += self._given.report()
         self._start.changes += [str(each.rewind) for each in self._start.plans]
         self._start.changes += run_identity.note_fingerprint(source.description, record.options)
         if record.options.get("length") == identity["length"]:

@@ -27,7 +27,7 @@ _OF_GROUP = re.compile(r"(.+)\.param_groups\.[0-9]+\.(.+)")
 
 
 @dataclass(frozen=True)
-class FoundValues:
+class GivenValues:
     """What constructors were given at this start, compared with what the run has.
 
     Attributes:
@@ -35,7 +35,7 @@ class FoundValues:
         settings: those of optimizers and schedulers that hold in the run.
         new_arguments: arguments that differ from those of the checkpoint.
         new_settings: settings that differ.
-        takes_settings: whether the run takes new settings.
+        adopts_settings: whether the run takes new settings.
         old_settings: those of the checkpoint; ``None`` if it says nothing of them.
     """
 
@@ -43,7 +43,7 @@ class FoundValues:
     settings: dict[str, Any] = field(default_factory=dict)
     new_arguments: tuple[ValueChange, ...] = ()
     new_settings: tuple[ValueChange, ...] = ()
-    takes_settings: bool = False
+    adopts_settings: bool = False
     old_settings: dict[str, Any] | None = None
 
     @property
@@ -62,15 +62,15 @@ class FoundValues:
         return _list([*self.new_settings, *self.new_arguments])
 
     @property
-    def are_settings_taken(self) -> bool:
+    def are_settings_adopted(self) -> bool:
         """Whether this start takes settings of optimizers and schedulers from ``setup``."""
-        return self.takes_settings and (bool(self.new_settings) or self.old_settings is None)
+        return self.adopts_settings and (bool(self.new_settings) or self.old_settings is None)
 
     def report(self) -> list[str]:
         """Log what differs; returns taken settings as text, to be recorded."""
         if self.new_arguments:
             _LOGGER.info("Changed since the run began: %s.", _list(self.new_arguments))
-        if self.are_settings_taken:
+        if self.are_settings_adopted:
             texts = [f"{each.name}: {each.values}" for each in self.new_settings]
             texts = texts or ["the settings of optimizers and schedulers, which were not stored"]
             _LOGGER.warning("Changed since the checkpoint, as allowed: %s.", "; ".join(texts))
@@ -97,14 +97,14 @@ def stored_values(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**found.get(_ARGUMENTS, {}), **found.get(_SETTINGS, {})}
 
 
-def compare_found(
+def compare_given(
     arguments: Mapping[str, Any],
     settings: Mapping[str, Any],
     stored: Mapping[str, Any] | None,
     allowed: Sequence[str],
     *,
     is_over: bool,
-) -> FoundValues:
+) -> GivenValues:
     """Compare what constructors were given with what the checkpoint says.
 
     Args:
@@ -117,19 +117,19 @@ def compare_found(
     takes = OPTIMIZER in allowed and not is_over
     if stored is None or KEY not in stored:
         is_old = stored is not None
-        return FoundValues(dict(arguments), dict(settings), takes_settings=takes and is_old)
+        return GivenValues(dict(arguments), dict(settings), adopts_settings=takes and is_old)
     before = stored[KEY]
     old = _with_groups(before[_SETTINGS], settings)
     new = _with_groups(settings, before[_SETTINGS])
     # Other versions of a library have other arguments, and nobody has changed anything.
     changed = [each for each in compare_values(old, new) if each.is_contradiction]
     kept = {} if takes else {each.name: each.before for each in changed}
-    return FoundValues(
+    return GivenValues(
         dict(arguments),
         {**settings, **kept},
         tuple(compare_values(before[_ARGUMENTS], arguments)),
         tuple(changed),
-        takes_settings=takes,
+        adopts_settings=takes,
         old_settings=dict(before[_SETTINGS]),
     )
 
