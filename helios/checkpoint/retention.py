@@ -164,13 +164,17 @@ def rank_checkpoints(entries: Iterable[Entry], rule: BestRule | None = None) -> 
 
 
 def rank_files(files: Iterable[Status]) -> Ranking:
-    """Return the good checkpoints among examined files by their scores."""
+    """Return the good checkpoints among examined files by their scores.
+
+    If the folder has files of several runs, those of the run that is newest.
+    """
     entries = [
-        fill_in(Entry(*status.place, status.path), status.sidecar)
+        (fill_in(Entry(*status.place, status.path), status.sidecar), status.sidecar.run_name)
         for status in files
         if status.is_good and status.place is not None and status.sidecar is not None
     ]
-    return rank_checkpoints(entries)
+    _, newest = max(entries, default=(None, ""))
+    return rank_checkpoints(entry for entry, name in entries if name == newest)
 
 
 class Retention:

@@ -18,6 +18,8 @@ from helios.checkpoint.export_folders import (
     HuggingFace,
     write_folder,
 )
+from helios.checkpoint.folder_status import examine_folder
+from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
 from helios.core.text import parse_size, size_text
@@ -34,6 +36,8 @@ names one; those of several networks begin with the model's attribute:
 encoder.layer.weight. If the model overrides state_dict, all tensors outside
 optimizers are exported, by the keys that lead to them.
 
+With --best, FILE is the folder of a run, and its best checkpoint is exported.
+
 The checkpoint is verified first. An existing file is overwritten only with
 --force, and so is a folder if it holds nothing but an export.
 """
@@ -46,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     # Versions of Python wrap a generated usage line at different places.
     parser.usage = "%(prog)s FILE --to FORMAT [options]"
-    parser.add_argument("file", metavar="FILE", help="a checkpoint")
+    parser.add_argument("file", metavar="FILE", help="a checkpoint; with --best, a run's folder")
     parser.add_argument(
         "--to",
         required=True,
@@ -58,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         metavar="PATH",
         help="the file or folder (default: beside the checkpoint, same stem)",
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the best checkpoint in the folder of a run"
     )
     parser.add_argument(
         "--network", metavar="NAME", help="only this network, by the model's attribute"
@@ -87,7 +94,8 @@ def run(namespace: argparse.Namespace) -> int:
         ArgumentError: for a network or average that is not in it, for an option that the format
             does not have, or if the file exists.
     """
-    source = output.existing_checkpoint(namespace.file)
+    ranking = _rank(namespace.file) if namespace.best else None
+    source = output.existing_checkpoint(namespace.file) if ranking is None else _best_of(ranking)
     layout = _layout(namespace)
     status, tree = look_into(source, Depth.BYTES)
     if not status.is_good:
@@ -105,9 +113,31 @@ def run(namespace: argparse.Namespace) -> int:
         document = _document(target, status, weights, metadata)
         output.print_json(document | {"files": names})
     else:
+        if ranking is not None and ranking.lacks_best:
+            output.print_lines(f"The best validation has no checkpoint: {ranking.best}.")
         lacks_config = namespace.to == "huggingface" and CONFIG_NAME not in names
         output.print_lines(*_lines(target, weights, lacks_config=lacks_config))
     return 0
+
+
+def _rank(path: str) -> Ranking:
+    """Return the good checkpoints of a run's folder by their scores."""
+    root = output.existing_folder(path)
+    ranking = rank_files(examine_folder(root).files)
+    if ranking.rule is None:
+        raise CheckpointError(
+            f"Nothing says which checkpoint in {root} is the best: no KeepBest, no single "
+            "EarlyStopping, and no have_metrics_improved of the model. Pass a file."
+        )
+    if ranking.path is None:
+        best = "" if ranking.best is None else f" The best validation: {ranking.best}."
+        raise CheckpointError(f"No checkpoint in {root} has a score.{best} Pass a file.")
+    return ranking
+
+
+def _best_of(ranking: Ranking) -> Path:
+    assert ranking.path is not None
+    return ranking.path
 
 
 def _layout(namespace: argparse.Namespace) -> FolderFormat | None:

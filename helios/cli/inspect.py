@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from helios.best import BestValidation
 from helios.checkpoint import file_names
 from helios.checkpoint.outline import Node, outline, section
 from helios.checkpoint.reproducibility import list_missing
@@ -112,6 +113,7 @@ def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
         "run": sidecar.run_name,
         "place": f"epoch {sidecar.epoch}, iteration {sidecar.iteration}",
         "metrics": output.metrics_text(sidecar.metrics),
+        "best": str(BestValidation.from_plain(sidecar.best) or ""),
         "level": sidecar.level,
         "lacks": list_missing(sidecar.missing),
         "rests on": "; ".join(map(str, sidecar.claims)),

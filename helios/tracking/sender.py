@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from helios.best import BestValidation
 from helios.errors import LedgerError
 from helios.ledger.manifest import manifest_file
 from helios.ledger.manifest.manifest_file import Manifest, read_manifest
+from helios.ledger.summary.run_facts import read_run
 from helios.tracking.targets import Delivery, Destination, Rows
 from helios.tracking.tracker_folder import SEALED, TrackedRun, TrackerFolder
 
@@ -129,8 +131,20 @@ class Sender:
         return self._manifest
 
     def finish(self, outcome: str) -> None:
-        """Send the summary, and note on the server how the run has ended."""
-        self._destination.finish(outcome, summarize(self._iterate()))
+        """Send the summary with the best validation, and how the run has ended."""
+        summary, best = summarize(self._iterate()), self._find_best()
+        if best is not None:
+            summary["best"] = best.as_plain()
+        self._destination.finish(outcome, summary)
+
+    def _find_best(self) -> BestValidation | None:
+        """Return the best validation, as the run's folder says; ``None`` if it does not."""
+        if self._read_manifest() is None:
+            return None
+        try:
+            return read_run(self._run.run_folder).find_best()
+        except LedgerError:
+            return None
 
     def _iterate(self) -> Iterator[Mapping[str, Any]]:
         position = 0

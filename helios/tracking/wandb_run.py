@@ -47,11 +47,16 @@ def merge(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def write_summary(run: Any, outcome: str, summary: Mapping[str, Any]) -> None:
-    """Write the least and greatest value of each name, and how training has ended."""
+    """Write the least and greatest value of each name, the best validation, and the outcome."""
     for name, entry in summary["numbers"].items():
         for key in ("min", "max"):
             if key in entry:
                 run.summary[f"{name}.{key}"] = float(entry[key])
+    best = summary.get("best")
+    if best is not None:
+        run.summary["best.iteration"] = best["iteration"]
+        for name, score in best["scores"].items():
+            run.summary[f"best.{name}"] = float(score)
     run.summary["outcome"] = outcome
 
 

@@ -239,21 +239,14 @@ def test_the_best_validation_may_have_no_checkpoint(
     assert helios.find_best_checkpoint(tmp_path / "line") == file_of(tmp_path, 4)
     make(tmp_path).test(Graded(), Samples(), checkpoint="best")
     said = capsys.readouterr().err
-    assert (
-        "Testing of line_epoch_4_iter_16.pth, the best of 2 checkpoints by quality (min): 2" in said
-    )
-    assert (
-        "has no checkpoint: quality 1 (iteration 12). The best checkpoint is line_epoch_4" in said
-    )
+    best, name = "quality 1 (iteration 12)", "line_epoch_4_iter_16.pth"
+    assert f"Testing of {name}, the best of 2 checkpoints by quality (min): 2" in said
+    assert f"has no checkpoint: {best}. The best checkpoint is {name}." in said
     main(["ls", str(tmp_path)])
-    text = (
-        "quality 1 (iteration 12), without a checkpoint; best checkpoint: line_epoch_4_iter_16.pth"
-    )
+    text = f"best: {best}, without a checkpoint; best checkpoint: {name}"
     assert text in capsys.readouterr().out
-    file_of(tmp_path, 2).unlink()
-    sidecar = file_of(tmp_path, 4).with_suffix(".json")
-    table = json.loads(sidecar.read_text("utf-8"))
-    assert table["best"]["iteration"] == 12
+    main(["inspect", str(file_of(tmp_path, 4))])
+    assert best in capsys.readouterr().out
 
 
 @pytest.mark.shows("P123")
@@ -322,3 +315,24 @@ def test_two_modes_of_one_score_are_refused(tmp_path: Path) -> None:
             fit(tmp_path, *plugins, model=Plateau(), store=rules)
     assert not list(tmp_path.rglob("*.pth"))
     fit(tmp_path, stopping(), model=Plateau(), store=store(1, "min"))
+
+
+@pytest.mark.shows("P123")
+def test_an_export_of_a_folder_takes_the_best_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path / "all", stopping(), model=Graded([3.0, 1.0, 2.0, 4.0]))
+    fit(tmp_path / "some", stopping(), model=Graded([3.0, 2.5, 1.0, 2.0]), chkpt_frequency=2)
+    fit(tmp_path / "none")
+    weights = tmp_path / "weights.pt"
+    words = ["export", "--best", "--to", "pt", "--force", "--out", str(weights)]
+    capsys.readouterr()
+    for name, epoch in (("all", 2), ("some", 4)):
+        root = tmp_path / name
+        assert main([*words, str(root / "line")]) == 0
+        stored = helios.load_checkpoint(file_of(root, epoch))["model"]["objects"]["net"]
+        assert torch.equal(torch.load(weights)["weight"], stored["weight"])
+        lacks = "The best validation has no checkpoint: quality 1 (iteration 12)."
+        assert (lacks in capsys.readouterr().out) == (name == "some")
+    assert main([*words, str(tmp_path / "none" / "line")]) == 1
+    assert "Nothing says which checkpoint in " in capsys.readouterr().err

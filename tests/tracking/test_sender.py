@@ -22,6 +22,7 @@ from helios.tracking.sender_process import connect
 from helios.tracking.targets import MLflow, Target, WandB, from_plain, to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from tests.support import tracked
+from tests.support.synthetic_run import write_run
 
 pytestmark = pytest.mark.usefixtures("stand_in_libraries")
 _NAMES = ("loss", "valid/score", "odd (%)")
@@ -199,6 +200,30 @@ def test_options_are_those_of_the_first_start_and_the_manifest_is_the_newest(
     }
     sent = tmp_path / "server.files" / run.info.run_id / "run.json"
     assert sent.read_bytes() == (runs / "run.json").read_bytes()
+
+
+@pytest.mark.shows("P123")
+@pytest.mark.parametrize("server", ["mlflow", "wandb"])
+def test_a_summary_has_the_best_validation_of_the_run(
+    server: str, tmp_path: Path, uri: str
+) -> None:
+    runs, since = tmp_path / "runs", "2026-01-02T00:00:00"
+    write_run(runs, {}, scores={"error": [3.0, 1.0, math.nan], "hits": [5.0, 6.0, math.inf]})
+    write_manifest(runs, _manifest(3, since))
+    target = MLflow(uri) if server == "mlflow" else WandB("project")
+    folder = _store(tmp_path, target, run_folder=str(runs), since=since)
+    sender = _sender(folder)
+    sender.flush()
+    sender.finish("finished")
+    if server == "mlflow":
+        (path,) = (tmp_path / "server.files").glob("*/summary.json")
+        best = json.loads(path.read_text())["best"]
+        assert (best["iteration"], best["scores"]) == (2, {"error": 1.0, "hits": 6.0})
+        return
+    (run,) = (folder.path / "wandb").iterdir()
+    summary = json.loads(next(run.glob("*.wandb")).read_text())["summary"]
+    best = {name: value for name, value in summary.items() if name.startswith("best.")}
+    assert best == {"best.iteration": 2, "best.error": 1.0, "best.hits": 6.0}
 
 
 @pytest.mark.shows("P68")
