@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
+
+from tests.support.scripts import call
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import dataclasses
 import enum
-import sys
+from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
@@ -54,7 +54,7 @@ class Line(helios.Model):
 
 
 if __name__ == "__main__":
-    model, (epochs, nproc) = Line("line"), map(int, sys.stdin.read().split())
+    model, (epochs, nproc) = Line("line"), map(int, Path("next.txt").read_text().split())
     trainer = helios.Trainer(
         total_steps=epochs,
         num_replicas=2,
@@ -68,24 +68,22 @@ if __name__ == "__main__":
 """
 
 
+def run_script() -> None:
+    runpy.run_path(str(Path("train.py").resolve()), run_name="__main__")
+
+
 @pytest.mark.shows("P112")
 @pytest.mark.parametrize("order", [(1, 2), pytest.param((2, 1), marks=pytest.mark.full)], ids=str)
 def test_a_strict_run_with_types_of_its_script_changes_processes(
-    order: tuple[int, int], tmp_path: Path
+    order: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python imports the script under another name in the processes that it has started."""
     (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for epochs, nproc in enumerate(order, 1):
-        done = subprocess.run(
-            [sys.executable, "train.py"],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            input=f"{epochs} {nproc}",
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        Path("next.txt").write_text(f"{epochs} {nproc}")
+        done = call(run_script)
         assert done.returncode == 0, done.stderr
         assert "WARNING" not in done.stderr
     assert (tmp_path / "runs" / "line" / "line_epoch_2_iter_4.pth").is_file()
