@@ -150,6 +150,16 @@ class Schedulers:
                 yield path, interval[len(_VALIDATION) :], scheduler.mode
 
     @property
+    def outermost(self) -> Mapping[str, LRScheduler]:
+        """The schedulers by path, without those that another one steps."""
+        return self._schedulers
+
+    @property
+    def intervals(self) -> Mapping[str, str]:
+        """When each of them steps in automatic mode."""
+        return self._intervals
+
+    @property
     def has_intervals_but_step(self) -> bool:
         """Whether an interval is set that has no effect in manual mode."""
         return any(interval != "step" for interval in self._intervals.values())

@@ -100,8 +100,9 @@ class ConstructorCalls:
         }
 
     def names_of(self, optimizer: Optimizer) -> set[str]:
-        """Return the names of the arguments of an optimizer."""
-        return {name.partition(".")[0] for name in self._given[id(optimizer)][1]}
+        """Return the names of the arguments of an optimizer; none if it was made elsewhere."""
+        _, given = self._given.get(id(optimizer), (None, {}))
+        return {name.partition(".")[0] for name in given}
 
 
 def _find_kinds(base: type) -> Iterator[type]:

@@ -23,6 +23,7 @@ from helios.engines.engine import numerics
 from helios.errors import ArgumentError
 from helios.ledger.manifest.scrubbing import scrub_table
 from helios.loops.loop_states import LoopStates
+from helios.model.new_settings import NewSettings, steps_of_epochs
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup.building import run_outputs
@@ -433,7 +434,9 @@ class FitRun(Run):
         self._start.changes += self._note_missing(record)
         payload = record.to_payload()
         session.hooks.emit("on_load_checkpoint", payload)
+        adopt_settings = self._prepare_settings(session)
         apply(Record.from_payload(payload), session, state=state, cursor=cursor)
+        adopt_settings()
         session.requests.stop_reason = cursor.stop_reason
         folder = None if self._start.is_branch else self._start.folder
         session.best = continue_best(
@@ -446,6 +449,23 @@ class FitRun(Run):
         if session.schedulers is not None:
             session.schedulers.remember()
         session.hooks.emit("on_checkpoint_loaded")
+
+    def _prepare_settings(self, session: Session) -> Callable[[], None]:
+        """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
+        given, schedule = self._given, self.options.schedule
+        if not given.are_settings_adopted or session.schedulers is None:
+            return lambda: None
+        new = NewSettings(
+            self.model.discovery.optimizers(),
+            session.schedulers,
+            self._constructor_calls.names_of,
+        )
+        steps = steps_of_epochs(
+            session.training_source.num_batches(),
+            schedule.accumulation_steps,
+            is_by_epoch=schedule.is_by_epoch,
+        )
+        return lambda: new.apply(given.old_settings, steps)
 
     def _note_missing(self, record: Record) -> list[str]:
         """Warn of what the checkpoint lacks; returns it as text, to be recorded.

@@ -1,0 +1,339 @@
+"""``allow_changes=("optimizer",)``: the next step has the settings of a run with the new ones."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import helios
+from helios.errors import RunMismatchError
+from tests.integration.test_declared_params import Data
+
+Pair = tuple[torch.optim.Optimizer, list[Any]]
+Build = Callable[[nn.Sequential], Pair]
+_LENGTH = 2
+_CHANGED_AFTER, _END = 7, 15
+
+
+def _shown(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {
+            name: float(value) if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "initial_lr")
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+class Model(helios.Model):
+    def __init__(self, build: Build, intervals: dict[str, str], *, is_manual: bool = False) -> None:
+        super().__init__("line")
+        self.build = build
+        self.scheduler_interval = intervals
+        self.seen: dict[int, Any] = {}
+        self.is_manual = is_manual
+
+    unsaved = ("build", "seen", "scheduler_interval", "is_manual")
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        self.optimizer, self.schedulers = self.build(self.net)
+
+    def train_step(self, batch: torch.Tensor, state: helios.TrainingState) -> torch.Tensor | None:
+        self.seen[state.global_iteration] = _shown(self.optimizer)
+        loss: torch.Tensor = self.net(batch.unsqueeze(1).float()).square().mean()
+        if not self.is_manual:
+            return loss
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return None
+
+
+def _fit(root: Path, total: int, model: Model, **options: Any) -> dict[int, Any]:
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=total,
+        chkpt_frequency=1,
+        chkpt_root=root,
+        use_cpu=True,
+        print_banner=False,
+        ledger="off",
+        **options,
+    )
+    assert trainer.fit(model, Data())
+    return model.seen
+
+
+def _loop(build: Build, intervals: dict[str, str], total: int) -> dict[int, Any]:
+    """Train by hand with these settings from the beginning."""
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizer, schedulers = build(net)
+    seen: dict[int, Any] = {}
+    for step in range(1, total + 1):
+        seen[step] = _shown(optimizer)
+        net(torch.ones(1, 1)).square().mean().backward()
+        optimizer.step()
+        for number, scheduler in enumerate(schedulers):
+            by_epoch = intervals.get(f"schedulers.{number}") == "epoch"
+            if not by_epoch:
+                scheduler.step()
+        for number, scheduler in enumerate(schedulers):
+            by_epoch = intervals.get(f"schedulers.{number}") == "epoch"
+            if by_epoch and step % _LENGTH == 0:
+                scheduler.step()
+    return seen
+
+
+def make(
+    *kinds: Callable[[Any], Any], lr: float = 0.1, second: float | None = None, **given: Any
+) -> Build:
+    def build(net: nn.Sequential) -> Pair:
+        table: list[dict[str, Any]] = [
+            {"params": net[0].parameters()},
+            {"params": net[1].parameters(), **({} if second is None else {"lr": second})},
+        ]
+        kind = given.get("kind", torch.optim.SGD)
+        others = {name: value for name, value in given.items() if name != "kind"}
+        optimizer = kind(table, lr=lr, **others)
+        return optimizer, [kind(optimizer) for kind in kinds]
+
+    return build
+
+
+def of(kind: Any, *args: Any, **given: Any) -> Callable[[Any], Any]:
+    return lambda optimizer: kind(optimizer, *args, **given)
+
+
+def sequence(first: Any, second: Any, milestone: int) -> Callable[[Any], Any]:
+    return lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [first(optimizer), second(optimizer)], milestones=[milestone]
+    )
+
+
+def chain(*kinds: Any) -> Callable[[Any], Any]:
+    return lambda optimizer: lr_scheduler.ChainedScheduler([kind(optimizer) for kind in kinds])
+
+
+def curve(step: int, rate: float) -> float:
+    return 1 / (1 + rate * step)
+
+
+L = lr_scheduler
+M = {"momentum": 0.9}
+_OLD = make(of(L.StepLR, 3), second=0.2, **M)
+CASES: dict[str, tuple[Build, Build]] = {
+    "none": (make(lr=0.1), make(lr=0.3, momentum=0.5, weight_decay=0.1)),
+    "groups": (make(lr=0.1, second=0.2), make(lr=0.3, second=0.4)),
+    "adam": (
+        make(of(L.ExponentialLR, 0.8), kind=torch.optim.AdamW),
+        make(of(L.ExponentialLR, 0.9), kind=torch.optim.AdamW, betas=(0.8, 0.99), eps=1e-4),
+    ),
+    "tensor": (
+        make(of(L.StepLR, 3), kind=torch.optim.Adam),
+        make(of(L.StepLR, 3), kind=torch.optim.Adam, lr=torch.tensor(0.3)),  # type: ignore[arg-type]
+    ),
+    "LambdaLR": (
+        make(of(L.LambdaLR, functools.partial(curve, rate=0.1)), second=0.2),
+        make(of(L.LambdaLR, functools.partial(curve, rate=0.3)), lr=0.3, second=0.5),
+    ),
+    "MultiplicativeLR": (
+        make(of(L.MultiplicativeLR, functools.partial(curve, rate=0.1))),
+        make(of(L.MultiplicativeLR, functools.partial(curve, rate=0.01)), lr=0.3),
+    ),
+    "StepLR": (_OLD, make(of(L.StepLR, 2, 0.3), lr=0.3, second=0.5, **M)),
+    "MultiStepLR": (
+        make(of(L.MultiStepLR, [3, 5])),
+        make(of(L.MultiStepLR, [2, 4, 9], gamma=0.3), lr=0.3, second=0.5),
+    ),
+    "ConstantLR": (make(of(L.ConstantLR)), make(of(L.ConstantLR, 0.2, 9), lr=0.3, second=0.5)),
+    "LinearLR": (make(of(L.LinearLR)), make(of(L.LinearLR, 0.2, 0.9, 11), lr=0.3, second=0.5)),
+    "ExponentialLR": (
+        make(of(L.ExponentialLR, 0.9)),
+        make(of(L.ExponentialLR, 0.7), lr=0.3, second=0.5),
+    ),
+    "PolynomialLR": (
+        make(of(L.PolynomialLR, 20)),
+        make(of(L.PolynomialLR, 13, 2.0), lr=0.3, second=0.5),
+    ),
+    "CosineAnnealingLR": (
+        make(of(L.CosineAnnealingLR, 20)),
+        make(of(L.CosineAnnealingLR, 4, 0.01), lr=0.3, second=0.5),
+    ),
+    "CosineAnnealingWarmRestarts": (
+        make(of(L.CosineAnnealingWarmRestarts, 4)),
+        make(of(L.CosineAnnealingWarmRestarts, 3, 2, 0.01), lr=0.3, second=0.5),
+    ),
+    "CyclicLR": (
+        make(of(L.CyclicLR, 0.1, 0.5, 3), **M),
+        make(of(L.CyclicLR, 0.2, 0.7, 2, mode="exp_range", gamma=0.9), lr=0.3, second=0.5, **M),
+    ),
+    "OneCycleLR": (
+        make(of(L.OneCycleLR, 0.5, total_steps=20), **M),
+        make(of(L.OneCycleLR, [0.7, 0.9], total_steps=30, pct_start=0.5), lr=0.3, **M),
+    ),
+    "OneCycleLR of Adam": (
+        make(of(L.OneCycleLR, 0.5, total_steps=20), kind=torch.optim.Adam),
+        make(of(L.OneCycleLR, 0.9, total_steps=20), kind=torch.optim.Adam, betas=(0.8, 0.9)),
+    ),
+    "SWALR": (
+        make(of(torch.optim.swa_utils.SWALR, 0.01, 4)),
+        make(of(torch.optim.swa_utils.SWALR, 0.05, 9), lr=0.3, second=0.5),
+    ),
+    "SequentialLR": (
+        make(sequence(of(L.LinearLR, total_iters=4), of(L.CosineAnnealingLR, 20), 4)),
+        make(sequence(of(L.LinearLR, total_iters=9), of(L.ExponentialLR, 0.8), 9), lr=0.3),
+    ),
+    "ChainedScheduler": (
+        make(chain(of(L.ConstantLR), of(L.ExponentialLR, 0.9))),
+        make(chain(of(L.ConstantLR, 0.5, 9), of(L.ExponentialLR, 0.8)), lr=0.3, second=0.5),
+    ),
+    "nested": (
+        make(chain(sequence(of(L.LinearLR), of(L.StepLR, 3), 4), of(L.ExponentialLR, 0.9))),
+        make(chain(sequence(of(L.LinearLR), of(L.StepLR, 2), 9), of(L.ExponentialLR, 0.8)), lr=0.3),
+    ),
+    "two": (
+        make(of(L.LinearLR), of(L.ExponentialLR, 0.9)),
+        make(of(L.LinearLR, 0.1, 1.0, 12), of(L.ExponentialLR, 0.8), lr=0.3, second=0.5),
+    ),
+}
+
+
+def _compare(root: Path, old: Build, new: Build, intervals: dict[str, str], **more: Any) -> None:
+    _fit(root, _CHANGED_AFTER, Model(old, intervals, **more))
+    allowed = {"allow_changes": ("optimizer",)}
+    seen = _fit(root, _END - 3, Model(new, intervals, **more), **allowed)
+    # The run has the new settings from then on, and the argument does nothing any more.
+    seen |= _fit(root, _END - 1, Model(new, intervals, **more), **allowed)
+    seen |= _fit(root, _END, Model(new, intervals, **more))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reference = _loop(new, intervals, _END)
+    assert seen == {step: reference[step] for step in range(_CHANGED_AFTER + 1, _END + 1)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_taken_settings_are_those_of_a_fresh_loop(name: str, tmp_path: Path) -> None:
+    _compare(tmp_path, *CASES[name], {})
+
+
+def test_every_scheduler_of_torch_is_among_them() -> None:
+    kinds = {name for name in vars(lr_scheduler) if name.endswith(("LR", "Restarts"))}
+    assert kinds - {"LRScheduler", "_LRScheduler"} - CASES.keys() == set()
+
+
+@pytest.mark.parametrize("intervals", [{"schedulers.0": "epoch"}, {"schedulers.1": "epoch"}])
+def test_schedulers_step_in_the_order_of_the_run(intervals: dict[str, str], tmp_path: Path) -> None:
+    _compare(tmp_path, *CASES["two"], intervals)
+
+
+def test_a_model_that_steps_itself_takes_settings(tmp_path: Path) -> None:
+    _compare(tmp_path, *CASES["OneCycleLR"], {}, is_manual=True)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a count in its groups, as some optimizers do."""
+
+    def __init__(self, params: Any, lr: float, first: int = 0) -> None:
+        super().__init__(params, lr=lr)
+        self.defaults["count"] = first
+        for group in self.param_groups:
+            group["count"] = first
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_counts_in_its_groups_is_kept(tmp_path: Path) -> None:
+    _compare(tmp_path, make(kind=Counting), make(kind=Counting, lr=0.3), {})
+
+
+class Plateau(helios.Model):
+    """Validates with a score that never improves."""
+
+    def __init__(self, lr: float, **given: Any) -> None:
+        super().__init__("line")
+        self.lr, self.given = lr, given
+        self.seen: list[tuple[float, ...]] = []
+
+    unsaved = ("seen",)
+    scheduler_interval: ClassVar[dict[str, str]] = {"scheduler": "validation:error"}
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        groups = [{"params": self.net[0].parameters()}, {"params": self.net[1].parameters()}]
+        groups[1]["lr"] = 2 * self.lr  # type: ignore[assignment]
+        self.optimizer = torch.optim.SGD(groups, lr=self.lr)
+        self.scheduler = lr_scheduler.ReduceLROnPlateau(self.optimizer, **self.given)
+
+    def train_step(self, batch: torch.Tensor, state: helios.TrainingState) -> torch.Tensor:
+        self.seen.append(tuple(group["lr"] for group in self.optimizer.param_groups))
+        return self.net(batch.unsqueeze(1).float()).square().mean()
+
+    def valid_step(self, batch: Any, step: int) -> Any:
+        return {"error": (torch.tensor(1.0), 1)}
+
+
+class Validated(Data):
+    def setup(self) -> None:
+        super().setup()
+        self._valid_dataset = self._create_dataset(
+            list(torch.linspace(-1, 1, 4)), helios.DataLoaderParams(batch_size=4)
+        )
+
+
+def _fit_plateau(root: Path, total: int, model: Plateau, **options: Any) -> list[Any]:
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=total,
+        valid_frequency=1,
+        chkpt_frequency=1,
+        chkpt_root=root,
+        use_cpu=True,
+        print_banner=False,
+        ledger="off",
+        **options,
+    )
+    assert trainer.fit(model, Validated())
+    return model.seen
+
+
+def test_a_plateau_keeps_its_reductions_and_scores(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"patience": 1, "factor": 0.5}
+    _fit_plateau(tmp_path, 6, Plateau(0.1, **given))
+    now = Plateau(0.3, **given)
+    seen = _fit_plateau(tmp_path, 12, now, allow_changes=("optimizer",))
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    groups = [{"params": net[0].parameters(), "lr": 0.3}, {"params": net[1].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.6)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+    reference = []
+    for _ in range(12):
+        reference.append(tuple(group["lr"] for group in optimizer.param_groups))
+        scheduler.step(1.0)
+    assert seen == reference[6:]
+    assert now.scheduler.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_reductions_that_are_unknown_are_an_error(tmp_path: Path) -> None:
+    class ByHand(Plateau):
+        def on_training_batch_start(self, state: helios.TrainingState) -> None:
+            super().on_training_batch_start(state)
+            self.optimizer.param_groups[0]["lr"] = 0.077
+
+    _fit_plateau(tmp_path, 3, ByHand(0.1))
+    with pytest.raises(RunMismatchError, match=r"ReduceLROnPlateau.*0\.077.*on_training_resume"):
+        _fit_plateau(tmp_path, 6, ByHand(0.3), allow_changes=("optimizer",))
