@@ -57,7 +57,7 @@ class NewSettings:
         names_of: Callable[[Optimizer], set[str]],
     ) -> None:
         self._optimizers = [
-            _take_apart(path, part, names)
+            _copy_settings(path, part, names)
             for path, part in optimizers.items()
             if (names := names_of(part))
         ]
@@ -158,7 +158,7 @@ class NewSettings:
         return max(found)
 
 
-def _take_apart(path: str, optimizer: Optimizer, names: set[str]) -> _OfOptimizer:
+def _copy_settings(path: str, optimizer: Optimizer, names: set[str]) -> _OfOptimizer:
     defaults = getattr(optimizer, "defaults", {})
     groups = [
         {

@@ -434,7 +434,7 @@ class FitRun(Run):
         self._start.changes += self._note_missing(record)
         payload = record.to_payload()
         session.hooks.emit("on_load_checkpoint", payload)
-        adopt_settings = self._prepare_settings(session)
+        adopt_settings = self._make_adoption(session)
         apply(Record.from_payload(payload), session, state=state, cursor=cursor)
         adopt_settings()
         session.requests.stop_reason = cursor.stop_reason
@@ -450,7 +450,7 @@ class FitRun(Run):
             session.schedulers.remember()
         session.hooks.emit("on_checkpoint_loaded")
 
-    def _prepare_settings(self, session: Session) -> Callable[[], None]:
+    def _make_adoption(self, session: Session) -> Callable[[], None]:
         """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
         given, schedule = self._given, self.options.schedule
         if not given.are_settings_adopted or session.schedulers is None:
