@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from helios.cli import output
@@ -15,16 +15,22 @@ from helios.ledger.summary.comparison_page import (
     HEAD,
     describe_estimate,
     describe_pairs,
+    describe_sweep,
     list_estimates,
     list_parts,
+    list_sweep,
     write_comparison,
 )
+from helios.ledger.summary.factors import is_repeated
 from helios.storage import files
 
 DESCRIPTION = """\
 Compare the results of several runs: for the last and the best validation scores
 and the losses of the last iteration, the mean, the standard deviation and the
 95% interval of the mean by Student's t; and which options and seeds differ.
+
+Where hyper-parameters differ other than in seeds, the runs are listed instead,
+the best one first, with what differs and their scores.
 
 --by groups the runs. If there are two groups whose seeds match one to one, the
 difference of the pairs is shown, too. Parts of the variance are shown if every
@@ -71,8 +77,12 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _lines(found: RunComparison) -> Iterator[str]:
     columns = [Column(name, is_right=name in HEAD[2:5]) for name in HEAD]
-    rows = list_estimates(found)
-    yield from output.table(columns, rows)
+    if found.sweep is not None:
+        names, runs = list_sweep(found.sweep)
+        yield from output.table([Column(names[0]), *_right(names[1:])], runs)
+        yield describe_sweep(found.sweep)
+    else:
+        yield from output.table(columns, list_estimates(found))
     if found.paired:
         yield f"pairs of equal seeds, {describe_pairs(found)}:"
         yield from _indent(
@@ -86,15 +96,24 @@ def _lines(found: RunComparison) -> Iterator[str]:
         head = [Column("number"), Column("part"), Column("variance"), Column("share")]
         parts = [row for name in found.parts for row in list_parts(found, name)]
         yield from _indent(output.table(head, parts))
-    if found.varying:
-        yield "the runs differ in:"
+    shown = {} if found.sweep is None else {x: found.varying[x] for x in found.sweep.parameters}
+    varying = [
+        (name, *values)
+        for name, values in found.varying.items()
+        if not is_repeated(name, values, shown)
+    ]
+    if varying:
+        yield "the runs differ in:" if found.sweep is None else "the runs also differ in:"
         head = [Column("what"), *map(Column, found.runs)]
-        varying = [(name, *values) for name, values in found.varying.items()]
         yield from _indent(output.table(head, varying[:_MOST_ROWS]))
         if len(varying) > _MOST_ROWS:
             yield f"  and {len(varying) - _MOST_ROWS} more, see --json"
     for note in found.notes:
         yield f"note: {note}."
+
+
+def _right(names: Sequence[str]) -> list[Column]:
+    return [Column(name, is_right=True) for name in names]
 
 
 def _indent(lines: list[str]) -> Iterator[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helios.best import rank_by_score
 from helios.errors import ArgumentError
 from helios.ledger import lineage
 from helios.ledger.line import stated_hash
@@ -22,7 +23,12 @@ from helios.ledger.summary.estimates import (
     split_variance,
     subtract,
 )
-from helios.ledger.summary.factors import find_levels, flatten, list_varying
+from helios.ledger.summary.factors import (
+    find_levels,
+    flatten,
+    list_hyper_parameters,
+    list_varying,
+)
 from helios.ledger.summary.run_facts import RunFacts, read_run
 
 _ALL = "all"
@@ -41,6 +47,7 @@ class RunComparison:
             value in each run.
         paired: for each number, the difference of the two groups over pairs of equal seeds.
         parts: for each number, the parts of its variance.
+        sweep: the runs one by one, if their hyper-parameters differ; nothing is estimated then.
         notes: why something is not there, and what to be careful with.
     """
 
@@ -51,6 +58,7 @@ class RunComparison:
     varying: dict[str, list[str]] = field(default_factory=dict)
     paired: dict[str, Estimate] = field(default_factory=dict)
     parts: dict[str, Parts] = field(default_factory=dict)
+    sweep: Sweep | None = None
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,7 +69,41 @@ class RunComparison:
         }
         paired = {name: each.as_dict() for name, each in self.paired.items()}
         parts = {name: each.as_dict() for name, each in self.parts.items()}
-        return {**vars(self), "estimates": estimates, "paired": paired, "parts": parts}
+        sweep = None if self.sweep is None else asdict(self.sweep)
+        changed = {"estimates": estimates, "paired": paired, "parts": parts, "sweep": sweep}
+        return {**vars(self), **changed}
+
+
+@dataclass
+class Sweep:
+    """Runs whose hyper-parameters differ, the best first.
+
+    Attributes:
+        by: what decides which run is the best; ``None`` if the runs do not agree on it.
+        parameters: names of the hyper-parameters that differ.
+        scores: names of the scores: those of the best validation of each run, or else the last.
+        rows: name, hyper-parameters and scores of each run.
+    """
+
+    by: str | None
+    parameters: list[str]
+    scores: list[str]
+    rows: list[SweepRow]
+
+
+@dataclass
+class SweepRow:
+    """A run of a sweep.
+
+    Attributes:
+        run: its name.
+        parameters: its hyper-parameters, in the order of their names.
+        scores: its scores, by name.
+    """
+
+    run: str
+    parameters: list[str]
+    scores: dict[str, float]
 
 
 def compare_runs(runs: Sequence[str | Path], *, by: str | None) -> RunComparison:
@@ -82,13 +124,46 @@ def compare_runs(runs: Sequence[str | Path], *, by: str | None) -> RunComparison
     for name, level in zip(names, levels, strict=True):
         result.groups.setdefault(level, []).append(name)
     numbers = _Numbers(names, found, levels)
-    result.estimates = {key: dict(numbers.estimate(key)) for key in numbers.names}
     result.varying = list_varying(facts)
-    if by is not None:
-        _pair_groups(result, numbers, facts)
-    _split(result, numbers, facts, levels)
+    parameters = list_hyper_parameters(result.varying)
+    if any(_differs_within(values, levels) for values in parameters.values()):
+        # Their mean would be that of different things.
+        result.sweep = _make_sweep(names, found, parameters)
+    else:
+        result.estimates = {key: dict(numbers.estimate(key)) for key in numbers.names}
+        if by is not None:
+            _pair_groups(result, numbers, facts)
+        _split(result, numbers, facts, levels)
     result.notes += _note(names, found, numbers)
     return result
+
+
+def _differs_within(values: Sequence[str], levels: Sequence[str]) -> bool:
+    """Whether runs of one group have different values."""
+    return len({*zip(values, levels, strict=True)}) > len({*levels})
+
+
+def _make_sweep(
+    names: Sequence[str], found: Sequence[RunFacts], parameters: Mapping[str, Sequence[str]]
+) -> Sweep:
+    bests = [run.find_best() for run in found]
+    rules = {best.rule for best in bests if best is not None}
+    rule = rules.pop() if len(rules) == 1 else None
+    rows, scored = [], []
+    for number, (name, run, best) in enumerate(zip(names, found, bests, strict=True)):
+        if rule is None:
+            scores = {key: values[-1][1] for key, values in run.find_scores().items()}
+        else:
+            scores = {} if best is None else dict(best.scores)
+        row = SweepRow(name, [values[number] for values in parameters.values()], scores)
+        rows.append(row)
+        if rule is not None and rule.metric is not None:
+            scored.append((scores.get(rule.metric, math.nan), row))
+    ranked = [] if rule is None or rule.mode is None else rank_by_score(scored, rule.mode)
+    rest = [row for row in rows if not any(row is each for each in ranked)]
+    keys = list(dict.fromkeys(key for row in rows for key in row.scores))
+    by = None if rule is None or rule.metric is None else str(rule)
+    return Sweep(by, list(parameters), keys, [*ranked, *rest])
 
 
 def _name_runs(found: Sequence[RunFacts]) -> list[str]:

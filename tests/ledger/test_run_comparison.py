@@ -288,3 +288,106 @@ def test_the_command_shows_all_of_it(
     document = json.loads(capsys.readouterr().out)
     assert document["estimates"]["error (last)"]["0.1"]["n"] == 3
     assert document["by"] == "--lr"
+
+
+def _tried(folder: Path, lr: float, scores: Sequence[float], **facts: Mapping[str, Any]) -> Path:
+    """Write a run of a sweep, whose best validation has the smallest error."""
+    known = {
+        "params": {"lr": lr, "data_seed": 7},
+        "found": {"optimizer.lr": lr},
+        "seeds": {"random_seed": 1},
+    }
+    hits = [10.0 * number for number in range(len(scores))]
+    return write_run(folder, {**known, **facts}, scores={"error": scores, "hits": hits})
+
+
+@pytest.mark.shows("P126")
+def test_runs_with_other_hyper_parameters_are_listed_the_best_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = {
+        "a": (0.3, [4.0, 0.5, 3.0]),
+        "b": (0.1, [2.0, 1.0, 0.25]),
+        "c": (0.03, [math.nan, math.inf]),
+        "d": (0.01, [0.5, 0.75]),
+    }
+    runs = [_tried(tmp_path / name, *values) for name, values in table.items()]
+    found = compare(*runs)
+    assert (found.estimates, found.parts) == ({}, {})
+    assert found.sweep is not None
+    assert found.sweep.parameters == ["params.lr"]
+    assert [(row.run, row.parameters, row.scores) for row in found.sweep.rows] == [
+        ("b", ["0.1"], {"error": 0.25, "hits": 20.0}),
+        ("a", ["0.3"], {"error": 0.5, "hits": 10.0}),
+        ("d", ["0.01"], {"error": 0.5, "hits": 0.0}),
+        ("c", ["0.03"], {}),
+    ]
+    page = tmp_path / "page.html"
+    assert main(["compare", *map(str, runs), "--html", str(page)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [
+        ["run", "lr", "error", "hits"],
+        ["b", "0.1", "0.25", "20"],
+        ["a", "0.3", "0.5", "10"],
+    ]
+    assert lines[4] == ["c", "0.03", "-", "-"]
+    read = Page(page.read_text("utf-8"))
+    assert "best validation by error (min), the best run first." in read.words
+    assert "95% interval" not in read.words
+    assert main(["compare", *map(str, runs), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sweep"]["rows"][0]["run"] == "b"
+
+
+@pytest.mark.shows("P126")
+def test_seeds_are_no_hyper_parameters(tmp_path: Path) -> None:
+    facts = [
+        {
+            "params": {"lr": 0.1, "data_seed": seed, "seed": seed, "random_seed": seed},
+            "found": {"model.seed": seed, "data.seeds.order": seed},
+            "seeds": {"random_seed": seed, "order": seed},
+        }
+        for seed in (1, 2, 3)
+    ]
+    runs = [
+        _tried(tmp_path / f"{number}", 0.1, [1.0, 0.5], **each) for number, each in enumerate(facts)
+    ]
+    found = compare(*runs)
+    assert found.sweep is None
+    assert found.estimates["error (best)"]["all"].interval is not None
+
+
+@pytest.mark.shows("P126")
+def test_groups_are_listed_where_runs_differ_within_them(tmp_path: Path) -> None:
+    runs = [
+        _tried(
+            tmp_path / f"{lr}-{seed}-{size}",
+            lr,
+            [1.0, lr * seed],
+            data={"batch_size": size},
+            seeds={"random_seed": seed},
+        )
+        for lr in (0.1, 0.2)
+        for seed in (1, 2)
+        for size in (8, 16)
+    ]
+    alike = [run for run in runs if run.name.endswith("-8")]
+    assert compare(*alike, by="params.lr").sweep is None
+    assert list(compare(*alike, by="params.lr").groups) == ["0.1", "0.2"]
+    found = compare(*runs, by="params.lr").sweep
+    assert found is not None
+    assert found.parameters == ["params.lr", "data.batch_size"]
+
+
+@pytest.mark.shows("P126")
+def test_runs_without_a_common_best_are_listed_as_given(tmp_path: Path) -> None:
+    runs = [_tried(tmp_path / str(lr), lr, [lr, 3.0 - lr]) for lr in (1.0, 2.0, 0.5)]
+    path = runs[1] / "timing.jsonl"
+    path.write_text(path.read_text().replace('"mode": "min"', '"mode": "max"'))
+    found = compare(*runs).sweep
+    assert found is not None
+    assert found.by is None
+    assert [(row.run, row.scores["error"]) for row in found.rows] == [
+        ("1.0", 2.0),
+        ("2.0", 1.0),
+        ("0.5", 2.5),
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from helios.core.text import number_text
-from helios.ledger.run_comparison import RunComparison
+from helios.ledger.run_comparison import RunComparison, Sweep
 from helios.ledger.summary.document import (
     Block,
     Chapter,
@@ -56,7 +56,35 @@ def write_comparison(comparison: RunComparison) -> str:
     return page.encode("utf-8", "replace").decode()
 
 
+def list_sweep(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the heading and the rows of a sweep, the best run first."""
+    names = [name.removeprefix("params.").removeprefix("found.") for name in sweep.parameters]
+    if len({*names, *sweep.scores}) < len(names) + len(sweep.scores):
+        names = sweep.parameters
+    rows = [
+        (row.run, *row.parameters, *(_show_score(row.scores.get(name)) for name in sweep.scores))
+        for row in sweep.rows
+    ]
+    return ("run", *names, *sweep.scores), rows
+
+
+def _show_score(score: float | None) -> str:
+    return "-" if score is None else number_text(score)
+
+
+def describe_sweep(sweep: Sweep) -> str:
+    """Return what the scores of a sweep are, and their order."""
+    if sweep.by is None:
+        return "The scores are the last ones: the runs have no best validation by one score."
+    return f"The scores are those of each run's best validation by {sweep.by}, the best run first."
+
+
 def _show_results(comparison: RunComparison) -> Iterator[Block]:
+    if comparison.sweep is not None:
+        yield Grid(*list_sweep(comparison.sweep))
+        yield Text(describe_sweep(comparison.sweep))
+        yield Text("Their hyper-parameters differ, so there is no mean of them.")
+        return
     yield Grid(HEAD, list_estimates(comparison))
     yield Text(
         "Each dot is a run, the vertical line the mean, the area the 95% interval of the mean by "

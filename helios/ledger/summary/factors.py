@@ -105,6 +105,31 @@ def list_varying(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return {name: [shorten(_look_up(each, name), 80) for each in facts] for name in told}
 
 
+def list_hyper_parameters(varying: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return, of the entries that differ, those that describe the training, without seeds.
+
+    A value that was declared and also given to a constructor is listed once.
+
+    Args:
+        varying: what :func:`list_varying` returned.
+    """
+    found: dict[str, list[str]] = {}
+    for topic in ("params", "found", "data", "options"):
+        for name, values in varying.items():
+            parts = name.split(".")
+            is_seed = parts[-1].endswith("seed") or "seeds" in parts
+            is_new = parts[0] == topic and not is_repeated(name, values, found)
+            if is_new and not is_seed:
+                found[name] = values
+    return found
+
+
+def is_repeated(name: str, values: Sequence[str], columns: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a column has the same values, under a name with the same end."""
+    end = name.split(".")[-1]
+    return any(each.split(".")[-1] == end and known == values for each, known in columns.items())
+
+
 def _look_up(facts: Mapping[str, Any], name: str) -> str:
     if not facts:
         return "unknown"
