@@ -87,6 +87,8 @@ _RULES = (
     _Rule("gpu.", Effect.ROUNDING, _KERNELS),
     _Rule("environment.OMP_NUM_THREADS", Effect.NONE, "the threads in use are compared themselves"),
     _Rule("environment.CUDA_VISIBLE", Effect.NONE, "the GPUs are compared themselves"),
+    _Rule("environment.TORCH_NCCL_", Effect.NONE, "launchers set it; it says how errors end a run"),
+    _Rule("environment.CUDA_MODULE_LOADING", Effect.NONE, "PyTorch sets it; it does not compute"),
     _Rule("environment.PYTHON", Effect.TRAJECTORY, "the program itself may depend on it"),
     _Rule("environment.", Effect.ROUNDING, _KERNELS),
     _Rule("switches.default_dtype", Effect.TRAJECTORY, "numbers have other types"),

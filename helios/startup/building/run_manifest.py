@@ -213,13 +213,14 @@ class RunManifest:
         ]
 
     def _report(self) -> None:
+        """Log what differs; words of the command line were named before the first step."""
         for text in self._failures:
             _LOGGER.warning("%s is incomplete: %s", FILE_NAME, text)
         for effect, text in (
             (Effect.TRAJECTORY, "what may change the training"),
             (Effect.ROUNDING, "what may change the rounding of numbers"),
         ):
-            found = self._select(effect)
+            found = [each for each in self._select(effect) if each.name != "command.arguments"]
             if found:
                 _LOGGER.warning(
                     "This start differs from the one that has written the checkpoint in %s: %s.",

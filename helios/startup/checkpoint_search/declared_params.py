@@ -45,6 +45,11 @@ class DeclaredParams:
     changes: tuple[ValueChange, ...] = ()
     one_sided: tuple[ValueChange, ...] = ()
 
+    @property
+    def named(self) -> tuple[ValueChange, ...]:
+        """All changes that the log names."""
+        return (*self.changes, *self.one_sided)
+
     def report(self) -> list[str]:
         """Log what differs; returns the allowed changes as text, to be recorded."""
         texts = [f"{PARAMS}{each.name}: {each.values}" for each in self.changes]

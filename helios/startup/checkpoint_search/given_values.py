@@ -57,9 +57,14 @@ class GivenValues:
         return self.arguments | self.settings
 
     @property
+    def named(self) -> tuple[ValueChange, ...]:
+        """All changes that the log names."""
+        return (*self.new_settings, *self.new_arguments)
+
+    @property
     def changes(self) -> str:
         """All that differs, as text."""
-        return _list([*self.new_settings, *self.new_arguments])
+        return _list(self.named)
 
     @property
     def are_settings_adopted(self) -> bool:

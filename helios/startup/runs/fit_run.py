@@ -54,7 +54,7 @@ from helios.startup.launching.trainer_call import Call
 from helios.startup.options.best_rule import find_best_rule, require_one_mode
 from helios.startup.options.object_checks import check_training_source
 from helios.startup.options.plugin_table import log_order
-from helios.startup.reporting import banner
+from helios.startup.reporting import banner, command_line
 from helios.startup.reporting.idle_options import warn_of_idle_options
 from helios.startup.reporting.loader_claims import Claim, determine_trust
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_reproducibility
@@ -329,6 +329,7 @@ class FitRun(Run):
         self._start.definition = identity | limits | rules
         self._given = self._compare_given()
         self._start.definition |= self._params.options | self._given.options
+        self._start.definition[command_line.KEY] = command_line.read_arguments()
         self._evidence = self._make_evidence(source, identity, reproducibility)
         if self._evidence is not None:
             self._settings.callback(self._evidence.close)
@@ -429,7 +430,11 @@ class FitRun(Run):
         if record.options.get("length") == identity["length"]:
             session.saved_length = record.data.get("length")
             session.allows_other_length = "length" in self.options.checkpoints.allow_changes
-        self._start.changes += run_identity.note_limits(self.options.schedule, record.options)
+        limits = run_identity.note_limits(self.options.schedule, record.options)
+        self._start.changes += limits
+        texts = map(command_line.as_change, (*changes, *limits))
+        told = (*self._params.named, *self._given.named, *texts)
+        command_line.report_arguments(record.options, told)
         banner.warn_of_other_machine(record.machine, self.engine)
         self._start.changes += self._note_missing(record)
         payload = record.to_payload()
