@@ -82,7 +82,7 @@ class _Maker:
         self._curves: LedgerCurves | None = None
         self._status: LedgerStatus | None = None
         if run.ledger is not None:
-            self._curves, self._status = read_curves(run.ledger)
+            self._curves, self._status = read_curves(run.ledger, run.times.rates)
 
     def make(self, points: int) -> Document:
         """Return the document, with at most so many points in each line of a chart."""

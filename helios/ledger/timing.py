@@ -12,6 +12,11 @@ of a stretch         ``time``, last ``iteration``, ``iterations`` and ``seconds`
                      and validations); ``vm_hwm`` and ``gpu_memory`` in bytes: the most that this
                      process, and PyTorch on its GPU, has used so far; ``memory`` in place of the
                      former where only ``ru_maxrss`` is known, as in earlier versions
+of rates             ``time``, ``iteration``, and the learning ``rates`` that it has used, by
+                     optimizer and group, if the ledger does not say so: a list; ``"before"`` if
+                     from it on those that an iteration has used are in the line before its own, as
+                     with a scheduler that steps after each update; ``"own"`` if they are in its
+                     own again; ``"unknown"`` after too many changes
 of a validation      ``time``, ``iteration``, ``scores``, ``improved`` if they have, and the
                      ``best`` validation so far; null if there is none
 ===================  =======================================================================
@@ -25,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -38,6 +43,8 @@ from helios.protocols import Clock
 
 FILE_NAME = "timing.jsonl"
 _SECONDS, _SHARE = 1.0, 100
+OWN, BEFORE, UNKNOWN = "own", "before", "unknown"
+_MOST_CHANGES = 1_000
 
 
 @final
@@ -64,7 +71,11 @@ class Timing:
         self._begin = 0.0
         # Iteration and time of the last line, and of the last iteration that is known.
         self._written = self._newest = (0, 0.0)
+        self._due = 0.0
         self._paused = 0.0
+        # Where the rates are that an iteration has used; None for a list of its own.
+        self._source: str | None = OWN
+        self._num_changes = 0
 
     def begin(self, iteration: int) -> None:
         """Write the line of a start.
@@ -75,7 +86,9 @@ class Timing:
         self._is_open = True
         self._begin = self._clock()
         self._written = self._newest = (iteration, self._begin)
+        self._due = self._begin + _SECONDS
         self._paused = 0.0
+        self._source, self._num_changes = OWN, 0
         start = {"host": host(), "processes": self._processes, "run": self._run}
         self._file.append({"time": now(), "iteration": iteration, **start})
 
@@ -85,8 +98,40 @@ class Timing:
             return
         moment = self._clock()
         self._newest = (iteration, moment)
-        if moment - self._written[1] >= max(_SECONDS, (moment - self._begin) / _SHARE):
+        if moment >= self._due:
             self._write()
+
+    def trace_rates(
+        self,
+        iteration: int,
+        used: Sequence[Any] | None,
+        ends: Sequence[Any],
+        *,
+        before: Sequence[Any] | None,
+    ) -> bool:
+        """Note the learning rates of an iteration; writes a line where their source changes.
+
+        Args:
+            iteration: its number.
+            used: those that its updates have used; ``None`` if they cannot be read in time.
+            ends: those at its end, as the ledger has them.
+            before: those at the end of the iteration before; ``None`` if this start had none.
+
+        Returns:
+            Whether the source is the iteration's own line, so that iterations whose rates are those
+            at their end need not be noted.
+        """
+        source = self._source
+        is_known = (source == OWN and used == ends) or (source == BEFORE and used == before)
+        if not is_known and source != UNKNOWN and self._is_open:
+            self._num_changes += 1
+            if used is None or self._num_changes > _MOST_CHANGES:
+                self._source = UNKNOWN
+            else:
+                self._source = OWN if used == ends else BEFORE if used == before else None
+            rates = used if self._source is None else self._source
+            self._file.append({"time": now(), "iteration": iteration, "rates": rates})
+        return self._source == OWN
 
     def end_pause(self) -> None:
         """Note that no iteration has used the time since the last one: it was paused."""
@@ -128,6 +173,7 @@ class Timing:
         if self._paused:
             line["paused"] = round(self._paused, 3)
         self._written, self._paused = self._newest, 0.0
+        self._due = moment + max(_SECONDS, (moment - self._begin) / _SHARE)
         self._file.append(line | find_peak_memory())
 
 
@@ -140,12 +186,14 @@ class Stretches:
             checkpoint.
         lines: the stretches, each iteration once, in the order of iterations.
         scores: the lines of the validations, likewise.
+        rates: the lines of learning rates, likewise; those of a start begin with ``"own"``.
         seconds: the time of all stretches of these starts, also of those that were repeated.
     """
 
     starts: list[dict[str, Any]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
+    rates: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -169,6 +217,8 @@ def _add(found: Stretches, line: dict[str, Any]) -> None:
     elif "scores" in line:
         numbers = {name: float(score) for name, score in line["scores"].items()}
         found.scores.append(line | {"scores": numbers})
+    elif "rates" in line:
+        found.rates.append(line)
     else:
         found.seconds += line["seconds"]
         found.lines.append(line)
@@ -182,5 +232,7 @@ def _begin(found: Stretches, start: dict[str, Any]) -> None:
         found.starts.clear()
         found.seconds = 0.0
     found.starts.append(start)
+    found.rates = [each for each in found.rates if each["iteration"] <= iteration]
+    found.rates.append({"iteration": iteration + 1, "rates": OWN if run is not None else UNKNOWN})
     found.scores = [each for each in found.scores if each["iteration"] <= iteration]
     found.lines = [each for each in found.lines if each["iteration"] <= iteration]

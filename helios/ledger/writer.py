@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from helios.ledger.line import write_float, write_floats
 from helios.ledger.seen_batches import SeenBatches, describe_batches
@@ -85,6 +86,13 @@ class LedgerWriter:
         self._holders: list[tuple[str, Any]] = []
         self._is_nested = True
         self._optimizers: list[Optimizer] = []
+        # What the newest step of each optimizer has used in this iteration.
+        self._used: dict[Optimizer, list[Any]] = {}
+        self._has_far_rates = False
+        # The rates at the end of the last iteration, and whether it has used these.
+        self._ends: list[Any] | None = None
+        self._is_own = True
+        self._hook: Any = None
         self._names: Sequence[Any] = ()
         self._losses: list[Any] = []
         # Epoch, iteration and step, batches, numbers, the rest of the line, and when they arrive.
@@ -136,12 +144,17 @@ class LedgerWriter:
             self._timing.end_pause()
 
     def open(self) -> None:
-        """Begin to watch the steps of optimizers, if the ledger is full."""
+        """Begin to watch the steps of optimizers."""
+        if self._timing is not None and self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._see_rates)
         if self._tensors is not None:
             self._tensors.open(self._before_step)
 
     def close(self) -> None:
         """Stop watching; may be called twice."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         if self._tensors is not None:
             self._tensors.close()
 
@@ -196,8 +209,6 @@ class LedgerWriter:
             totals: what :meth:`see` has returned, added over all processes.
             norm: the norm of the gradients, if one was computed.
         """
-        if self._timing is not None:
-            self._timing.note(state.global_iteration)
         if self._tensors is not None:
             self._tensors.exchange()
         rest = ""
@@ -212,7 +223,10 @@ class LedgerWriter:
         if self._book is None:
             return
         norm = None if norm is None else self._read(norm)
-        numbers = self._names, self._losses, self._rates(), norm
+        rates = self._rates()
+        if self._timing is not None:
+            self._time(self._timing, state.global_iteration, rates)
+        numbers = self._names, self._losses, rates, norm
         moment = _mark_time() if self._is_far else None
         iterations = self._iterations
         iterations.append(
@@ -228,6 +242,15 @@ class LedgerWriter:
         )
         if len(iterations) >= _MOST:
             self._compose(_FEWEST)
+
+    def _time(self, timing: Timing, iteration: int, rates: list[Any]) -> None:
+        """Note when an iteration has ended, and which learning rates it has used."""
+        timing.note(iteration)
+        used = self._find_used() if self._used else rates
+        if self._has_far_rates or not self._is_own or used != rates:
+            known = None if self._has_far_rates else used
+            self._is_own = timing.trace_rates(iteration, known, rates, before=self._ends)
+        self._ends = rates
 
     def end(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended, not only been interrupted."""
@@ -301,11 +324,31 @@ class LedgerWriter:
             self.find_optimizers()
         rates = []
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                if "lr" in group:
-                    rate = group["lr"]
-                    rates.append(rate if type(rate) is float else self._read(rate))
+            rates += self._rates_of(optimizer)
         return rates
+
+    def _rates_of(self, optimizer: Optimizer) -> list[Any]:
+        rates = []
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                rate = group["lr"]
+                if type(rate) is not float:
+                    rate = self._read(rate)
+                    self._has_far_rates |= isinstance(rate, Tensor)
+                rates.append(rate)
+        return rates
+
+    def _see_rates(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note the rates that a step uses: schedulers may change them right after it."""
+        self._used[optimizer] = self._rates_of(optimizer)
+
+    def _find_used(self) -> list[Any]:
+        """Return the rates that the iteration has used; without a step, as they are."""
+        used = []
+        for optimizer in self._optimizers:
+            used += self._used.get(optimizer) or self._rates_of(optimizer)
+        self._used.clear()
+        return used
 
     def find_optimizers(self) -> None:
         """Search for the optimizers: at the start of an epoch, or if one may be another now."""

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 from helios.errors import LedgerError
 from helios.ledger.line import read_float
 from helios.ledger.reading import parse_header, read_lines
+from helios.ledger.timing import BEFORE, UNKNOWN
 from helios.ledger.verification import LedgerStatus, verify
 
 _MOST, _CHUNK = 1_024, 4_096
@@ -151,6 +152,9 @@ class LedgerCurves:
         norm: the norm of the gradients; ``None`` if none was computed.
         num_skipped: iterations that left an update out.
         digests: iteration, hash of the weights and of the optimizers in the newest line with them.
+        sources: where the learning rates that iterations have used are, as in ``Stretches.rates``.
+        has_used_rates: whether all rates are those that iterations have used; otherwise some are
+            those at their end.
     """
 
     begin: int = 1
@@ -162,6 +166,11 @@ class LedgerCurves:
     norm: Curve | None = None
     num_skipped: int = 0
     digests: tuple[int, str, str] | None = None
+    sources: Sequence[Mapping[str, Any]] = ()
+    has_used_rates: bool = True
+    _ends: Sequence[str | None] = ()
+    _source: str | Sequence[float] = UNKNOWN
+    _num_sources: int = 0
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a line of the ledger; raises ``ValueError`` and the like for another one."""
@@ -173,14 +182,34 @@ class LedgerCurves:
             if name not in self.losses:
                 self.losses[name] = Curve()
             _add(self.losses[name], iteration, digits)
-        for number, digits in enumerate(line.get("lr", ())):
-            if number == len(self.rates):
-                self.rates.append(Curve())
-            _add(self.rates[number], iteration, digits)
+        if "lr" in line:
+            self._add_rates(iteration, line["lr"])
         if "norm" in line:
             self.norm = self.norm or Curve()
             _add(self.norm, iteration, line["norm"])
         self.num_skipped += "skipped" in line
+
+    def _add_rates(self, iteration: int, ends: Sequence[str | None]) -> None:
+        """Add the learning rates that an iteration has used."""
+        before, self._ends = self._ends, ends
+        while self._num_sources < len(self.sources):
+            source = self.sources[self._num_sources]
+            if source["iteration"] > iteration:
+                break
+            self._source = source["rates"]
+            self._num_sources += 1
+        self.has_used_rates &= self._source != UNKNOWN
+        used: Sequence[str | float | None] = before if self._source == BEFORE else ends
+        if not isinstance(self._source, str):
+            # The list is that of a single iteration, and a line follows.
+            used = self._source
+        for number, rate in enumerate(used):
+            if number == len(self.rates):
+                self.rates.append(Curve())
+            if isinstance(rate, str):
+                rate = read_float(rate)
+            if rate is not None:
+                self.rates[number].add(iteration, rate)
 
 
 def _add(curve: Curve, iteration: int, digits: str | None) -> None:
@@ -188,14 +217,20 @@ def _add(curve: Curve, iteration: int, digits: str | None) -> None:
         curve.add(iteration, read_float(digits))
 
 
-def read_curves(path: Path) -> tuple[LedgerCurves, LedgerStatus]:
+def read_curves(
+    path: Path, sources: Sequence[Mapping[str, Any]] = ()
+) -> tuple[LedgerCurves, LedgerStatus]:
     """Read the curves of a ledger, and verify it; lines that are not good are left out.
+
+    Args:
+        path: the ledger.
+        sources: where the learning rates that iterations have used are.
 
     Raises:
         LedgerError: if it cannot be read, or is none.
     """
     after = parse_header(next(read_lines(path), b""), path)["after"]
-    found = LedgerCurves(begin=after + 1, end=after)
+    found = LedgerCurves(begin=after + 1, end=after, sources=sources)
     return found, verify(path, watch=found.add)
 
 

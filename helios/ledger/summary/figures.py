@@ -75,6 +75,12 @@ class Figures:
         rates = self._curves.rates
         if not rates:
             yield Text("The run has no optimizer with a learning rate.")
+        elif not self._curves.has_used_rates:
+            yield Text(
+                "Some of these rates are those at the end of an iteration, because the run has not "
+                "recorded which ones its updates have used: with a scheduler that steps after each "
+                "update, they are those of the next one."
+            )
         for number, curve in enumerate(rates[:_MOST_CHARTS]):
             name = "learning rate" if len(rates) == 1 else f"learning rate, group {number + 1}"
             yield self._draw(name, curve)
