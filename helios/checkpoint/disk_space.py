@@ -21,13 +21,16 @@ def count_kept(options: CheckpointStore, num_saves: float) -> float:
 
     Args:
         options: the retention rules.
-        num_saves: number of saves to come; infinity if unknown.
+        num_saves: number of saves to come that ``chkpt_frequency`` requires; infinity if unknown.
     """
     if options.keeps_all:
         return num_saves
     if options.keep_every is not None:
         # Its number grows with the run.
         return num_saves / options.keep_every + _count_others(options)
+    if options.keep_best is not None:
+        # Its validations save too.
+        num_saves += options.keep_best.count
     return min(num_saves, _count_others(options))
 
 

@@ -31,6 +31,7 @@ class Usage(NamedTuple):
         ({"keep_last": 3}, 40, 5),
         ({"keep_last": 3}, 2, 2),
         ({"keep_last": 1, "keep_best": KeepBest(4, "score", "max")}, 40, 7),
+        ({"keep_best": KeepBest(4, "score", "max")}, 1, 5),
         ({"keep_every": 10}, 40, 7),
     ],
 )

@@ -64,7 +64,7 @@ class Judging(Graded):
 
 
 @pytest.mark.shows("P122")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_each_validation_among_the_best_is_saved_and_the_best_stay(
     seed: int, mode: Any, tmp_path: Path
@@ -263,8 +263,10 @@ def test_reports_and_comparisons_have_the_true_best(tmp_path: Path) -> None:
     runs = {"first": [3.0, 1.0, 2.0, 4.0], "second": [2.0, 2.0, NAN, 5.0]}
     for name, scores in runs.items():
         fit(tmp_path / name, stopping(), model=Graded(scores))
-    found = compare(*(tmp_path / name / "line" for name in runs)).estimates["quality (best)"]
-    assert sorted(found["all"].values.values()) == [1.0, 2.0]
+    found = compare(*(tmp_path / name / "line" for name in runs)).sweep
+    assert found is not None
+    assert [row.scores["quality"] for row in found.rows] == [1.0, 2.0]
+    assert found.parameters == ["found.model.grades"]
 
 
 @pytest.mark.shows("P122")

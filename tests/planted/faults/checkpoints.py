@@ -284,7 +284,10 @@ def zeros_of_both_signs_are_the_same(bits, tensor):
     return tensor
 
 
-@fault("helios.session:Session.judge_scores", "tests/integration/test_one_best.py")
+@fault(
+    "helios.session:Session.judge_scores",
+    "tests/integration/test_one_best.py::test_each_validation_among_the_best_is_saved_and_the_best_stay",
+)
 def a_validation_among_the_best_is_saved_only_when_a_save_is_due(judge_scores, session):
     wanted = session.agreed.is_checkpoint_wanted
     has_improved = judge_scores(session)
@@ -292,7 +295,10 @@ def a_validation_among_the_best_is_saved_only_when_a_save_is_due(judge_scores, s
     return has_improved
 
 
-@fault("helios.best:rank_by_score", "tests/integration/test_one_best.py")
+@fault(
+    "helios.best:rank_by_score",
+    "tests/integration/test_one_best.py::test_each_validation_among_the_best_is_saved_and_the_best_stay",
+)
 def an_infinite_score_may_be_the_best(rank_by_score, scored, mode):
     finite = [(max(-1e9, min(score, 1e9)), each) for score, each in scored if score == score]
     return rank_by_score(finite, mode)
@@ -300,7 +306,7 @@ def an_infinite_score_may_be_the_best(rank_by_score, scored, mode):
 
 @fault(
     "helios.startup.checkpoint_search.best_history:continue_best",
-    "tests/integration/test_one_best.py",
+    "tests/integration/test_one_best.py::test_a_run_that_was_stopped_has_the_best_of_an_undisturbed_one",
 )
 def a_resumed_run_forgets_the_best(continue_best, stored, rule, **options):
     from helios.best import BestSoFar
