@@ -15,6 +15,7 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status, look_into
 from helios.cli import output
 from helios.cli.output import Column
+from helios.core.stored_values import list_values, stored_arguments, stored_params
 from helios.core.text import size_text
 
 DESCRIPTION = """\
@@ -31,6 +32,7 @@ _DEPTH = 4
 _INDENT = "  "
 _MAX_VALUE = 60
 _SECTIONS = (file_names.KEY_TRAINING_STATE, file_names.KEY_CURSOR, file_names.KEY_OPTIONS)
+_SHOWN_APART = ("params", "params_history", "found")
 _COLUMNS = (
     Column("tree"),
     Column("type", rank=1),
@@ -98,6 +100,7 @@ def _lines(status: Status, tree: Any, nodes: list[Node], depth: int) -> Iterator
         "refers to": ", ".join(status.needs),
         **({} if status.sidecar is None else _sidecar_facts(status.sidecar)),
         **{key: _in_one_line(section(tree, key)) for key in _SECTIONS},
+        **_value_facts(status.sidecar, tree),
     }
     yield from output.facts({name: text for name, text in facts.items() if text})
     if nodes:
@@ -106,6 +109,27 @@ def _lines(status: Status, tree: Any, nodes: list[Node], depth: int) -> Iterator
         yield from output.table(_COLUMNS, rows, output.terminal_width())
         total = size_text(nodes[0].num_bytes)
         yield f"{nodes[0].num_tensors} tensors, {total}"
+
+
+def _value_facts(sidecar: Sidecar | None, tree: Any) -> dict[str, str]:
+    """Return what the run is declared with, and what constructors were given."""
+    options = _options_of(sidecar, tree)
+    earlier = options.get("params_history", [])[:-1]
+    return {
+        "params": list_values(stored_params(options)),
+        "earlier params": "; ".join(
+            f"from iteration {each['iteration']}: {list_values(stored_params(each))}"
+            for each in earlier
+        ),
+        "found": list_values(stored_arguments(options)),
+    }
+
+
+def _options_of(sidecar: Sidecar | None, tree: Any) -> Mapping[str, Any]:
+    if sidecar is not None:
+        return sidecar.options
+    found = tree.get(file_names.KEY_OPTIONS) if isinstance(tree, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
@@ -129,7 +153,9 @@ def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
 
 
 def _in_one_line(table: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}: {value}" for name, value in table.items())
+    return ", ".join(
+        f"{name}: {value}" for name, value in table.items() if name not in _SHOWN_APART
+    )
 
 
 def _is_shown(node: Node, depth: int) -> bool:

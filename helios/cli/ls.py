@@ -12,6 +12,7 @@ from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.status import Condition, Depth, Status
 from helios.cli import output
 from helios.cli.output import Column
+from helios.core.stored_values import list_values, stored_arguments, stored_params
 from helios.core.text import size_text
 
 DESCRIPTION = """\
@@ -72,6 +73,8 @@ def _document(folder: FolderStatus) -> dict[str, Any]:
         "is_moved_aside": folder.is_moved_aside,
         "start": None if folder.is_moved_aside else folder.outcome.value,
         "start_path": None if folder.is_moved_aside else start,
+        "params": stored_params(_newest_options(folder)),
+        "found": stored_arguments(_newest_options(folder)),
         "best": _best_document(rank_files(folder.files)),
         "files": [output.status_document(status) for status in folder.files],
     }
@@ -82,7 +85,7 @@ def _lines(folder: FolderStatus, root: Path) -> list[str]:
     if folder.is_moved_aside:
         title += "  (moved aside; starts ignore it)"
     rows = [_row(status, folder) for status in folder.files]
-    lines = [title, *output.table(_COLUMNS, rows, output.terminal_width())]
+    lines = [title, *_values(folder), *output.table(_COLUMNS, rows, output.terminal_width())]
     if not folder.is_moved_aside:
         lines += [*_best(folder), *_reasons(folder), *_losses(folder)]
     if (
@@ -92,6 +95,18 @@ def _lines(folder: FolderStatus, root: Path) -> list[str]:
     ):
         lines.append("A start of fit stops with an error: all checkpoints here are damaged.")
     return lines
+
+
+def _values(folder: FolderStatus) -> list[str]:
+    """Return what the newest checkpoint says that the run is declared with, and was given."""
+    options = _newest_options(folder)
+    known = {"params": stored_params(options), "found": stored_arguments(options)}
+    return output.facts({name: list_values(table) for name, table in known.items() if table})
+
+
+def _newest_options(folder: FolderStatus) -> dict[str, Any]:
+    sidecars = [each.sidecar for each in folder.files if each.sidecar is not None]
+    return max(sidecars, key=lambda each: (each.epoch, each.iteration)).options if sidecars else {}
 
 
 def _best(folder: FolderStatus) -> list[str]:

@@ -16,63 +16,17 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from helios.errors import ArgumentError
 
-
-class Absent(Enum):
-    """The value of a name that only the other side has."""
-
-    ABSENT = "not set"
-
-
-ABSENT = Absent.ABSENT
-
 _MAX_DEPTH = 20
 _MAX_LENGTH = 500
 _MAX_MEMBERS = 100_000
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-
-
-class ValueChange(NamedTuple):
-    """A name whose value differs; on the side that lacks it, it is :data:`ABSENT`."""
-
-    name: str
-    before: Any
-    after: Any
-
-    @property
-    def is_contradiction(self) -> bool:
-        """Whether both sides have the name."""
-        return ABSENT not in (self.before, self.after)
-
-    @property
-    def values(self) -> str:
-        """Both values, as ``old -> new``."""
-        before, after = show_value(self.before), show_value(self.after)
-        if before == after:
-            before, after = repr(self.before), repr(self.after)
-        return f"{before} -> {after}"
-
-
-def show_value(value: Any) -> str:
-    """Return a value as text for messages and tables."""
-    if value is ABSENT:
-        return str(ABSENT.value)
-    return str(value) if value != "" else "''"
-
-
-def stored_params(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that a run has declared; empty if it has declared none.
-
-    Args:
-        table: the options of a checkpoint or of its sidecar, or the facts of a manifest.
-    """
-    return dict(table.get("params", {}))
 
 
 def flatten_params(given: Any) -> dict[str, Any]:
@@ -118,20 +72,6 @@ def describe_given(
         return _qualified_name(type(value)) if found is value else found
 
     return dict(_shortened(_Describing(by_class).describe(dict(given))))
-
-
-def compare_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ValueChange]:
-    """Return the names whose values differ in two flat tables."""
-    names = dict.fromkeys([*before, *after])
-    pairs = [ValueChange(name, before.get(name, ABSENT), after.get(name, ABSENT)) for name in names]
-    return [each for each in pairs if not _is_same(each.before, each.after)]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    # NaN is equal to itself here.
-    if ABSENT in (one, other):
-        return one is other
-    return bool(one == other) or json.dumps(one) == json.dumps(other)
 
 
 class _UnsuitableError(Exception):

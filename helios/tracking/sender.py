@@ -17,7 +17,7 @@ from helios.ledger.summary.run_facts import read_run
 from helios.tracking.targets import Delivery, Destination, Rows
 from helios.tracking.tracker_folder import SEALED, TrackedRun, TrackerFolder
 
-_TOPICS = ("options", "seeds", "parameters")
+_TOPICS = ("params", "found", "options", "seeds", "parameters")
 
 
 class SupersededError(Exception):

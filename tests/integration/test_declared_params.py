@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import helios
-from helios.core.declared_values import compare_values, flatten_params, stored_params
+from helios.core.declared_values import flatten_params
+from helios.core.stored_values import compare_values, stored_params
 from helios.errors import ArgumentError, RunMismatchError
 from tests.support.kills import run_in_child
 

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 
 import helios
 from helios.core.constructor_arguments import arguments_of
-from helios.core.declared_values import stored_params
+from helios.core.stored_values import stored_params
 from tests.integration.test_declared_params import Data, newest_options
 
 

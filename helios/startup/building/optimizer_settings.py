@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.constructor_arguments import bind_arguments
-from helios.core.declared_values import compare_values, describe_given
+from helios.core.declared_values import describe_given
+from helios.core.stored_values import compare_values
 
 _PARAMETERS = ("params", "param_names")
 

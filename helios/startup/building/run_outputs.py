@@ -97,6 +97,17 @@ def cut_logs() -> None:
         writer.cut_back()
 
 
+def log_hparams(values: Mapping[str, Any]) -> None:
+    """Write what the run is declared with, and what constructors were given, for TensorBoard."""
+    writer = log.get_tensorboard_writer()
+    if writer is not None and values:
+        plain: dict[str, bool | str | float | int | None] = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in values.items()
+        }
+        writer.add_hparams(plain, {})
+
+
 def _log_places() -> dict[str, Any]:
     places: dict[str, Any] = {}
     log_file = log.get_root_logger().log_file

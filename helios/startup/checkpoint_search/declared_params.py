@@ -13,13 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint.record import Record
-from helios.core.declared_values import (
-    ABSENT,
-    ValueChange,
-    compare_values,
-    show_value,
-    stored_params,
-)
+from helios.core.stored_values import ABSENT, ValueChange, compare_values, show_value, stored_params
 from helios.errors import RunMismatchError
 from helios.schedule import Schedule, find_limit
 from helios.startup.checkpoint_search.run_identity import is_extended, is_shortened

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from helios.core.declared_values import ValueChange, compare_values, show_value
+from helios.core.stored_values import ValueChange, compare_values, show_value
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -94,12 +94,6 @@ class GivenValues:
 
 def _list(changes: Sequence[ValueChange]) -> str:
     return ", ".join(f"{each.name} {each.values}" for each in changes)
-
-
-def stored_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what constructors were given, according to the options of a checkpoint or sidecar."""
-    found = options.get(KEY, {})
-    return {**found.get(_ARGUMENTS, {}), **found.get(_SETTINGS, {})}
 
 
 def compare_given(

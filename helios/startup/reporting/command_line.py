@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from helios.core.declared_values import ValueChange, compare_values
+from helios.core.stored_values import ValueChange, compare_values
 from helios.ledger.manifest.scrubbing import scrub_arguments
 
 _LOGGER = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from helios.checkpoint.capture import Trained, apply
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.core.constructor_arguments import arguments_of
-from helios.core.declared_values import stored_params
+from helios.core.stored_values import stored_params
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
@@ -155,6 +155,10 @@ class FitRun(Run):
         if folder is not None and plans:
             on_first(self.replicas, lambda: rewind_folder(folder, plans))
         run_outputs.cut_logs()
+        if record is None or self._start.is_branch:
+            params = stored_params(self._params.options)
+            named = {f"params.{name}": value for name, value in params.items()}
+            run_outputs.log_hparams(named | self._given.all)
         if self._evidence is not None:
             self._evidence.open(self._start)
 
