@@ -1,0 +1,205 @@
+"""What people change without meaning another run: every start resumes, and says little."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import helios
+from helios.checkpoint import loading
+from helios.storage import codec
+from tests.integration.test_declared_params import Data, fit
+
+_STEPS = 2
+
+
+@dataclasses.dataclass
+class Config:
+    """What scripts pass on whole."""
+
+    workers: int = 0
+    folder: str = "data"
+    device: str = "cpu"
+    name: str = "first"
+    epochs: int = _STEPS
+    verbose: bool = False
+    lr: float = 0.1
+
+
+KINDS: dict[str, Any] = {
+    "namespace": lambda config: argparse.Namespace(**dataclasses.asdict(config)),
+    "dict": dataclasses.asdict,
+    "dataclass": lambda config: config,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "workers": {"workers": 1},
+    "folder": {"folder": "/elsewhere/data"},
+    "device": {"device": "cuda:0"},
+    "name": {"name": "second"},
+    "epochs": {"epochs": 5},
+    "verbose": {"verbose": True},
+    "all": {"workers": 1, "folder": "b", "device": "cuda", "name": "c", "verbose": True},
+    "all and epochs": {"workers": 1, "folder": "b", "device": "cuda", "name": "c", "epochs": 5},
+}
+
+
+class Model(helios.Model):
+    def __init__(self, config: Any, given: Any) -> None:
+        super().__init__("line")
+        self.config, self.given = config, given
+        self.trained = 0
+
+    unsaved = ("trained", "config", "given")
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=self.config.lr)
+
+    def train_step(self, batch: torch.Tensor, state: helios.TrainingState) -> torch.Tensor:
+        self.trained += 1
+        return self.net(batch.unsqueeze(1).float()).square().mean()
+
+
+def _script(
+    folder: Path, kind: str, config: Config, monkeypatch: pytest.MonkeyPatch, *, total: int
+) -> int:
+    """Run a script that reads its configuration from the command line."""
+    words = [f"--{name}={value}" for name, value in dataclasses.asdict(config).items()]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    model = Model(config, KINDS[kind](config))
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=total,
+        chkpt_frequency=1,
+        chkpt_root=folder,
+        use_cpu=True,
+        print_banner=False,
+    )
+    assert trainer.fit(model, Data())
+    return model.trained
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return what was logged before the end of the training."""
+    lines = capsys.readouterr().err.splitlines()
+    return [line for line in lines if " - " in line and "Training has ended" not in line]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("begun")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for kind in KINDS:
+            _script(folder / kind, kind, Config(), monkeypatch, total=_STEPS)
+    return folder
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_that_is_passed_whole_stops_nothing(
+    kind: str,
+    change: str,
+    begun: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(begun / kind, tmp_path, dirs_exist_ok=True)
+    config = dataclasses.replace(Config(), **CHANGES[change])
+    assert _script(tmp_path, kind, config, monkeypatch, total=5) == 3
+    lines = _lines(capsys)
+    assert all("INFO" in line for line in lines), lines
+    # One is that the run is longer, as it must be to go on; the other names what has changed.
+    assert sum("total_steps: 2 -> 5" in line for line in lines) == 1
+    assert len(lines) <= 2
+
+
+def test_the_rate_by_world_size_is_one_warning(
+    begun: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(begun / "namespace", tmp_path, dirs_exist_ok=True)
+    assert _script(tmp_path, "namespace", Config(lr=0.05), monkeypatch, total=4) == 2
+    lines = _lines(capsys)
+    assert len(lines) == 2
+    assert sum("optimizer.lr: setup() has 0.05, the run keeps 0.1" in line for line in lines) == 1
+
+
+def test_variables_of_a_launcher_are_not_named(
+    begun: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(begun / "dict", tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1" if os.environ.get("OMP_NUM_THREADS") != "1" else "2")
+    assert _script(tmp_path, "dict", Config(), monkeypatch, total=3) == 1
+    assert len(_lines(capsys)) == 1
+
+
+def test_a_script_in_stages_says_what_it_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for total in (1, 2, 3):
+        fit(tmp_path, total, {"lr": 0.1 * total}, allow_changes=("params",))
+    capsys.readouterr()
+    for total in (1, 2, 3):
+        assert fit(tmp_path, total, {"lr": 0.1 * total}, allow_changes=("params",)) == []
+        (line,) = _lines(capsys)
+        assert "Nothing to do" in line
+
+
+def test_a_branch_under_another_name_says_nothing_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path / "a", 2, {"lr": 0.1})
+    capsys.readouterr()
+    origin = tmp_path / "a" / "line" / "line_epoch_1_iter_1.pth"
+    assert fit(tmp_path / "b", 2, {"lr": 0.1}, resume=origin, name="other") == [2]
+    assert _lines(capsys) == []
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.8.0+cu126", "2.11.0"])
+def test_another_version_of_pytorch_is_one_warning(
+    version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, 2, ledger="off")
+    (path,) = (tmp_path / "line").glob("*_iter_2.pth")
+    payload = loading.load(path, []).record.to_payload()
+    payload["machine"]["torch"] = version
+    # Arguments that this version of the library added.
+    for name in ("foreach", "fused", "differentiable"):
+        del payload["options"]["found"]["settings"][f"optimizer.{name}"]
+    codec.write_file(path, payload, hashes=False)
+    path.with_suffix(".json").unlink()
+    capsys.readouterr()
+    assert fit(tmp_path, 3, ledger="off") == [3]
+    lines = _lines(capsys)
+    assert sum(version in line for line in lines) == 1
+    assert not any("optimizer" in line for line in lines)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
+def test_more_processes_and_folders_of_their_own_stop_nothing(
+    processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The parameters of rank 0 count.
+    shared: dict[str, Any] = {"num_replicas": 2, "ledger": "off"}
+    fit(tmp_path, 2, {"lr": 0.1}, nproc=3 - processes, **shared)
+    capsys.readouterr()
+    fit(tmp_path, 3, {"lr": 0.1}, nproc=processes, **shared)
+    assert not [line for line in _lines(capsys) if "params" in line or "optimizer" in line]
