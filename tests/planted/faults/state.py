@@ -209,3 +209,48 @@ def weights_are_not_compared_over_processes(check_alike, session):
 )
 def what_is_missing_does_not_lower_the_level(level_after, found, record, **more):
     return found.level
+
+
+DECLARED = "tests/integration/test_declared_params.py"
+GIVEN = "tests/integration/test_given_values.py"
+NEW_SETTINGS = "tests/integration/test_new_settings.py"
+
+
+@fault(
+    "helios.startup.checkpoint_search.declared_params:has_ended",
+    f"{DECLARED}::test_a_run_that_was_killed_at_its_end_is_not_relabelled",
+)
+def a_run_at_its_end_is_relabelled(has_ended, schedule, record):
+    return False
+
+
+@fault(
+    "helios.startup.checkpoint_search.declared_params:_params_at",
+    f"{DECLARED}::test_a_script_in_stages_is_compared_with_the_values_that_held",
+)
+def a_stage_is_compared_with_the_newest_values(params_at, schedule, stored):
+    return dict(stored["params"])
+
+
+@fault(
+    "helios.startup.checkpoint_search.given_values:_with_groups",
+    f"{GIVEN}::test_a_setting_that_is_not_taken_is_one_warning_with_both_values",
+)
+def a_setting_that_one_group_no_longer_has_apart_is_silent(with_groups, settings, others):
+    return dict(settings)
+
+
+@fault(
+    "helios.model.new_settings:_put_back",
+    f"{NEW_SETTINGS}::test_taken_settings_are_those_of_a_fresh_loop",
+)
+def groups_keep_the_settings_of_the_run(put_back, made):
+    pass
+
+
+@fault(
+    "helios.model.new_settings:_reduce",
+    f"{NEW_SETTINGS}::test_a_plateau_keeps_its_reductions_and_scores",
+)
+def a_plateau_forgets_its_reductions(reduce, plateau, times):
+    pass
