@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, CheckpointError
 from helios.migration.folder_migration import (
     BACKUP_FOLDER,
@@ -52,7 +53,7 @@ def migrate_checkpoints_to_current_version(root: Path) -> None:
         CheckpointError: if a file is damaged, was refused or could not be migrated; the others
             are migrated by then.
     """
-    folder = Path(root)
+    folder = as_local_path("migrate_checkpoints_to_current_version(root=...)", root)
     if not folder.is_dir():
         raise ArgumentError(
             "migrate_checkpoints_to_current_version(root=...) must be a folder that exists, got "
@@ -74,7 +75,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of the command, for :func:`run`."""
-    parser.add_argument("root", metavar="ROOT", type=Path, help="a folder, or one file")
+    parser.add_argument("root", metavar="ROOT", help="a folder, or one file")
     parser.add_argument(
         "--dry-run", action="store_true", help="report what would be done, and write nothing"
     )
@@ -100,9 +101,9 @@ def run(namespace: argparse.Namespace) -> int:
         The exit code: 1 if there may be a checkpoint that no start can use yet, else 0.
 
     Raises:
-        ArgumentError: if ROOT does not exist.
+        ArgumentError: if ROOT is a URL or does not exist.
     """
-    root: Path = namespace.root
+    root = as_local_path("ROOT", namespace.root)
     if not root.exists():
         raise ArgumentError(f"ROOT must be a folder or file that exists, got {root}. Correct it.")
     migration = Migration(is_dry=namespace.dry_run, backs_up=namespace.backup)

@@ -12,7 +12,7 @@ from helios.checkpoint.schema_upgrades import (
     register_trainer_types_for_safe_load,
 )
 from helios.checkpoint.store import CheckpointStore
-from helios.core.tracebacks import with_short_traceback
+from helios.core.tracebacks import with_short_constructor, with_short_traceback
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
@@ -43,6 +43,7 @@ from helios.startup.options.trainer_options import (
     as_signals,
 )
 from helios.startup.options.trial_options import TrialOptions
+from helios.startup.options.unknown_arguments import with_known_arguments
 from helios.startup.runs.signal_policy import Signals, exit_code_of
 from helios.state import Phase, TrainingState, TrainingUnit
 
@@ -56,6 +57,7 @@ __all__ = [
 ]
 
 
+@with_short_constructor
 class Trainer:
     """Train, validate, test and predict; resume automatically.
 
@@ -139,6 +141,7 @@ class Trainer:
     predict_loop = EvaluationRoot(Phase.PREDICTION)
     _exit_code = 0
 
+    @with_known_arguments
     def __init__(
         self,
         run_name: str = "",

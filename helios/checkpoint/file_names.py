@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, CheckpointError, UsageError
 from helios.storage.files import TEMPORARY_SUFFIX
 
@@ -324,5 +325,7 @@ def find_last_checkpoint(root: Path | None) -> Path | None:
         The ``.pth`` file or ``.ckpt`` folder with the highest (epoch, iteration), or ``None`` if
         there is none.
     """
-    found = [] if root is None else find_checkpoints(Path(root))
+    if root is not None:
+        root = as_local_path("find_last_checkpoint(root=...)", root)
+    found = [] if root is None else find_checkpoints(root)
     return found[-1] if found else None

@@ -16,6 +16,7 @@ from helios.checkpoint import file_names, schema_upgrades
 from helios.checkpoint.contents import Contents, open_contents
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
+from helios.core.local_paths import as_local_path
 from helios.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -224,6 +225,6 @@ def load_checkpoint(path: str | Path, safe_types: Iterable[Any] = ()) -> dict[st
     Raises:
         CheckpointError: if the file is damaged, of another version, or cannot be read.
     """
-    payload = load(Path(path), safe_types).payload
+    payload = load(as_local_path("load_checkpoint(path=...)", path), safe_types).payload
     state = TrainingState(**payload[file_names.KEY_TRAINING_STATE])
     return payload | {file_names.KEY_TRAINING_STATE: state}

@@ -18,6 +18,7 @@ from helios.checkpoint.loading import read_sidecar
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status
+from helios.core.local_paths import as_local_path
 from helios.errors import CheckpointError
 
 _LOGGER = logging.getLogger(__name__)
@@ -259,6 +260,8 @@ def find_best_checkpoint(root: Path | None, rule: KeepBest | None = None) -> Pat
         The file or folder, which is not that of the best validation if that one has none; of equal
         ones the earliest; ``None`` if there is no score, or nothing decides.
     """
-    found = [] if root is None else find_checkpoints(Path(root))
+    if root is not None:
+        root = as_local_path("find_best_checkpoint(root=...)", root)
+    found = [] if root is None else find_checkpoints(root)
     entries = [with_sidecar(Entry(*(parse(path) or (0, 0)), path)) for path in found]
     return rank_checkpoints(entries, None if rule is None else rule.rule).path

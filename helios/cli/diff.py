@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from helios.checkpoint import file_names
 from helios.cli import output
+from helios.core.local_paths import as_local_path
 from helios.errors import DamagedCheckpointError, UsageError
 from helios.ledger.differences import Difference, diff
 from helios.ledger.manifest.manifest_changes import Effect, ManifestChange
@@ -43,7 +44,7 @@ def run(namespace: argparse.Namespace) -> int:
         UsageError: if a checkpoint cannot be read.
         LedgerError: if the ledger of a run cannot be read.
     """
-    paths = [Path(namespace.first), Path(namespace.second)]
+    paths = [as_local_path("RUN|FILE", each) for each in (namespace.first, namespace.second)]
     suffixes = (file_names.SUFFIX, file_names.FOLDER_SUFFIX)
     are_checkpoints = [path.suffix in suffixes for path in paths]
     if are_checkpoints[0] != are_checkpoints[1]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helios.cli import output
+from helios.core.local_paths import as_local_path
 from helios.core.text import size_text
 from helios.doctor.diagnosis import Diagnosis, Severity
 
@@ -39,7 +39,7 @@ def run(namespace: argparse.Namespace) -> int:
     Raises:
         ArgumentError: if the folder is a file.
     """
-    folder = Path(namespace.folder)
+    folder = as_local_path("DIR", namespace.folder)
     if folder.exists():
         folder = output.existing_folder(namespace.folder)
     try:

@@ -22,6 +22,7 @@ from helios.checkpoint.folder_status import examine_folder
 from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
+from helios.core.local_paths import as_local_path
 from helios.core.text import parse_size, size_text
 from helios.errors import ArgumentError, CheckpointError
 from helios.version import __version__
@@ -101,7 +102,7 @@ def run(namespace: argparse.Namespace) -> int:
     if not status.is_good:
         raise CheckpointError(f"{status.reason} Nothing was exported.")
     weights = select_weights(tree, network=namespace.network, average=namespace.average)
-    target = Path(namespace.out or source.with_suffix(f".{namespace.to}"))
+    target = as_local_path("FILE", namespace.out or source.with_suffix(f".{namespace.to}"))
     metadata = _metadata(status, tree, namespace.average)
     names: list[str] = []
     if layout is None:

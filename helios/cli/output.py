@@ -19,6 +19,7 @@ from typing import Any
 from helios.checkpoint import file_names
 from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
+from helios.core.local_paths import as_local_path
 from helios.core.text import number_text
 from helios.errors import ArgumentError
 from helios.ledger.differences import LineComparison
@@ -40,7 +41,7 @@ def existing_file(path: str) -> Path:
     Raises:
         ArgumentError: if there is none, or it is not a regular file, which might have no end.
     """
-    found = Path(path)
+    found = as_local_path("FILE", path)
     if not found.is_file():
         if found.is_dir():
             raise ArgumentError(f"{path} must be a file, but it is a folder. Pass a file in it.")
@@ -54,7 +55,7 @@ def existing_checkpoint(path: str) -> Path:
     Raises:
         ArgumentError: as :func:`existing_file`.
     """
-    found = Path(path)
+    found = as_local_path("FILE", path)
     return found if file_names.is_folder(found) and found.is_dir() else existing_file(path)
 
 
@@ -64,7 +65,7 @@ def existing_folder(path: str) -> Path:
     Raises:
         ArgumentError: if there is none.
     """
-    found = Path(path)
+    found = as_local_path("DIR", path)
     if not found.is_dir():
         raise ArgumentError(f"There must be a folder at the given path, got {path}. Correct it.")
     return found

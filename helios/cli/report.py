@@ -9,6 +9,7 @@ from typing import Any
 from helios.checkpoint.folder_status import examine_folder
 from helios.checkpoint.status import Condition, Status
 from helios.cli import output
+from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError
 from helios.ledger import report
 from helios.ledger.summary.run_facts import find_run
@@ -67,7 +68,7 @@ def find_target(given: str | None, folder: Path, stem: str, *, suffixes: tuple[s
     Raises:
         ArgumentError: if it could replace a file of another kind, or has no folder.
     """
-    target = folder / f"{stem}{suffixes[0]}" if given is None else Path(given)
+    target = folder / f"{stem}{suffixes[0]}" if given is None else as_local_path("FILE", given)
     if target.suffix not in suffixes:
         raise ArgumentError(
             f"The name of the file must end in {' or '.join(suffixes)}, so that no file of the run "

@@ -11,6 +11,7 @@ from helios.checkpoint import file_names
 from helios.checkpoint.folder_status import survey
 from helios.checkpoint.status import Checked, Condition, Depth, Status, examine
 from helios.cli import output
+from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, LedgerError
 from helios.ledger.book import FILE_NAME
 from helios.ledger.verification import LedgerStatus, verify
@@ -44,7 +45,7 @@ def run(namespace: argparse.Namespace) -> int:
     Raises:
         ArgumentError: if there is nothing to verify.
     """
-    given = Path(namespace.path)
+    given = as_local_path("FILE|DIR", namespace.path)
     root = given if given.is_dir() else output.existing_file(namespace.path)
     found: list[Status] = []
     ledgers: list[LedgerStatus] = []

@@ -16,6 +16,7 @@ from helios.errors import HeliosError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Kind = TypeVar("Kind", bound=type)
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -39,6 +40,12 @@ def with_short_traceback(call: Callable[Parameters, Result]) -> Callable[Paramet
             raise error  # Frames of Helios are hidden; HELIOS_FULL_TRACEBACK=1 shows them.
 
     return run
+
+
+def with_short_constructor(kind: Kind) -> Kind:
+    """Decorate a class whose constructor refuses arguments: its errors end at the user's call."""
+    kind.__init__ = with_short_traceback(kind.__init__)  # type: ignore[misc]
+    return kind
 
 
 def fold_traceback(error: BaseException) -> None:
@@ -65,7 +72,7 @@ def _fold(found: TracebackType | None, *, keeps_last: bool) -> TracebackType | N
         entries.append(found)
         found = found.tb_next
     kept = [entry for entry in entries if not _is_own(entry)]
-    if keeps_last and entries and _is_own(entries[-1]):
+    if keeps_last and entries and _is_own(entries[-1]) and not _is_wrapper(entries[-1]):
         kept.append(entries[-1])
     folded: TracebackType | None = None
     for entry in reversed(kept):
@@ -73,6 +80,11 @@ def _fold(found: TracebackType | None, *, keeps_last: bool) -> TracebackType | N
         line = entry.tb_lineno or 0
         folded = TracebackType(folded, entry.tb_frame, entry.tb_lasti, line)
     return folded
+
+
+def _is_wrapper(entry: TracebackType) -> bool:
+    """Whether a call that a frame of this module makes does not fit the signature."""
+    return entry.tb_frame.f_globals.get("__name__") == __name__
 
 
 def _is_own(entry: TracebackType) -> bool:

@@ -16,12 +16,14 @@ from typing import Any, final
 
 from torch.utils.data import Dataset, IterableDataset
 
+from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError
 
 BLOCK = 256
 """Positions that a key shuffles at once."""
 
 
+@with_short_constructor
 @final
 class Mixture(Dataset[Any]):
     """Map-style data sets that are mixed in a fixed proportion.

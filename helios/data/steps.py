@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, final
 
+from helios.core.tracebacks import with_short_constructor
 from helios.data.interfaces import BatchIterator, Source
 from helios.data.shard import LONE, Shard
 from helios.errors import ArgumentError
@@ -14,6 +15,7 @@ ENDLESS = "endless"
 """The length of a pass that never ends, in the description of the data."""
 
 
+@with_short_constructor
 @final
 class Steps:
     """Iterations without data, as in reinforcement learning or with random offsets into a file.

@@ -8,6 +8,7 @@ from typing import Any, Protocol, final, runtime_checkable
 from torch.utils.data import IterableDataset
 
 from helios.core.signatures import read_signature
+from helios.core.tracebacks import with_short_constructor
 from helios.data.samplers import HasEpoch
 from helios.errors import ArgumentError, ArgumentTypeError
 
@@ -28,6 +29,7 @@ class _CountsShards(Protocol):
     num_shards: int
 
 
+@with_short_constructor
 @final
 class Stream(IterableDataset[Any]):
     """Samples that can only be read one after the other, in a part for each replica.

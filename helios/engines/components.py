@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from helios.core.local_paths import as_local_path
 from helios.core.wrappers import BareNames, bare_state_dict
 from helios.engines.process_member import ProcessMember
 from helios.errors import ArgumentError, StateError
@@ -138,7 +139,7 @@ class ComponentState(ProcessMember):
         """
         if not self.is_master_process:
             return
-        target = Path(path)
+        target = as_local_path("save_checkpoint(path=...)", path)
         tree = codec.encode(dict(checkpoint), where="checkpoint")
         files.make_folder(target.parent)
         with files.replacing(target) as partial:
@@ -146,7 +147,7 @@ class ComponentState(ProcessMember):
 
     def load_checkpoint(self, path: Path | str) -> Any:
         """Return the checkpoint in a file, with tensors on the CPU, without executing its code."""
-        return codec.read(Path(path))
+        return codec.read(as_local_path("load_checkpoint(path=...)", path))
 
 
 def _flatten(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
 from helios.engines import data_parallel
 from helios.engines.clipping import Clipping
@@ -30,6 +31,7 @@ from helios.replicas.gradients import FindNetworks, divide, make_gradients
 from helios.replicas.replicas import Replicas
 
 
+@with_short_constructor
 class Engine(ShardingEngine):
     """A device, a precision and the replicas of a run, and what is done with a loss there.
 

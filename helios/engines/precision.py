@@ -13,6 +13,7 @@ from typing import ClassVar, final
 
 import torch
 
+from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError
 
 _AS_IT_IS = nullcontext()
@@ -61,6 +62,7 @@ class ScalerOptions:
         )
 
 
+@with_short_constructor
 @final
 @dataclasses.dataclass(frozen=True)
 class Precision:

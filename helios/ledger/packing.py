@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from helios.core.local_paths import as_local_path
 from helios.errors import LedgerError
 from helios.ledger import book, lineage, timing
 from helios.ledger.anonymizing import Anonymizer, make_anonymizer
@@ -76,7 +77,7 @@ def pack_run(
         pack.paths[f"weights{weights.suffix}"] = weights
     if anonymizer is not None:
         check_anonymous(pack, anonymizer)
-    write_archive(Path(target), pack, facts, anonymizer)
+    write_archive(as_local_path("pack(target=...)", target), pack, facts, anonymizer)
     return pack
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from helios.core.local_paths import as_local_path
 from helios.errors import LedgerError
 from helios.ledger.book import FILE_NAME
 from helios.ledger.line import VERSION, end_of
@@ -21,7 +22,7 @@ def find_ledger(place: str | Path) -> Path:
     Raises:
         LedgerError: if there is none, or more than one run.
     """
-    path = Path(place)
+    path = as_local_path("The run", place)
     if path.is_file():
         return path
     found = (

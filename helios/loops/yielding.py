@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.loops.loop import make_stray_stop
@@ -29,6 +30,7 @@ _STALE_GRAPH = ("backward through the graph a second time", "modified by an inpl
 Losses = Generator[Any, None, Any]
 
 
+@with_short_constructor
 class YieldLoop(OptimizerLoop):
     """Trains with a ``train_step`` that yields one loss for each optimizer of the model.
 

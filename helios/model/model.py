@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from helios.core.constructor_arguments import KeepsArguments
 from helios.core.registry import Registry
 from helios.core.summands import as_summand
+from helios.core.tracebacks import with_short_constructor
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
@@ -60,6 +61,7 @@ def find_pretrained_file(root: Path, name: str) -> Path:
     raise UsageError(f"No .pth file in {root} has {part!r} in its name. Check the folder.")
 
 
+@with_short_constructor
 class Model(Hooks, KeepsArguments, ABC):
     """Base of all models.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import asks_nothing
 from helios.plugins.averaged_weights import Averages, Swap, claim, ordinary, release
@@ -300,6 +301,7 @@ class WeightAverage(Plugin, ABC):
             )
 
 
+@with_short_constructor
 @PLUGIN_REGISTRY.register
 class EMA(WeightAverage):
     """An exponential moving average of weights.
@@ -356,6 +358,7 @@ class EMA(WeightAverage):
         get_ema_multi_avg_fn(decay)(averages, present, count)  # type: ignore[no-untyped-call]
 
 
+@with_short_constructor
 @PLUGIN_REGISTRY.register
 class SWA(WeightAverage):
     """Stochastic weight averaging: the mean of the weights after some steps.

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
@@ -26,6 +27,7 @@ _LOGGER = logging.getLogger(__name__)
 _PREFIXES = {Phase.TRAINING: "train", Phase.VALIDATION: "valid", Phase.TESTING: "test"}
 
 
+@with_short_constructor
 @PLUGIN_REGISTRY.register
 class Metrics(Plugin):
     """Update metrics after every batch of a phase, and log their values.

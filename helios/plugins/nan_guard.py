@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core.sharded_tensors import local_of
+from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, UsageError
@@ -45,6 +46,7 @@ class _Note(NamedTuple):
     loss: Tensor
 
 
+@with_short_constructor
 @PLUGIN_REGISTRY.register
 class NaNGuard(Plugin):
     """Checks that losses and gradients are finite before they reach the weights.

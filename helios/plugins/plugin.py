@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from helios.core.local_paths import as_local_path
 from helios.core.registry import Registry
+from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import silent
@@ -48,6 +50,7 @@ class UniquePluginOverrides:
     should_training_stop: bool = False
 
 
+@with_short_constructor
 class Plugin(Hooks, ABC):
     """Base of all plugins.
 
@@ -231,13 +234,13 @@ def check_folder(plugin: str, folder: object, *, example: str) -> Path:
 
     Raises:
         ArgumentTypeError: if it is no path.
-        ArgumentError: if it is a file.
+        ArgumentError: if it is a file or a URL.
     """
     if not isinstance(folder, str | Path):
         raise ArgumentTypeError(
             f'{plugin}(folder=...) must be a path, got {folder!r}. Pass e.g. "{example}".'
         )
-    path = Path(folder).absolute()
+    path = as_local_path(f"{plugin}(folder=...)", folder).absolute()
     if path.exists() and not path.is_dir():
         raise ArgumentError(
             f"{plugin}(folder=...) must be a folder, got the file {str(folder)!r}. Pass another."

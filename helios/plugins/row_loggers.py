@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from helios.core.local_paths import as_local_path
 from helios.core.text import as_json
+from helios.core.tracebacks import with_short_constructor
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import asks_nothing
@@ -32,7 +34,7 @@ def _check_path(owner: str, path: object) -> Path:
         raise ArgumentTypeError(
             f'{owner}(path=...) must be a path, got {path!r}. Pass e.g. "runs/losses.csv".'
         )
-    found = Path(path)
+    found = as_local_path(f"{owner}(path=...)", path)
     if found.is_dir() or not found.name:
         raise ArgumentError(
             f"{owner}(path=...) must name a file, got the folder {str(path)!r}. Add a file name."
@@ -119,6 +121,7 @@ class RowLogger(Plugin):
         self._mark = state_dict["mark"]
 
 
+@with_short_constructor
 @PLUGIN_REGISTRY.register
 class CSVLogger(RowLogger):
     """Write every logged number as one row of a CSV file.
@@ -152,6 +155,7 @@ def _quote(name: str) -> str:
     return name
 
 
+@with_short_constructor
 @PLUGIN_REGISTRY.register
 class JSONLLogger(RowLogger):
     """Write what is logged at a time as one JSON object per line.

@@ -9,6 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from helios.core.local_paths import as_local_path
+from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
 _CREDENTIALS = re.compile(r"://[^/@\s]+@")
@@ -39,6 +41,7 @@ def _check_texts(target: object, texts: Mapping[str, object], *required: str) ->
             raise ArgumentError(f"{owner}({name}=...) must not be empty. Pass {example}.")
 
 
+@with_short_constructor
 @dataclass(frozen=True)
 class MLflow:
     """A server of MLflow, which receives points while training runs.
@@ -80,6 +83,7 @@ class MLflow:
             )
 
 
+@with_short_constructor
 @dataclass(frozen=True)
 class WandB:
     """A run of Weights & Biases: an offline one, which ``wandb sync`` uploads, or an online one.
@@ -120,7 +124,9 @@ class WandB:
                 f'WandB(mode=...) must be "offline" or "online", got {self.mode!r}. Pass "online" '
                 "to send points while training runs."
             )
-        object.__setattr__(self, "folder", str(Path(folder).absolute()) if folder else "")
+        if folder:
+            path = as_local_path("WandB(folder=...)", folder)
+            object.__setattr__(self, "folder", str(path.absolute()))
 
 
 Target: TypeAlias = MLflow | WandB

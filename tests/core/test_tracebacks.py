@@ -6,14 +6,16 @@ import logging
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import helios
+from helios import data, loops, plugins
 from helios.core.tracebacks import fold_traceback, with_short_traceback
-from helios.errors import UsageError
+from helios.errors import HeliosError, UsageError
 from tests.typed.user_script import Line, Numbers
 
 
@@ -154,3 +156,42 @@ def test_a_handler_of_ones_own_gets_the_traceback(caplog: pytest.LogCaptureFixtu
     (record,) = caplog.records
     assert record.exc_info is not None
     assert record.exc_info[1] is error
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "Trainer": lambda: helios.Trainer(total_steps=-1),
+    "unknown name": lambda: helios.Trainer(max_epochs=1),  # type: ignore[call-arg]
+    "missing": lambda: helios.KeepBest(),  # type: ignore[call-arg]
+    "Audit": lambda: helios.Audit(0),
+    "CheckpointStore": lambda: helios.CheckpointStore(keep_last=-1),
+    "Engine": lambda: helios.Engine("nowhere"),
+    "KeepBest": lambda: helios.KeepBest(3, "accuracy"),
+    "Model": lambda: Line(1),  # type: ignore[arg-type]
+    "Signals": lambda: helios.Signals(grace=-1),
+    "CSVLogger": lambda: plugins.CSVLogger(3),  # type: ignore[arg-type]
+    "EMA": lambda: plugins.EMA(decay=2),
+    "EarlyStopping": lambda: plugins.EarlyStopping("accuracy", patience=2),
+    "LimitBatches": lambda: plugins.LimitBatches(train=0),
+    "MLflow": lambda: plugins.MLflow(""),
+    "NaNGuard": lambda: plugins.NaNGuard("nothing"),  # type: ignore[arg-type]
+    "Profiler": lambda: plugins.Profiler("traces", active=0),
+    "SWA": lambda: plugins.SWA(start=-1),
+    "SanityCheck": lambda: plugins.SanityCheck(0),
+    "TimeLimit": lambda: plugins.TimeLimit(-1),
+    "Tracker": lambda: plugins.Tracker(3, plugins.WandB("project")),  # type: ignore[arg-type]
+    "WandB": lambda: plugins.WandB(""),
+    "Mixture": lambda: data.Mixture({}),
+    "Packed": lambda: data.Packed([3], 0),
+    "Steps": lambda: data.Steps(0),
+    "Stream": lambda: data.Stream(3),
+    "YieldLoop": lambda: loops.YieldLoop("a"),
+}
+
+
+@pytest.mark.shows("U29")
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_of_a_constructor_ends_at_the_users_call(name: str) -> None:
+    with pytest.raises((HeliosError, TypeError)) as caught:
+        REFUSED[name]()
+    assert isinstance(caught.value, HeliosError) == (name != "missing")
+    assert frames_of(caught.value)[1:] == ["<lambda>", "run"]

@@ -23,6 +23,7 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.schedule import Schedule
 from helios.startup.options.checkpoint_options import CHANGEABLE
 from helios.startup.options.trainer_options import SeedSource, TrainerOptions
+from helios.startup.options.unknown_arguments import MEANT as MEANT_INSTEAD
 from helios.startup.runs.signal_policy import Signals
 from helios.state import Phase, TrainingUnit
 from tests.support.quiet import Quiet
@@ -716,3 +717,46 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
     assert {name: found[name] for name in given} == given
     assert (options.schedule.unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))
     assert options.audit is audit
+
+
+MEANT = {
+    "max_epochs": "total_steps, which counts epochs",
+    "max_steps": 'total_steps with train_unit="iteration"',
+    "accelerator": "use_cpu and gpus",
+    "devices": "use_cpu and gpus",
+    "strategy": "nproc",
+    "callbacks": "plugins",
+    "logger": "plugins=[CSVLogger(...)",
+    "default_root_dir": "chkpt_root",
+    "gradient_clip_val": "clip_norm",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "check_val_every_n_epoch": "valid_frequency",
+    "max_time": "plugins=[TimeLimit(",
+    "learning_rate": "setup() of the model",
+    "total_step": "total_steps?",
+    "chkpt_frequencies": "chkpt_frequency?",
+    "batch_limit": "batch_limits?",
+}
+
+
+@pytest.mark.shows("U32")
+@pytest.mark.parametrize("name", MEANT)
+def test_an_unknown_argument_names_the_one_that_is_meant(name: str) -> None:
+    beginning = re.escape(f"Trainer() has no argument {name!r}. Did you mean {MEANT[name]}")
+    with pytest.raises(ArgumentTypeError, match=f"^{beginning}"):
+        helios.Trainer(**{name: 3})
+
+
+@pytest.mark.shows("U32")
+def test_a_name_like_no_other_refers_to_the_help() -> None:
+    with pytest.raises(TypeError, match=r"'xyzzy'\. help\(helios.Trainer\) lists the arguments\."):
+        helios.Trainer(total_steps=1, xyzzy=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.shows("U32")
+def test_what_is_named_instead_of_an_unknown_argument_exists() -> None:
+    own = inspect.signature(helios.Trainer).parameters
+    assert not MEANT_INSTEAD.keys() & own.keys()
+    elsewhere = "trainer.fit|DataLoaderParams|setup\\(\\)"
+    for meant in MEANT_INSTEAD.values():
+        assert re.match(elsewhere, meant) or re.match(r"\w+", meant)[0] in own, meant

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.best import BestRule, BestSoFar, BestValidation, Validation
+from helios.core.local_paths import as_local_path
 from helios.errors import LedgerError
 from helios.ledger import book, lineage, timing
 from helios.ledger.lineage import read_lineage
@@ -137,7 +138,7 @@ def find_run(place: str | Path) -> Path:
     Raises:
         LedgerError: if there is no such file, or more than one run.
     """
-    path = Path(place)
+    path = as_local_path("The run", place)
     if path.is_file() and path.name in FILE_NAMES:
         return path.parent
     if _is_run(path):

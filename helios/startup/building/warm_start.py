@@ -11,6 +11,7 @@ from torch import nn
 
 from helios.checkpoint import loading
 from helios.checkpoint.loading import load_checkpoint
+from helios.core.local_paths import as_local_path
 from helios.core.sharded_tensors import RowShare
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.model.model import Model
@@ -26,17 +27,19 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
             checkpoint must then hold exactly one with the same parameter names.
 
     Raises:
+        ArgumentError: for a URL.
         CheckpointError: if the file cannot be used.
         UsageError: in a setup without values (``Trainer(init="keyed")``), for one network.
         StateError: if no network of the checkpoint matches, or several do; also if the model has
             no networks yet, as before ``setup``.
         ArgumentTypeError: if ``model`` is neither a model nor a network.
     """
+    path = as_local_path("load_weights(path=...)", path)
     if isinstance(model, Model):
         check_made(model)
         if model.loads_after_setup is not None:
             # Setup builds without values.
-            model.loads_after_setup.append((Path(path).name, partial(_load_model, path, model)))
+            model.loads_after_setup.append((path.name, partial(_load_model, path, model)))
             return
         _load_model(path, model)
     elif isinstance(model, nn.Module):
@@ -53,16 +56,16 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
         )
 
 
-def _load_model(path: str | Path, model: Model, share: RowShare | None = None) -> None:
+def _load_model(path: Path, model: Model, share: RowShare | None = None) -> None:
     is_default = type(model).load_state_dict is Model.load_state_dict
     types, share = model.types_for_safe_load(), share if is_default else None
-    state = loading.load(Path(path), types, maps=share is not None, share=share).payload["model"]
+    state = loading.load(path, types, maps=share is not None, share=share).payload["model"]
     if is_default and "objects" in state:
         _require_networks(state, model, path)
     model.load_state_dict(state, fast_init=True)
 
 
-def _require_networks(state: Mapping[str, Any], model: Model, path: str | Path) -> None:
+def _require_networks(state: Mapping[str, Any], model: Model, path: Path) -> None:
     """Refuse a model to which nothing of the checkpoint would be loaded."""
     present = {*model.discovery.modules(), *model.discovery.moved()[0]}
     saved = {*state["objects"], *state.get("parameters", {})}
@@ -82,7 +85,7 @@ def _require_networks(state: Mapping[str, Any], model: Model, path: str | Path) 
     )
 
 
-def _find_fitting(state: Mapping[str, Any], network: nn.Module, path: str | Path) -> Any:
+def _find_fitting(state: Mapping[str, Any], network: nn.Module, path: Path) -> Any:
     names = set(network.state_dict())
     objects: Mapping[str, Any] = state.get("objects", state)
     fitting = [

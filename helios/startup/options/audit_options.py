@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError
 
 
+@with_short_constructor
 @dataclass(frozen=True)
 class Audit:
     """Which steps are audited, and what a mismatch leads to: ``Trainer(audit=Audit(...))``.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from helios.best import BestRule
+from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import Plugin
 from helios.startup.options.best_rule import find_declared_rule, require_one_mode
@@ -48,7 +49,7 @@ def choose_checkpoint(
 
     Raises:
         ArgumentTypeError: if it is neither a string nor a path.
-        ArgumentError: if there is no folder to look in, or two modes of one score.
+        ArgumentError: for a URL, if there is no folder to look in, or for two modes of one score.
     """
     if asked is None and isinstance(options.resume, Path) and not has_fitted:
         asked = options.resume
@@ -60,7 +61,8 @@ def choose_checkpoint(
             "it for the newest one."
         )
     if asked not in ("best", "newest"):
-        return CheckpointChoice(Path(asked), is_required=True)
+        path = as_local_path("Trainer.test(checkpoint=...)", asked)
+        return CheckpointChoice(path, is_required=True)
     if options.chkpt_root is None:
         raise ArgumentError(
             f"Trainer.test(checkpoint={asked!r}) must be used with a folder of checkpoints, got "

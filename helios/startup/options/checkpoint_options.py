@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from helios.checkpoint.store import CheckpointStore
+from helios.core.local_paths import as_local_path
 from helios.startup.options.validators import as_folder, check_count, refusal
 
 Change: TypeAlias = Literal[
@@ -104,7 +105,7 @@ class CheckpointOptions:
         if not isinstance(self.resume, str | Path):
             rule = '"auto", "never" or a path'
             raise refusal("resume", rule, self.resume, "Omit it to resume.")
-        object.__setattr__(self, "resume", Path(self.resume))
+        object.__setattr__(self, "resume", as_local_path("Trainer(resume=...)", self.resume))
         if self.chkpt_root is None:
             rule = "a folder with resume=<path>"
             raise refusal("chkpt_root", rule, None, "Pass the folder for new checkpoints.")

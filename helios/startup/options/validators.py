@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, ArgumentTypeError
 
 
@@ -39,7 +40,7 @@ def as_folder(name: str, value: object) -> Path | None:
 
     Raises:
         ArgumentTypeError: for something that is not a path.
-        ArgumentError: if a file has the name of the folder or of one of its parents.
+        ArgumentError: for a URL, or if a file has the name of the folder or of one of its parents.
     """
     if value is None:
         return None
@@ -47,7 +48,7 @@ def as_folder(name: str, value: object) -> Path | None:
         raise ArgumentTypeError(
             f"Trainer({name}=...) must be a path or None, got {value!r}. Pass a pathlib.Path."
         )
-    path = Path(value)
+    path = as_local_path(f"Trainer({name}=...)", value)
     present = next((place for place in (path, *path.parents) if place.exists()), path)
     if present.exists() and not present.is_dir():
         raise refusal(name, "a folder", str(path), f"The file {present} is in its place.")

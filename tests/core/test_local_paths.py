@@ -1,0 +1,100 @@
+"""URLs in path arguments: refused wherever a path is taken, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helios
+from helios.checkpoint.loading import load_checkpoint
+from helios.checkpoint.retention import find_best_checkpoint
+from helios.chkpt_migrator import migrate_checkpoints_to_current_version
+from helios.cli.commands import main
+from helios.core.local_paths import as_local_path
+from helios.engines.engine import Engine
+from helios.errors import ArgumentError
+from helios.ledger import compare, diff, pack, report, verify
+from helios.plugins import CSVLogger, JSONLLogger, Profiler, Tracker
+from helios.tracking.targets import MLflow, WandB
+from helios.trainer import find_last_checkpoint
+from tests.typed.user_script import Line, Numbers
+
+URL = "s3://bucket/runs/file.csv"
+
+TAKERS: dict[str, Callable[[Any], Any]] = {
+    "chkpt_root": lambda url: helios.Trainer(chkpt_root=url),
+    "log_path": lambda url: helios.Trainer(log_path=url, enable_file_logging=True),
+    "run_path": lambda url: helios.Trainer(run_path=url, enable_tensorboard=True),
+    "src_root": lambda url: helios.Trainer(src_root=url),
+    "resume": lambda url: helios.Trainer(chkpt_root="runs", resume=url),
+    "test": lambda url: helios.Trainer(use_cpu=True).test(Line("line"), Numbers(), checkpoint=url),
+    "load_weights": lambda url: helios.load_weights(url, Line("line")),
+    "load_checkpoint": load_checkpoint,
+    "find_last_checkpoint": find_last_checkpoint,
+    "find_best_checkpoint": find_best_checkpoint,
+    "migrate": migrate_checkpoints_to_current_version,
+    "engine load": lambda url: Engine("cpu").load_checkpoint(url),
+    "engine save": lambda url: Engine("cpu").save_checkpoint({}, url),
+    "CSVLogger": CSVLogger,
+    "JSONLLogger": JSONLLogger,
+    "Profiler": Profiler,
+    "Tracker": lambda url: Tracker(url, MLflow("http://localhost:5000"), sends=False),
+    "WandB": lambda url: WandB("project", folder=url),
+    "report": report,
+    "compare": lambda url: compare(url, url),
+    "diff": lambda url: diff(url, url),
+    "verify": verify,
+    "pack": lambda url: pack(url, "pack.zip"),
+}
+COMMANDS = (
+    ("ls",),
+    ("inspect",),
+    ("verify",),
+    ("report",),
+    ("compare", URL),
+    ("diff", "runs"),
+    ("pack",),
+    ("export", "--to", "pt"),
+    ("doctor",),
+    ("migrate",),
+    ("send",),
+)
+
+
+@pytest.mark.shows("U31")
+@pytest.mark.parametrize("name", TAKERS)
+def test_a_url_is_refused_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in (URL, Path(URL)):
+        with pytest.raises(ArgumentError, match=r"must be a path .*URL 's3://?bucket.*Mount it"):
+            TAKERS[name](url)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.shows("U31")
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: str(words[0]))
+def test_commands_refuse_urls(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, URL]) == 2
+    assert f"the URL '{URL}'" in capsys.readouterr().err
+
+
+@pytest.mark.shows("U31")
+@pytest.mark.parametrize("url", ["gs://b/x", "hf://b", "S3:/b", "https://host/x", "file://host/x"])
+def test_every_scheme_of_two_letters_or_more_is_a_url(url: str) -> None:
+    with pytest.raises(ArgumentError, match="got the URL"):
+        as_local_path("folder", url)
+
+
+@pytest.mark.shows("U31")
+def test_files_and_drives_are_paths(tmp_path: Path) -> None:
+    folder = tmp_path / "two words"
+    assert as_local_path("folder", folder.as_uri()) == folder
+    assert as_local_path("folder", Path(folder.as_uri())) == folder
+    assert helios.Trainer(chkpt_root=folder.as_uri())._options.checkpoints.chkpt_root == folder
+    for path in ("C:/runs", "runs/s3:/x", "a:b", "./s3://x", "", "~/runs"):
+        assert as_local_path("folder", path) == Path(path)

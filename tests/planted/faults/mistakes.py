@@ -1,0 +1,20 @@
+"""Faults in what is said of mistakes in scripts."""
+
+from __future__ import annotations
+
+from tests.planted.planting import fault
+
+
+@fault("helios.startup.options.validators:as_local_path", "tests/core/test_local_paths.py")
+def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
+    from pathlib import Path
+
+    return Path(value)
+
+
+@fault(
+    "helios.startup.options.unknown_arguments:_refuse",
+    "tests/startup/test_arguments.py::test_an_unknown_argument_names_the_one_that_is_meant",
+)
+def an_unknown_argument_names_no_other_one(refuse, name, known):
+    return f"Trainer() has no argument {name!r}."
