@@ -135,13 +135,13 @@ class FitRun(Run):
 
     def _prepare(self, stack: ExitStack) -> None:
         record = self._record
+        stack.enter_context(self._numerics(record))
+        self._open_logs(record)
         self._start.rules = (
             run_rules.adopt_rules(None)
             if record is None
             else run_rules.adopt_rules(record.options, iteration=record.place[1])
         )
-        stack.enter_context(self._numerics(record))
-        self._open_logs(record)
         self._set_up(is_inference=False)
         session = self._build()
         session.audit = make_audit(self.options.audit, session, self.loop)
