@@ -23,6 +23,7 @@ from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
 from helios.data.shard import LONE, Shard
+from helios.data.worker_start import naming_culprits
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.protocols import Stateful
 
@@ -279,6 +280,13 @@ def _count_batches(loader: Any) -> int | None:
         return None
 
 
+def _iterate(loader: Iterable[Any]) -> Iterator[Any]:
+    if not isinstance(loader, DataLoader):
+        return iter(loader)
+    with naming_culprits(loader.dataset, loader):
+        return iter(loader)
+
+
 class _ForeignBatches(BatchIterator):
     """A pass over a custom loader; a fetch in this process is seeded."""
 
@@ -289,7 +297,7 @@ class _ForeignBatches(BatchIterator):
         self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
         # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
         with rng.stream(position.order_key()):
-            self._batches: Iterator[Any] | None = iter(loader)
+            self._batches: Iterator[Any] | None = _iterate(loader)
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""

@@ -40,6 +40,7 @@ from helios.data.samplers import (
 )
 from helios.data.stream import Stream
 from helios.data.stream_reading import StreamLoader
+from helios.data.worker_start import naming_culprits
 from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
 
@@ -158,7 +159,8 @@ class KeyedLoader(DataLoader[Any]):
         collate = self.collate_fn
         self.collate_fn = NotingCollate(collate, self.keyed_dataset)
         try:
-            return super().__iter__()
+            with naming_culprits(self.keyed_dataset.dataset, self.params):
+                return super().__iter__()
         finally:
             self.batches.seek(None)
             self.collate_fn = collate

@@ -21,6 +21,7 @@ from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.shard import LONE, NO_BATCH, Shard
 from helios.data.stream_reading import Read, StreamLoader, StreamPlan, StreamReader
+from helios.data.worker_start import naming_culprits
 from helios.errors import ArgumentError, StateError
 from helios.protocols import Stateful
 
@@ -334,7 +335,8 @@ def _open(loader: StreamLoader, reader: StreamReader, num_workers: int) -> Itera
     workers: DataLoader[Any] = DataLoader(
         reader, batch_size=None, **{**options, "collate_fn": _as_it_is}
     )
-    return iter(workers)
+    with naming_culprits(loader.stream, loader.params):
+        return iter(workers)
 
 
 def _as_it_is(item: Any) -> Any:

@@ -7,7 +7,6 @@ weights of all. Here, all values are pickled by value, and errors name what cann
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import multiprocessing
 import os
@@ -15,13 +14,14 @@ import pickle
 import queue
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any, NoReturn
 
+from helios.distributed.pickling import describe_value, find_culprit
 from helios.errors import UsageError
 
 RANK_NAME = "helios-rank-"
@@ -226,10 +226,10 @@ def pickle_value(value: Any, what: str, name: str, own_queue: LaunchQueue | None
     try:
         packer.dump(value)
     except Exception as error:
-        place, culprit = _find_culprit(value, name, own_queue)
+        place, culprit = find_culprit(value, name, partial(_is_fine, own_queue=own_queue))
         raise UsageError(
             f"{what} must be something that can be pickled, because each rank is a separate "
-            f"process, but {place.lstrip('.')} is {_describe(culprit)} ({error}). {_REMEDY}"
+            f"process, but {place.lstrip('.')} is {describe_value(culprit)} ({error}). {_REMEDY}"
         ) from error
     _check_main(packer.from_main)
     return file.getvalue()
@@ -240,56 +240,12 @@ def unpickle_value(data: bytes, own_queue: RankQueue | None = None) -> Any:
     return _Unpacker(io.BytesIO(data), own_queue).load()
 
 
-def _describe(value: Any) -> str:
-    kind = type(value)
-    text = repr(value)
-    short = text if len(text) <= 80 else f"{text[:77]}..."
-    return f"{short}, of type {kind.__module__}.{kind.__qualname__}"
-
-
 def _is_fine(value: Any, own_queue: LaunchQueue | None) -> bool:
     try:
         _Packer(io.BytesIO(), own_queue).dump(value)
     except Exception:
         return False
     return True
-
-
-def _find_culprit(value: Any, place: str, own_queue: LaunchQueue | None) -> tuple[str, Any]:
-    """Return the nearest part that cannot be pickled although all of its own parts can.
-
-    The search is breadth-first, because objects may have reference cycles.
-    """
-    first = (place, value)
-    waiting = deque([first])
-    # By id; the values are kept alive, so that no id is reused.
-    seen = {id(value): value}
-    while waiting:
-        place, value = waiting.popleft()
-        broken = [
-            (place + name, part) for name, part in _parts(value) if not _is_fine(part, own_queue)
-        ]
-        if not broken:
-            return place, value
-        for found, part in broken:
-            if id(part) not in seen:
-                seen[id(part)] = part
-                waiting.append((found, part))
-    return first
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{index}]", part) for index, part in enumerate(value))
-    elif isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    # A class that defines its own pickling need not pickle its attributes.
-    method: Any = type(value).__reduce__
-    if method is object.__reduce__ and not isinstance(value, type | FunctionType | ModuleType):
-        attributes: dict[str, Any] = getattr(value, "__dict__", {})
-        yield from ((f".{name}", part) for name, part in attributes.items())
 
 
 def _check_main(names: list[str]) -> None:

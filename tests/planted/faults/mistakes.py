@@ -18,3 +18,8 @@ def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
 )
 def an_unknown_argument_names_no_other_one(refuse, name, known):
     return f"Trainer() has no argument {name!r}."
+
+
+@fault("helios.data.worker_start:_are_forked", "tests/data/test_worker_start.py")
+def what_cannot_be_pickled_is_not_named(are_forked, context):
+    return True
