@@ -169,7 +169,9 @@ def test_a_sender_of_an_earlier_course_sends_nothing_of_the_new_one(
 
 
 def _manifest(steps: int, time: str) -> Manifest:
-    facts = {"options": {"total_steps": steps, "seeds": {}}, "seeds": {"random_seed": 5}}
+    facts: dict[str, Any] = {"options": {"total_steps": steps, "seeds": {}}}
+    facts |= {"seeds": {"random_seed": 5}, "params": {"net.width": 8}}
+    facts |= {"found": {"optimizer.betas": [0.9, 0.99]}}
     return Manifest("r", [Section({"time": time}, facts)])
 
 
@@ -196,6 +198,8 @@ def test_options_are_those_of_the_first_start_and_the_manifest_is_the_newest(
     assert run.data.params == {
         "lr": "0.1",
         "options.total_steps": "8",
+        "params.net.width": "8",
+        "found.optimizer.betas": "[0.9, 0.99]",
         "seeds.random_seed": "5",
     }
     sent = tmp_path / "server.files" / run.info.run_id / "run.json"
