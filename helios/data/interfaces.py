@@ -158,6 +158,17 @@ class Source(ABC):
         """Whether the passes of all processes always end in the same iteration."""
         return True
 
+    def count_unused(self) -> tuple[int, bool] | None:
+        """Count the samples of this process that the pass that ends now leaves unused.
+
+        It ends with the shortest part. Call it before the pass is closed.
+
+        Returns:
+            Their number, and whether these are all; ``None`` if every pass uses all samples, or
+            they were counted in an earlier one.
+        """
+        return None
+
     @property
     def state_is_per_process(self) -> bool:
         """Whether :meth:`state_dict` differs between processes."""

@@ -27,6 +27,7 @@ from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _PARTS, _SECONDS = "parts", "seconds"
+_FEWEST, _SHARE = 100, 10
 _ANY_KEY = 0
 """What generators are seeded from while they are kept: each read seeds them again."""
 
@@ -69,6 +70,7 @@ class StreamSource(Source):
         self._states: dict[int, Any] = {}
         self._seconds: float | None = None
         self._pass: _StreamBatches | None = None
+        self._has_counted = False
 
     @property
     def description(self) -> dict[str, Any]:
@@ -191,6 +193,13 @@ class StreamSource(Source):
         self._states = {int(replica): state for replica, state in parts.items()}
         self._seconds = state_dict.get(_SECONDS)
 
+    def count_unused(self) -> tuple[int, bool] | None:
+        """Count the samples of longer parts, once; reads on for that."""
+        if self._has_counted or self._pass is None or self.share.num_replicas == 1:
+            return None
+        self._has_counted = True
+        return self._pass.count_unused()
+
     def close(self) -> None:
         """Do nothing: workers end with their pass."""
 
@@ -222,7 +231,7 @@ class _StreamBatches(BatchIterator):
         self.num_samples = share.num_replicas * (plan.batch_size or 1)
         self.states = {each: plan.states[each] for each in share.block if each in plan.states}
         self._share = share
-        self._is_begin = plan.position.batch == 0
+        self._num_before = plan.position.batch
         self._watch: LegacyWatch | None = watch
         self._num_workers = min(loader.params.num_workers, len(share.block))
         self._num_readers = max(1, self._num_workers)
@@ -233,6 +242,7 @@ class _StreamBatches(BatchIterator):
         self._pins = bool(loader.options.get("pin_memory")) and not self._num_workers
         self._replay = deque(plan.cut_replay())
         self._following: list[Read | None] | None = None
+        self._cut: list[Read | None] = []
         self._is_begun = False
         self._sizes: list[int] = []
         self._num_read, self._seconds = 0, 0.0
@@ -296,7 +306,7 @@ class _StreamBatches(BatchIterator):
 
     def _begin(self) -> None:
         self._following = self._read()
-        if self._following is None and self._is_begin and self._share.pads:
+        if self._following is None and self._num_before == 0 and self._share.pads:
             raise ArgumentError(
                 "The part of a Stream for each replica must contain at least one batch, but that "
                 f"of one of the replicas {list(self._share.block)} contains none. Divide the data "
@@ -309,15 +319,41 @@ class _StreamBatches(BatchIterator):
 
         In training it ends with the first part that ends, otherwise with the last one.
         """
-        items = [self._take() for _ in range(self._num_readers)]
-        found = dict(zip(self._dealt, chain.from_iterable(items), strict=True))
-        reads = [found[replica] for replica in self._share.block]
+        items = self._read_items()
+        reads = self._in_order(items)
         ends = [each is None for each in reads]
         if any(ends) if self._share.pads else all(ends):
+            self._cut = reads
             return None
         self._num_read += 1
         self._seconds += max(sum(each.seconds for each in item if each) for item in items)
         return reads
+
+    def _read_items(self) -> list[list[Read | None]]:
+        return [self._take() for _ in range(self._num_readers)]
+
+    def _in_order(self, items: list[list[Read | None]]) -> list[Read | None]:
+        found = dict(zip(self._dealt, chain.from_iterable(items), strict=True))
+        return [found[replica] for replica in self._share.block]
+
+    def count_unused(self) -> tuple[int, bool]:
+        """Count what is left of longer parts, up to a tenth of the pass.
+
+        Returns:
+            The number of samples, and whether no part has more.
+        """
+        reads, count = self._following or self._cut, 0
+        with rng.stream(_ANY_KEY):
+            for _ in range(max(_FEWEST, (self._num_before + self._num_read) // _SHARE)):
+                count += sum(each.size for each in reads if each is not None)
+                if self._watch is None or all(each is None for each in reads):
+                    return count, True
+                try:
+                    reads = self._in_order(self._read_items())
+                except Exception:
+                    # What no training reads must not end one.
+                    break
+        return count, False
 
     def _take(self) -> Any:
         if self._num_workers or get_num_threads() == 1:

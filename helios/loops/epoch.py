@@ -169,6 +169,8 @@ class EpochLoop(Loop):
     def on_run_end(self) -> None:
         """End the epoch; in EPOCH unit its end is a boundary."""
         session = self._session
+        if self._is_complete:
+            self._name_unused()
         self._close_batches()
         self._refuse_empty_epoch()
         if not self._is_over and not self._is_complete:
@@ -230,6 +232,24 @@ class EpochLoop(Loop):
                 f"Epoch {session.state.global_epoch} has no batches. Either the data is an "
                 "iterator that can be read only once (let its __iter__ return a new iterator), or "
                 "a hook raises StopIteration at the first batch."
+            )
+
+    def _name_unused(self) -> None:
+        """Say once how many samples of longer parts of a stream an epoch leaves unused."""
+        session = self._session
+        own = session.training_source.count_unused()
+        if own is None:
+            return
+        found = session.replicas.gather_objects(own)
+        count, are_all = sum(number for number, _ in found), all(is_end for _, is_end in found)
+        if count:
+            _LOGGER.warning(
+                "The parts of the Stream differ: an epoch ends with the shortest one, and epoch %d "
+                "has left %s%s samples of the others unused. Divide the data into parts of equal "
+                "length.",
+                session.state.global_epoch,
+                "" if are_all else "more than ",
+                f"{count:,}",
             )
 
     def _warn_of_lost_steps(self) -> None:

@@ -130,6 +130,17 @@ def test_processes_kills_and_workers_change_no_bit(tmp_path: Path, kind: str) ->
     assert_same(run_to_end(several, 2, setting), alone)
 
 
+@pytest.mark.shows("U34")
+def test_samples_that_uneven_parts_leave_unused_are_those_of_all_processes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setting = Elastic(num_replicas=3, total_steps=6, make_data=STREAMS["rows"])
+    run_to_end(tmp_path, 2, setting)
+    # Three and three and two shards: an epoch has five batches of two of each replica.
+    text = "epoch 1 has left 10 samples of the others unused"
+    assert capfd.readouterr().err.count(text) == 1
+
+
 def _make_table(shards: list[int]) -> Iterator[dict[str, int]]:
     for shard in shards:
         for row in range(PER_SHARD):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,66 @@ def test_fewer_shards_than_replicas_are_refused_before_the_training(tmp_path: Pa
     options = {"num_replicas": 9}
     with pytest.raises(ArgumentError, match="a shard for each of the 9 replicas, got 8"):
         train(tmp_path, make_setting(make_shards, options=options))
+
+
+LENGTHS = (10, 13, 16)
+
+
+def read_uneven(index: int, count: int) -> Iterator[Any]:
+    assert count == len(LENGTHS)
+    order = list(range(LENGTHS[index]))
+    random.shuffle(order)
+    for number in order:
+        yield IndexData()[sum(LENGTHS[:index]) + number]
+
+
+def read_unevenly(index: int, count: int, *, num_good: int) -> Iterator[Any]:
+    """Read parts of which the second is much longer, and damaged behind the first samples."""
+    for number in range(10_000 if index else 8):
+        assert number < num_good
+        yield IndexData()[number % NUM_SAMPLES]
+
+
+def count_unused(text: str) -> list[str]:
+    return re.findall(r"and epoch (.*) samples of the others unused", text)
+
+
+@pytest.mark.shows("U34")
+def test_samples_that_uneven_parts_leave_unused_are_counted_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"num_replicas": len(LENGTHS)}
+    how: dict[str, Any] = {"batch_size": 4, "validates": False, "options": options}
+    setting = make_setting(lambda: Stream(read_uneven), valid_frequency=None, **how)
+    setting = dataclasses.replace(setting, total_steps=7)
+    whole = train(tmp_path / "whole", setting)
+    # The shortest part has three batches, in which each of the others reads 12 samples.
+    assert count_unused(capsys.readouterr().err) == [f"1 has left {39 - (10 + 12 + 12)}"]
+    first = train(tmp_path / "parts", dataclasses.replace(setting, total_steps=2))
+    # Counting reads on, and changes nothing where it happens in another epoch.
+    later = train(tmp_path / "parts", dataclasses.replace(setting, total_steps=4))
+    last = train(tmp_path / "parts", setting)
+    assert count_unused(capsys.readouterr().err) == ["1 has left 5", "2 has left 5"]
+    assert {**first.records, **later.records, **last.records} == whole.records
+    assert last.bits() == whole.bits()
+
+
+@pytest.mark.shows("U34")
+@pytest.mark.parametrize(("num_workers", "num_good", "most"), [(0, 40, 32), (1, 9_000, 400)])
+def test_much_longer_parts_are_not_read_to_their_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_workers: int, num_good: int, most: int
+) -> None:
+    how: dict[str, Any] = {"options": {"num_replicas": 2}, "num_workers": num_workers}
+    stream = Stream(partial(read_unevenly, num_good=num_good))
+    train(tmp_path, make_setting(lambda: stream, batch_size=4, total_steps=4, **how))
+    assert count_unused(capsys.readouterr().err) == [f"1 has left more than {most}"]
+
+
+@pytest.mark.shows("U34")
+def test_equal_parts_and_a_single_one_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (1, 2):
+        options = {"num_replicas": number}
+        train(tmp_path / str(number), make_setting(make_rows, total_steps=7, options=options))
+    assert "unused" not in capsys.readouterr().err
