@@ -254,3 +254,12 @@ def groups_keep_the_settings_of_the_run(put_back, made):
 )
 def a_plateau_forgets_its_reductions(reduce, plateau, times):
     pass
+
+
+@fault(
+    "helios.run_state.save_times:SaveTimes.end",
+    "tests/run_state/test_save_times.py::test_one_slow_save_names_nothing",
+)
+def one_slow_look_names_an_attribute(end, times):
+    times._slow_before = set(times._seconds)
+    return end(times)
