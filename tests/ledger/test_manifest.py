@@ -37,7 +37,7 @@ from helios.ledger.manifest.manifest_file import (
     read_manifest,
     write_manifest,
 )
-from helios.ledger.manifest.source_files import hash_absent, hash_sources
+from helios.ledger.manifest.source_files import hash_absent, hash_statements, hash_texts
 from tests.support.kills import run_in_child
 
 FACTS: dict[str, Any] = {
@@ -194,8 +194,12 @@ def _import(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     module = types.ModuleType("a_module_of_the_test")
     module.__file__ = str(path)
     monkeypatch.setitem(sys.modules, "a_module_of_the_test", module)
-    found = hash_sources(sys.modules.copy(), lambda: None, lambda seconds: None)
-    return found["a_module_of_the_test"]
+    modules = {"a_module_of_the_test": module}
+    return _hash(modules)["a_module_of_the_test"]
+
+
+def _hash(modules: dict[str, Any], known: Any = None) -> dict[str, dict[str, str]]:
+    return hash_statements(modules, hash_texts(modules), known or {}, lambda seconds: None)
 
 
 def test_comments_and_docstrings_change_the_text_only(
@@ -270,7 +274,7 @@ def test_settings_by_their_new_names_stop_nothing(
 
 
 def test_installed_packages_and_the_standard_library_are_no_sources() -> None:
-    found = hash_sources(sys.modules.copy(), lambda: None, lambda seconds: None)
+    found = hash_texts(sys.modules.copy())
     assert __name__ in found
     assert not {"torch", "numpy", "json", "helios", "helios.trainer"} & set(found)
 

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +118,48 @@ def test_what_may_change_the_training_is_warned_of(
     assert f"environment.{VARIABLE}: - -> 3" in first
     assert "may change the rounding" in second
     assert "environment.MKL_CBWR: - -> AVX" in second
+
+
+def test_what_may_change_the_training_is_said_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, SETTING)
+    monkeypatch.setenv(VARIABLE, "3")
+    gather, is_loaded, seen = run_manifest.describe_environment, threading.Event(), []
+
+    def gather_late(modules: Any) -> dict[str, Any]:
+        assert is_loaded.wait(20)
+        return gather(modules)
+
+    class Look(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_checkpoint_loaded(self) -> None:
+            is_loaded.set()
+
+        def on_training_start(self) -> None:
+            seen.append([text for text in said if VARIABLE in text])
+
+    monkeypatch.setattr(run_manifest, "describe_environment", gather_late)
+    with collect_warnings() as said:
+        train(tmp_path, LONGER, Look("look"))
+    (before,) = seen
+    assert len(before) == 1
+
+
+def test_a_finished_run_says_what_this_start_would_train_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, SETTING)
+    monkeypatch.setenv(VARIABLE, "3")
+    with collect_warnings() as said:
+        train(tmp_path, dataclasses.replace(SETTING, seed=6))
+    first, second = said
+    assert f"environment.{VARIABLE}: - -> 3" in first
+    assert "seeds.random_seed: 5 -> 6" in first
+    assert "data." not in first
+    assert "Nothing to do" in second
 
 
 @pytest.mark.shows("P25")
@@ -415,7 +456,7 @@ def test_a_strict_start_needs_something_to_compare_with(
     elif harm == "damaged":
         path.write_text("{")
     else:
-        monkeypatch.setattr(run_manifest, "hash_sources", lambda *given: 1 / 0)
+        monkeypatch.setattr(run_manifest, "hash_texts", lambda *given: 1 / 0)
     with pytest.raises(RunMismatchError, match=r'cannot compare.*"warn" once'):
         train(tmp_path, _strict(LONGER))
     train(tmp_path, LONGER)
@@ -475,13 +516,12 @@ def test_the_first_iteration_waits_for_no_evidence(
             assert arrived.wait(20)
             seen.append(begun.wait(0.2 if state.global_iteration == 1 else 20))
 
-    def hash_nothing(modules: Any, wait: Callable[[], None], rest: Any) -> dict[str, Any]:
-        arrived.set()
-        wait()
-        begun.set()
+    def note(event: threading.Event) -> dict[str, Any]:
+        event.set()
         return {}
 
-    monkeypatch.setattr(run_manifest, "hash_sources", hash_nothing)
+    monkeypatch.setattr(run_manifest, "hash_texts", lambda *given: note(arrived))
+    monkeypatch.setattr(run_manifest, "hash_statements", lambda *given: note(begun))
     monkeypatch.setattr(run_manifest, "_describe_git", lambda folder: {"commit": "abc"})
     train(tmp_path, dataclasses.replace(SETTING, chkpt_frequency=100), Look("look"))
     assert seen == [False, True, True, True]

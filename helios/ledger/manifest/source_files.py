@@ -20,33 +20,52 @@ _PACKAGE = __name__.partition(".")[0]
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
-def hash_sources(
-    modules: Mapping[str, Any], wait: Callable[[], None], rest: Callable[[float], None]
-) -> dict[str, dict[str, str]]:
+def hash_texts(modules: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return hashes of the source files of imported modules outside of installed packages.
 
     Args:
         modules: the imported modules by name.
-        wait: called once all texts are hashed; may wait until there is time for parsing, which
-            holds the interpreter.
-        rest: called after each file that was parsed with the seconds that it took; may sleep, so
-            that a training continues meanwhile.
 
     Returns:
-        For each module its ``file``, the hash of its ``text``, and that of its ``code``: of the
-        syntax tree without comments and docstrings, if the file has at most 200 kB.
+        For each module its ``file`` and the hash of its ``text``.
     """
     found: dict[str, dict[str, str]] = {}
-    paths = dict(sorted(_list_sources(modules)))
     roots = str(find_script_folder()), str(Path.home())
-    for name, path in paths.items():
+    for name, path in sorted(_list_sources(modules)):
         text = _hash_present(path)
         if text is not None:
             found[name] = {"file": _shorten(path, *roots), "text": text}
-    wait()
-    for name, entry in found.items():
+    return found
+
+
+def hash_statements(
+    modules: Mapping[str, Any],
+    texts: Mapping[str, Mapping[str, str]],
+    known: Mapping[str, Mapping[str, str]],
+    rest: Callable[[float], None],
+) -> dict[str, dict[str, str]]:
+    """Return hashes of source files, also of their ``code``.
+
+    That is the syntax tree without comments and docstrings, of files of at most 200 kB.
+
+    Args:
+        modules: the imported modules by name.
+        texts: what :func:`hash_texts` has returned for them.
+        known: what was found earlier with this version of Python; equal texts are not parsed again.
+        rest: called after each file that was parsed with the seconds that it took; may sleep, so
+            that a training continues meanwhile.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, path in _list_sources(modules):
+        if name not in texts:
+            continue
+        entry = {key: texts[name][key] for key in ("file", "text")}
+        earlier = known.get(name, {})
+        if earlier.get("text") == entry["text"]:
+            found[name] = {**earlier, **entry}
+            continue
         begin = time.perf_counter()
-        entry |= _hash_code(paths[name], entry["text"])
+        found[name] = entry | _hash_code(path, entry["text"])
         rest(time.perf_counter() - begin)
     return found
 
@@ -57,7 +76,7 @@ def hash_absent(
     """Return hashes of files that an earlier start had imported and this one has not, or not yet.
 
     Args:
-        before: what :func:`hash_sources` has returned in the earlier start.
+        before: what :func:`hash_statements` has returned in the earlier start.
         present: what it has returned in this one.
     """
     found = {}
@@ -98,8 +117,12 @@ def _list_sources(modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=16384)
 def _is_installed(path: str) -> bool:
-    library = f"{sysconfig.get_path('stdlib')}{os.sep}"
-    return path.startswith(library) or _INSTALLED.search(path) is not None
+    return path.startswith(_find_library()) or _INSTALLED.search(path) is not None
+
+
+@functools.cache
+def _find_library() -> str:
+    return f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 @functools.cache

@@ -21,7 +21,12 @@ from helios.ledger.manifest.manifest_file import (
     read_manifest,
     write_manifest,
 )
-from helios.ledger.manifest.source_files import find_script_folder, hash_absent, hash_sources
+from helios.ledger.manifest.source_files import (
+    find_script_folder,
+    hash_absent,
+    hash_statements,
+    hash_texts,
+)
 from helios.storage import files
 
 _LOGGER = logging.getLogger(__name__)
@@ -83,22 +88,29 @@ class RunManifest:
         # What is imported later is no fact of the start.
         self._modules = sys.modules.copy()
         self._hurries = threading.Event()
-        self._is_gathered = threading.Event()
+        self._is_compared = threading.Event()
         self._is_decided = threading.Event()
         self._is_written = threading.Event()
         self._thread = threading.Thread(target=self._work, name="helios-manifest", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Refuse the start if it is strict and a difference may change the training.
+        """Say what differs from the start that has written the checkpoint.
 
         Raises:
-            RunMismatchError: naming all such differences, or why there is nothing to compare with.
+            RunMismatchError: if the start is strict, naming all differences that may change the
+                training, or why there is nothing to compare with.
         """
-        if not self._is_strict or self._after is None:
+        if self._after is None:
             return
-        self._hurries.set()
-        self._is_gathered.wait(_PATIENCE)
+        if not self._is_compared.wait(_PATIENCE):
+            self._failures.append(f"it could not be compared within {_PATIENCE:.0f} seconds")
+        if self._is_strict:
+            self._refuse()
+        self._report_failures()
+        self._report()
+
+    def _refuse(self) -> None:
         if self._failures or self._manifest is None:
             why = "; ".join(self._failures) or f"there is no {FILE_NAME} in {self._folder}"
             raise RunMismatchError(
@@ -137,16 +149,27 @@ class RunManifest:
 
     def _work(self) -> None:
         try:
-            self._gather()
+            self._add(lambda: {"code": hash_texts(self._modules)})
+            if self._after is not None:
+                self._add(self._read)
+                self._add(lambda: describe_environment(self._modules))
+                self._add(self._compare)
         finally:
-            self._is_gathered.set()
-        self._is_decided.wait()
+            self._is_compared.set()
         try:
+            self._wait()
+            if not self._is_refused:
+                self._gather()
+            self._is_decided.wait()
             if self._start:
-                self._report()
+                self._report_failures()
                 self._write()
         finally:
             self._is_written.set()
+
+    @property
+    def _is_refused(self) -> bool:
+        return self._is_decided.is_set() and not self._start
 
     def _add(self, describe: Callable[[], Mapping[str, Any]]) -> None:
         """Add facts; no evidence is worth a training, so no error may end it."""
@@ -156,16 +179,19 @@ class RunManifest:
             self._failures.append(f"not all facts of this start could be found ({error!r})")
 
     def _gather(self) -> None:
-        if self._after is not None:
-            self._add(self._read)
-        self._add(lambda: {"code": hash_sources(self._modules, self._wait, self._rest)})
+        """Add what takes long, and is no part of the comparison."""
+        self._add(self._hash_statements)
         self._add(self._describe_git)
-        self._add(lambda: describe_environment(self._modules))
-        self._add(self._compare)
+        if self._after is None:
+            self._add(lambda: describe_environment(self._modules))
 
     def _describe_git(self) -> dict[str, Any]:
         found = _describe_git(find_script_folder())
         return {"git": found} if found else {}
+
+    def _hash_statements(self) -> dict[str, Any]:
+        code = self._facts.get("code", {})
+        return {"code": code | hash_statements(self._modules, code, {}, self._rest)}
 
     def _compare(self) -> dict[str, Any]:
         """Compare this start with the one that has written the checkpoint."""
@@ -175,11 +201,13 @@ class RunManifest:
         # A start from this iteration or a later one has written no checkpoint of it.
         writers = [each for each in sections if each.start.get("iteration", 0) < self._after]
         before = (writers or sections[:1])[-1].facts
-        code = dict(self._facts.get("code", {}))
-        code |= hash_absent(before.get("code", {}), code)
-        self._facts["code"] = code
-        found = compare_facts(before, self._facts)
-        self.changes = [each for each in found if each.topic not in _COMPARED_ELSEWHERE]
+        known = before.get("code", {})
+        code = hash_statements(self._modules, self._facts.get("code", {}), known, lambda _: None)
+        self._facts["code"] = code | hash_absent(known, code)
+        # What one side says nothing of cannot be compared.
+        topics = before.keys() & self._facts.keys() - {*_COMPARED_ELSEWHERE}
+        sides = [{name: side[name] for name in topics} for side in (before, self._facts)]
+        self.changes = compare_facts(*sides)
         return {}
 
     def _wait(self) -> None:
@@ -212,10 +240,13 @@ class RunManifest:
             and self._allowed.isdisjoint((each.topic, each.name.rpartition(".")[2]))
         ]
 
-    def _report(self) -> None:
-        """Log what differs; words of the command line were named before the first step."""
+    def _report_failures(self) -> None:
         for text in self._failures:
             _LOGGER.warning("%s is incomplete: %s", FILE_NAME, text)
+        self._failures.clear()
+
+    def _report(self) -> None:
+        """Log what differs; words of the command line are compared elsewhere."""
         for effect, text in (
             (Effect.TRAJECTORY, "what may change the training"),
             (Effect.ROUNDING, "what may change the rounding of numbers"),
@@ -252,6 +283,30 @@ class RunManifest:
         except LedgerError:
             return True
         return found is not None and found.run != self._run
+
+
+def report_changed_start(
+    folder: Path,
+    describe: Callable[[], Mapping[str, Any]],
+    *,
+    after: int,
+    allowed: Sequence[str],
+) -> None:
+    """Log what differs from the start that has written the last checkpoint of a finished run.
+
+    Nothing is written. See :class:`RunManifest` for the arguments.
+    """
+    manifest = RunManifest(
+        folder,
+        "",
+        describe,
+        after=after,
+        allowed=allowed,
+        has_stepped=lambda: False,
+        is_strict=False,
+    )
+    manifest.check()
+    manifest.close()
 
 
 def _list(changes: Sequence[ManifestChange]) -> str:

@@ -22,12 +22,12 @@ from helios.startup.options.trainer_options import TrainerOptions
 from helios.storage.user_types import type_name
 
 
-def manifest_facts(call: Call, source: Source) -> dict[str, Any]:
+def manifest_facts(call: Call, source: Source | None) -> dict[str, Any]:
     """Return what is known of a start, by topic of the manifest.
 
     Args:
         call: the call of fit, after the setup of the model.
-        source: the training data.
+        source: the training data; ``None`` if it is not opened.
     """
     options, model = call.options, call.model
     return {
@@ -40,7 +40,7 @@ def manifest_facts(call: Call, source: Source) -> dict[str, Any]:
         "options": _describe_options(options),
         "switches": describe_switches(),
         "seeds": {"random_seed": options.run.seed, **options.run.seeds},
-        "data": _as_plain(source.description),
+        **({} if source is None else {"data": _as_plain(source.description)}),
         "parameters": {
             path: _count_parameters(network) for path, network in model.discovery.modules().items()
         },

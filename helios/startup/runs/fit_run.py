@@ -29,6 +29,7 @@ from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.run_audit import make_audit
 from helios.startup.building.run_evidence import RunEvidence, make_evidence
+from helios.startup.building.run_manifest import report_changed_start
 from helios.startup.building.start_facts import describe_topic, manifest_facts
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity, run_rules
@@ -190,6 +191,13 @@ class FitRun(Run):
         is_passed = run_identity.is_shortened(self.options.schedule, loaded.record.options)
         reason = loaded.sidecar.finished or ""
         changes = "" if is_passed else self._compare_given().changes
+        if not is_passed and self.replicas.rank == 0 and self.options.checkpoints.writes_ledger:
+            report_changed_start(
+                loaded.path.parent,
+                lambda: manifest_facts(self.call, None),
+                after=loaded.record.place[1],
+                allowed=self.options.checkpoints.allow_changes,
+            )
         run_identity.report_finished(
             self._name, loaded, reason, is_passed=is_passed, changes=changes
         )
