@@ -136,7 +136,7 @@ class Session(LiveRun):
     def restore_randomness(self) -> None:
         """Restore the generators from the checkpoint, after everything else."""
         if self.saved_randomness is not None:
-            rng.load_rng_state_dict(self.saved_randomness)
+            rng.load_states(self.saved_randomness)
             self.saved_randomness = None
 
     def _look_around(self) -> bool:

@@ -65,7 +65,6 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "helios.data.keyed": (
             "tests/data/test_keyed.py",
             "tests/data/test_seeds.py",
-            "tests/data/test_numpy_global_rng.py",
             "tests/data/test_source.py",
             "tests/data/test_loader.py",
         ),

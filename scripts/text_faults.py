@@ -1949,13 +1949,6 @@ FAULTS = (
         "tests/ledger/test_scrubbing.py::test_a_secret_word_of_a_command_is_hidden",
     ),
     Fault(
-        "what a validation draws is taken for a draw of the training",
-        "helios/data/numpy_global_rng.py",
-        "each.look(digest, is_own=False)",
-        "each.look(digest)",
-        "tests/data/test_numpy_global_rng.py::test_a_validation_within_a_pass_is_named_itself",
-    ),
-    Fault(
         "several processes begin with lazy layers",
         "helios/run_state/consistency.py",
         "    refuse_lazy_layers(discovery)\n",

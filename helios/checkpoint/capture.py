@@ -59,7 +59,7 @@ def capture(run: LiveRun) -> Record:
             "length": source.pass_length if run.cursor.batch else source.length,
         },
         engine=engine,
-        rng=rng.get_rng_state_dict(),
+        rng=rng.read_states(),
         num_threads=torch.get_num_threads(),
         num_replicas=run.replicas.num_replicas,
         obstacles=list(run.obstacles),

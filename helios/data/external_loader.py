@@ -19,7 +19,6 @@ from helios.core import rng
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
 from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
 from helios.data.loader import WorkerInit, end_workers
-from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
 from helios.data.shard import LONE, Shard
@@ -69,8 +68,6 @@ class ExternalSource(Source):
         self._held_state: dict[str, Any] | None = None
         self._is_over = False
         self._end_state: list[Any] = []
-        # Workers of a custom loader cannot be watched, as they have no shared flag.
-        self._watch = LegacyWatch(purpose, flag=None)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -138,10 +135,9 @@ class ExternalSource(Source):
         )
         if self._share.num_replicas > 1:
             self._seed_workers(position)
-        self._watch.begin()
         if self._length is not None:
-            return _CountedBatches(self.loader, position, self._watch, self._length)
-        return _ProbedBatches(self.loader, position, self._watch, self)
+            return _CountedBatches(self.loader, position, self._length)
+        return _ProbedBatches(self.loader, position, self)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the loader's length, if it can be trusted."""
@@ -290,10 +286,9 @@ def _iterate(loader: Iterable[Any]) -> Iterator[Any]:
 class _ForeignBatches(BatchIterator):
     """A pass over a custom loader; a fetch in this process is seeded."""
 
-    def __init__(self, loader: Iterable[Any], position: Position, watch: LegacyWatch) -> None:
+    def __init__(self, loader: Iterable[Any], position: Position) -> None:
         self._keys = position.fetch_keys()
         self._batch = position.batch
-        self._watch = watch
         self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
         # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
         with rng.stream(position.order_key()):
@@ -306,7 +301,6 @@ class _ForeignBatches(BatchIterator):
         if not self._lives_on:
             end_workers(self._batches)
         self._batches = None
-        self._watch.end()
 
     def _fetch(self) -> Any:
         """Return the next batch, or ``_END``."""
@@ -323,10 +317,8 @@ class _ForeignBatches(BatchIterator):
 class _CountedBatches(_ForeignBatches):
     """A pass over a loader with a length, from which the last batch is known."""
 
-    def __init__(
-        self, loader: Iterable[Any], position: Position, watch: LegacyWatch, length: int
-    ) -> None:
-        super().__init__(loader, position, watch)
+    def __init__(self, loader: Iterable[Any], position: Position, length: int) -> None:
+        super().__init__(loader, position)
         self._length = length
 
     def __next__(self) -> Any:
@@ -357,10 +349,8 @@ class _CountedBatches(_ForeignBatches):
 class _ProbedBatches(_ForeignBatches):
     """A pass over a loader without a length; one batch is fetched ahead to detect the end."""
 
-    def __init__(
-        self, loader: Iterable[Any], position: Position, watch: LegacyWatch, source: ExternalSource
-    ) -> None:
-        super().__init__(loader, position, watch)
+    def __init__(self, loader: Iterable[Any], position: Position, source: ExternalSource) -> None:
+        super().__init__(loader, position)
         self._source = source
         self._following: Any = _END
         self._is_begun = False

@@ -16,8 +16,6 @@ from helios.core import rng
 from helios.data.interfaces import BatchIterator, make_cut_error, run_on_one_thread
 from helios.data.keyed import BatchedDataset
 from helios.data.loader import KeyedLoader, end_workers
-from helios.data.noted_batches import NotedBatch
-from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.shard import NO_BATCH
 from helios.data.sharding_plan import ReplicaIndices, ShardedIteration, ShardingPlan
@@ -28,13 +26,12 @@ def begin_pass(
     loader: KeyedLoader,
     deal: ShardingPlan,
     position: Position,
-    watch: LegacyWatch,
     *,
     is_noted: bool,
 ) -> BatchIterator:
     """Start a pass; each iteration returns a list with an entry per replica of the process."""
     kind = _WorkerBatches if loader.num_workers else _LocalBatches
-    return kind(loader, deal, position, watch, is_noted=is_noted)
+    return kind(loader, deal, position, is_noted=is_noted)
 
 
 def _is_pure(loader: KeyedLoader) -> bool:
@@ -71,13 +68,13 @@ def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
 class _DealtBatches(BatchIterator):
     """The position in a pass."""
 
-    def __init__(self, deal: ShardingPlan, position: Position, watch: LegacyWatch) -> None:
+    def __init__(self, deal: ShardingPlan, position: Position) -> None:
         self._deal = deal
         self._position = position
         self._batch = position.batch
         self._sample = position.sample
         self._is_done = False
-        self._watch: LegacyWatch | None = watch
+        self._is_closed = False
 
     @property
     def sizes(self) -> Sequence[int] | None:
@@ -90,12 +87,9 @@ class _DealtBatches(BatchIterator):
 
     def close(self) -> None:
         """End the pass."""
-        if self._watch is None:
-            return
-        if not self._is_done:
+        if not self._is_done and not self._is_closed:
             self._deal.leave(replace(self._position, batch=self._batch, sample=self._sample))
-        self._watch.end()
-        self._watch = None
+        self._is_closed = True
 
 
 @final
@@ -107,11 +101,10 @@ class _LocalBatches(_DealtBatches):
         loader: KeyedLoader,
         deal: ShardingPlan,
         position: Position,
-        watch: LegacyWatch,
         *,
         is_noted: bool,
     ) -> None:
-        super().__init__(deal, position, watch)
+        super().__init__(deal, position)
         self._is_noted = is_noted
         self._fetch = _make_fetch(loader)
         self._is_pure = _is_pure(loader)
@@ -125,7 +118,7 @@ class _LocalBatches(_DealtBatches):
 
     def __next__(self) -> Any:
         turn = self._following
-        if turn is None or self._watch is None:
+        if turn is None or self._is_closed:
             self.close()
             raise StopIteration
         hands, self.num_samples, self.skipped, self.repeats = turn
@@ -163,11 +156,10 @@ class _WorkerBatches(_DealtBatches):
         loader: KeyedLoader,
         deal: ShardingPlan,
         position: Position,
-        watch: LegacyWatch,
         *,
         is_noted: bool,
     ) -> None:
-        super().__init__(deal, position, watch)
+        super().__init__(deal, position)
         self._is_noted = is_noted
         self._lives_on = loader.persistent_workers
         self._under_way: deque[ShardedIteration] = deque()
@@ -178,7 +170,7 @@ class _WorkerBatches(_DealtBatches):
         self._is_done = not self._under_way
 
     def __next__(self) -> Any:
-        if self._watch is None or not self._under_way:
+        if self._is_closed or not self._under_way:
             self.close()
             raise StopIteration
         turn, is_last = self._under_way.popleft()
@@ -187,8 +179,7 @@ class _WorkerBatches(_DealtBatches):
             found = [next(self._batches) for _ in self.indices]
         except StopIteration as error:
             raise make_cut_error(self._batch + self.skipped[0]) from error
-        # Persistent workers that a user's own loop has started read no content.
-        if self._is_noted and all(type(each) is NotedBatch for each in found):
+        if self._is_noted:
             self.contents = [each.content for each in found]
             found = [each.batch for each in found]
         self.is_last = self._is_done = is_last
@@ -198,6 +189,6 @@ class _WorkerBatches(_DealtBatches):
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
-        if self._watch is not None and not self._lives_on:
+        if not self._is_closed and not self._lives_on:
             end_workers(self._batches)
         super().close()

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
-import torch
+import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from helios.core import rng
-from helios.data.numpy_global_rng import WorkerWatch, legacy_numpy_kept
 from helios.data.order import Order, Position
 
 _Found = TypeVar("_Found")
@@ -51,25 +51,16 @@ class KeyedDataset(Dataset[Any]):
 
     Args:
         dataset: the user's data set; also available as an attribute.
-        flag: one byte that workers set if NumPy's global generator was used; ``None`` without
-            workers.
 
     Attributes:
         dataset: as given.
         is_noted: whether the content of the batch that was fetched last is read by its worker.
     """
 
-    def __init__(self, dataset: Any, flag: torch.Tensor | None = None) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._getitems = dataset.__getitems__ if isinstance(dataset, BatchedDataset) else None
         self.is_noted = False
-        self._flag = flag
-        self._watch: WorkerWatch | None = None
-
-    def begin_worker(self) -> None:
-        """Start watching NumPy's global generator in a worker, after its initialization."""
-        if self._flag is not None:
-            self._watch = WorkerWatch(self._flag)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -79,9 +70,7 @@ class KeyedDataset(Dataset[Any]):
             return self.dataset[index]
         self.is_noted = index.is_noted
         rng.reseed(index.key)
-        sample = self.dataset[index.indices]
-        self._count()
-        return sample
+        return self.dataset[index.indices]
 
     def __getitems__(self, indices: Any) -> Any:
         if isinstance(indices, Keyed):
@@ -89,15 +78,8 @@ class KeyedDataset(Dataset[Any]):
             rng.reseed(indices.key)
             indices = indices.indices
         if self._getitems is not None:
-            samples = self._getitems(indices)
-        else:
-            samples = [self.dataset[index] for index in indices]
-        self._count()
-        return samples
-
-    def _count(self) -> None:
-        if self._watch is not None:
-            self._watch.count()
+            return self._getitems(indices)
+        return [self.dataset[index] for index in indices]
 
 
 Walk: TypeAlias = Callable[[], Iterator[Keyed]]
@@ -190,11 +172,21 @@ def ask_twice(position: Position, ask: Callable[[], _Found | None]) -> _Found | 
         ask: iterates over the copy from the position.
     """
     try:
-        with rng.stream(position.order_key()), legacy_numpy_kept():
+        with rng.stream(position.order_key()), _numpy_global_kept():
             first, second = ask(), ask()
     except Exception:  # a copy of a user's sampler may be incomplete
         return None
     return first if first == second else None
+
+
+@contextmanager
+def _numpy_global_kept() -> Iterator[None]:
+    """Restore NumPy's global generator, also where no key seeds it."""
+    found = np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        np.random.set_state(found)
 
 
 def split_into_batches(blocks: Iterator[list[Any]], size: int) -> Iterator[list[list[Any]]]:

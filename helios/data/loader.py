@@ -18,7 +18,6 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     default_collate,
-    get_worker_info,
 )
 
 from helios.core import rng
@@ -94,21 +93,22 @@ class WorkerInit:
     def __init__(self, user_init: Callable[[int], Any] | None) -> None:
         self._user_init = user_init
         self._ignored: tuple[int, ...] = ()
+        self._keys_numpy_global = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes, with the signals for a spawned worker, which has no handlers."""
-        return vars(self) | {"_ignored": noted_signals()}
+        """Return the attributes, with what a spawned worker does not get from its parent."""
+        own = {"_ignored": noted_signals(), "_keys_numpy_global": rng.keys_numpy_global()}
+        return vars(self) | own
 
     def __call__(self, worker_id: int) -> None:
         """Initialize the current worker."""
         _end_without_parent()
         ignore_signals(self._ignored or noted_signals())
+        if self._keys_numpy_global:
+            rng.key_numpy_global(True)
         rng.seed_rngs(torch.initial_seed() % 2**32, skip_torch=True)
         if self._user_init is not None:
             self._user_init(worker_id)
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, KeyedDataset):
-            info.dataset.begin_worker()
 
 
 @final
@@ -127,27 +127,25 @@ class KeyedLoader(DataLoader[Any]):
         batches: as given.
         keyed_dataset: the data set that workers fetch from; its ``dataset`` is the user's one.
         params: as given.
-        flag: one byte that workers set if NumPy's global generator was used; ``None`` without
-            workers.
     """
 
     def __init__(self, dataset: Any, batches: KeyedBatchSampler, params: DataLoaderParams) -> None:
-        flag = _make_shared_flag() if params.num_workers else None
         how: dict[str, Any] = {"batch_sampler": batches}
         if not batches.is_batched:
             how = {"batch_size": None, "sampler": batches}
-        keyed_dataset = KeyedDataset(dataset, flag)
+        keyed_dataset = KeyedDataset(dataset)
         super().__init__(keyed_dataset, **how, **_loader_options(params))
         self.batches = batches
         self.keyed_dataset = keyed_dataset
         self.params = params
-        self.flag = flag
+        self._is_by_hand = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._is_by_hand = True
         return super().__iter__() if self.num_workers else self._iterate_here(super().__iter__())
 
     def start(self, position: Position, walk: Walk) -> Iterator[Any]:
-        """Start PyTorch's own iteration; persistent workers are reused.
+        """Start PyTorch's own iteration; persistent workers are reused, if a trainer started them.
 
         Args:
             position: where to start.
@@ -155,6 +153,9 @@ class KeyedLoader(DataLoader[Any]):
         """
         if self.generator is not None:
             self.generator.manual_seed(position.worker_key())
+        if self._is_by_hand:
+            self.end_workers()
+            self._is_by_hand = False
         self.batches.seek(walk)
         collate = self.collate_fn
         self.collate_fn = NotingCollate(collate, self.keyed_dataset)
@@ -172,13 +173,13 @@ class KeyedLoader(DataLoader[Any]):
 
     def _iterate_here(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
-            found = rng.get_rng_state_dict()
+            found = rng.read_states()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             finally:
-                rng.load_rng_state_dict(found)
+                rng.load_states(found)
             yield batch
 
 
@@ -386,11 +387,6 @@ def _loader_options(params: DataLoaderParams) -> dict[str, Any]:
         # Without one, iter(loader) would draw from the default generator and advance it.
         "generator": torch.Generator().manual_seed(rng.key("workers", params.random_seed)),
     }
-
-
-def _make_shared_flag() -> torch.Tensor:
-    flag = torch.zeros(1, dtype=torch.uint8)
-    return flag.share_memory_()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _can_pin() -> bool:

@@ -208,12 +208,12 @@ class _PrivateStream:
         self._found: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        self._found = rng.get_rng_state_dict()
+        self._found = rng.read_states()
         if self._own is None:
             rng.reseed(self._seed)
         else:
-            rng.load_rng_state_dict(self._own)
+            rng.load_states(self._own)
 
     def __exit__(self, *error: object) -> None:
-        self._own = rng.get_rng_state_dict()
-        rng.load_rng_state_dict(self._found)
+        self._own = rng.read_states()
+        rng.load_states(self._found)

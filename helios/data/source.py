@@ -15,7 +15,6 @@ from helios.data.fingerprint import count_samples, describe_class, find_fingerpr
 from helios.data.interfaces import BatchIterator, Source
 from helios.data.loader import KeyedLoader
 from helios.data.mixture import Mixture
-from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.shard import LONE, Shard
 from helios.data.sharding_plan import ShardingPlan, make_sharding_plan
@@ -87,7 +86,6 @@ class KeyedSource(Source):
         self._run_seed = run_seed
         self._fetch_seed = fetch_seed
         self._purpose = purpose
-        self._watch = LegacyWatch(purpose, loader.flag)
         self._deal = make_sharding_plan(loader, share)
         self._description = _describe(loader, self._deal)
         self._pass_length: int | None = None
@@ -133,8 +131,7 @@ class KeyedSource(Source):
         """Start a pass; nothing before its position is fetched."""
         position = self._place(epoch, batch, sample)
         self._pass_length = self.length
-        self._watch.begin()
-        return begin_pass(self.loader, self._deal, position, self._watch, is_noted=is_noted)
+        return begin_pass(self.loader, self._deal, position, is_noted=is_noted)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the batches of a whole pass that continues at a position."""

@@ -17,7 +17,6 @@ from helios.core import rng
 from helios.data.fingerprint import describe_class, find_fingerprint
 from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
 from helios.data.loader import end_workers
-from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.shard import LONE, NO_BATCH, Shard
 from helios.data.stream_reading import Read, StreamLoader, StreamPlan, StreamReader
@@ -66,7 +65,6 @@ class StreamSource(Source):
         self.share = share
         self.uses_state = False
         self._position = Position(run_seed=run_seed, purpose=purpose, fetch_seed=fetch_seed)
-        self._watch = LegacyWatch(purpose, flag=None)
         self._states: dict[int, Any] = {}
         self._seconds: float | None = None
         self._pass: _StreamBatches | None = None
@@ -149,8 +147,7 @@ class StreamSource(Source):
         )
         if plan.cut_replay():
             _announce(plan, self._seconds)
-        self._watch.begin()
-        self._pass = _StreamBatches(loader, plan, self.share, self._watch)
+        self._pass = _StreamBatches(loader, plan, self.share)
         return self._pass
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
@@ -225,14 +222,12 @@ class _StreamBatches(BatchIterator):
         states: states of the parts after the last iteration, by replica.
     """
 
-    def __init__(
-        self, loader: StreamLoader, plan: StreamPlan, share: Shard, watch: LegacyWatch
-    ) -> None:
+    def __init__(self, loader: StreamLoader, plan: StreamPlan, share: Shard) -> None:
         self.num_samples = share.num_replicas * (plan.batch_size or 1)
         self.states = {each: plan.states[each] for each in share.block if each in plan.states}
         self._share = share
         self._num_before = plan.position.batch
-        self._watch: LegacyWatch | None = watch
+        self._is_closed = False
         self._num_workers = min(loader.params.num_workers, len(share.block))
         self._num_readers = max(1, self._num_workers)
         # The replicas of each reader, each of which reads whole parts.
@@ -272,7 +267,7 @@ class _StreamBatches(BatchIterator):
             yield
 
     def __next__(self) -> Any:
-        if self._watch is None:
+        if self._is_closed:
             raise StopIteration
         if self._is_begun:
             return self._advance()
@@ -297,12 +292,9 @@ class _StreamBatches(BatchIterator):
 
     def close(self) -> None:
         """End the pass and its workers."""
-        if self._watch is None:
-            return
         end_workers(self._items)
         self._items = iter(())
-        self._watch.end()
-        self._watch = None
+        self._is_closed = True
 
     def _begin(self) -> None:
         self._following = self._read()
@@ -346,7 +338,7 @@ class _StreamBatches(BatchIterator):
         with rng.stream(_ANY_KEY):
             for _ in range(max(_FEWEST, (self._num_before + self._num_read) // _SHARE)):
                 count += sum(each.size for each in reads if each is not None)
-                if self._watch is None or all(each is None for each in reads):
+                if self._is_closed or all(each is None for each in reads):
                     return count, True
                 try:
                     reads = self._in_order(self._read_items())

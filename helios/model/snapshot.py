@@ -66,7 +66,7 @@ class Snapshot:
         looker = _Looker()
         looker.look(owners)
         self._restores = looker.restores
-        # Helios does not seed it; a user may have done so.
+        # In runs that earlier versions began, no key seeds it; a user may have done so.
         self._numpy = np.random.get_state()
 
     def erase(self) -> None:

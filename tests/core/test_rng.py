@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
+import math
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ import torch
 from helios.core import rng
 from helios.errors import ArgumentTypeError, UsageError
 
+_MASK32 = 0xFFFFFFFF
 Numbers = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
 
 
@@ -110,13 +115,11 @@ def test_the_legacy_state_of_numpy_is_left_untouched(act: Callable[[], Any]) -> 
     np.random.seed(4)
     np.random.normal()
     name, words, *rest = np.random.get_state()
-    digest = rng.legacy_numpy_digest()
     act()
     draw()
     found_name, found_words, *found_rest = np.random.get_state()
     assert (found_name, found_rest) == (name, rest)
     assert np.array_equal(found_words, words)
-    assert rng.legacy_numpy_digest() == digest
 
 
 def draw_in_stream(seed: int) -> Numbers:
@@ -124,14 +127,64 @@ def draw_in_stream(seed: int) -> Numbers:
         return draw()
 
 
-def test_a_draw_from_the_legacy_generator_of_numpy_shows_in_its_digest() -> None:
-    """Issue: a warning when training moved it. One normal leaves the words as they are twice."""
-    np.random.seed(4)
-    digests = [rng.legacy_numpy_digest()]
-    for _ in range(4):
+@contextlib.contextmanager
+def keyed_numpy_global() -> Iterator[None]:
+    with rng.numpy_global_kept():
+        rng.key_numpy_global(True)
+        yield
+
+
+def test_the_global_generator_of_numpy_shares_no_words_with_that_of_torch() -> None:
+    """Both take 32 bits of a key, for the same algorithm."""
+    with keyed_numpy_global():
+        for seed in (rng.key(6691, "train", 1, 0), (5 << 32) + 4, 1 << 63):
+            rng.reseed(seed)
+            words = torch.get_rng_state()[24:].view(torch.uint64)[:624].to(torch.int64)
+            assert (seed & _MASK32) == words[0] != np.random.get_state()[1][0]
+
+
+def test_a_small_seed_gives_the_numbers_that_people_know() -> None:
+    with keyed_numpy_global():
+        for act in (rng.seed_setup, rng.reseed):
+            act(42)
+            assert np.random.rand() == np.random.RandomState(42).rand()
+
+
+def test_states_hold_the_global_generator_of_numpy_where_keys_seed_it() -> None:
+    with keyed_numpy_global():
+        rng.reseed(5)
         np.random.normal()
-        digests.append(rng.legacy_numpy_digest())
-    assert len(set(digests)) == len(digests)
+        state = rng.read_states()
+        expected = np.random.normal(), np.random.rand(), draw()
+        rng.reseed(6)
+        rng.load_states(state)
+        assert (np.random.normal(), np.random.rand(), draw()) == expected
+    assert rng.read_states().keys() == rng.get_rng_state_dict().keys()
+
+
+@pytest.mark.shows("P129")
+def test_two_iterations_share_the_numbers_of_32_bits_as_often_as_the_page_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reproducibility.md").read_text()
+    rows = re.findall(r"^\| ([\d,]+) \| ([\d.,]+) \| ([\d.]+) % \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for count, pairs, chance in rows:
+        number = int(count.replace(",", ""))
+        mean = number * (number - 1) / 2 / 2**32
+        assert pairs == (f"{mean:,.0f}" if mean > 100 else f"{mean:.2g}")
+        assert chance == f"{100 * -math.expm1(-mean):.1f}"
+    keys = rng.KeySeries(rng.get_default_seed(), "train", suffix=(0,))
+    seen: dict[int, int] = {}
+    number = 1
+    while seen.setdefault(keys.at(number) & _MASK32, number) == number:
+        number += 1
+    first = seen[keys.at(number) & _MASK32]
+    assert f"the first such pair is iterations {first:,} and {number:,}." in page
+    masks = []
+    for place in (first, number):
+        rng.reseed(keys.at(place))
+        masks.append((torch.nn.functional.dropout(torch.ones(64)).tolist(), random.random()))
+    assert masks[0][0] == masks[1][0]
+    assert masks[0][1] != masks[1][1]
 
 
 @pytest.mark.shows("H4")

@@ -107,8 +107,8 @@ def test_each_batch_is_listed_as_under_way_though_torch_reads_ahead() -> None:
     next(steps)
     next(steps)
     assert [(len(turn.hands), *turn[1:], is_last) for turn, is_last in under_way] == [
-        (1, 4, (0, 0), False),
-        (1, 4, (0, 0), False),
+        (1, 4, (0, 0), (), False),
+        (1, 4, (0, 0), (), False),
     ]
     next(steps)
     assert [(*map(len, turn.hands), is_last) for turn, is_last in under_way] == [

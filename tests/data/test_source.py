@@ -380,14 +380,16 @@ def test_only_a_run_that_asks_gets_what_was_read() -> None:
 
 
 @pytest.mark.shows("P70")
-def test_workers_that_a_users_own_loop_has_started_leave_reading_to_the_run() -> None:
+def test_workers_that_a_users_own_loop_has_started_make_way_for_those_of_the_run() -> None:
     options = {"batch_size": 2, "num_workers": 1, "persistent_workers": True}
     loader, sampler = create_dataloader(Indices(4), **options)
     assert [each.tolist() for each in loader] == [[0, 1], [2, 3]]
+    (own,) = loader._iterator._workers
     source = open_source(loader, sampler, run_seed=3, purpose=FETCH)
     try:
         batches = source.batches(0, is_noted=True)
+        assert not own.is_alive()
         assert [each[0].tolist() for each in batches] == [[0, 1], [2, 3]]
-        assert batches.contents is None
+        assert batches.contents is not None
     finally:
         source.close()

@@ -418,26 +418,8 @@ def test_memory_is_not_pinned_where_no_accelerator_is(recwarn: pytest.WarningsRe
     assert not recwarn.list
 
 
-class Careless(IndexData):
-    """Draws from the generator that Helios neither seeds nor saves."""
-
-    def __getitem__(self, index: int) -> Any:
-        np.random.rand()
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_numpys_legacy_generator_is_warned_of_once(
-    num_workers: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """H3, issue "Randomness": compared once an epoch, in workers too."""
-    fit(Data(Careless(), batch_size=11, num_workers=num_workers), total_steps=6)
-    where = "in a loader worker" if num_workers else "in the training process"
-    assert capsys.readouterr().err.count(f"global generator (numpy.random) was used {where}") == 1
-
-
 @pytest.mark.shows("H3")
-def test_a_run_leaves_numpys_legacy_generator_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_numpys_legacy_generator_alone() -> None:
     """H3."""
     before = np.random.get_state()
     fit(Data(IndexData(), batch_size=4, shuffle=True))
@@ -445,7 +427,6 @@ def test_a_run_leaves_numpys_legacy_generator_alone(capsys: pytest.CaptureFixtur
     assert before[0] == after[0]
     assert np.array_equal(before[1], after[1])
     assert before[2:] == after[2:]
-    assert "global generator" not in capsys.readouterr().err
 
 
 class Wrapped(Sampler[int]):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -366,15 +365,3 @@ def test_validation_without_data_is_said(
 ) -> None:
     train(tmp_path, Setting(total_steps=1, validates=False, valid_frequency=1))
     assert "no validation data" in capsys.readouterr().err
-
-
-def test_numpys_legacy_generator_in_setup_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    class Drawing(IndexModule):
-        def setup(self) -> None:
-            super().setup()
-            np.random.permutation(3)
-
-    setting = Setting()
-    trainer = helios.Trainer(total_steps=0, use_cpu=True, print_banner=False)
-    trainer.fit(SmallModel(setting), Drawing(setting))
-    assert "NumPy's global generator (numpy.random) was used" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sklearn.metrics import accuracy_score
@@ -47,7 +48,8 @@ class Seen:
 
     def update(self, ids: torch.Tensor, *_: Any) -> None:
         self.ids += ids.tolist()
-        self.noise.append(float(torch.rand(1)) + rng.get_default_numpy_rng().generator.random())
+        drawn = float(torch.rand(1)) + rng.get_default_numpy_rng().generator.random()
+        self.noise.append(drawn + np.random.normal())
 
     def compute(self) -> dict[str, float]:
         place = sum(number * identity for number, identity in enumerate(self.ids, start=1))

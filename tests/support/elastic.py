@@ -1,7 +1,7 @@
 """A training over several replicas whose every bit is written down, whoever carries the replicas.
 
 The network has a convolution, BatchNorm, dropout, a branch that only some replicas use and a layer
-that nobody uses; the data is augmented by all three generators and knows its own index. Each turn
+that nobody uses; the data is augmented by all four generators and knows its own index. Each turn
 of a replica appends a line to a file of its process, so that what a killed run did is known too.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -62,7 +63,7 @@ class Elastic:
 
 
 class Pictures(Dataset):
-    """Small images that follow from their index, augmented by all three generators."""
+    """Small images that follow from their index, augmented by all four generators."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -74,7 +75,7 @@ class Pictures(Dataset):
         image = torch.sin(torch.arange(SIDE * SIDE) * (index + 1.0)).view(1, SIDE, SIDE)
         if random.random() < 0.5:
             image = image.flip(2)
-        noise = rng.get_default_numpy_rng().generator.normal()
+        noise = rng.get_default_numpy_rng().generator.normal() + np.random.normal()
         return index, image + 0.1 * torch.rand(1, SIDE, SIDE) + 0.01 * noise
 
 
@@ -105,7 +106,7 @@ class ElasticModel(helios.Model):
         if isinstance(batch, int):
             batch = torch.tensor([2 * batch, 2 * batch + 1]), torch.rand(2, 1, SIDE, SIDE)
         ids, images = batch
-        features = self.body(images + 0.01 * torch.rand(1))
+        features = self.body(images + 0.01 * torch.rand(1) + 0.01 * float(np.random.normal()))
         scores = self.head(features)
         if (ids % 5 == 0).any():
             scores = scores + 0.1 * self.branch(features)
@@ -127,19 +128,21 @@ class ElasticModel(helios.Model):
 
     def on_training_batch_start(self, state: TrainingState) -> None:
         super().on_training_batch_start(state)
-        self.drawn = torch.rand(1)
+        self.drawn = torch.rand(1) + float(np.random.normal())
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         super().on_training_batch_end(state, should_log)
         mean = self._loss_items["loss"]
         line = {"iteration": state.global_iteration, "mean": mean.cpu().numpy().tobytes().hex()}
-        line["noise"] = torch.cat([self.drawn, torch.rand(1)]).numpy().tobytes().hex()
+        drawn = torch.rand(1) + float(np.random.normal())
+        line["noise"] = torch.cat([self.drawn, drawn]).numpy().tobytes().hex()
         with (self.log / f"means-{self.trainer.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
         ids, images = batch
-        scores = self.head(self.body(images + 0.01 * torch.rand(1)))
+        noise = torch.rand(1) + float(np.random.normal())
+        scores = self.head(self.body(images + 0.01 * noise))
         losses = nn.functional.cross_entropy(scores, ids % CLASSES, reduction="none")
         with (self.log / f"valid-{self.trainer.rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "ids": ids.tolist()}) + "\n")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -25,7 +26,7 @@ WIDTH = 5
 
 
 class IndexData(Dataset):
-    """Samples that know their own index, with features augmented by all three generators."""
+    """Samples that know their own index, with features augmented by all four generators."""
 
     def __init__(
         self, length: int = NUM_SAMPLES, fetched: Callable[[int], None] | None = None
@@ -39,7 +40,7 @@ class IndexData(Dataset):
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         if self.fetched is not None:
             self.fetched(index)
-        noise = rng.get_default_numpy_rng().generator.normal()
+        noise = rng.get_default_numpy_rng().generator.normal() + np.random.normal()
         features = torch.sin(torch.arange(WIDTH) * (index + 1.0))
         return index, features + torch.rand(WIDTH) * random.random() + noise
 
@@ -47,7 +48,8 @@ class IndexData(Dataset):
 def noisy_collate(samples: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Stack samples, with noise of its own."""
     ids = torch.tensor([index for index, _ in samples])
-    return ids, torch.stack([features for _, features in samples]) + torch.rand(1)
+    noise = torch.rand(1) + float(np.random.normal())
+    return ids, torch.stack([features for _, features in samples]) + noise
 
 
 @dataclasses.dataclass
@@ -145,6 +147,7 @@ class SmallModel(helios.Model):
         self.ids = ids.tolist()
         features = features + 0.1 * torch.rand(1) * random.random()
         features = features + rng.get_default_numpy_rng().generator.normal() * 0.01
+        features = features + np.random.normal() * 0.01
         loss = (self.net(features) - ids.float().unsqueeze(1) / 10).square().mean()
         self._loss_items["loss"] = loss.detach()
         if not self.setting.is_manual:
@@ -165,7 +168,7 @@ class SmallModel(helios.Model):
 
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
         _, features = batch
-        features = features + torch.rand(1)
+        features = features + torch.rand(1) + float(np.random.normal())
         return {"score": (self.net(features).abs().sum(), len(features))}
 
     def have_metrics_improved(self) -> bool:
@@ -322,7 +325,7 @@ class _EndRecorder(Plugin):
         self.end = {
             "model": session.model.discovery.capture(),
             "tables": {name: dict(table) for name, table in session.model.tables.items()},
-            "randomness": rng.get_rng_state_dict(),
+            "randomness": rng.read_states(),
             "state": comparable_state(session.state),
             "cursor": dataclasses.replace(session.cursor),
         }

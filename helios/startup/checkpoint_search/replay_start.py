@@ -31,7 +31,7 @@ class Stretch:
         after: the iteration of that checkpoint; 0 for the beginning.
         stop: the last iteration to compare.
         meets_end: whether the replay must end by itself where the run has ended.
-        witness: a checkpoint that holds the number of threads of the run; ``None`` without one.
+        witness: a checkpoint that knows how the run began; ``None`` without one.
         level: the lowest level that a checkpoint of this part states; ``None`` if unknown.
         kind: what the lines of the ledger hold, ``"steps"`` or ``"full"``.
         rewinds: the rewinds of the run, with the batches that it has skipped.

@@ -22,7 +22,8 @@ class Rule:
 
     Attributes:
         name: its name in checkpoints.
-        news: what changes in a run that began without it, as a clause for the log.
+        news: what changes in a run that began without it, as a clause for the log; if it is kept
+            out, what stays as it was.
         is_kept_out: whether such a run stays without it, because its bits would change.
     """
 
@@ -30,6 +31,9 @@ class Rule:
     news: str
     is_kept_out: bool = False
 
+
+NUMPY_GLOBAL = "numpy_global"
+"""The rule that keys seed NumPy's global generator, too."""
 
 RULES = (
     Rule(
@@ -47,6 +51,11 @@ RULES = (
         "declared parameters, arguments of constructors and settings of optimizers are compared "
         "(unknown before iteration {iteration})",
     ),
+    Rule(
+        NUMPY_GLOBAL,
+        "NumPy's global generator (numpy.random) is neither seeded nor saved",
+        is_kept_out=True,
+    ),
 )
 
 
@@ -57,13 +66,29 @@ def adopt_rules(options: Mapping[str, Any] | None, *, iteration: int = 0) -> dic
         options: those of the checkpoint that the run continues from; ``None`` for a new run.
         iteration: the iteration of that checkpoint.
     """
+    fresh = [] if options is None else _fresh_rules(options)
+    sentences = []
+    for begin, is_kept_out in (("From here on", False), ("As before", True)):
+        rules = [rule for rule in fresh if rule.is_kept_out is is_kept_out]
+        if rules:
+            news = "; ".join(rule.news.format(iteration=iteration) for rule in rules)
+            sentences.append(f"{begin}: {news}.")
+    if sentences:
+        _LOGGER.info("An earlier version of Helios began this run. %s", " ".join(sentences))
+    return find_rules(options)
+
+
+def find_rules(options: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Return which rules hold in a run, by name.
+
+    Args:
+        options: those of one of its checkpoints; ``None`` for a new run.
+    """
     if options is None:
         return {rule.name: True for rule in RULES}
-    known: Mapping[str, bool] = options.get(KEY, {})
-    fresh = [rule for rule in RULES if rule.name not in known]
-    if fresh:
-        _LOGGER.info(
-            "An earlier version of Helios began this run. From here on: %s.",
-            "; ".join(rule.news.format(iteration=iteration) for rule in fresh),
-        )
-    return {**known, **{rule.name: not rule.is_kept_out for rule in fresh}}
+    fresh = {rule.name: not rule.is_kept_out for rule in _fresh_rules(options)}
+    return {**options.get(KEY, {}), **fresh}
+
+
+def _fresh_rules(options: Mapping[str, Any]) -> list[Rule]:
+    return [rule for rule in RULES if rule.name not in options.get(KEY, {})]

@@ -20,7 +20,6 @@ from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
 from helios.data.datamodule import DataModule
 from helios.data.multi_loader import open_sources
-from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.shard import Shard
 from helios.data.source import Source
 from helios.distributed.lost_ranks import is_lost_peer
@@ -44,6 +43,7 @@ from helios.startup.building.model_preparation import (
 )
 from helios.startup.building.optimizer_settings import ConstructorCalls
 from helios.startup.building.state_owners import find_owners
+from helios.startup.checkpoint_search import run_rules
 from helios.startup.launching.on_all_ranks import on_each
 from helios.startup.launching.process_plan import Plan
 from helios.startup.launching.rank_consistency import (
@@ -162,17 +162,18 @@ class Run(ABC):
             enable_tensorboard=self.options.logging.enable_tensorboard,
             capture_warnings=self.options.logging.capture_warnings,
         )
-        try:
-            for owner in (*self.plugins.values(), self.model, self.datamodule):
-                warn_of_unknown_hooks(owner)
-            result = self._run(self._settings)
-            is_regular = True
-            return result
-        except BaseException as error:
-            self._report(error)
-            raise
-        finally:
-            self._tear_down(is_regular=is_regular)
+        with rng.numpy_global_kept():
+            try:
+                for owner in (*self.plugins.values(), self.model, self.datamodule):
+                    warn_of_unknown_hooks(owner)
+                result = self._run(self._settings)
+                is_regular = True
+                return result
+            except BaseException as error:
+                self._report(error)
+                raise
+            finally:
+                self._tear_down(is_regular=is_regular)
 
     def _report(self, error: BaseException) -> None:
         self.display.close()
@@ -301,6 +302,10 @@ class Run(ABC):
         self.team.close()
         self.engine.replicas = self.team = Replicas()
 
+    def _follow_rules(self, rules: Mapping[str, bool]) -> None:
+        """Let keys seed NumPy's global generator until the end of the call, if the run does so."""
+        rng.key_numpy_global(rules[run_rules.NUMPY_GLOBAL])
+
     def _set_places(self) -> None:
         """Set ranks and devices of the user's objects."""
         is_distributed = not self.replicas.has_single_replica
@@ -319,12 +324,10 @@ class Run(ABC):
     def _set_up(self, *, is_inference: bool) -> None:
         registry = self.options.registry
         run = self.options.run
-        rng.seed_rngs(run.seed)
+        rng.seed_setup(run.seed)
         if registry.src_root is not None:
             update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
         self._set_places()
-        watch = LegacyWatch("setup", None)
-        watch.begin()
         for plugin in self.plugins.values():
             with naming(plugin, "setup"):
                 plugin.setup()
@@ -333,10 +336,9 @@ class Run(ABC):
         for table in self.model.tables.values():
             table.clear()
         if "init" in run.seeds:
-            rng.seed_rngs(run.seed_of("init"))
+            rng.seed_setup(run.seed_of("init"))
         with self._constructor_calls.recording():
             again = build_networks(self.model, self.engine, run, is_inference=is_inference)
-        watch.end()
         self._settings.enter_context(again)
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())

@@ -14,6 +14,7 @@ from helios.engines.engine import numerics
 from helios.errors import UsageError
 from helios.model.model import Model
 from helios.startup.building import run_outputs
+from helios.startup.checkpoint_search import run_rules
 from helios.startup.checkpoint_search.chosen_checkpoint import find_chosen
 from helios.startup.launching.process_plan import Plan
 from helios.startup.launching.trainer_call import Call
@@ -53,6 +54,7 @@ class EvaluationRun(Run):
             )
         )
         run_outputs.open_logs(self.options.logging, name, record, is_training=False)
+        self._follow_rules(run_rules.find_rules(None if record is None else record.options))
         trained = self.call.handed if record is None else Trained.of(record)
         self._set_up_for(trained, is_handed=record is None)
         phase = self.call.phase

@@ -99,6 +99,7 @@ class FitRun(Run):
             # A script that uses the model after fit finds the weights and values of the run's end;
             # what only training needs, such as optimizers, is as setup creates it.
             assert self._start.loaded is not None
+            self._follow_rules(run_rules.find_rules(self._start.loaded.record.options))
             self._restore(Trained.of(self._detach(self._start.loaded.record)))
             self._report_finished()
             return True
@@ -136,13 +137,15 @@ class FitRun(Run):
 
     def _prepare(self, stack: ExitStack) -> None:
         record = self._record
-        stack.enter_context(self._numerics(record))
+        known = self._find_known(record)
+        stack.enter_context(self._numerics(known))
         self._open_logs(record)
         self._start.rules = (
             run_rules.adopt_rules(None)
-            if record is None
-            else run_rules.adopt_rules(record.options, iteration=record.place[1])
+            if known is None
+            else run_rules.adopt_rules(known.options, iteration=known.place[1])
         )
+        self._follow_rules(self._start.rules)
         self._set_up(is_inference=False)
         session = self._build()
         session.audit = make_audit(self.options.audit, session, self.loop)
@@ -245,12 +248,12 @@ class FitRun(Run):
 
         return on_first(self.replicas, compare)
 
-    def _find_threads(self, record: Record | None) -> int | None:
-        """Return the number of threads that the run began with; ``None`` for a new run."""
-        return None if record is None else record.num_threads
+    def _find_known(self, record: Record | None) -> Record | None:
+        """Return a record that knows how the run began; ``None`` for a new run."""
+        return record
 
-    def _numerics(self, record: Record | None) -> Any:
-        threads = self._find_threads(record)
+    def _numerics(self, known: Record | None) -> Any:
+        threads = None if known is None else known.num_threads
         if threads not in (None, torch.get_num_threads()):
             _LOGGER.info(
                 "Threads of this process: %d, as at the first start of the run (%d were set), "

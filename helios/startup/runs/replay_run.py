@@ -69,12 +69,12 @@ class ReplayRun(FitRun):
     def _open_logs(self, record: Record | None) -> None:
         """Open none: those of the run must stay as they are."""
 
-    def _find_threads(self, record: Record | None) -> int | None:
-        """Return the number of threads of the run, also where the replay begins with it."""
+    def _find_known(self, record: Record | None) -> Record | None:
+        """Return a record of the run, also where the replay begins with it."""
         witness = self._stretch.witness
         if record is not None or witness is None:
-            return super()._find_threads(record)
-        return loading.load(witness, self._safe_types(), maps=True).record.num_threads
+            return record
+        return loading.load(witness, self._safe_types(), maps=True).record
 
     def _make_evidence(
         self, source: Source, identity: dict[str, Any], reproducibility: Reproducibility

@@ -11,6 +11,7 @@ from tests.planted.planting import fault
 RNG = "tests/core/test_rng.py"
 WORKERS = "tests/integration/test_resume.py::test_workers_change_no_bit[from 0 to 2 workers]"
 ELASTIC = "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits"
+NUMPY = "tests/integration/test_numpy_global.py"
 FROZEN = "tests/integration/test_today.py::test_a_frozen_script_gives_its_bits_from_the_start"
 
 
@@ -129,3 +130,58 @@ def hooks_before_the_turns_are_not_seeded(begin_iteration, turns, iteration):
 @fault("helios.core.rng:KeySeries.at", f"{FROZEN}[one_replica-1]")
 def random_numbers_are_others_than_those_of_frozen_runs(at, series, counter):
     return at(series, counter) ^ 1
+
+
+@fault(
+    "helios.core.rng:_seed_numpy_global",
+    f"{NUMPY}::test_what_a_script_draws_before_has_no_influence",
+)
+def the_global_generator_of_numpy_is_not_seeded(seed_numpy_global, seed):
+    return None
+
+
+@fault("helios.core.rng:_seed_numpy_global", RNG)
+def the_global_generator_of_numpy_has_the_words_of_torch(seed_numpy_global, seed):
+    seed_numpy_global(seed & 0xFFFFFFFF)
+
+
+@fault(
+    "helios.core.rng:load_states",
+    f"{NUMPY}::test_validations_have_no_influence_on_what_training_draws",
+)
+def the_global_generator_of_numpy_is_not_put_back(load_states, state_dict):
+    from helios.core import rng
+
+    rng.load_rng_state_dict(state_dict)
+
+
+@fault(
+    "helios.core.rng:numpy_global_kept",
+    f"{NUMPY}::test_it_is_the_same_before_and_after_a_call[fit]",
+)
+def the_script_goes_on_with_the_numbers_of_the_last_key(numpy_global_kept):
+    return contextlib.nullcontext()
+
+
+@fault(
+    "helios.data.loader:WorkerInit.__getstate__",
+    "tests/integration/test_data.py::test_workers_that_are_spawned_change_no_bit",
+)
+def spawned_workers_do_not_know_that_keys_seed_numpy(getstate, init):
+    return getstate(init) | {"_keys_numpy_global": False}
+
+
+@fault(
+    "helios.startup.checkpoint_search.run_rules:find_rules",
+    f"{NUMPY}::test_a_run_that_began_without_the_rule_keeps_drawing_from_the_script",
+)
+def runs_under_way_get_rules_that_change_their_bits(find_rules, options):
+    return find_rules(None)
+
+
+@fault(
+    "helios.startup.runs.replay_run:ReplayRun._find_known",
+    f"{NUMPY}::test_a_run_without_the_rule_is_replayed_and_tested_without_it[replay]",
+)
+def a_replay_from_the_start_has_the_rules_of_a_new_run(find_known, run, record):
+    return record

@@ -1,0 +1,439 @@
+"""NumPy's global generator inside a call of a trainer: from keys, wherever torch and random are.
+
+What is drawn is compared with generators that are seeded by hand, from the page on reproducibility.
+That no number depends on kills, workers and processes is shown with all other generators by
+`test_resume`, `test_kills`, `test_data` and `test_elastic`, whose runs draw from this one, too.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+import helios
+from helios.core import rng
+from helios.plugins import Plugin
+from helios.storage import codec
+from tests.data.datasets import join
+from tests.support.kills import KillAt, run_in_child
+
+SEED = 31
+LENGTH = 6
+BATCH_SIZE = 2
+
+
+def numpy_of(*fields: int | str) -> np.random.RandomState:
+    """Return a generator as the page says it is seeded: the XOR of the halves of a key."""
+    low, high = struct.unpack("<2I", blake2b(repr(fields).encode(), digest_size=8).digest())
+    return np.random.RandomState(low ^ high)
+
+
+class Drawing(Dataset):
+    """Each sample is what it draws."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> float:
+        return np.random.normal()
+
+
+def draw_more(samples: list[float]) -> list[float]:
+    """Append what the collate function draws."""
+    return [*samples, np.random.normal()]
+
+
+class DrawingModel(helios.Model):
+    """Writes down what each event draws, by its name and iteration."""
+
+    unsaved = ("drawn",)
+
+    def __init__(self) -> None:
+        super().__init__("drawing")
+        self.drawn: dict[tuple[Any, ...], Any] = {}
+
+    def _draw(self, *place: Any) -> float:
+        self.drawn[place] = np.random.normal()
+        return float(self.drawn[place])
+
+    def setup(self, fast_init: bool = False) -> None:
+        self._draw("setup")
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def on_training_batch_start(self, state: helios.TrainingState) -> None:
+        super().on_training_batch_start(state)
+        self._draw("before", state.global_iteration)
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+        place = state.global_iteration, self.trainer._session.turns.replica
+        self.drawn[("fetched", *place)] = batch
+        noise = self._draw("step", *place)
+        return (self.net(torch.ones(1)) * noise + batch[0]).square().mean()
+
+    def on_training_batch_end(self, state: helios.TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        self._draw("after", state.global_iteration)
+
+    def valid_step(self, batch: Any, step: int) -> None:
+        place = self.trainer._session.state.validation_cycles, step
+        self.drawn[("fetched for validation", *place)] = batch
+        self._draw("validation step", *place)
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        super().on_validation_end(validation_cycle)
+        self._draw("validation end", validation_cycle)
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        self._draw("epoch", current_epoch)
+
+    def test_step(self, batch: Any, step: int) -> None:
+        self.drawn["fetched for testing", step] = batch
+        self._draw("test step", step)
+
+
+class DrawingData(helios.DataModule):
+    """Data that draws; ``loader`` takes the place of that of the training."""
+
+    def __init__(
+        self,
+        *,
+        num_workers: int = 0,
+        validates: bool = True,
+        sampler: Any = None,
+        loader: Any = None,
+    ) -> None:
+        super().__init__()
+        self.num_workers, self.validates, self.sampler = num_workers, validates, sampler
+        self.loader = loader
+
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(
+            batch_size=BATCH_SIZE, num_workers=self.num_workers, collate_fn=draw_more
+        )
+        self._train_dataset = self._create_dataset(Drawing(), params)
+        params = helios.DataLoaderParams(batch_size=LENGTH, collate_fn=draw_more)
+        if self.validates:
+            self._valid_dataset = self._create_dataset(Drawing(), params)
+        self._test_dataset = self._create_dataset(Drawing(), params)
+
+    def train_dataloader(self) -> Any:
+        return super().train_dataloader() if self.loader is None else self.loader
+
+
+def make_trainer(folder: Path | None = None, **options: Any) -> helios.Trainer:
+    return helios.Trainer(
+        **{
+            "train_unit": "iteration",
+            "total_steps": 7,
+            "valid_frequency": 2,
+            "chkpt_frequency": None if folder is None else 1,
+            "chkpt_root": folder,
+            "random_seed": SEED,
+            "use_cpu": True,
+            "print_banner": False,
+            "store": helios.CheckpointStore(is_async=False),
+            **options,
+        }
+    )
+
+
+def fit(
+    folder: Path | None = None, data: DrawingData | None = None, **options: Any
+) -> dict[tuple[Any, ...], Any]:
+    """Train; returns what was drawn."""
+    model = DrawingModel()
+    make_trainer(folder, **options).fit(model, data or DrawingData())
+    return model.drawn
+
+
+def normals(generator: np.random.RandomState, number: int) -> list[float]:
+    return [generator.normal() for _ in range(number)]
+
+
+@pytest.mark.shows("P128")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_number_is_that_of_a_generator_seeded_by_hand(num_workers: int) -> None:
+    drawn = fit(data=DrawingData(num_workers=num_workers))
+    assert drawn["setup",] == np.random.RandomState(SEED).normal()
+    for iteration in range(1, 8):
+        epoch, batch = divmod(iteration - 1, LENGTH // BATCH_SIZE)
+        fetched = numpy_of(SEED, "fetch", epoch, batch, 0)
+        assert drawn["fetched", iteration, 0] == normals(fetched, BATCH_SIZE + 1)
+        keys = [("before", iteration), ("step", iteration, 0), ("after", iteration)]
+        assert [drawn[key] for key in keys] == normals(numpy_of(SEED, "train", iteration, 0), 3)
+    for cycle in range(3):
+        fetched = numpy_of(SEED, "fetch-validation", cycle, 0, 0)
+        assert drawn["fetched for validation", cycle, 0] == normals(fetched, LENGTH + 1)
+        step = numpy_of(SEED, "validation", cycle, 0)
+        keys = [("validation step", cycle, 0), ("validation end", cycle)]
+        assert [drawn[key] for key in keys] == normals(step, 2)
+
+
+@pytest.mark.shows("P128")
+def test_each_of_several_replicas_draws_from_a_key_of_its_own() -> None:
+    drawn = fit(num_replicas=2, total_steps=2, valid_frequency=None)
+    for iteration in (1, 2):
+        for replica in (0, 1):
+            step = numpy_of(SEED, "train", iteration, replica)
+            assert drawn["step", iteration, replica] == step.normal()
+            fetched = numpy_of(SEED, "fetch", 0, iteration - 1, replica)
+            assert drawn["fetched", iteration, replica][0] == fetched.normal()
+        for name in ("before", "after"):
+            expected = numpy_of(SEED, "train", iteration, name).normal()
+            assert drawn[name, iteration] == expected
+
+
+@pytest.mark.shows("P128")
+def test_validations_have_no_influence_on_what_training_draws() -> None:
+    with_validations = fit(valid_frequency=1)
+    without = fit(data=DrawingData(validates=False), valid_frequency=None)
+    assert {key: with_validations[key] for key in without} == without
+    assert len(with_validations) > len(without)
+
+
+class ShuffledByNumpy(Sampler):
+    """A batch sampler as people write it, with NumPy's global generator."""
+
+    def __iter__(self) -> Any:
+        order = np.random.permutation(LENGTH).tolist()
+        for first in range(0, LENGTH, BATCH_SIZE):
+            yield order[first : first + BATCH_SIZE]
+
+    def __len__(self) -> int:
+        return LENGTH // BATCH_SIZE
+
+
+class Numbers(Drawing):
+    """Each sample is its index, and what it draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, super().__getitem__(index)
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    return [number for sample in samples for number in sample]
+
+
+class NumberData(DrawingData):
+    """The order of the samples follows from NumPy's global generator."""
+
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(
+            num_workers=self.num_workers, collate_fn=as_list, batch_sampler=ShuffledByNumpy()
+        )
+        self._train_dataset = self._create_dataset(Numbers(), params)
+
+
+@pytest.mark.shows("P128")
+@pytest.mark.parametrize("event", ["on_training_batch_end", "on_training_epoch_start"])
+def test_a_kill_costs_no_number(tmp_path: Path, event: str) -> None:
+    options = {"valid_frequency": None}
+    whole = fit(data=NumberData(), **options)
+    folder = tmp_path / "run"
+    killed = run_in_child(
+        lambda: fit(folder, NumberData(), **options, plugins=[KillAt(event, 3)]), tmp_path / "x"
+    )
+    assert killed == -9
+    np.random.seed(99)  # what the script draws has no influence
+    resumed = fit(folder, NumberData(num_workers=2), **options)
+    assert {key: whole[key] for key in resumed} == resumed
+    assert ("step", 7, 0) in resumed
+    assert ("step", 1, 0) not in resumed
+    orders = [whole["fetched", number, 0][::2] for number in (1, 2, 3)]
+    assert sorted(join(orders)) == list(range(LENGTH))
+
+
+@pytest.mark.shows("P128")
+@pytest.mark.parametrize("event", ["on_validation_batch_start", "on_validation_end"])
+def test_a_kill_inside_a_validation_costs_no_number(tmp_path: Path, event: str) -> None:
+    whole = fit()
+    folder = tmp_path / "run"
+    killed = run_in_child(lambda: fit(folder, plugins=[KillAt(event, 4)]), tmp_path / "x")
+    assert killed == -9
+    resumed = fit(folder)
+    assert {key: whole[key] for key in resumed} == resumed
+    assert ("validation end", 1) in resumed
+    assert ("step", 3, 0) not in resumed
+
+
+def test_a_hook_behind_a_safe_point_goes_on_with_the_numbers_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """An epoch begins before its first key: the checkpoint holds the generator's state."""
+    whole = fit(tmp_path / "whole")
+    (path,) = (tmp_path / "whole").glob("*/*_iter_3.pth")
+    assert set(codec.read(path)["rng"]) == {"torch", "rand", "numpy", "numpy_global"}
+    assert set(rng.get_rng_state_dict()) == {"torch", "rand", "numpy"}
+    resumed = fit(tmp_path / "branch", resume=path)
+    assert resumed["epoch", 2] == whole["epoch", 2] != whole["epoch", 1]
+
+
+@pytest.mark.shows("H3", "P128")
+@pytest.mark.parametrize("call", ["fit", "validate", "test", "an error"])
+def test_it_is_the_same_before_and_after_a_call(call: str) -> None:
+    class Failing(DrawingModel):
+        def on_training_batch_end(self, *args: Any) -> None:
+            raise LookupError("in a hook")
+
+    expected = np.random.RandomState(8)
+    np.random.seed(8)
+    assert np.random.normal() == expected.normal()  # the second half of a pair waits
+    if call == "an error":
+        with pytest.raises(LookupError, match="in a hook"):
+            make_trainer().fit(Failing(), DrawingData())
+    else:
+        getattr(make_trainer(), call)(DrawingModel(), DrawingData())
+    assert normals(np.random, 3) == normals(expected, 3)
+    rng.reseed(5)
+    assert np.random.normal() == expected.normal()
+
+
+@pytest.mark.shows("P128")
+def test_what_a_script_draws_before_has_no_influence() -> None:
+    np.random.seed(1)
+    first = fit()
+    np.random.seed(2)
+    np.random.set_state(np.random.RandomState(5).get_state())
+    assert fit() == first
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_loaders_of_the_user_draw_the_same_in_each_run(kind: str, num_workers: int) -> None:
+    class Streamed(IterableDataset):
+        def __iter__(self) -> Any:
+            yield from (np.random.normal() for _ in range(LENGTH))
+
+    def make() -> DrawingData:
+        dataset = Drawing() if kind == "map" else Streamed()
+        loader = DataLoader(
+            dataset, batch_size=BATCH_SIZE, num_workers=num_workers, collate_fn=draw_more
+        )
+        return DrawingData(loader=loader)
+
+    assert fit(data=make()) == fit(data=make())
+
+
+def test_an_evaluation_by_itself_draws_from_keys() -> None:
+    model = DrawingModel()
+    make_trainer().test(model, DrawingData())
+    fetched = numpy_of(SEED, "fetch-testing", 0, 0, 0)
+    assert model.drawn["fetched for testing", 0] == normals(fetched, LENGTH + 1)
+    assert model.drawn["test step", 0] == numpy_of(SEED, "testing", 0, 0).normal()
+
+
+def test_no_step_reads_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = np.random.get_state
+
+    def count(*args: Any, **options: Any) -> Any:
+        reads.append(1)
+        return read(*args, **options)
+
+    class Counter(Plugin):
+        unsaved = ("counts",)
+
+        def setup(self) -> None:
+            self.counts: list[int] = []
+
+        def on_training_batch_end(self, state: helios.TrainingState, should_log: bool) -> None:
+            self.counts.append(len(reads))
+
+    monkeypatch.setattr(np.random, "get_state", count)
+    counter = Counter("counter")
+    fit(tmp_path, chkpt_frequency=LENGTH // BATCH_SIZE, valid_frequency=None, plugins=[counter])
+    for epoch in (0, 1):
+        first, *others = counter.counts[3 * epoch : 3 * epoch + 3]
+        assert others == [first, first]
+
+
+_NEWS = "An earlier version of Helios began this run."
+_STAYS = "As before: NumPy's global generator (numpy.random) is neither seeded nor saved."
+
+
+def begin_without_the_rule(folder: Path) -> Path:
+    """Turn the checkpoint of a run into that of a version without the rule."""
+    newest = helios.find_last_checkpoint(folder / "drawing")
+    assert newest is not None
+    payload = codec.read(newest)
+    assert payload["options"]["rules"].pop("numpy_global") is True
+    del payload["rng"]["numpy_global"]
+    with newest.open("wb") as handle:
+        codec.write_encoded(handle, codec.encode(payload, where=""))
+    newest.with_suffix(".json").unlink()
+    return newest
+
+
+@pytest.mark.shows("P120", "P128")
+def test_a_run_that_began_without_the_rule_keeps_drawing_from_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"valid_frequency": None}
+    fit(tmp_path, total_steps=3, **options)
+    newest = begin_without_the_rule(tmp_path)
+    capsys.readouterr()
+    np.random.seed(6)
+    drawn = fit(tmp_path, total_steps=5, **options)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if _NEWS in line]
+    assert line.endswith(f"{_NEWS} {_STAYS}")
+    expected = np.random.RandomState(6)
+    assert drawn["setup",] == expected.normal()
+    assert drawn["epoch", 2] == expected.normal()
+    for iteration in (4, 5):
+        assert drawn["fetched", iteration, 0] == normals(expected, BATCH_SIZE + 1)
+        keys = [("before", iteration), ("step", iteration, 0), ("after", iteration)]
+        assert [drawn[key] for key in keys] == normals(expected, 3)
+    assert np.random.normal() == expected.normal()
+
+    newest = helios.find_last_checkpoint(tmp_path / "drawing")
+    assert newest is not None
+    stored = codec.read(newest)
+    assert stored["options"]["rules"]["numpy_global"] is False
+    assert "numpy_global" not in stored["rng"]
+    np.random.seed(6)
+    assert fit(tmp_path, total_steps=7, **options)["setup",] == drawn["setup",]
+    assert _NEWS not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("act", ["replay", "test"])
+def test_a_run_without_the_rule_is_replayed_and_tested_without_it(tmp_path: Path, act: str) -> None:
+    fit(tmp_path, total_steps=3, chkpt_frequency=3, valid_frequency=None)
+    begin_without_the_rule(tmp_path)
+    model, trainer = DrawingModel(), make_trainer(tmp_path, total_steps=3, valid_frequency=None)
+    np.random.seed(6)
+    if act == "test":
+        trainer.test(model, DrawingData())
+    else:
+        trainer.replay(model, DrawingData(), start=0)
+    assert model.drawn["setup",] == np.random.RandomState(6).normal()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: rng.seed_rngs(3), lambda: rng.reseed(3), lambda: rng.stream(3).__enter__()],
+)
+def test_a_stream_of_the_user_seeds_it_inside_a_call_only(draw: Callable[[], Any]) -> None:
+    class Model(DrawingModel):
+        def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+            with rng.stream(3):
+                self.drawn["stream", state.global_iteration] = np.random.normal()
+            return super().train_step(batch, state)
+
+    before = repr(np.random.get_state())
+    draw()
+    assert repr(np.random.get_state()) == before
+    model = Model()
+    make_trainer(valid_frequency=None).fit(model, DrawingData())
+    (number,) = {model.drawn["stream", iteration] for iteration in range(1, 8)}
+    assert number == np.random.RandomState(3).normal()
+    plain = fit(valid_frequency=None)
+    assert {key: model.drawn[key] for key in plain} == plain
