@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -44,6 +45,20 @@ def pytest_collection_finish() -> None:
     """Spare the collector what lives as long as the process: the modules that were imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Run tests as a plain script, which has no handlers, unless they read what pytest captures."""
+    root = logging.getLogger()
+    found = list(root.handlers)
+    if "caplog" in pyfuncitem.fixturenames:
+        return (yield)
+    root.handlers.clear()
+    try:
+        return (yield)
+    finally:
+        root.handlers[:] = found
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from helios.core.logger_settings import LoggerSettings
 from helios.core.signal_watch import SignalReceiver
 from helios.distributed.collectives import TORCHRUN_VARIABLES, get_dist_info
 from helios.distributed.process_groups import DEFAULT_TIMEOUT, DistributedInfo, is_dist_active
@@ -293,6 +294,7 @@ def spawn(
         )
     job = pickle_value(Job(function, tuple(args)), "spawn(function=..., args=...)", "", queue)
     start_method = multiprocessing.get_start_method(allow_none=True)
+    loggers = LoggerSettings.read()
     with tempfile.TemporaryDirectory(prefix="helios-") as folder:
         places = [
             WorkerConfig(
@@ -303,6 +305,7 @@ def spawn(
                 device=None if devices is None else devices[rank],
                 num_threads=_share_threads(num_processes),
                 start_method=start_method,
+                loggers=loggers,
             )
             for rank in range(num_processes)
         ]

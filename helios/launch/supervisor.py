@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from helios.core.logger_settings import hand_in
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, held_back, signal_name
 from helios.errors import RankError, UsageError
 from helios.launch.ipc import (
@@ -30,7 +31,7 @@ from helios.launch.ipc import (
     describe_unguarded_script,
     unpickle_value,
 )
-from helios.launch.worker import DONE, FAILED, ITEM, READY, Failure, WorkerConfig, run_rank
+from helios.launch.worker import DONE, FAILED, ITEM, LINE, READY, Failure, WorkerConfig, run_rank
 
 _LOGGER = logging.getLogger(__name__)
 # How long the loop waits for messages, and so the delay after which a signal is passed on.
@@ -178,6 +179,8 @@ class Supervisor:
                 rank.connection.send_bytes(self._job)
         elif kind == ITEM and self._queue is not None:
             self._queue.add_packed(data)
+        elif kind == LINE:
+            hand_in(pickle.loads(data))
         elif kind == DONE:
             rank.result = data
         elif kind == FAILED:

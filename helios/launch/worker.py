@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import os
 import pickle
@@ -19,17 +20,19 @@ import threading
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import torch
 
+from helios.core.logger_settings import LoggerSettings
 from helios.core.tracebacks import fold_traceback, shows_all_frames
 from helios.distributed.lost_ranks import is_lost_peer
 from helios.distributed.process_groups import DistributedInfo, join_group, leave_group
 from helios.launch.ipc import Job, LaunchChannel, RankQueue, pickle_value, unpickle_value
 
-READY, ITEM, DONE, FAILED = b"r", b"i", b"d", b"f"
+READY, ITEM, LINE, DONE, FAILED = b"r", b"i", b"l", b"d", b"f"
 _POLL_SECONDS = 1.0
 _WATCH_NAME = "helios-watch"
 
@@ -46,6 +49,7 @@ class WorkerConfig:
         device: index of its GPU; None for the CPU.
         num_threads: number of intra-op threads; None for that of the environment.
         start_method: start method of its loader workers, the same as in the launcher.
+        loggers: levels and handlers of the launcher.
     """
 
     info: DistributedInfo
@@ -55,6 +59,7 @@ class WorkerConfig:
     device: int | None
     num_threads: int | None
     start_method: str | None
+    loggers: LoggerSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +165,7 @@ def run_rank(connection: Connection, place: WorkerConfig) -> None:
         os.register_at_fork(after_in_child=connection.close)
     multiprocessing.set_start_method(place.start_method, force=True)
     channel = LaunchChannel(connection)
+    place.loggers.adopt(partial(_send_line, channel, place.info))
     try:
         channel.send(READY)
         result = _work(place, unpickle_value(channel.receive(), RankQueue(channel, ITEM)))
@@ -171,6 +177,12 @@ def run_rank(connection: Connection, place: WorkerConfig) -> None:
         raise SystemExit(1) from None
     channel.send(DONE, result)
     _end_well()
+
+
+def _send_line(channel: LaunchChannel, info: DistributedInfo, record: logging.LogRecord) -> None:
+    if info.rank != 0:
+        record.msg = f"rank {info.rank} of {info.world_size} - {record.msg}"
+    channel.send(LINE, pickle.dumps(record))
 
 
 def _end_well() -> NoReturn:

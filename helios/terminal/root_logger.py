@@ -1,7 +1,8 @@
 """The loggers of a process: a root logger for terminal and log file, and a TensorBoard writer.
 
-:class:`RootLogger` configures the standard logger named ``helios``, so all messages that modules of
-the package log through ``logging.getLogger(__name__)`` are written to the terminal and the file.
+:class:`RootLogger` connects the standard logger named ``helios``, so all messages that modules of
+the package log through ``logging.getLogger(__name__)`` are written to the terminal and the file. A
+user who has configured logging decides where they go.
 The ``*_default_loggers`` functions manage the pair that a training uses.
 """
 
@@ -17,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from helios.core.logger_settings import OWN, OWN_HANDLER, WARNINGS, find_listeners
 from helios.distributed.collectives import describe_rank, get_global_rank
 from helios.errors import UsageError
 from helios.storage.tensorboard_writer import TensorboardWriter
@@ -44,48 +46,114 @@ class _ScreenHandler(logging.Handler):
             self.handleError(record)
 
 
+class _Tuned:
+    """A logger whose level and handlers are set for a run; :meth:`restore` undoes it.
+
+    The level that a user has set holds everywhere. Without one, the screen has that of the root
+    logger, or INFO if nothing is configured, and the log file has INFO.
+
+    Args:
+        name: the name of the logger.
+        lowest: the lowest level of this process without a log file; ``None`` for no limit.
+    """
+
+    def __init__(self, name: str, lowest: int | None) -> None:
+        self._logger = logging.getLogger(name)
+        self._root = logging.getLogger()
+        self._lowest = lowest
+        self._level, self._propagate = self._logger.level, self._logger.propagate
+        self._own: list[logging.Handler] = []
+        self._gated = find_listeners(self._logger)
+        self.is_heard = bool(self._gated)
+        self._set_level = self._level
+        if not self.is_heard:
+            # A handler that the root logger gets during the run would print each line again.
+            self._logger.propagate = False
+
+    def attach(self, handler: logging.Handler, *, is_screen: bool) -> None:
+        """Add a handler of Helios; the log file sees lines that the screen does not."""
+        self._logger.addHandler(handler)
+        self._own.append(handler)
+        if is_screen:
+            self._gated.append(handler)
+
+    def tune(self, *, has_file: bool) -> None:
+        """Set the level for the screen, and the log file if there is one."""
+        level = self._level or self._screen_level()
+        if self._lowest is not None:
+            level = max(level, self._lowest)
+        elif not self._level and has_file:
+            level = min(level, logging.INFO)
+        if level == self._logger.getEffectiveLevel():
+            return
+        self._set_level = level
+        self._logger.setLevel(level)
+        for handler in self._gated:
+            handler.addFilter(self._is_shown)
+
+    def _screen_level(self) -> int:
+        is_default = not self.is_heard and self._root.level == logging.WARNING
+        return logging.INFO if is_default else self._root.level
+
+    def _is_shown(self, record: logging.LogRecord) -> bool:
+        """Whether a record passes the level that its logger would have without the log file."""
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None and logger is not self._logger:
+            if logger.level:
+                return True
+            logger = logger.parent
+        is_left = logger is not None and not self._level and logger.level == self._set_level
+        return not is_left or record.levelno >= self._screen_level()
+
+    def detach(self, handler: logging.Handler) -> None:
+        """Remove a handler of Helios."""
+        self._logger.removeHandler(handler)
+        self._own.remove(handler)
+
+    def restore(self) -> None:
+        """Leave the logger as it was found, with what the user has changed since."""
+        for handler in self._gated:
+            handler.removeFilter(self._is_shown)
+        for handler in list(self._own):
+            self.detach(handler)
+        if self._logger.level == self._set_level:
+            self._logger.setLevel(self._level)
+        if not self.is_heard:
+            self._logger.propagate = self._propagate
+
+
 class RootLogger:
-    """Configures the logger named ``helios``: level INFO on rank 0, ERROR on other ranks.
+    """Connects the logger named ``helios`` with the screen and a log file.
 
-    Lines of other ranks contain the rank, e.g. ``rank 2 of 4``.
-
-    While it is open, messages of the package are sent to its handlers only, not to those of the
-    standard library's root logger, which would print each line a second time.
+    It obeys level, handlers and propagation: a handler for the screen is added only if neither it
+    nor the standard library's root logger has one. Without a level the screen has INFO, or what the
+    root logger says if that is configured, and the log file has INFO. Ranks other than 0 log errors
+    only, and their lines contain the rank, e.g. ``rank 2 of 4``.
 
     Args:
         capture_warnings: whether to log warnings of the ``warnings`` module, too.
     """
 
     def __init__(self, capture_warnings: bool) -> None:
-        names = ("helios", "py.warnings") if capture_warnings else ("helios",)
-        self._loggers = [logging.getLogger(name) for name in names]
-        self._found = [(logger.level, logger.propagate) for logger in self._loggers]
-        self._handlers: list[logging.Handler] = []
-        self._file: logging.FileHandler | None = None
         self._is_main = get_global_rank() == 0
+        lowest = None if self._is_main else logging.ERROR
+        names = (OWN, WARNINGS) if capture_warnings else (OWN,)
+        self._tuned = [_Tuned(name, lowest) for name in names]
+        self._file: logging.FileHandler | None = None
         # Lines of rank 0 are the same as for a single process.
         place = "" if self._is_main else f"{describe_rank()} - "
         self._formatter = logging.Formatter(_FORMAT.format(place=place))
-        for logger in self._loggers:
-            logger.setLevel(logging.INFO if self._is_main else logging.ERROR)
-            logger.propagate = False
+        self._screen = _ScreenHandler()
+        self._screen.set_name(f"{OWN_HANDLER}screen")
+        self._screen.setFormatter(self._formatter)
+        for tuned in self._tuned:
+            if not tuned.is_heard:
+                tuned.attach(self._screen, is_screen=True)
+            tuned.tune(has_file=False)
         showwarning = warnings.showwarning
         if capture_warnings:
             logging.captureWarnings(True)
         self._is_capturing = warnings.showwarning is not showwarning
-        self._attach(_ScreenHandler())
-
-    def _attach(self, handler: logging.Handler) -> None:
-        handler.setFormatter(self._formatter)
-        self._handlers.append(handler)
-        for logger in self._loggers:
-            logger.addHandler(handler)
-
-    def _detach(self, handler: logging.Handler) -> None:
-        for logger in self._loggers:
-            logger.removeHandler(handler)
-        handler.close()
-        self._handlers.remove(handler)
 
     def setup(self, log_file: Path | None = None) -> None:
         """Start to log to a file on rank 0; appends to an existing file.
@@ -96,15 +164,26 @@ class RootLogger:
         if log_file is None or not self._is_main:
             return
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        if self._file is not None:
-            self._detach(self._file)
+        self._close_file()
         self._file = logging.FileHandler(log_file, encoding="utf-8")
-        self._attach(self._file)
+        self._file.set_name(f"{OWN_HANDLER}file")
+        self._file.setFormatter(self._formatter)
+        for tuned in self._tuned:
+            tuned.attach(self._file, is_screen=False)
+            tuned.tune(has_file=True)
+
+    def _close_file(self) -> None:
+        if self._file is None:
+            return
+        for tuned in self._tuned:
+            tuned.detach(self._file)
+        self._file.close()
+        self._file = None
 
     @property
     def logger(self) -> logging.Logger:
         """The standard library's logger."""
-        return self._loggers[0]
+        return logging.getLogger(OWN)
 
     @property
     def log_file(self) -> Path | None:
@@ -128,22 +207,21 @@ class RootLogger:
         self.logger.exception(msg, *args, **kwargs)
 
     def flush(self) -> None:
-        """Flush all handlers."""
-        for handler in self._handlers:
-            handler.flush()
+        """Flush the screen and the log file."""
+        for handler in (self._screen, self._file):
+            if handler is not None:
+                handler.flush()
 
     def close(self) -> None:
         """Restore the previous configuration of the logger; a second call does nothing."""
-        for handler in list(self._handlers):
-            self._detach(handler)
-        self._file = None
+        self._close_file()
         if self._is_capturing:
             logging.captureWarnings(False)
             self._is_capturing = False
-        for logger, (level, propagate) in zip(self._loggers, self._found, strict=False):
-            logger.setLevel(level)
-            logger.propagate = propagate
-        self._found = []
+        for tuned in self._tuned:
+            tuned.restore()
+        self._tuned = []
+        self._screen.close()
 
 
 class _Default:

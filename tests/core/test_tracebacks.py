@@ -148,11 +148,7 @@ def test_the_screen_shows_an_error_once_and_the_log_file_all_of_it(tmp_path: Pat
 
 def test_a_handler_of_ones_own_gets_the_traceback(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
-    logging.getLogger("helios").addHandler(caplog.handler)
-    try:
-        error = fit(Failing(ValueError("bad batch")))
-    finally:
-        logging.getLogger("helios").removeHandler(caplog.handler)
+    error = fit(Failing(ValueError("bad batch")))
     (record,) = caplog.records
     assert record.exc_info is not None
     assert record.exc_info[1] is error

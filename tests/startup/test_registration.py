@@ -192,7 +192,7 @@ class Loud(Quiet):
 
 @pytest.mark.shows("K2", "C14")
 def test_the_order_of_receivers_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """C8, C14: once for the run, and event by event at DEBUG level."""
+    """C8, C14: for the run, and event by event."""
     monitor, plain = Loud("watcher"), Loud("plain")
     monitor.monitor = True
     table = PluginTable()
@@ -202,10 +202,10 @@ def test_the_order_of_receivers_is_logged(caplog: pytest.LogCaptureFixture) -> N
     lines = [(record.levelno, record.getMessage()) for record in caplog.records]
     assert lines == [
         (
-            logging.INFO,
+            logging.DEBUG,
             "Hook order: the plugins watcher, plain, the model, the engine.",
         ),
-        (logging.INFO, "Called after the model at the ends of validations and epochs: watcher."),
+        (logging.DEBUG, "Called after the model at the ends of validations and epochs: watcher."),
         (
             logging.DEBUG,
             "on_training_epoch_end: plugin 'plain' (Loud), plugin 'watcher' (Loud).",

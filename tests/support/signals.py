@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import helios
 from helios.distributed.collectives import TORCHRUN_VARIABLES
 from helios.plugins import Plugin
+from helios.startup.options import plugin_table
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, read_bits, train
 
@@ -231,6 +233,8 @@ def main() -> None:
                 does_stick=options.stick,
             )
         )
+    # A test waits for the order of hooks, which is logged when all ranks have started.
+    logging.getLogger(plugin_table.__name__).setLevel(logging.DEBUG)
     signals = helios.Signals(grace=options.grace)
     trainer, _ = train(
         options.folder, setting_of(options), *plugins, nproc=options.nproc, signals=signals

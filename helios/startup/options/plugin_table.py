@@ -105,16 +105,13 @@ class PluginTable(UserDict[str, Plugin]):
 
 
 def log_order(plugins: Mapping[str, Plugin], hooks: Bus) -> None:
-    """Log the order of the receivers once; at DEBUG level, those of each event."""
-    if not plugins:
+    """Log at DEBUG level the order of the receivers, and those of each event."""
+    if not plugins or not _LOGGER.isEnabledFor(logging.DEBUG):
         return
-    _LOGGER.info(
-        "Hook order: the plugins %s, the model, the engine.",
-        ", ".join(plugins),
-    )
+    _LOGGER.debug("Hook order: the plugins %s, the model, the engine.", ", ".join(plugins))
     monitors = [name for name, plugin in plugins.items() if plugin.monitor]
     if monitors:
-        _LOGGER.info(
+        _LOGGER.debug(
             "Called after the model at the ends of validations and epochs: %s.", ", ".join(monitors)
         )
     for event in EVENTS:

@@ -1,0 +1,344 @@
+"""The logger of Helios obeys what the user has configured, and each line is written once."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import logging.config
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.terminal.root_logger import RootLogger
+from tests.support.quiet import Quiet
+
+_NAMES = ("helios", "helios.startup.options", "py.warnings")
+
+
+class Lines(logging.Handler):
+    """Keeps what it is given."""
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+@contextlib.contextmanager
+def as_it_was() -> Iterator[None]:
+    """Put every logger back that a case configures."""
+    loggers = [logging.getLogger(), *map(logging.getLogger, _NAMES)]
+    found = [(each.level, list(each.handlers), each.propagate, each.disabled) for each in loggers]
+    disabled = {name for name, each in _loggers() if each.disabled}
+    try:
+        yield
+    finally:
+        for each, (level, handlers, propagate, is_disabled) in zip(loggers, found, strict=True):
+            each.setLevel(level)
+            each.handlers[:] = handlers
+            each.propagate, each.disabled = propagate, is_disabled
+        for name, logger in _loggers():
+            logger.disabled = name in disabled
+        logging.disable(logging.NOTSET)
+
+
+def _loggers() -> list[tuple[str, logging.Logger]]:
+    table = logging.root.manager.loggerDict
+    return [(name, each) for name, each in table.items() if isinstance(each, logging.Logger)]
+
+
+def say(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
+    """Write one line of each level; returns what of it reached the screen, and the file."""
+    logger = RootLogger(capture_warnings=False)
+    try:
+        logger.setup(folder / "run.log")
+        module = logging.getLogger("helios.startup.options")
+        for level in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            module.log(getattr(logging, level), "a line")
+    finally:
+        logger.close()
+    texts = capsys.readouterr().err, (folder / "run.log").read_text()
+    return tuple([each.split(" - ")[1] for each in text.splitlines()] for text in texts)  # type: ignore[return-value]
+
+
+_ALL = ["INFO", "WARNING", "ERROR"]
+
+
+@pytest.mark.shows("P130")
+@pytest.mark.parametrize(
+    ("configured", "screen", "file"),
+    [
+        ({}, _ALL, _ALL),
+        ({"helios": "WARNING"}, ["WARNING", "ERROR"], ["WARNING", "ERROR"]),
+        ({"helios": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
+        ({"": "ERROR"}, ["ERROR"], _ALL),
+        ({"": "ERROR", "helios": "INFO"}, _ALL, _ALL),
+        ({"": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
+        ({"helios.startup.options": "ERROR"}, ["ERROR"], ["ERROR"]),
+        ({"helios.startup.options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
+    ],
+)
+def test_levels_hold_on_the_screen_and_the_file_has_info(
+    configured: dict[str, str],
+    screen: list[str],
+    file: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with as_it_was():
+        for name, level in configured.items():
+            logging.getLogger(name).setLevel(level)
+        assert say(tmp_path, capsys) == (screen, file)
+
+
+@pytest.mark.shows("P130")
+@pytest.mark.parametrize("on", ["", "helios"])
+@pytest.mark.parametrize(
+    ("configured", "heard", "file"),
+    [
+        ({}, ["WARNING", "ERROR"], _ALL),
+        ({"": "INFO"}, _ALL, _ALL),
+        ({"": "ERROR"}, ["ERROR"], _ALL),
+        ({"": "ERROR", "helios": "INFO"}, _ALL, _ALL),
+        ({"helios": "ERROR"}, ["ERROR"], ["ERROR"]),
+        ({"helios.startup.options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
+    ],
+)
+def test_a_handler_of_the_user_gets_each_line_once_and_the_screen_none(
+    on: str,
+    configured: dict[str, str],
+    heard: list[str],
+    file: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with as_it_was():
+        handler = Lines()
+        logging.getLogger(on).addHandler(handler)
+        for name, level in configured.items():
+            logging.getLogger(name).setLevel(level)
+        before = copy.copy(logging.getLogger("helios").handlers)
+        assert say(tmp_path, capsys) == ([], file)
+        assert [level for level, _ in handler.lines] == heard
+        assert handler.filters == []
+        assert logging.getLogger("helios").handlers == before
+
+
+@pytest.mark.shows("P130")
+def test_what_does_not_propagate_stays_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with as_it_was():
+        above, own = Lines(), Lines(logging.WARNING)
+        logging.getLogger().addHandler(above)
+        logger = logging.getLogger("helios")
+        logger.addHandler(own)
+        logger.propagate = False
+        logger.setLevel("INFO")
+        assert say(tmp_path, capsys) == ([], _ALL)
+        assert (above.lines, [level for level, _ in own.lines]) == ([], ["WARNING", "ERROR"])
+        assert not logger.propagate
+
+
+@pytest.mark.shows("P130")
+def test_a_null_handler_silences_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with as_it_was():
+        logging.getLogger("helios").addHandler(logging.NullHandler())
+        assert say(tmp_path, capsys) == ([], _ALL)
+
+
+@pytest.mark.shows("P130")
+def test_a_level_that_is_set_during_the_run_holds_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with as_it_was():
+        handler, logger = Lines(), logging.getLogger("helios")
+        logging.getLogger().addHandler(handler)
+        root = RootLogger(capture_warnings=False)
+        root.setup(tmp_path / "run.log")
+        root.info("only in the file")
+        logging.getLogger().setLevel("INFO")
+        root.info("heard")
+        logger.setLevel("ERROR")
+        root.warning("nowhere")
+        root.close()
+        assert logger.level == logging.ERROR
+        assert handler.lines == [("INFO", "heard")]
+        assert (tmp_path / "run.log").read_text().count("\n") == 2
+
+
+@pytest.mark.shows("P130")
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_warnings_of_python_are_written_once(
+    is_heard: bool, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    with as_it_was():
+        handler = Lines()
+        if is_heard:
+            logging.getLogger().addHandler(handler)
+        root = RootLogger(capture_warnings=True)
+        logging.getLogger("py.warnings").warning("%s", "old")
+        root.close()
+        lines = [message for _, message in handler.lines]
+        assert (lines, capsys.readouterr().err.count("old")) == (["old"] * is_heard, not is_heard)
+
+
+class Line(helios.Model):
+    """Fits a line."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def valid_step(self, batch: Any, step: int) -> None:
+        self._val_scores["score"] = 1.0
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=1)
+        self._train_dataset = self._create_dataset(torch.ones(4, 1), params)
+        self._valid_dataset = self._create_dataset(torch.ones(2, 1), params)
+
+
+class Failing(Quiet):
+    """Fails on rank 1 only."""
+
+    def on_training_end(self) -> None:
+        logging.getLogger("helios.users").info("rank %d is here", self.global_rank)
+        if self.global_rank == 1:
+            logging.getLogger("helios.users").error("rank 1 has a word")
+
+
+def fit(folder: Path, **options: Any) -> None:
+    trainer = helios.Trainer(
+        total_steps=2,
+        valid_frequency=1,
+        use_cpu=True,
+        enable_file_logging=True,
+        log_path=folder,
+        **options,
+    )
+    trainer.fit(Line("line"), Data())
+
+
+def lines_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "Validation" in line or "has ended" in line]
+
+
+def require_once(text: str) -> None:
+    found = Counter(line.partition("INFO")[2].partition(" - ")[2] for line in lines_of(text))
+    assert sorted(found.values()) == [1, 1, 1], text
+
+
+@pytest.mark.shows("P130")
+def test_a_run_under_basic_config_writes_each_line_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with as_it_was():
+        stream = io.StringIO()
+        form = "%(asctime)s %(levelname)s - %(message)s"
+        logging.basicConfig(level=logging.INFO, stream=stream, format=form)
+        fit(tmp_path)
+        logging.getLogger().handlers.clear()
+    require_once(stream.getvalue())
+    (file,) = tmp_path.iterdir()
+    require_once(file.read_text())
+    assert lines_of(capsys.readouterr().err) == []
+
+
+@pytest.mark.shows("P130")
+def test_a_run_under_the_configuration_of_hydra_writes_each_line_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dictionary is ``hydra/job_logging/default.yaml`` of Hydra 1.3."""
+    form = {"format": "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"}
+    console = {
+        "class": "logging.StreamHandler",
+        "formatter": "simple",
+        "stream": "ext://sys.stdout",
+    }
+    file = {"class": "logging.FileHandler", "formatter": "simple", "filename": tmp_path / "job.log"}
+    with as_it_was():
+        logging.config.dictConfig(
+            {
+                "version": 1,
+                "formatters": {"simple": form},
+                "handlers": {"console": console, "file": file},
+                "root": {"level": "INFO", "handlers": ["console", "file"]},
+                "disable_existing_loggers": False,
+            }
+        )
+        fit(tmp_path / "logs")
+        for handler in logging.getLogger().handlers:
+            handler.close()
+    captured = capsys.readouterr()
+    assert lines_of(captured.err) == []
+    require_once(captured.out)
+    require_once((tmp_path / "job.log").read_text())
+
+
+@pytest.mark.shows("P130")
+def test_a_test_of_the_user_captures_each_line_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    fit(tmp_path)
+    require_once("\n".join(f"INFO - {text}" for text in caplog.messages))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.shows("P130")
+def test_without_a_configuration_the_screen_has_each_line_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path)
+    require_once(capsys.readouterr().err)
+
+
+@pytest.mark.shows("P130")
+def test_ranks_write_to_the_handlers_of_the_process_that_starts_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Handlers cannot be copied, so the launcher writes the lines of its ranks."""
+    with as_it_was():
+        handler = Lines()
+        logging.getLogger().addHandler(handler)
+        logging.getLogger().setLevel(logging.INFO)
+        fit(tmp_path, nproc=2, plugins=[Failing("failing")])
+    texts = [message for _, message in handler.lines]
+    require_once("\n".join(f"INFO - {text}" for text in texts))
+    assert texts.count("rank 0 is here") == 1
+    assert "rank 1 is here" not in "".join(texts)
+    assert handler.lines.count(("ERROR", "rank 1 of 2 - rank 1 has a word")) == 1
+    assert "has ended" not in capfd.readouterr().err
+    (file,) = tmp_path.iterdir()
+    require_once(file.read_text())
+
+
+@pytest.mark.full
+def test_ranks_have_the_levels_of_the_process_that_starts_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with as_it_was():
+        logging.getLogger("helios").setLevel(logging.ERROR)
+        fit(tmp_path, nproc=2, plugins=[Failing("failing")])
+    said = capfd.readouterr().err
+    assert "rank 1 of 2 - rank 1 has a word" in said
+    assert "INFO" not in said
+    (file,) = tmp_path.iterdir()
+    assert file.read_text() == ""
