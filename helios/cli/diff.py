@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from helios.checkpoint.comparison import CheckpointDifference
 
 DESCRIPTION = """\
-Compare the ledgers of two runs line by line, and show the first iteration that
-differs, what differs in it and possible causes. Or compare the tensors of two
+Compare the ledgers of two runs line by line, and the scores where both have
+validated. Show the first iteration that differs, what differs in it and
+possible causes; what was not compared is named. Or compare the tensors of two
 checkpoints bit for bit.
 
 Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them
@@ -91,16 +92,19 @@ def _lines(found: Difference) -> list[str]:
     if found.levels[0] != found.levels[1]:
         lines.append("Only one of the ledgers is full: what both hold is compared.")
     if found.is_equal:
-        return [*lines, f"equal: iterations {found.begins_after + 1} to {found.num_equal}"]
+        lines.append(f"equal: iterations {found.begins_after + 1} to {found.num_equal}")
+        return [*lines, *output.comparison_lines(found)]
     if found.iteration is None and found.lengths[0] == found.lengths[1]:
         text = "but only one of the runs has ended"
-        return [*lines, f"equal up to iteration {found.num_equal}, {text}"]
+        lines.append(f"equal up to iteration {found.num_equal}, {text}")
+        return [*lines, *output.comparison_lines(found)]
     if found.iteration is None:
         first, second = found.lengths
         return [
             *lines,
             f"equal up to iteration {found.num_equal}; one has {first} iterations, the "
             f"other one {second}",
+            *output.comparison_lines(found),
         ]
     lines += output.difference_lines(found)
     return [*lines, *_manifest_lines(found.manifest)]

@@ -210,9 +210,17 @@ def status_document(status: Status) -> dict[str, Any]:
     }
 
 
+def comparison_lines(found: LineComparison) -> list[str]:
+    """Return which scores are equal, and what was not compared, as lines of text."""
+    count = found.num_scored
+    scored = [f"equal: the scores of {count} validation{'s' if count > 1 else ''}"] if count else []
+    return [*scored, *found.not_compared]
+
+
 def difference_lines(found: LineComparison) -> list[str]:
     """Return the first iteration that differs, in what, and possible causes, as lines of text."""
-    lines = [f"different from iteration {found.iteration} on, first in: {found.what[0]}"]
+    begin = "they differ at the latest" if found.may_begin_earlier else "different"
+    lines = [f"{begin} from iteration {found.iteration} on, first in: {found.what[0]}"]
     if found.what[1:]:
         lines.append(f"then in: {', '.join(found.what[1:])}")
     if found.tensors:

@@ -23,7 +23,8 @@ from helios.startup.options.replay_options import ReplayOptions
 DESCRIPTION = """\
 Run a training script up to its first call of fit. Instead of training, repeat a
 part of its run from a checkpoint, and compare each iteration with the ledger of
-the run. Then end the script. Nothing is written into the folder of the run.
+the run, and the scores of its validations. Then end the script. Nothing is
+written into the folder of the run.
 
 Pass the arguments of the run after --, and -m for a module, as in
 
@@ -150,5 +151,6 @@ def _lines(found: Replay) -> list[str]:
     first, last = found.begins_after + 1, found.num_equal
     if found.is_equal:
         end = ", with the end of the run" if found.has_ended else ""
-        return [f"replayed from {begin}", f"equal: iterations {first} to {last}{end}"]
+        equal = f"equal: iterations {first} to {last}{end}"
+        return [f"replayed from {begin}", equal, *output.comparison_lines(found)]
     return [f"replayed from {begin}", *output.difference_lines(found)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from helios.best import BestValidation
 from helios.checkpoint import file_names
 from helios.checkpoint.folder_status import survey
 from helios.checkpoint.status import Checked, Condition, Depth, Status, examine
@@ -21,7 +22,8 @@ Read checkpoints completely and compare them with the digests in their sidecars,
 or with the checksums of their containers if there is no digest. Folders are
 searched recursively, except for files that were put aside: damaged files, and
 folders named before-*. The ledger of a folder is read, too: every line must
-follow from the one before it, and every checkpoint must belong to it.
+follow from the one before it, and every checkpoint must belong to it
+and have the scores that the run has recorded.
 
 Exit code 0: all are good. 1: at least one is not. 2: wrong usage, or a folder
 without checkpoints and ledgers.
@@ -91,14 +93,25 @@ def _examine(root: Path) -> Iterator[Status | LedgerStatus]:
             for part in files
             if part.sidecar is not None and part.sidecar.digest
         }
+        scores = {part.path.name: _find_scores(part) for part in files}
         newest = files[-1].sidecar if files else None
         ended_at = newest.ledger if newest is not None and newest.finished else None
         if marks or (folder.path / FILE_NAME).exists():
-            yield _verify_ledger(folder.path / FILE_NAME, marks, digests, ended_at)
+            yield _verify_ledger(folder.path / FILE_NAME, marks, digests, ended_at, scores)
             seen.add(folder.path / FILE_NAME)
     for path in _find_ledgers(root):
         if path not in seen:
             yield _verify_ledger(path)
+
+
+def _find_scores(part: Status) -> dict[int, Mapping[str, float]]:
+    """Return the scores in the sidecar of a checkpoint, by the iteration of their validation."""
+    sidecar = part.sidecar
+    if sidecar is None:
+        return {}
+    best = BestValidation.from_plain(sidecar.best)
+    found = {} if best is None else {best.iteration: best.scores}
+    return {**found, sidecar.iteration: sidecar.metrics}
 
 
 def _find_ledgers(root: Path) -> Iterator[Path]:
@@ -113,11 +126,12 @@ def _verify_ledger(
     marks: dict[str, dict[str, Any]] | None = None,
     digests: dict[str, str] | None = None,
     ended_at: dict[str, Any] | None = None,
+    scores: dict[str, dict[int, Mapping[str, float]]] | None = None,
 ) -> LedgerStatus:
     if not path.is_file():
         return LedgerStatus(path, findings=["is missing"])
     try:
-        return verify(path, marks, digests=digests, ended_at=ended_at)
+        return verify(path, marks, digests=digests, ended_at=ended_at, scores=scores)
     except LedgerError as error:
         return LedgerStatus(path, findings=[str(error)])
 
@@ -127,9 +141,11 @@ def _ledger_lines(verdict: LedgerStatus) -> list[str]:
         return [f"bad         {verdict.path}: {finding}" for finding in verdict.findings]
     begin = f" after the first {verdict.begins_after}" if verdict.begins_after else ""
     end = "the run has ended" if verdict.has_ended else "the run has not ended"
+    count = verdict.num_scored
+    scored = f"; scores of {count} validations match" if count else ""
     return [
         f"good        {verdict.path} ({verdict.num_iterations} iterations{begin}, hash "
-        f"{verdict.hash}; {end})"
+        f"{verdict.hash}; {end}{scored})"
     ]
 
 

@@ -1,10 +1,10 @@
-"""Compares two ledgers: where two runs diverge, what differs there, and possible causes."""
+"""Compares two runs: where they diverge, what differs there, and what was not compared."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -15,10 +15,11 @@ from helios.ledger.line import STEPS, TAIL_BYTES, read_float
 from helios.ledger.manifest.manifest_changes import ManifestChange, compare_facts
 from helios.ledger.manifest.manifest_file import read_manifest
 from helios.ledger.reading import find_ledger, parse_header, read_lines
+from helios.ledger.validation_scores import ScoreComparison, compare_scores, read_scores
 
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
 NUMERICS, WEIGHTS, COUNTERS = "losses", "weights and optimizers", "counters"
-END = "end of the run"
+END, SCORES = "end of the run", "scores of the validation"
 GENERATORS, INITIAL, GRADIENTS = "generators before the step", "initial weights", "gradients"
 _KEYS = (
     (GENERATORS, ("generators",)),
@@ -35,6 +36,7 @@ _TENSORS: Mapping[str, str] = {
     "gradients": "gradient of ",
     "parameters": "parameter ",
 }
+BUFFERS = "buffers were not compared"
 _FIRST = "another random_seed or seeds, or other code that makes the first weights"
 _NUMERIC = (
     "random numbers that do not come from the run's generators",
@@ -67,6 +69,12 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "another number of threads, library version, processor or GPU",
     ),
     COUNTERS: ("another length of epochs or of accumulation windows",),
+    SCORES: (
+        "other validation data, or other code that computes the scores",
+        "buffers, such as the running averages of BatchNorm",
+        "a score that measures time or memory: name it in the model's unscored",
+        *_NUMERIC,
+    ),
     END: ("another total_steps or early_stop_cycles", "hooks that end the run"),
 }
 
@@ -85,6 +93,10 @@ class LineComparison:
             be computed first.
         causes: what may have caused the first part to differ.
         has_same_definition: whether both runs have the same definition: options, data and seed.
+        weights_at: the last iteration at which the weights of both runs were found to be equal;
+            ``None`` if they were not compared.
+        num_scored: validations whose scores were found to be equal.
+        not_compared: what was not compared, and why.
     """
 
     begins_after: int = 0
@@ -95,6 +107,49 @@ class LineComparison:
     tensors: list[str] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     has_same_definition: bool = True
+    weights_at: int | None = None
+    num_scored: int = 0
+    not_compared: list[str] = field(default_factory=list)
+
+    @property
+    def may_begin_earlier(self) -> bool:
+        """Whether what differs first is not compared in each iteration, so it may differ before."""
+        is_rare = self.what[:1] in ([SCORES], [WEIGHTS])
+        return is_rare and not self.tensors
+
+    def add_line(self, line: bytes, *, is_end: bool) -> None:
+        """Count a line that is equal in both runs."""
+        self.num_equal += not is_end
+        # A loss may have the name of a digest.
+        if b',"parameters":{' in line or (b',"weights":"' in line and _has_weights(line)):
+            self.weights_at = self.num_equal
+
+    def add_scores(self, scores: ScoreComparison) -> None:
+        """Add what a comparison of the scores has found, and name what was not compared."""
+        self.num_scored = scores.num_equal
+        self.not_compared = [*_name_rest(self), *scores.not_compared]
+        number = scores.iteration
+        if number is None:
+            return
+        if self.iteration is None:
+            self.iteration, self.num_equal = number, number - 1
+        if self.iteration == number and SCORES not in self.what:
+            self.what.append(SCORES)
+            self.details["scores"] = scores.details
+            self.causes = self.causes or causes_of(self)
+
+
+def _has_weights(line: bytes) -> bool:
+    return "weights" in json.loads(line[:-TAIL_BYTES] + b"}")
+
+
+def _name_rest(found: LineComparison) -> Iterator[str]:
+    """Yield what no line holds, or none of those that were compared."""
+    if found.weights_at is None:
+        yield "weights were not compared"
+    elif found.weights_at < found.num_equal:
+        yield f"weights were not compared after iteration {found.weights_at}"
+    yield BUFFERS
 
 
 @dataclass
@@ -120,7 +175,7 @@ class Difference(LineComparison):
 
     @property
     def is_equal(self) -> bool:
-        """Whether both ledgers have the same lines, from the first that both have to the end."""
+        """Whether both have the same scores, and lines from the first that both have to the end."""
         is_as_long = self.lengths[0] == self.lengths[1]
         is_at_end = self.have_ended[0] is self.have_ended[1]
         return self.iteration is None and is_as_long and is_at_end
@@ -133,7 +188,7 @@ class Difference(LineComparison):
 
 
 def diff(first: str | Path, second: str | Path) -> Difference:
-    """Compare the ledgers of two runs line by line.
+    """Compare the ledgers of two runs line by line, and the scores where both have validated.
 
     Args:
         first: the folder of a run, or its ledger.
@@ -168,7 +223,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         if found.iteration is not None or one is None or other is None:
             continue
         if one[:-TAIL_BYTES] == other[:-TAIL_BYTES]:
-            found.num_equal += are_iterations[0]
+            found.add_line(one, is_end=not are_iterations[0])
         elif are_iterations[0] == are_iterations[1]:
             describe_difference(found, (one, str(found.first)), (other, str(found.second)))
     if start and start in counts:
@@ -176,6 +231,9 @@ def diff(first: str | Path, second: str | Path) -> Difference:
             f"{found.first} and {found.second} have no iteration in common: they begin after "
             f"iteration {begins[0]} and {begins[1]}, and end at {counts[0]} and {counts[1]}."
         )
+    last = min(counts) if found.iteration is None else found.iteration
+    scores = [read_scores(path) for path in (found.first, found.second)]
+    found.add_scores(compare_scores(*scores, after=start, last=last))
     found.lengths, found.have_ended = (counts[0], counts[1]), (ends[0], ends[1])
     found.manifest = _compare_manifests(found.first.parent, found.second.parent)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,7 @@ from helios.errors import LedgerError
 from helios.ledger.differences import END, LineComparison, causes_of, describe_difference
 from helios.ledger.line import TAIL_BYTES
 from helios.ledger.reading import parse_header, read_lines
+from helios.ledger.validation_scores import RunScores, compare_scores, read_scores
 
 _CHECKPOINT = "a checkpoint that was changed, or lacks state that it does not name"
 _DEFINITION = "other options, seed or data than those that the ledger begins with"
@@ -35,7 +37,7 @@ class Replay(LineComparison):
 
     @property
     def is_equal(self) -> bool:
-        """Whether all lines are equal."""
+        """Whether all lines and scores are equal."""
         return self.iteration is None
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,6 +55,7 @@ class LedgerFollower:
         found: the result, which is filled in.
         meets_end: whether the replay must end where the run has ended.
         run: hash of the definition of the replay.
+        unscored: names of scores that are not compared, besides those that the run has named.
 
     Attributes:
         found: the result so far.
@@ -63,7 +66,9 @@ class LedgerFollower:
         LedgerError: if the ledger cannot be read.
     """
 
-    def __init__(self, found: Replay, *, meets_end: bool, run: str) -> None:
+    def __init__(
+        self, found: Replay, *, meets_end: bool, run: str, unscored: Collection[str] = ()
+    ) -> None:
         lines = read_lines(found.ledger)
         header = parse_header(next(lines, b""), found.ledger)
         self.every: int = header["every"]
@@ -72,6 +77,9 @@ class LedgerFollower:
         self._meets_end = meets_end
         self._lines = islice(lines, found.begins_after - header["after"], None)
         found.has_same_definition = header["run"] == run
+        self._known = read_scores(found.ledger)
+        self._own = RunScores(unscored=frozenset(unscored))
+        self._num_compared = 0
 
     @property
     def is_over(self) -> bool:
@@ -98,13 +106,32 @@ class LedgerFollower:
         try:
             line = next(self._lines, b"")
             if body.encode() == line[:-TAIL_BYTES]:
-                found.num_equal += not is_end
+                found.add_line(line, is_end=is_end)
                 found.has_ended |= is_end
             elif _END_KEY.encode() in line or not is_past:
                 self._note(body, line, is_end=is_end)
         except LedgerError as error:
             # Raised here, it would end the training as an error of the user's code.
             self.failure = error
+
+    def add_scores(self, iteration: int, scores: Mapping[str, float]) -> None:
+        """Take the scores of a validation; they are compared once the lines before them are."""
+        self._own.by_iteration[iteration] = dict(scores)
+
+    def compare_scores(self, *, is_over: bool) -> None:
+        """Compare the scores so far.
+
+        Args:
+            is_over: whether no validation follows, so that what was not compared can be named.
+        """
+        found, count = self.found, len(self._own.by_iteration)
+        if self.failure is not None or (count == self._num_compared and not is_over):
+            return
+        self._num_compared = count
+        last = found.num_equal if found.iteration is None else found.iteration
+        scores = compare_scores(self._known, self._own, after=found.begins_after, last=last)
+        if is_over or scores.iteration is not None:
+            found.add_scores(scores)
 
     def _note(self, body: str, line: bytes, *, is_end: bool) -> None:
         found = self.found

@@ -12,6 +12,7 @@ from typing import Any
 from helios.best import rank_by_score
 from helios.errors import ArgumentError
 from helios.ledger import lineage
+from helios.ledger.differences import BUFFERS
 from helios.ledger.line import stated_hash
 from helios.ledger.summary.curves import read_last_iteration, read_last_line, read_last_losses
 from helios.ledger.summary.estimates import (
@@ -30,6 +31,7 @@ from helios.ledger.summary.factors import (
     list_varying,
 )
 from helios.ledger.summary.run_facts import RunFacts, read_run
+from helios.ledger.validation_scores import RunScores, compare_scores, read_scores
 
 _ALL = "all"
 
@@ -284,16 +286,34 @@ def _note(names: Sequence[str], found: Sequence[RunFacts], numbers: _Numbers) ->
         for file_name, text in run.missing.items():
             if file_name != lineage.FILE_NAME:
                 yield f"{name}: {text.rstrip('.')}"
-    hashes: dict[str, str] = {}
+    hashes: dict[str, tuple[str, RunScores]] = {}
     for name, run in zip(names, found, strict=True):
-        line = b"" if run.ledger is None else read_last_line(run.ledger)
-        if run.ledger is not None and b'"end":1' not in line:
+        if run.ledger is None:
+            continue
+        line, own = read_last_line(run.ledger), (name, read_scores(run.ledger))
+        if b'"end":1' not in line:
             yield f"{name} has not ended"
-        twin = hashes.setdefault(stated_hash(line), name) if line else name
-        if twin != name:
-            yield f"{twin} and {name} have equal ledgers: they are one result, not two"
+        twin = hashes.setdefault(stated_hash(line), own) if line else own
+        if twin is not own:
+            yield from _compare_twins(twin, own)
     yield from _note_lengths(found)
     yield from _note_numbers(numbers)
+
+
+def _compare_twins(one: tuple[str, RunScores], other: tuple[str, RunScores]) -> Iterator[str]:
+    """Yield whether two runs with equal ledgers have equal scores, too."""
+    names = f"{one[0]} and {other[0]}"
+    compared = compare_scores(one[1], other[1])
+    if compared.iteration is None:
+        yield f"{names} have equal ledgers: they are one result, not two"
+    else:
+        left, right = compared.details
+        values = [f"{name} {left[name]!r} | {right[name]!r}" for name in left]
+        yield (
+            f"{names} have equal ledgers and other scores: they differ at the latest from "
+            f"iteration {compared.iteration} on, in {', '.join(values)}"
+        )
+    yield f"{names}: {'; '.join([BUFFERS, *compared.not_compared])}"
 
 
 def _note_numbers(numbers: _Numbers) -> Iterator[str]:

@@ -17,8 +17,9 @@ of rates             ``time``, ``iteration``, and the learning ``rates`` that it
                      from it on those that an iteration has used are in the line before its own, as
                      with a scheduler that steps after each update; ``"own"`` if they are in its
                      own again; ``"unknown"`` after too many changes
-of a validation      ``time``, ``iteration``, ``scores``, ``improved`` if they have, and the
-                     ``best`` validation so far; null if there is none
+of a validation      ``time``, ``iteration``, ``scores``, ``improved`` if they have, the ``best``
+                     validation so far; null if there is none; ``unscored``: names of scores that
+                     comparisons of runs leave out, if there are any
 ===================  =======================================================================
 
 A stretch takes at least a second and a 100th of the time since the start, so the file stays
@@ -30,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -57,15 +58,23 @@ class Timing:
         folder: the run's folder.
         processes: the number of processes.
         run: hash of the run's definition.
+        unscored: names of scores that comparisons of runs leave out.
         clock: returns seconds.
     """
 
     def __init__(
-        self, folder: Path, *, processes: int, run: str, clock: Clock = time.perf_counter
+        self,
+        folder: Path,
+        *,
+        processes: int,
+        run: str,
+        unscored: Collection[str] = (),
+        clock: Clock = time.perf_counter,
     ) -> None:
         self._file = EventFile(folder / FILE_NAME)
         self._processes = processes
         self._run = run
+        self._unscored = unscored
         self._clock = clock
         self._is_open = False
         self._begin = 0.0
@@ -154,6 +163,8 @@ class Timing:
         plain = {name: x if math.isfinite(x) else repr(x) for name, x in scores.items()}
         line: dict[str, Any] = {"time": now(), "iteration": iteration, "scores": plain}
         line |= {"improved": True} if has_improved else {}
+        unscored = [name for name in scores if name in self._unscored]
+        line |= {"unscored": unscored} if unscored else {}
         self._file.append(line | {"best": None if best is None else best.as_plain()})
 
     def close(self) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from helios.errors import LedgerError
-from helios.ledger.line import stated_hash, unseal
+from helios.ledger.line import stated_hash, unseal, write_float
 from helios.ledger.lineage import read_lineage
 from helios.ledger.reading import find_ledger, parse_header, read_lines
+from helios.ledger.timing import FILE_NAME as SCORES_FILE
+from helios.ledger.validation_scores import read_scores
 
 
 @dataclass
@@ -24,6 +26,7 @@ class LedgerStatus:
         begins_after: the last iteration before the first line: 0, but for a branch of another run,
             or if the ledger was switched on later or was lost.
         has_ended: whether the run has ended, not only been interrupted.
+        num_scored: validations whose scores were compared with those of checkpoints.
         hash: the hash of the last line, which covers all lines.
         findings: what is wrong, line by line; empty if nothing is.
     """
@@ -32,6 +35,7 @@ class LedgerStatus:
     num_iterations: int = 0
     begins_after: int = 0
     has_ended: bool = False
+    num_scored: int = 0
     hash: str = ""
     findings: list[str] = field(default_factory=list)
 
@@ -51,6 +55,7 @@ def verify(
     *,
     digests: Mapping[str, str] | None = None,
     ended_at: Mapping[str, Any] | None = None,
+    scores: Mapping[str, Mapping[int, Mapping[str, float]]] | None = None,
     watch: Callable[[dict[str, Any]], None] | None = None,
 ) -> LedgerStatus:
     """Verify the ledger of a run.
@@ -61,6 +66,8 @@ def verify(
         digests: the digest of each checkpoint, by file name: if the lineage names the checkpoint,
             it must name this digest.
         ended_at: the entry of the checkpoint with which the run is known to have ended.
+        scores: what each checkpoint says of validations: scores by iteration, by file name. They
+            must be those that the run has recorded, where it has.
         watch: called with each line that follows from the one before it, except for the header.
 
     Returns:
@@ -89,7 +96,30 @@ def verify(
         if place in places
     ]
     status.findings += _check_digests(path.parent, digests or {})
+    _check_scores(status, scores or {})
     return status
+
+
+def _check_scores(
+    status: LedgerStatus, stated: Mapping[str, Mapping[int, Mapping[str, float]]]
+) -> None:
+    """Compare the scores that checkpoints state with those that the run has recorded."""
+    if not stated:
+        return
+    recorded, seen = read_scores(status.path).by_iteration, set()
+    for name, tables in sorted(stated.items()):
+        for iteration, table in tables.items():
+            own = recorded.get(iteration, {})
+            shared = [key for key in table if key in own]
+            if shared:
+                seen.add(iteration)
+            status.findings += [
+                f"{name} has the score {key} {table[key]!r} of the validation after iteration "
+                f"{iteration}, but {SCORES_FILE} beside it has {own[key]!r}"
+                for key in shared
+                if write_float(table[key]) != write_float(own[key])
+            ]
+    status.num_scored = len(seen)
 
 
 def _check_digests(folder: Path, digests: Mapping[str, str]) -> Iterator[str]:

@@ -67,6 +67,8 @@ class Model(Hooks, KeepsArguments, ABC):
 
     Attributes:
         unsaved: names of attributes that training changes and that need not be saved.
+        unscored: names of validation scores that differ between equal runs, such as one that
+            measures time: comparisons of runs leave them out.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
         global_rank: rank of this process among all, from 0.
@@ -81,11 +83,12 @@ class Model(Hooks, KeepsArguments, ABC):
 
     _internals: ClassVar[str] = (
         "_loss_items _val_scores _running_losses _test_scores _save_name is_distributed map_loc "
-        "_context _device _engine _trainer _discovery _modes_before_eval unsaved global_rank rank "
-        "scheduler_interval loads_after_setup"
+        "_context _device _engine _trainer _discovery _modes_before_eval unsaved unscored "
+        "global_rank rank scheduler_interval loads_after_setup"
     )
 
     unsaved: tuple[str, ...] = ()
+    unscored: tuple[str, ...] = ()
     batch_processor: BatchProcessor | None = None
     scheduler_interval: Mapping[str, str] = {}
 

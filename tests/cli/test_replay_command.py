@@ -146,8 +146,9 @@ def test_an_equal_part_exits_with_0(
 ) -> None:
     ran = Ran(folder, capsys, *words)
     assert ran.code == 0, ran.err
-    first, begin, last = ran.out.splitlines()
+    first, begin, last, *rest = ran.out.splitlines()
     assert (first, last) == ("the script prints", line)
+    assert rest[-1] == "buffers were not compared"
     expected = "the beginning of the run" if "0" in words else "one_epoch_1_iter_"
     assert begin.startswith(f"replayed from {expected}")
 

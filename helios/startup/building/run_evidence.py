@@ -14,6 +14,7 @@ from helios.ledger import lineage
 from helios.ledger.event_file import now
 from helios.ledger.lineage import Lineage
 from helios.ledger.manifest.scrubbing import scrub
+from helios.ledger.replaying import LedgerFollower
 from helios.ledger.timing import Timing
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
@@ -36,6 +37,7 @@ class RunEvidence:
         events: the lineage; ``None`` on ranks other than 0.
         timing: the times; ``None`` on ranks other than 0.
         processes: the number of processes.
+        follower: in a replay, what compares the scores of rank 0.
         num_known: how many allowed changes earlier starts have recorded.
     """
 
@@ -47,6 +49,7 @@ class RunEvidence:
         *,
         timing: Timing | None = None,
         processes: int = 1,
+        follower: LedgerFollower | None = None,
         num_known: int = 0,
     ) -> None:
         self._ledger = ledger
@@ -54,6 +57,7 @@ class RunEvidence:
         self._events = events
         self._timing = timing
         self._processes = processes
+        self._follower = follower
         self._num_known = num_known
         self._is_open = False
 
@@ -128,9 +132,11 @@ class RunEvidence:
         has_improved: bool,
         best: BestValidation | None,
     ) -> None:
-        """Add the scores of a validation, and the best so far, to the times."""
+        """Add the scores of a validation, and the best so far, to the times; a replay compares."""
         if self._timing is not None:
             self._timing.add_scores(iteration, scores, has_improved=has_improved, best=best)
+        if self._follower is not None:
+            self._follower.add_scores(iteration, scores)
 
     def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
         """Add what an audit has found to the lineage."""
@@ -217,7 +223,7 @@ def make_evidence(
     timing = None
     if replicas.rank == 0:
         run = hash_definition(definition, replicas)
-        timing = Timing(folder, processes=replicas.num_processes, run=run)
+        timing = Timing(folder, processes=replicas.num_processes, run=run, unscored=model.unscored)
     ledger = make_ledger(start, model, replicas, definition, level=options.ledger, timing=timing)
     manifest = events = None
     if replicas.rank == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from helios.data.datamodule import DataModule
 from helios.data.interfaces import Source
@@ -64,7 +64,8 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
     """Check the model and the data module of a call.
 
     Raises:
-        ArgumentTypeError: for something that is not a model, or not a data module.
+        ArgumentTypeError: for something that is not a model, or not a data module, or if
+            ``unscored`` of the model is no tuple of names.
         UsageError: if the model's ``__init__`` does not call that of ``Model``.
     """
     if not isinstance(model, Model):
@@ -79,6 +80,18 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
             "self._train_dataset."
         )
     check_made(model)
+    _check_unscored(model.unscored)
+
+
+def _check_unscored(names: object) -> None:
+    is_text = isinstance(names, str)
+    if is_text or not isinstance(names, Collection) or not all(isinstance(x, str) for x in names):
+        example = names if is_text else "seconds"
+        raise ArgumentTypeError(
+            f"unscored of a model must be a tuple of names of scores, got {names!r}. Write "
+            f'unscored = ("{example}",) with a comma, or give an attribute of your own another '
+            "name."
+        )
 
 
 def check_training_source(source: Source, *, can_save: bool, is_by_epoch: bool) -> None:

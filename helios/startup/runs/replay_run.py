@@ -85,11 +85,14 @@ class ReplayRun(FitRun):
         if self.replicas.rank == 0:
             found = Replay(stretch.ledger, stretch.checkpoint, stretch.stop)
             found.begins_after = found.num_equal = stretch.after
-            self._follower = LedgerFollower(found, meets_end=stretch.meets_end, run=run)
+            self._follower = LedgerFollower(
+                found, meets_end=stretch.meets_end, run=run, unscored=self.model.unscored
+            )
         every = None if self._follower is None else self._follower.every
         every, *_ = self.replicas.gather_objects(every)
         writer = make_writer(self._follower, self.model, self.replicas, stretch.kind, every=every)
-        return RunEvidence(RunLedger(run, writer, None, None, after=stretch.after))
+        ledger = RunLedger(run, writer, None, None, after=stretch.after)
+        return RunEvidence(ledger, follower=self._follower)
 
     def _require_level(self, reproducibility: Reproducibility) -> None:
         level = reproducibility.level
@@ -119,12 +122,14 @@ class ReplayRun(FitRun):
         is_done = session is not None and session.state.global_iteration >= stretch.stop
         if is_done and not stretch.meets_end:
             return _ENOUGH
-        self._compare()
+        self._compare(is_over=False)
         return _ENOUGH if follower is not None and follower.is_over else ""
 
-    def _compare(self) -> None:
+    def _compare(self, *, is_over: bool) -> None:
         if self._evidence is not None:
             self._evidence.ledger.settle()
+        if self._follower is not None:
+            self._follower.compare_scores(is_over=is_over)
 
     def _conclude(self) -> Replay:
         """Return the result, on rank 0.
@@ -136,7 +141,7 @@ class ReplayRun(FitRun):
         follower = self._follower
         assert follower is not None
         assert self.session is not None
-        self._compare()
+        self._compare(is_over=True)
         found = follower.found
         if follower.failure is not None:
             raise follower.failure

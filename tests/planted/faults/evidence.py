@@ -10,6 +10,7 @@ BOOK = "tests/ledger/test_book.py"
 LINE = "tests/ledger/test_line.py"
 WRITER = "tests/ledger/test_writer.py"
 RUNS = "tests/ledger/test_runs.py"
+SCORES = "tests/ledger/test_validation_scores.py"
 VERIFICATION = "tests/ledger/test_verification.py"
 REPLAY = "tests/ledger/test_replay.py"
 AUDIT = "tests/audit/test_step_audit.py"
@@ -313,3 +314,20 @@ def a_sender_outlives_its_training_as_long_as_a_loader_worker_lives(os):
 )
 def a_resume_says_nothing_of_what_differs(check, manifest):
     return None
+
+
+@fault("helios.ledger.validation_scores:compare_scores", SCORES)
+def scores_of_runs_are_not_compared(compare_scores, one, other, **bounds):
+    from helios.ledger.validation_scores import ScoreComparison
+
+    return ScoreComparison(num_equal=3)
+
+
+@fault("helios.ledger.validation_scores:write_float", SCORES)
+def scores_are_compared_as_they_are_shown(write_float, number):
+    return f"{number:.4g}"
+
+
+@fault("helios.ledger.verification:_check_scores", SCORES)
+def scores_of_checkpoints_are_not_verified(check_scores, status, stated):
+    status.num_scored = 1

@@ -1,0 +1,123 @@
+"""The scores of a run's validations, and whether those of two runs have the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from helios.ledger import book, timing
+from helios.ledger.line import write_float
+from helios.ledger.timing import read_timing
+
+_MOST_NAMED = 3
+
+
+@dataclass
+class RunScores:
+    """The scores of a run.
+
+    Attributes:
+        by_iteration: the scores of each validation by name, by the iteration that it follows.
+        unscored: names of scores that are not compared, as ``Model.unscored`` says.
+        missing: why there are none; empty if the run has recorded them.
+    """
+
+    by_iteration: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    unscored: frozenset[str] = frozenset()
+    missing: str = ""
+
+
+@dataclass
+class ScoreComparison:
+    """What a comparison of the scores of two runs has found.
+
+    Attributes:
+        num_equal: validations whose scores are equal, up to the first ones that differ.
+        iteration: the iteration of these; ``None`` if none differ.
+        details: the differing scores of both runs, by name.
+        not_compared: what was not compared, and why.
+    """
+
+    num_equal: int = 0
+    iteration: int | None = None
+    details: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
+    not_compared: list[str] = field(default_factory=list)
+
+
+def read_scores(ledger: Path) -> RunScores:
+    """Return the scores of the run that a ledger belongs to.
+
+    Raises:
+        LedgerError: if they cannot be read.
+    """
+    path = ledger.parent / timing.FILE_NAME
+    if ledger.name != book.FILE_NAME:
+        # The times beside it are those of a later start.
+        return RunScores(missing=f"{ledger} was put aside, and its scores are unknown")
+    if not path.is_file():
+        return RunScores(missing=f"there is no {path}")
+    lines = read_timing(ledger.parent).scores
+    return RunScores(
+        {line["iteration"]: line["scores"] for line in lines},
+        frozenset(name for line in lines for name in line.get("unscored", ())),
+    )
+
+
+def compare_scores(
+    one: RunScores, other: RunScores, *, after: int = 0, last: float = math.inf
+) -> ScoreComparison:
+    """Compare the scores of two runs where both have validated.
+
+    Args:
+        one: those of one run.
+        other: those of the other one.
+        after: the iteration after which validations are compared.
+        last: the iteration up to which they are.
+    """
+    found = ScoreComparison()
+    for missing in (one.missing, other.missing):
+        if missing:
+            found.not_compared.append(f"scores were not compared: {missing}")
+            return found
+    unscored = one.unscored | other.unscored
+    sides = [
+        {number: table for number, table in run.by_iteration.items() if after < number <= last}
+        for run in (one, other)
+    ]
+    lone: set[str] = set()
+    exempt: set[str] = set()
+    for number in sorted(sides[0].keys() & sides[1].keys()):
+        left, right = sides[0][number], sides[1][number]
+        lone |= (left.keys() ^ right.keys()) - unscored
+        exempt |= (left.keys() | right.keys()) & unscored
+        shared = [name for name in left if name in right and name not in unscored]
+        differing = [name for name in shared if write_float(left[name]) != write_float(right[name])]
+        if differing and found.iteration is None:
+            found.iteration = number
+            found.details = (_pick(left, differing), _pick(right, differing))
+        found.num_equal += bool(shared) and found.iteration is None
+    found.not_compared += _name_rest(sides[0].keys() ^ sides[1].keys(), lone, exempt)
+    return found
+
+
+def _pick(table: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    return {name: table[name] for name in names}
+
+
+def _name_rest(single: Iterable[int], lone: set[str], exempt: set[str]) -> Iterator[str]:
+    """Yield what was not compared of runs that have recorded scores."""
+    numbers = sorted(single)
+    if numbers:
+        shown = ", ".join(map(str, numbers[:_MOST_NAMED]))
+        rest = len(numbers) - _MOST_NAMED
+        shown += f" and {rest} more" if rest > 0 else ""
+        yield (
+            f"scores after iteration {shown} were not compared: only one of the runs has "
+            "validated there"
+        )
+    for name in sorted(lone):
+        yield f"the score {name!r} was not compared: only one of the runs has it"
+    for name in sorted(exempt):
+        yield f"the score {name!r} was not compared: it is unscored"

@@ -1,0 +1,358 @@
+"""Comparisons of runs cover the scores of validations, and name what they do not cover."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import helios
+from helios.checkpoint.sidecar import Sidecar
+from helios.cli.commands import main
+from helios.errors import ArgumentTypeError
+from helios.ledger import Replay, compare, diff, verify
+from helios.ledger.differences import SCORES
+from helios.ledger.validation_scores import RunScores, compare_scores, read_scores
+
+TOTAL, EVERY = 12, 4
+TICKS = itertools.count()
+
+
+class Data(helios.DataModule):
+    """A line; ``shift`` moves the targets of the validation only."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def setup(self) -> None:
+        x = torch.linspace(-1, 1, 24).unsqueeze(1)
+        params = helios.DataLoaderParams(batch_size=4, shuffle=True)
+        self._train_dataset = self._create_dataset(TensorDataset(x, 2 * x), params)
+        params = helios.DataLoaderParams(batch_size=8)
+        self._valid_dataset = self._create_dataset(TensorDataset(x, 2 * x + self.shift), params)
+
+
+class Net(helios.Model):
+    """Its buffer counts in validations only.
+
+    Args:
+        factor: the buffer at the beginning.
+        measures: whether a score differs in each validation.
+        rate: the learning rate.
+    """
+
+    def __init__(self, *, factor: float = 1.0, measures: bool = False, rate: float = 0.1) -> None:
+        super().__init__("net")
+        self.factor, self.measures, self.rate = factor, measures, rate
+
+    def setup(self, *, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        self.net.register_buffer("factor", torch.tensor(self.factor))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=self.rate)
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+        x, y = batch
+        return (self.net(x) - y).square().mean()
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        x, y = batch
+        return {"error": ((self.net(x) * self.net.factor - y).square().sum(), len(x))}
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        super().on_validation_end(validation_cycle)
+        if self.measures:
+            self._val_scores["seconds"] = float(next(TICKS))
+
+
+class Exempt(Net):
+    unscored = ("seconds",)
+
+
+def make_trainer(folder: Path, **options: Any) -> helios.Trainer:
+    return helios.Trainer(
+        train_unit="iteration",
+        **{"total_steps": TOTAL, "valid_frequency": EVERY, "chkpt_frequency": 3} | options,
+        chkpt_root=folder,
+        random_seed=1,
+        use_cpu=True,
+        print_banner=False,
+        enable_progress_bar=False,
+    )
+
+
+def train(
+    folder: Path, model: helios.Model | None = None, data: Data | None = None, **options: Any
+) -> Path:
+    make_trainer(folder, **options).fit(model or Net(), data or Data())
+    return folder / "net"
+
+
+def replay(folder: Path, model: helios.Model, data: Data | None = None, **options: Any) -> Replay:
+    return make_trainer(folder.parent).replay(model, data or Data(), **options)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("known"))
+
+
+@pytest.fixture(scope="module")
+def shifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with other targets in its validations."""
+    return train(tmp_path_factory.mktemp("shifted"), data=Data(0.5))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with a score that differs between equal runs, and is not exempt."""
+    return train(tmp_path_factory.mktemp("measured"), Net(measures=True))
+
+
+@pytest.mark.shows("P131")
+def test_other_validation_data_is_a_difference(tmp_path: Path) -> None:
+    models, shifts = (Net(), Net()), (0.0, 0.5)
+    runs = [
+        train(tmp_path / str(shift), model, Data(shift), total_steps=EVERY)
+        for model, shift in zip(models, shifts, strict=True)
+    ]
+    found = diff(*runs)
+    assert not found.is_equal
+    assert (found.iteration, found.what, found.num_equal) == (EVERY, [SCORES], EVERY - 1)
+    assert found.may_begin_earlier
+    places = [2 * number / 23 - 1 for number in range(24)]
+    for table, model, shift in zip(found.details["scores"], models, shifts, strict=True):
+        weight, bias = model.net.weight.item(), model.net.bias.item()
+        errors = [(weight * x + bias - 2 * x - shift) ** 2 for x in places]
+        assert table == {"error": pytest.approx(math.fsum(errors) / 24, rel=1e-5)}
+
+
+def test_a_buffer_shows_in_the_scores(known: Path, tmp_path: Path) -> None:
+    other = train(tmp_path, Net(factor=1.5))
+    found = diff(known, other)
+    assert (found.iteration, found.what) == (EVERY, [SCORES])
+    assert "buffers were not compared" in found.not_compared
+
+
+@pytest.mark.shows("P131")
+def test_a_difference_between_two_validations_is_one_at_the_latest(
+    known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Late(Net):
+        def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+            factor = 1.5 if self.context.state.global_iteration > 5 else 1.0
+            x, y = batch
+            return {"error": ((self.net(x) * factor - y).square().sum(), len(x))}
+
+    other = train(tmp_path, Late())
+    assert diff(known, other).iteration == 8
+    assert main(["diff", str(known), str(other)]) == 1
+    first = "they differ at the latest from iteration 8 on, first in: scores of the validation"
+    assert capsys.readouterr().out.splitlines()[0] == first
+
+
+def test_equal_runs_say_what_was_compared(
+    known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", str(known), str(train(tmp_path))]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "equal: iterations 1 to 12",
+        "equal: the scores of 3 validations",
+        "buffers were not compared",
+    ]
+
+
+@pytest.mark.shows("P131")
+def test_scores_are_compared_where_both_have_validated(known: Path, tmp_path: Path) -> None:
+    rare = train(tmp_path / "rare", valid_frequency=6)
+    found = diff(known, rare)
+    assert (found.is_equal, found.num_scored) == (True, 1)
+    expected = "scores after iteration 4, 6, 8 were not compared: only one of the runs has"
+    assert any(text.startswith(expected) for text in found.not_compared)
+    never = train(tmp_path / "never", valid_frequency=None)
+    found = diff(known, never)
+    assert (found.is_equal, found.num_scored) == (True, 0)
+    assert any("iteration 4, 8, 12 were not compared" in text for text in found.not_compared)
+
+
+def test_scores_after_a_difference_of_iterations_are_not_blamed(
+    known: Path, tmp_path: Path
+) -> None:
+    other = train(tmp_path, Net(rate=0.2))
+    found = diff(known, other)
+    assert (found.iteration, found.num_scored) == (1, 0)
+    assert SCORES not in found.what
+    assert not found.may_begin_earlier
+
+
+@pytest.mark.shows("P131")
+def test_a_score_is_exempt_by_name(measured: Path, tmp_path: Path) -> None:
+    again = train(tmp_path / "again", Net(measures=True))
+    found = diff(measured, again)
+    assert (found.iteration, found.what) == (EVERY, [SCORES])
+    assert {*found.details["scores"][0]} == {"seconds"}
+    exempt = [train(tmp_path / name, Exempt(measures=True)) for name in ("a", "b")]
+    for pair in (exempt, [measured, exempt[0]]):
+        found = diff(*pair)
+        assert (found.is_equal, found.num_scored) == (True, 3)
+        assert "the score 'seconds' was not compared: it is unscored" in found.not_compared
+    # The others are compared as before.
+    other = train(tmp_path / "c", Exempt(measures=True), Data(0.5))
+    assert {*diff(exempt[0], other).details["scores"][0]} == {"error"}
+
+
+def test_a_score_of_one_run_only_is_named(known: Path, measured: Path) -> None:
+    found = diff(known, measured)
+    assert (found.is_equal, found.num_scored) == (True, 3)
+    text = "the score 'seconds' was not compared: only one of the runs has it"
+    assert text in found.not_compared
+
+
+def test_runs_without_recorded_scores_say_so(known: Path, tmp_path: Path) -> None:
+    lone = tmp_path / "ledger.jsonl"
+    shutil.copy(known / "ledger.jsonl", lone)
+    found = diff(known, lone)
+    assert (found.is_equal, found.num_scored) == (True, 0)
+    text = f"scores were not compared: there is no {tmp_path / 'timing.jsonl'}"
+    assert text in found.not_compared
+    aside = known / "ledger.before-12.jsonl"
+    shutil.copy(known / "ledger.jsonl", aside)
+    found = diff(known, aside)
+    aside.unlink()
+    assert (found.is_equal, found.num_scored) == (True, 0)
+
+
+def test_weights_that_no_line_holds_are_named(known: Path, tmp_path: Path) -> None:
+    lines = (known / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    for number in (1, 2):
+        (tmp_path / f"{number}.jsonl").write_bytes(b"".join(lines[:-1]))
+    found = diff(tmp_path / "1.jsonl", tmp_path / "2.jsonl")
+    assert "weights were not compared" in found.not_compared
+    assert diff(known, known).weights_at == TOTAL
+    found = diff(known, tmp_path / "1.jsonl")
+    assert "weights were not compared" in found.not_compared
+
+
+@pytest.mark.shows("P131")
+def test_a_resumed_run_has_the_scores_of_one_that_was_not_killed(
+    known: Path, tmp_path: Path
+) -> None:
+    class Mortal(Net):
+        def on_training_batch_end(
+            self, state: helios.TrainingState, should_log: bool = False
+        ) -> None:
+            super().on_training_batch_end(state, should_log)
+            if state.global_iteration == 11:
+                raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(tmp_path, Mortal())
+    found = diff(known, train(tmp_path))
+    assert (found.is_equal, found.num_scored) == (True, 3)
+
+
+@pytest.mark.shows("P131")
+def test_a_replay_compares_scores(known: Path) -> None:
+    found = replay(known, Net(), start=0)
+    assert (found.is_equal, found.num_scored) == (True, 3)
+    assert found.not_compared == ["buffers were not compared"]
+    found = replay(known, Net(), Data(0.5), start=0)
+    assert not found.is_equal
+    assert (found.iteration, found.what) == (EVERY, [SCORES])
+    assert found.may_begin_earlier
+    # From a checkpoint on, and up to the first validation after it that differs.
+    found = replay(known, Net(), Data(0.5), start=6)
+    assert (found.begins_after, found.iteration) == (6, 8)
+
+
+def test_a_replay_exempts_what_the_model_names_today(measured: Path) -> None:
+    assert replay(measured, Net(measures=True), start=0).what == [SCORES]
+    found = replay(measured, Exempt(measures=True), start=0)
+    assert (found.is_equal, found.num_scored) == (True, 3)
+    assert "the score 'seconds' was not compared: it is unscored" in found.not_compared
+
+
+@pytest.mark.shows("P131")
+def test_equal_ledgers_with_other_scores_are_two_results(known: Path, shifted: Path) -> None:
+    notes = compare(known, shifted).notes
+    first = diff(known, shifted).details["scores"]
+    values = f"error {first[0]['error']!r} | {first[1]['error']!r}"
+    (text,) = [note for note in notes if "equal ledgers" in note]
+    assert "they differ at the latest from iteration 4 on" in text
+    assert values in text
+    assert not any("one result" in note for note in notes)
+
+
+def test_equal_runs_name_what_compare_did_not_compare(known: Path, tmp_path: Path) -> None:
+    notes = compare(known, train(tmp_path, valid_frequency=6)).notes
+    assert any("they are one result, not two" in note for note in notes)
+    (text,) = [note for note in notes if "buffers were not compared" in note]
+    assert "scores after iteration 4, 6, 8 were not compared" in text
+
+
+@pytest.mark.shows("P131")
+@pytest.mark.parametrize("place", ["times", "sidecar", "best"])
+def test_verify_finds_a_changed_score(
+    place: str, known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(known, tmp_path / "net")
+    assert main(["verify", str(run)]) == 0
+    assert "; scores of 1 validation" in capsys.readouterr().out
+    (path,) = run.glob("*iter_12.json")
+    if place == "times":
+        lines = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
+        for line in lines:
+            if "scores" in line and line["iteration"] == TOTAL:
+                line["scores"]["error"] *= 1 + 2**-52
+        (run / "timing.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    elif place == "sidecar":
+        sidecar = Sidecar.from_json(path.read_text(), name=path.name)
+        sidecar.metrics["error"] *= 1 + 2**-52
+        path.write_text(sidecar.to_json())
+    else:
+        sidecar = Sidecar.from_json(path.read_text(), name=path.name)
+        error = read_scores(run / "ledger.jsonl").by_iteration[8]["error"]
+        plain = {"metric": "error", "mode": "min", "iteration": 8, "scores": {"error": error / 2}}
+        changed = Sidecar(**{**vars(sidecar), "best": plain})
+        path.write_text(changed.to_json())
+    assert main(["verify", str(run)]) == 1
+    expected = "after iteration 8" if place == "best" else "after iteration 12"
+    assert expected in capsys.readouterr().out
+
+
+def test_verify_without_checkpoints_compares_no_scores(known: Path) -> None:
+    found = verify(known)
+    assert (found.is_good, found.num_scored) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_equal"),
+    [
+        (math.nan, math.nan, True),
+        (math.inf, math.inf, True),
+        (math.inf, -math.inf, False),
+        (0.1, math.nextafter(0.1, 1), False),
+        (0.0, -0.0, False),
+    ],
+    ids=str,
+)
+def test_scores_are_equal_if_their_bits_are(one: float, other: float, *, is_equal: bool) -> None:
+    sides = [RunScores({1: {"error": x}}) for x in (one, other)]
+    assert (compare_scores(*sides, after=0, last=1).iteration is None) is is_equal
+
+
+@pytest.mark.parametrize("names", ["seconds", (1,), 3], ids=str)
+def test_unscored_must_be_a_tuple_of_names(names: Any, tmp_path: Path) -> None:
+    class Wrong(Net):
+        unscored = names
+
+    with pytest.raises(ArgumentTypeError, match=r"unscored of a model must be a tuple of names"):
+        train(tmp_path, Wrong())
