@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import logging
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,9 @@ from torch import nn
 import helios
 from helios.checkpoint import loading
 from helios.storage import codec
-from tests.integration.test_declared_params import Data, fit
+from tests.integration.test_declared_params import Data, fit, newest_options
+from tests.support import signals
+from tests.support.ranks import run_ranks
 
 _STEPS = 2
 
@@ -190,6 +195,112 @@ def test_another_version_of_pytorch_is_one_warning(
     lines = _lines(capsys)
     assert sum(version in line for line in lines) == 1
     assert not any("optimizer" in line for line in lines)
+
+
+class Collector(logging.Handler):
+    """Keeps what is logged before the end of the training."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if not text.startswith(("Hook order", "Training has ended")):
+            self.lines.append(f"{record.levelname} - {text}")
+
+
+def _train_by_world_size(folder: Path, total: int, num_ranks: int, rank: int) -> list[str]:
+    """Train with a rate and a parameter that are not the same everywhere; returns the log."""
+    model = Model(Config(lr=0.1 * num_ranks), None)
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=total,
+        chkpt_frequency=1,
+        chkpt_root=folder,
+        use_cpu=True,
+        num_replicas=4,
+        print_banner=False,
+        params={"rank": rank},
+    )
+    collector = Collector()
+    logging.getLogger("helios").addHandler(collector)
+    try:
+        assert trainer.fit(model, Data())
+    finally:
+        logging.getLogger("helios").removeHandler(collector)
+    assert model.trained >= 1
+    return collector.lines
+
+
+def _train_as_rank(rank: int, folder: Path, total: int, num_ranks: int) -> list[str]:
+    return _train_by_world_size(folder, total, num_ranks, rank)
+
+
+_EXTENDED = "INFO - Changed since the checkpoint: total_steps: 1 -> 2."
+
+
+def _not_taken(new: float, old: float) -> str:
+    return (
+        f"WARNING - optimizer.lr: setup() has {new}, the run keeps {old}; "
+        'allow_changes=("optimizer",) takes the new value'
+    )
+
+
+def test_fewer_processes_with_a_rate_by_their_number_say_one_line(tmp_path: Path) -> None:
+    first, second = run_ranks(_train_as_rank, 2, tmp_path, 1, 2)
+    assert first == second == []
+    # The parameters of rank 0 count.
+    assert newest_options(tmp_path)["params"] == {"rank": 0}
+    (lines,) = run_ranks(_train_as_rank, 1, tmp_path, 2, 1)
+    assert sorted(lines) == [_EXTENDED, _not_taken(0.1, 0.2)]
+
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+from tests.integration.test_harmless_restarts import _train_by_world_size
+
+folder, total, num_ranks = sys.argv[1:]
+rank = int(os.environ.get("RANK", 0))
+number = int(num_ranks) or int(os.environ["WORLD_SIZE"])
+lines = _train_by_world_size(Path(folder), int(total), number, rank)
+if rank == 0:
+    print(json.dumps(lines))
+"""
+
+
+def _start(tmp_path: Path, total: int, num_ranks: int, *, torchrun: int = 0) -> list[str]:
+    """Start a script with python or with torchrun; returns what rank 0 has logged."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
+    words = [*(launcher if torchrun else []), str(script), str(tmp_path), str(total)]
+    done = subprocess.run(
+        [sys.executable, *words, str(num_ranks)],
+        env=signals.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    lines: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return lines
+
+
+@pytest.mark.full
+def test_torchrun_with_fewer_processes_and_a_rate_by_their_number_says_one_line(
+    tmp_path: Path,
+) -> None:
+    _start(tmp_path, 1, 0, torchrun=4)
+    lines = _start(tmp_path, 2, 0, torchrun=2)
+    assert sorted(lines) == [_EXTENDED, _not_taken(0.2, 0.4)]
+
+
+@pytest.mark.full
+def test_torchrun_goes_on_with_the_run_of_a_script_without_a_word(tmp_path: Path) -> None:
+    _start(tmp_path, 1, 1)
+    assert _start(tmp_path, 2, 1, torchrun=2) == [_EXTENDED]
 
 
 @pytest.mark.full

@@ -145,6 +145,8 @@ def _classify(name: str, before: Any, after: Any) -> ManifestChange:
     rule = next((rule for rule in _RULES if name.startswith(rule.prefix)), _UNKNOWN)
     if before is None and name.startswith("data."):
         rule = _Rule("", Effect.NONE, "the data did not state it before")
+    if None in (before, after) and name.startswith("switches."):
+        rule = _Rule("", Effect.NONE, "only one of the two versions of PyTorch has this setting")
     return ManifestChange(name, before, after, rule.effect, rule.reason)
 
 

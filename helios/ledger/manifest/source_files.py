@@ -17,6 +17,9 @@ from typing import Any
 
 _MOST_PARSED = 200_000
 _PACKAGE = __name__.partition(".")[0]
+# A rank that was started by the script has the script a second time; PyTorch writes the last one
+# into a temporary folder.
+_LEFT_OUT = (_PACKAGE, "__mp_main__", "_remote_module_non_scriptable")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
@@ -110,8 +113,7 @@ def _list_sources(modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         path = _find_source(module)
         if path is None or _is_installed(path):
             continue
-        # A rank that was started by the script has the script a second time.
-        if name.partition(".")[0] not in (_PACKAGE, "__mp_main__"):
+        if name.partition(".")[0] not in _LEFT_OUT:
             yield name, path
 
 

@@ -33,6 +33,8 @@ _LOGGER = logging.getLogger(__name__)
 _MOST_NAMED = 8
 # What the checkpoint holds is compared with it, before the first step.
 _COMPARED_ELSEWHERE = ("params", "found")
+# Lines of the start name words of the command line, and the version of PyTorch.
+_SAID_ELSEWHERE = ("command.arguments", "versions.torch", "libraries.torch")
 # The training has the processor for most of the time while files are parsed.
 _REST = 4.0
 _LEAST_REST = 1e-3
@@ -246,12 +248,15 @@ class RunManifest:
         self._failures.clear()
 
     def _report(self) -> None:
-        """Log what differs; words of the command line are compared elsewhere."""
+        """Log what differs, but not what another line says."""
+        told = {*_SAID_ELSEWHERE}
+        if any(each.name == "versions.torch" for each in self.changes):
+            told.add("versions.torch_build")
         for effect, text in (
             (Effect.TRAJECTORY, "what may change the training"),
             (Effect.ROUNDING, "what may change the rounding of numbers"),
         ):
-            found = [each for each in self._select(effect) if each.name != "command.arguments"]
+            found = [each for each in self._select(effect) if each.name not in told]
             if found:
                 _LOGGER.warning(
                     "This start differs from the one that has written the checkpoint in %s: %s.",
