@@ -427,7 +427,6 @@ class Trainer:
             self._exit_code = exit_code_of(error)
             raise
         self._exit_code = 0 if is_finished else 75
-        self._runtime.fitted_model = model
         return is_finished
 
     @with_short_traceback
@@ -466,9 +465,11 @@ class Trainer:
         """Test a checkpoint; the scores are in ``model.test_scores``.
 
         ``checkpoint`` is ``"newest"``, ``"best"`` (by the score of ``KeepBest``, or else of
-        ``EarlyStopping``) or a file. By default, it is the newest one, or the file of ``resume`` if
-        this trainer has not trained; without a checkpoint, a model that it has trained is tested as
-        it is, and for any other model ``load_for_testing`` is called.
+        ``EarlyStopping``) or a file. If it is omitted after a regular end of :meth:`fit` with this
+        model in this process, the model is tested as it is: nothing is set up or loaded. Otherwise
+        it is the newest one, or the file of ``resume`` if this trainer has not trained; without a
+        checkpoint, a model that this trainer has trained is tested as it is, and for any other
+        model ``load_for_testing`` is called. The log says which weights are tested.
 
         The order is that of :meth:`validate`, with ``testing`` for ``validation`` and ``test_step``
         for ``valid_step``.
@@ -539,6 +540,8 @@ class Trainer:
         with only_call():
             check_subjects(model, datamodule)
             self.model, self.datamodule = model, datamodule
+            if phase is Phase.TRAINING:
+                self._runtime.in_hand = None
             own = (self._options, self.plugins, self.roots, model, datamodule, self._runtime)
             call = Call(phase, *own, passed, asked, checkpoint=checkpoint)
             for owner in call.owners:

@@ -155,6 +155,11 @@ class Averages:
         self._pairs: _Pairs | None = None
         self.num_updates = 0
 
+    @property
+    def paths(self) -> list[str]:
+        """Paths of the networks that have averages."""
+        return list(self._parts)
+
     def clear(self) -> None:
         """Remove all averages."""
         self.let_go()

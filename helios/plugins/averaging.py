@@ -51,7 +51,8 @@ class WeightAverage(Plugin, ABC):
 
     loads_shards = True
     _internals: ClassVar[str] = (
-        "_averages _decay _every _is_fitting _networks _paths _start _swap _swaps_in _warmup"
+        "_averages _decay _every _is_fitting _is_left_out _networks _paths _start _swap _swaps_in "
+        "_warmup"
     )
 
     def __init__(
@@ -79,6 +80,7 @@ class WeightAverage(Plugin, ABC):
         self._networks: dict[str, nn.Module] = {}
         self._swap = Swap()
         self._is_fitting = False
+        self._is_left_out = False
 
     def _fail(self, option: str, rule: str, value: object, remedy: str) -> ArgumentError:
         name = type(self).__name__
@@ -102,6 +104,19 @@ class WeightAverage(Plugin, ABC):
         """Number of updates of the average; 0 before there is one."""
         return self._averages.num_updates
 
+    @property
+    def averaged_networks(self) -> list[str]:
+        """Paths of the networks that have an average; none before the first update."""
+        return self._averages.paths
+
+    def is_swapped_in(self, phase: Phase) -> bool:
+        """Whether an evaluation uses the average: it is asked for, and there is one."""
+        return phase in self._swaps_in and self.num_updates > 0
+
+    def leave_out(self) -> None:
+        """Do not swap the average in before the next ``setup``: the weights were changed since."""
+        self._is_left_out = True
+
     @abstractmethod
     def _merge(self, averages: list[Tensor], present: list[Tensor], count: int) -> None:
         """Move averages of ``count`` weights to current ones, in place; same device and type."""
@@ -109,6 +124,7 @@ class WeightAverage(Plugin, ABC):
     def setup(self) -> None:
         """Start without an average: the model builds new networks; a checkpoint restores it."""
         self._averages.clear()
+        self._is_left_out = False
 
     def on_fit_start(self) -> None:
         """Find the networks; raise an error if the average belongs to other ones."""
@@ -279,7 +295,7 @@ class WeightAverage(Plugin, ABC):
                     )
 
     def _swap_in(self, phase: Phase) -> None:
-        if phase not in self._swaps_in:
+        if phase not in self._swaps_in or self._is_left_out:
             return
         self._swap.put_back()
         networks = self._bind()

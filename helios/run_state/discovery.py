@@ -138,6 +138,11 @@ class Discovery:
         renewed = {"values": values, "_omissions": Omissions(identities)}
         return vars(self) | renewed | {"_identities": identities, "_baseline": None}
 
+    @property
+    def baseline(self) -> Baseline | None:
+        """What the last setup has made; ``None`` before one."""
+        return self._baseline
+
     @collector_at_rest()
     def take_baseline(self, *, states_too: bool = False) -> None:
         """Record what setup made; call it right after setup.

@@ -477,7 +477,7 @@ def test_a_model_sees_the_run_and_logs_a_number_of_its_own() -> None:
     with pytest.raises(UsageError, match="Watched has no context yet: a run sets it after setup"):
         model.context  # noqa: B018 - a property that raises
     trainer.validate(model, Numbers())
-    assert model.seen[-1] == ("validation", 0, True)
+    assert model.seen[-1] == ("validation", 4, True)
 
 
 @pytest.mark.shows("U30")

@@ -253,13 +253,13 @@ def test_tests_and_validations_of_their_own_have_values() -> None:
     model.found.clear()
     trainer.test(model, data)
     assert model.test_scores["ids"] == 2.5
-    assert listener.of("test/ids") == [(0, 2.5)]
+    assert listener.of("test/ids") == [(6, 2.5)]
     trainer.validate(model, data)
     assert model.metrics["ids"] == 2.5
     assert model.found == [2.5, 2.5]
     trainer.fit(model, data)
     trainer.test(model, data)
-    assert listener.of("test/ids") == [(0, 2.5)] * 2
+    assert listener.of("test/ids") == [(6, 2.5)] * 2
 
 
 @pytest.mark.shows("K14")

@@ -108,7 +108,8 @@ def log_hparams(values: Mapping[str, Any]) -> None:
         writer.add_hparams(plain, {})
 
 
-def _log_places() -> dict[str, Any]:
+def log_places() -> dict[str, Any]:
+    """Return where the logs of this process are, as a checkpoint records it."""
     places: dict[str, Any] = {}
     log_file = log.get_root_logger().log_file
     if log_file is not None:
@@ -259,7 +260,7 @@ class FitRecorder:
             resumed_from=self._start.origin,
             ledger=None if self._evidence is None else self._evidence.mark(),
             rewinds=[each.as_plain() for each in self._start.rewinds],
-            **_log_places(),
+            **log_places(),
         )
         stem = file_names.stem(self._name, *record.place)
         stem = file_names.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))

@@ -21,6 +21,7 @@ from helios.launch.worker import end_with_launcher
 from helios.startup.checkpoint_search.chosen_checkpoint import require_present
 from helios.startup.checkpoint_search.resume_point import find_replicas, find_stored
 from helios.startup.checkpoint_search.run_folder import require_writable
+from helios.startup.launching.model_in_hand import ModelInHand
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import (
     Plan,
@@ -107,6 +108,8 @@ def _find_stored(call: Call) -> Stored | None:
     model = call.model
     is_fit = call.phase is Phase.TRAINING
     types = model.types_for_safe_load()
+    if call.is_in_hand:
+        return None
     if call.choice.path is not None:
         return find_replicas(call.choice.path, types)
     stored = find_stored(call.options.checkpoints, model.save_name, types, is_fit=is_fit)
@@ -117,6 +120,8 @@ def _find_stored(call: Call) -> Stored | None:
 
 
 def _plan(call: Call, process: ThisProcess, stored: Stored | None) -> Plan:
+    if call.is_in_hand and call.in_hand is not None and call.in_hand.record is not None:
+        return Plan(call.in_hand.record.num_replicas, 1, process.info)
     options = call.options.processes
     num_processes = choose_processes(options, call.options.engine, process, stored)
     num_replicas = choose_replicas(options, process, stored, num_processes)
@@ -202,7 +207,7 @@ class LauncherRun(Run):
     def _run(self, stack: ExitStack) -> Any:
         call = self.call
         self.datamodule.prepare_data()
-        if call.is_trained:
+        if call.in_hand is not None:
             call.handed = self._hand_over()
         self._is_launched = True
         outcome = self._spawn()
@@ -210,6 +215,11 @@ class LauncherRun(Run):
         if outcome.state is not None:
             with call.runtime.footprint.taking(call.owners):
                 self._restore(pickle.loads(outcome.state))
+        if call.phase is Phase.TRAINING and call.replay is None:
+            is_interrupted = outcome.value is False
+            count = self._launch.num_processes
+            obstacle = "fit was interrupted" if is_interrupted else f"{count} processes trained it"
+            self.in_hand = ModelInHand(self.model, obstacle, plugins=dict(self.plugins))
         return outcome.value
 
     def _hand_over(self) -> Trained:

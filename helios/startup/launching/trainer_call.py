@@ -22,6 +22,7 @@ from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.session import Session
 from helios.startup.checkpoint_search.replay_start import Stretch, find_stretch
+from helios.startup.launching.model_in_hand import ModelInHand
 from helios.startup.options.checkpoint_choice import (
     CheckpointChoice,
     Choice,
@@ -121,7 +122,7 @@ class RuntimeState:
         info: the rank of this process in the current call, or the last one.
         session: the run, while there is one.
         queue: receives what spawned ranks send; ``None`` before there were any.
-        fitted_model: the model that was trained last.
+        in_hand: the model that ``fit`` has trained last; ``None`` before, and after an error.
         footprint: what setup has assigned in the launcher.
         listener: the signals received during the current call of fit.
     """
@@ -129,7 +130,7 @@ class RuntimeState:
     info: DistributedInfo = dataclasses.field(default_factory=DistributedInfo)
     session: Session | None = None
     queue: LaunchQueue | None = None
-    fitted_model: Model | None = None
+    in_hand: ModelInHand | None = None
     footprint: Footprint = dataclasses.field(default_factory=Footprint)
     listener: Listener = dataclasses.field(default_factory=Listener)
 
@@ -158,7 +159,7 @@ class Call:
         runtime: the runtime state of the trainer.
         passed_through: types of exceptions that are not logged.
         asked: what a replay is to repeat; ``None`` for other calls.
-        is_trained: whether this trainer has just trained the model, in this process.
+        is_in_hand: whether the model is evaluated as it is in this process, after ``fit``.
         handed: the state of a trained model, for ranks that set it up again.
         replay: the part of a run that is only repeated, once it is found; ``None`` to train.
         words: the command line with which the user has started Python; empty if unknown.
@@ -175,7 +176,7 @@ class Call:
     runtime: RuntimeState
     passed_through: tuple[type[BaseException], ...] = ()
     asked: ReplayOptions | None = None
-    is_trained: bool = dataclasses.field(init=False)
+    is_in_hand: bool = dataclasses.field(init=False)
     handed: Trained | None = None
     replay: Stretch | None = None
     words: tuple[str, ...] = dataclasses.field(default_factory=_find_words)
@@ -184,14 +185,23 @@ class Call:
 
     def __post_init__(self) -> None:
         is_evaluation = self.phase is not Phase.TRAINING
-        fitted = self.runtime.fitted_model
-        self.is_trained = is_evaluation and fitted is self.model
+        in_hand = self.in_hand
+        self.is_in_hand = (
+            self.checkpoint is None and in_hand is not None and not in_hand.reason_to_load
+        )
         self.choice = CheckpointChoice()
         if is_evaluation:
             options, plugins = self.options.checkpoints, self.plugins.values()
             self.choice = choose_checkpoint(
-                self.checkpoint, options, plugins, has_fitted=fitted is not None
+                self.checkpoint, options, plugins, has_fitted=self.runtime.in_hand is not None
             )
+
+    @property
+    def in_hand(self) -> ModelInHand | None:
+        """How ``fit`` has left the model that is evaluated; ``None`` for any other model."""
+        found = self.runtime.in_hand
+        is_evaluation = self.phase is not Phase.TRAINING
+        return found if is_evaluation and found is not None and found.model is self.model else None
 
     @property
     def loop(self) -> Loop:

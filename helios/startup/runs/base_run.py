@@ -44,6 +44,7 @@ from helios.startup.building.model_preparation import (
 from helios.startup.building.optimizer_settings import ConstructorCalls
 from helios.startup.building.state_owners import find_owners
 from helios.startup.checkpoint_search import run_rules
+from helios.startup.launching.model_in_hand import ModelInHand
 from helios.startup.launching.on_all_ranks import on_each
 from helios.startup.launching.process_plan import Plan
 from helios.startup.launching.rank_consistency import (
@@ -97,6 +98,7 @@ class Run(ABC):
         team: the processes, for what they do together.
         collects: whether to keep the state at the end of the call for another process.
         collected: that state, packed; ``None`` before the regular end.
+        in_hand: how a training leaves the model, for the evaluations that follow.
     """
 
     verb: str
@@ -110,6 +112,7 @@ class Run(ABC):
         self.datamodule: DataModule = call.datamodule
         self.collects = False
         self.collected: bytes | None = None
+        self.in_hand: ModelInHand | None = None
         check_plugins(self.plugins)
         check_state_methods(self.model)
         self.team = plan.make_team()
@@ -204,6 +207,8 @@ class Run(ABC):
                 for source in sources:
                     stack.callback(source.close)
             stack.callback(self.hooks.emit_to_all, "teardown")
+            if is_regular and self.in_hand is not None:
+                stack.callback(self.in_hand.record_attributes)
             if is_regular and self.collects:
                 stack.callback(self._collect)
             if is_regular and self._has_begun:
@@ -214,6 +219,9 @@ class Run(ABC):
             stack.callback(self._settings.close)
             stack.callback(self.loop.teardown)
             stack.callback(self.call.show, None)
+        if is_regular and self.in_hand is not None:
+            self.in_hand.record_contents()
+            self.call.runtime.in_hand = self.in_hand
 
     def _emit_fit_end(self) -> None:
         try:
@@ -321,7 +329,8 @@ class Run(ABC):
         self.datamodule.is_distributed = is_distributed
         self.datamodule.num_replicas = self.replicas.num_replicas
 
-    def _set_up(self, *, is_inference: bool) -> None:
+    def _set_up_others(self) -> None:
+        """Set up everything but the model: seed, registries, plugins and data."""
         registry = self.options.registry
         run = self.options.run
         rng.seed_setup(run.seed)
@@ -332,6 +341,10 @@ class Run(ABC):
             with naming(plugin, "setup"):
                 plugin.setup()
         self.datamodule.setup()
+
+    def _set_up(self, *, is_inference: bool) -> None:
+        self._set_up_others()
+        run = self.options.run
         take_own_processor(self.model)
         for table in self.model.tables.values():
             table.clear()

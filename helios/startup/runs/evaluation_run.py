@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,9 +14,13 @@ from helios.core.text import as_numbers
 from helios.engines.engine import numerics
 from helios.errors import UsageError
 from helios.model.model import Model
+from helios.plugins.averaging import WeightAverage
 from helios.startup.building import run_outputs
+from helios.startup.building.model_preparation import move_networks
+from helios.startup.building.state_owners import find_owners
 from helios.startup.checkpoint_search import run_rules
-from helios.startup.checkpoint_search.chosen_checkpoint import find_chosen
+from helios.startup.checkpoint_search.chosen_checkpoint import Chosen, find_chosen
+from helios.startup.launching.model_in_hand import ModelInHand
 from helios.startup.launching.process_plan import Plan
 from helios.startup.launching.trainer_call import Call
 from helios.startup.reporting.score_log import format_scores
@@ -35,17 +40,14 @@ class EvaluationRun(Run):
     def _run(self, stack: ExitStack) -> Any:
         self._prepare_data()
         name = self.options.run.name_for(self.model.save_name)
-        chosen = find_chosen(
-            self.call.choice,
-            self.options.checkpoints,
-            self.model.save_name,
-            self.model.types_for_safe_load(),
-            run_name=name,
-            team=self.team,
-            share=self._share,
-        )
+        in_hand = self.call.in_hand
+        reason = "" if in_hand is None else in_hand.reason_to_load
+        chosen = Chosen(None) if self.call.is_in_hand else self._find_chosen(name)
         loaded = chosen.loaded
         record = None if loaded is None else self._detach(loaded.record)
+        trained = self.call.handed if record is None else Trained.of(record)
+        if trained is None and in_hand is not None:
+            record = in_hand.record
         stack.enter_context(
             numerics(
                 is_deterministic=self.options.numerics.enable_deterministic,
@@ -55,8 +57,7 @@ class EvaluationRun(Run):
         )
         run_outputs.open_logs(self.options.logging, name, record, is_training=False)
         self._follow_rules(run_rules.find_rules(None if record is None else record.options))
-        trained = self.call.handed if record is None else Trained.of(record)
-        self._set_up_for(trained, is_handed=record is None)
+        trained = self._set_up_for(trained, is_handed=loaded is None)
         phase = self.call.phase
         has_data = self._open_source(phase) is not None
         if not has_data:
@@ -64,17 +65,96 @@ class EvaluationRun(Run):
         self._require_alike_setup()
         session = self._make_inference_session(phase)
         self._take_session(session)
-        if loaded is not None and record is not None:
+        if record is not None:
             session.state = TrainingState(**record.training_state)
             session.cursor = Cursor(**record.cursor)
-            _LOGGER.info("%s.", ", ".join((f"{self.verb} of {loaded.path.name}", *chosen.reasons)))
         if trained is not None:
             session.plugin_states.restore(trained.plugins)
             self.owners.restore(trained.owners, is_inference=True)
+        used = in_hand if loaded is None else None
+        left_out = {} if used is None else used.leave_out_averages(self.plugins.values())
+        self._log_weights(chosen, reason, left_out)
         result = self.loop.run()
+        if used is not None and not left_out:
+            # Steps may have changed buffers; what the next evaluation finds changed is the user's.
+            used.record_contents()
         if has_data:
             self._show_scores()
         return result
+
+    def _find_chosen(self, run_name: str) -> Chosen:
+        return find_chosen(
+            self.call.choice,
+            self.options.checkpoints,
+            self.model.save_name,
+            self.model.types_for_safe_load(),
+            run_name=run_name,
+            team=self.team,
+            share=self._share,
+        )
+
+    def _set_up_for(self, trained: Trained | None, *, is_handed: bool) -> Trained | None:
+        """Set up and load what is evaluated; returns the states of plugins and data, if any."""
+        in_hand = self.call.in_hand
+        if trained is None and in_hand is not None:
+            return self._set_up_around(in_hand)
+        self._set_up(is_inference=True)
+        if trained is not None:
+            self.model.load_state_dict(trained.model, fast_init=True)
+            if is_handed:
+                apply_tables(trained.tables, self.model)
+            return trained
+        if type(self.model).load_for_testing is Model.load_for_testing:
+            _LOGGER.warning(
+                "%s of a model without a checkpoint, with the weights from setup(). Pass "
+                "chkpt_root, or override Model.load_for_testing.",
+                self.verb,
+            )
+        self.model.load_for_testing()
+        return None
+
+    def _set_up_around(self, in_hand: ModelInHand) -> Trained:
+        """Set up all but the model, which stays as it is; returns the states of plugins."""
+        if self.replicas.is_sharded_over_processes:
+            raise UsageError(
+                f"{self.verb} of a sharded model needs a checkpoint, because its processes "
+                "have parted after the training, each with its shards. Pass chkpt_root."
+            )
+        with in_hand.keeping_plugins() as states:
+            self._set_up_others()
+        move_networks(self.model, self.engine.device)
+        self.owners = find_owners(self.plugins, self.model, self.datamodule, engine=self.engine)
+        self.hooks = self._make_bus()
+        return Trained({}, {}, states, {})
+
+    def _log_weights(self, chosen: Chosen, reason: str, left_out: Mapping[str, list[str]]) -> None:
+        """Log which weights are evaluated, and why.
+
+        Args:
+            chosen: the checkpoint, if there is one.
+            reason: why it is not the model as it is after ``fit``.
+            left_out: networks whose average is not used, by id of the plugin.
+        """
+        if chosen.loaded is not None:
+            texts = [chosen.loaded.path.name, *chosen.reasons]
+            texts += [f"the newest checkpoint, because {reason}"] if reason else []
+        elif self.call.handed is not None:
+            texts = ["the model as the process that started the ranks has it"]
+        elif self.call.in_hand is not None:
+            why = f"because there is no checkpoint, and {reason}" if reason else "after fit"
+            texts = ["the model as it is now", why]
+        else:
+            return
+        for name, plugin in self.plugins.items():
+            if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(self.call.phase):
+                paths = ", ".join(left_out.get(name, ()))
+                average = f"the average of plugin {name!r}"
+                texts.append(
+                    f"without {average}, because of changes to {paths} since fit"
+                    if paths
+                    else f"with {average}"
+                )
+        _LOGGER.info("%s of %s.", self.verb, ", ".join(texts))
 
     def _show_scores(self) -> None:
         tables = {
@@ -85,29 +165,3 @@ class EvaluationRun(Run):
         scores = as_numbers(tables[self.call.phase])
         if scores:
             _LOGGER.info("%s scores: %s.", self.verb, format_scores(scores))
-
-    def _set_up_for(self, trained: Trained | None, *, is_handed: bool) -> None:
-        if trained is None and self.call.is_trained:
-            if self.replicas.is_sharded_over_processes:
-                raise UsageError(
-                    f"{self.verb} of a sharded model needs a checkpoint, because its processes "
-                    "have parted after the training, each with its shards. Pass chkpt_root."
-                )
-            _LOGGER.info("%s of the model as it was trained in this process.", self.verb)
-            self._set_places()
-            self.datamodule.setup()
-            return
-        self._set_up(is_inference=True)
-        if trained is not None:
-            self.model.load_state_dict(trained.model, fast_init=True)
-            if is_handed:
-                _LOGGER.info("%s of the model with the weights of the last training.", self.verb)
-                apply_tables(trained.tables, self.model)
-            return
-        if type(self.model).load_for_testing is Model.load_for_testing:
-            _LOGGER.warning(
-                "%s of a model without a checkpoint, with the weights from setup(). Pass "
-                "chkpt_root, or override Model.load_for_testing.",
-                self.verb,
-            )
-        self.model.load_for_testing()

@@ -49,6 +49,7 @@ from helios.startup.checkpoint_search.rewinding import (
     settle,
 )
 from helios.startup.checkpoint_search.run_folder import lock_folder, require_writable
+from helios.startup.launching.model_in_hand import ModelInHand
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import Plan, describe_processes
 from helios.startup.launching.trainer_call import Call
@@ -99,13 +100,18 @@ class FitRun(Run):
             # A script that uses the model after fit finds the weights and values of the run's end;
             # what only training needs, such as optimizers, is as setup creates it.
             assert self._start.loaded is not None
-            self._follow_rules(run_rules.find_rules(self._start.loaded.record.options))
-            self._restore(Trained.of(self._detach(self._start.loaded.record)))
+            record = self._start.loaded.record
+            self._follow_rules(run_rules.find_rules(record.options))
+            self._restore(Trained.of(self._detach(record)))
+            self._keep_in_hand(replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
             self._report_finished()
             return True
         on_first(self.replicas, lambda: require_writable(checkpoints, name))
         reason = self._train(stack)
-        is_interrupted = self.session is not None and self.session.is_interrupted
+        session = self.session
+        is_interrupted = session is not None and session.is_interrupted
+        if session is not None:
+            self._keep_in_hand(self._record_end(session), is_interrupted=is_interrupted)
         if self._recorder is not None:
             self._recorder.finish(None if is_interrupted else reason)
         cause = None if self.session is None else self.session.requests.interruption
@@ -134,6 +140,31 @@ class FitRun(Run):
         self.call.runtime.listener.note_safe_point()
         self.display.close()
         return reason
+
+    def _keep_in_hand(self, end: Record, *, is_interrupted: bool = False) -> None:
+        """Describe how the model is left, for evaluations in this process."""
+        replicas, obstacle = self.replicas, ""
+        if is_interrupted:
+            obstacle = "fit was interrupted"
+        elif not replicas.has_single_process:
+            obstacle = f"{replicas.num_processes} processes trained it"
+        elif replicas.is_sharded:
+            obstacle = "it is sharded"
+        plugins = dict(self.plugins)
+        self.in_hand = ModelInHand(self.model, obstacle, end, plugins)
+
+    def _record_end(self, session: Session) -> Record:
+        """Return counters and logs at the end, without what the objects themselves hold."""
+        return Record(
+            training_state=session.state.dict(),
+            cursor=session.cursor.dict(),
+            model={},
+            rng={},
+            num_threads=torch.get_num_threads(),
+            num_replicas=self.replicas.num_replicas,
+            options=self._start.definition,
+            **run_outputs.log_places(),
+        )
 
     def _prepare(self, stack: ExitStack) -> None:
         record = self._record
