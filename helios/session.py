@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from torch.nn.parameter import is_lazy
+
 from helios.best import Validation
 from helios.checkpoint.capture import capture
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.core import rng
+from helios.core.sharded_tensors import is_sharded
 from helios.core.text import as_numbers
 from helios.engines.engine import Engine
 from helios.engines.process_member import redefines
@@ -31,6 +34,7 @@ from helios.protocols import GradientAudit
 from helios.replicas.turns import make_turns
 from helios.requests import make_agreement
 from helios.run_state.consistency import check_alike
+from helios.run_state.idle_watch import IdleWatch
 from helios.run_state.replica_watch import ReplicaWatch
 from helios.state import Phase
 from helios.terminal.progress import Display
@@ -68,6 +72,7 @@ class Session(LiveRun):
         leaves_batches: whether the model leaves batches on the device where they are.
         is_plain: whether steps run without a context of the engine.
         audit: computes gradients a second time; ``None`` without audits.
+        idle_watch: notices that nothing is learned; ``None`` once something is.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
         context: what hooks may see of the run.
@@ -88,6 +93,7 @@ class Session(LiveRun):
     leaves_batches: bool = field(init=False)
     is_plain: bool = field(init=False)
     audit: GradientAudit | None = None
+    idle_watch: IdleWatch | None = None
 
     def __post_init__(self) -> None:
         # Needed in every iteration, and constant during a run.
@@ -207,6 +213,7 @@ class Session(LiveRun):
         # If a poll after the save ends the run, the checkpoint exists already.
         if not self.can_save or self.recorder is None or self.recorder.has_saved(self.state):
             return
+        self.refuse_idle_steps()
         self.check_alike()
         if self.is_leaving:
             self.note_last_safe_point()
@@ -215,6 +222,37 @@ class Session(LiveRun):
         snapshot = record.snapshot()
         self.hooks.emit("on_save_checkpoint", snapshot)
         self.recorder.save(snapshot)
+
+    def watch_idle_steps(self) -> None:
+        """Begin to watch whether the steps of a new run learn anything."""
+        processor = self.model.batch_processor
+        if processor is not None and not processor.need_backward:
+            return
+        networks = self.model.discovery.modules().values()
+        tensors = [each for net in networks for each in (*net.parameters(), *net.buffers())]
+        # Lazy ones get their values in the first step; sharded ones need a loss that is returned.
+        if not any(is_lazy(each) or is_sharded(each) for each in tensors):
+            self.idle_watch = IdleWatch(
+                type(self.model).__name__,
+                self.model.discovery,
+                self.owner_states,
+                gather=self.replicas.gather_objects,
+            )
+
+    def follow_idle_steps(self) -> None:
+        """Look whether an iteration has learned something, until one has."""
+        if self.idle_watch is not None and not self.idle_watch.follow(
+            self.state.global_iteration,
+            is_manual=bool(self.is_manual),
+            ends_window=self.state.is_step_boundary,
+        ):
+            self.idle_watch = None
+
+    def refuse_idle_steps(self) -> None:
+        """Raise ``UsageError`` if nothing was learned so far, before a save or after an epoch."""
+        if self.idle_watch is not None:
+            self.idle_watch.refuse(self.state.global_iteration)
+            self.idle_watch = None
 
     def begin_training(self) -> None:
         """Mark the end of the start events: each start sets up again what they set up."""

@@ -195,6 +195,7 @@ class EpochLoop(Loop):
 
     def _end_epoch(self) -> None:
         self._emit_end()
+        self._session.refuse_idle_steps()
         self._session.cursor.next_epoch()
         self._session.state.end_epoch()
 
@@ -349,6 +350,8 @@ class EpochLoop(Loop):
         state.dataset_iter += 1
         self._num_done += 1
         state.average_iter_time = self._timer.record()
+        if session.idle_watch is not None:
+            session.follow_idle_steps()
 
     def _validate(self) -> bool:
         try:

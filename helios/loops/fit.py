@@ -44,6 +44,8 @@ class FitLoop(Loop):
         session, cursor = self._session, self._session.cursor
         session.context.start_epoch = cursor.epoch
         session.context.start_step = session.state.global_step
+        if not session.is_resumed:
+            session.watch_idle_steps()
         self._check_sanity()
         session.hooks.emit("on_training_start")
         session.model.train()

@@ -160,13 +160,15 @@ class Owners:
                 ", ".join(self._carried),
             )
 
-    def watch(self, *, sees_unsaved: bool = False) -> list[tuple[str, StepWatch]]:
-        """Begin to watch a step of all owners but data sets, which may change with fetching."""
+    def watch(
+        self, *, sees_unsaved: bool = False, sees_data: bool = False
+    ) -> list[tuple[str, StepWatch]]:
+        """Begin to watch a step of all owners; of data sets, which fetching changes, if asked."""
         self._shared = None
         return [
             (name, found.watch(reads_weights=False, sees_unsaved=sees_unsaved))
             for name, found in self._found.items()
-            if not self._owners[name].is_data and found.has_attributes
+            if (sees_data or not self._owners[name].is_data) and found.has_attributes
         ]
 
     def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:

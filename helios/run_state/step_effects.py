@@ -72,7 +72,7 @@ class StepWatch:
         marks = class_marks(self._owner, found, scene, self._identities)
         # A manual step updates optimizers and schedulers, as it updates parameters.
         moved = {
-            name: _mark_of(tensor, reads_bits=self._reads_weights)
+            name: mark_of_tensor(tensor, reads_bits=self._reads_weights)
             for name, tensor in (scene.parameters.named() | scene.parameters.loose).items()
         }
         covers: dict[str, Coverage] = {}
@@ -120,7 +120,7 @@ def _is_buffer(slot: Slot, found: WalkResult) -> bool:
     return isinstance(container, nn.Module) and slot.key in vars(container)["_buffers"]
 
 
-def _mark_of(parameter: Tensor, *, reads_bits: bool) -> bytes:
+def mark_of_tensor(parameter: Tensor, *, reads_bits: bool) -> bytes:
     """Return a mark that differs after a write; writes to ``.data`` do not change the version."""
     return b"%d %d %d" % (
         parameter._version,  # noqa: SLF001 - torch has no public counter

@@ -28,3 +28,16 @@ def what_cannot_be_pickled_is_not_named(are_forked, context):
 @fault("helios.data.stream_source:StreamSource.count_unused", "tests/integration/test_streams.py")
 def samples_of_longer_parts_are_left_out_in_silence(count_unused, source):
     return None
+
+
+IDLE = "tests/integration/test_idle_steps.py"
+
+
+@fault("helios.run_state.idle_watch:IdleWatch.refuse", IDLE)
+def a_run_that_learns_nothing_is_saved(refuse, watch, iteration):
+    pass
+
+
+@fault("helios.run_state.idle_watch:IdleWatch._mark_buffers", IDLE)
+def tables_in_buffers_do_not_count_as_learned(mark_buffers, watch):
+    return {}

@@ -1,0 +1,215 @@
+"""Runs whose steps learn nothing, and runs that only look like that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import helios
+from helios.data import DataLoaderParams
+from helios.errors import UsageError
+from helios.plugins import Plugin
+
+FORGOTTEN = "did you forget `return loss`?"
+
+
+class Points(helios.DataModule):
+    def __init__(self, length: int = 8) -> None:
+        super().__init__()
+        self.length = length
+
+    def setup(self) -> None:
+        chance = torch.Generator().manual_seed(1)
+        points = torch.randn(self.length, 2, generator=chance)
+        params = DataLoaderParams(batch_size=2, num_workers=0)
+        self._train_dataset = self._create_dataset(TensorDataset(points), params)
+
+
+class Net(helios.Model):
+    """A network whose step is up to the test."""
+
+    def __init__(self, step: Callable[[Any, Tensor], Any], *, has_statistics: bool = False) -> None:
+        super().__init__("net")
+        self.step = step
+        self.has_statistics = has_statistics
+
+    def setup(self, fast_init: bool = False) -> None:
+        parts = (nn.BatchNorm1d(2),) if self.has_statistics else ()
+        self.net = nn.Sequential(*parts, nn.Linear(2, 1))
+        self.net.register_buffer("centers", torch.zeros(2))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.table = torch.zeros(2)
+        if self.step is make_layers:
+            self.lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
+        return self.step(self, batch[0])
+
+
+def forget(model: Any, x: Tensor) -> None:
+    model.net(x).square().mean()
+
+
+def fit(model: helios.Model, folder: Path | None = None, length: int = 8, **options: Any) -> None:
+    if folder is not None:
+        options = {"chkpt_root": folder, "chkpt_frequency": 1, **options}
+    options = {"total_steps": 1, "use_cpu": True, "print_banner": False, **options}
+    helios.Trainer(**options).fit(model, Points(length))
+
+
+@pytest.mark.shows("U35")
+def test_a_forgotten_loss_is_an_error_before_anything_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for unit in ("epoch", "iteration"):
+        folder = tmp_path / unit
+        with pytest.raises(UsageError, match=r"in all \d batches.*Did you forget `return loss`\?"):
+            fit(Net(forget), folder, train_unit=unit, total_steps=3)
+        assert not list(folder.rglob("*.pth"))
+        assert capsys.readouterr().err.count(FORGOTTEN) == 1
+
+
+@pytest.mark.shows("U35")
+def test_a_long_first_epoch_ends_after_100_batches() -> None:
+    seen = []
+    with pytest.raises(UsageError, match="None in all 100 batches"):
+        fit(Net(lambda model, x: seen.append(1)), length=1000)
+    assert len(seen) == 100
+
+
+@pytest.mark.shows("U35")
+def test_a_loss_that_is_forgotten_after_batch_norm_is_a_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fit(Net(forget, has_statistics=True), total_steps=2)
+    assert capsys.readouterr().err.count(FORGOTTEN) == 1
+
+
+class KMeans(helios.Model):
+    """Lloyd's algorithm: sums of an epoch, and new centers at its end."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.centers = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+        self.sums, self.counts = torch.zeros(2, 2), torch.zeros(2)
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> None:
+        nearest = torch.cdist(batch[0], self.centers).argmin(1)
+        self.sums.index_add_(0, nearest, batch[0])
+        self.counts.index_add_(0, nearest, torch.ones(len(nearest)))
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        self.centers = self.sums / self.counts.clamp(min=1)[:, None]
+        self.sums.zero_()
+        self.counts.zero_()
+
+
+class WarmUp(helios.Model):
+    """Collects a buffer before it trains on it."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(2, 1)
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+        self.replay: list[Tensor] = []
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> None:
+        self.replay.append(batch[0])
+        if len(self.replay) > 120:
+            self.optimizer.zero_grad()
+            self.net(torch.cat(self.replay[-8:])).square().mean().backward()
+            self.optimizer.step()
+
+
+@pytest.mark.shows("U35")
+@pytest.mark.parametrize("kind", [KMeans, WarmUp])
+def test_a_script_that_learns_without_a_loss_is_right(
+    kind: type[helios.Model], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = kind("own")
+    fit(model, tmp_path, length=300, total_steps=2)
+    fit(kind("own"), tmp_path, length=300, total_steps=3)
+    said = capsys.readouterr().err
+    assert FORGOTTEN not in said
+    assert "ERROR" not in said
+
+
+def step_slowly(model: Any, x: Tensor) -> None:
+    """A rate that warms up from 0: the optimizer steps, and no value changes."""
+    model.optimizer.param_groups[0]["lr"] = 0.0
+    model.net(x).square().mean().backward()
+    model.optimizer.step()
+    model.optimizer.zero_grad()
+
+
+def write_data(model: Any, x: Tensor) -> None:
+    """An update as in old scripts, which no version counter sees."""
+    model.net(x).square().mean().backward()
+    for parameter in model.net.parameters():
+        parameter.data = parameter.data - 0.1 * parameter.grad
+        parameter.grad = None
+
+
+def write_memory(model: Any, x: Tensor) -> None:
+    model.net[0].weight.data.numpy()[:] += 1
+
+
+def only_backward(model: Any, x: Tensor) -> None:
+    model.net(x).square().mean().backward()
+
+
+def write_buffer(model: Any, x: Tensor) -> None:
+    model.net[0].register_buffer("seen", x.sum(), persistent=False)
+
+
+def make_layers(model: Any, x: Tensor) -> None:
+    model.lazy(x)
+
+
+def write_in_buffer(model: Any, x: Tensor) -> None:
+    model.net.centers.data.copy_(x.mean(0))
+
+
+def write_table(model: Any, x: Tensor) -> None:
+    model.table += 1
+
+
+def write_elsewhere(model: Any, x: Tensor) -> None:
+    model.trainer.datamodule.seen = x.sum()
+
+
+@pytest.mark.shows("U35")
+@pytest.mark.parametrize(
+    "step",
+    [
+        *(step_slowly, write_data, write_memory, only_backward),
+        *(write_buffer, write_in_buffer, write_table, write_elsewhere, make_layers),
+    ],
+)
+def test_whatever_a_step_does_is_seen(
+    step: Callable[[Any, Tensor], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(Net(step))
+    assert FORGOTTEN not in capsys.readouterr().err
+
+
+class StepsInHook(Plugin):
+    """Trains in a hook, on what the step has left."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: helios.TrainingState, should_log: bool) -> None:
+        model: Any = self.trainer.model
+        with torch.no_grad():
+            model.net[0].weight += 1
+
+
+@pytest.mark.shows("U35")
+def test_a_hook_may_learn_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(Net(forget), plugins=[StepsInHook("steps")])
+    assert FORGOTTEN not in capsys.readouterr().err
