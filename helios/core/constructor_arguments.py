@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from helios.core.declared_values import describe_given
@@ -46,8 +47,11 @@ class KeepsArguments:
                 # Python says so only of classes without any __new__.
                 raise TypeError(f"{cls.__name__}() takes no arguments")
             self = new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
+            # A __new__ of a subclass may keep them to itself.
+            is_told = bool(args or kwargs) or cls.__new__ is KeepsArguments.__new__
+            given = bind_arguments(cls.__init__, (self, *args), kwargs) if is_told else {}
             # Not by assignment, which a class may have forbidden or changed.
-            vars(self)[_ATTRIBUTE] = describe_given(bind_arguments(cls, args, kwargs))
+            vars(self)[_ATTRIBUTE] = describe_given(dict(islice(given.items(), 1, None)))
             return self
 
 

@@ -1,7 +1,8 @@
 """Values that users declare or pass to constructors, as plain data that is stored and compared.
 
 A table of them is flat: names with dots lead to numbers, strings, bools, ``None`` and lists of
-these. Anything longer than a line is stored as its length and a hash.
+these. Anything longer than a line, and a nested table of many entries, is stored as its length and
+a hash.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from helios.errors import ArgumentError
 _MAX_DEPTH = 20
 _MAX_LENGTH = 500
 _MAX_MEMBERS = 100_000
+_MAX_ENTRIES = 200
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_AS_TEXT = (PurePath, torch.dtype, torch.device, range)
 
 
 def flatten_params(given: Any) -> dict[str, Any]:
@@ -62,6 +65,8 @@ def describe_given(
 ) -> dict[str, Any]:
     """Return arguments of a constructor as a flat table: what is not plain, by its class.
 
+    No object of a user makes this fail.
+
     Args:
         given: the arguments by name.
         convert: returns what stands for a value that is not plain, or the value.
@@ -71,7 +76,16 @@ def describe_given(
         found = value if convert is None else convert(value)
         return _qualified_name(type(value)) if found is value else found
 
-    return dict(_shortened(_Describing(by_class).describe(dict(given))))
+    describing = _Describing(by_class)
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        try:
+            found |= dict(_shortened({name: describing.describe(value)}))
+        except Exception:
+            # Such as a list whose items are loaded when they are read, or a number that has too
+            # many digits for a text.
+            found[name] = _qualified_name(type(value))
+    return found
 
 
 class _UnsuitableError(Exception):
@@ -103,6 +117,8 @@ class _Describing:
             return str(value) if isinstance(value, complex) else _as_builtin(_item(value))
         if isinstance(value, _NAMED):
             return _qualified_name(value)
+        if isinstance(value, _AS_TEXT):
+            return str(value)
         if isinstance(value, functools.partial):
             given = {str(number): each for number, each in enumerate(value.args)}
             value = {"function": value.func, **given, **value.keywords}
@@ -113,9 +129,14 @@ class _Describing:
         if depth > _MAX_DEPTH or self._left < 0:
             return f"{type(value).__name__} of {len(value)}"
         if isinstance(value, dict):
-            return {str(key): self._member(str(key), each, depth) for key, each in value.items()}
+            table = {self._name(key): each for key, each in value.items()}
+            return {name: self._member(name, each, depth) for name, each in table.items()}
         members = [self._member(str(index), each, depth) for index, each in enumerate(value)]
         return sorted(members, key=repr) if isinstance(value, set | frozenset) else members
+
+    def _name(self, key: Any) -> str:
+        # The text of a function or an object is another one in each process.
+        return key if isinstance(key, str) else str(self.describe(key))
 
     def _member(self, key: str, value: Any, depth: int) -> Any:
         try:
@@ -134,8 +155,6 @@ def _convert_declared(value: Any) -> Any:
     table = _as_table(value)
     if table is not None:
         return table
-    if isinstance(value, PurePath | torch.dtype | torch.device):
-        return str(value)
     # Such as the lists of OmegaConf.
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [*value]
@@ -187,9 +206,10 @@ def _shortened(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, list) and any(_contains_table(each) for each in value):
+    is_short = not isinstance(value, dict | list) or len(value) <= _MAX_ENTRIES
+    if isinstance(value, list) and is_short and any(_contains_table(each) for each in value):
         value = {str(index): each for index, each in enumerate(value)}
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or (prefix and not is_short):
         yield prefix, value
         return
     for name, each in value.items():
@@ -201,9 +221,10 @@ def _contains_table(value: Any) -> bool:
 
 
 def _shorten(value: Any) -> Any:
-    text = json.dumps(value)
-    if len(text) <= _MAX_LENGTH:
+    text = json.dumps(value, sort_keys=True)
+    if len(text) <= _MAX_LENGTH and not isinstance(value, dict):
         return value
     mark = hashlib.sha256(text.encode()).hexdigest()[:12]
-    what = f"list of {len(value)}" if isinstance(value, list) else f"{len(text)} characters"
+    is_text = isinstance(value, str)
+    what = f"{len(text)} characters" if is_text else f"{type(value).__name__} of {len(value)}"
     return f"{what} ({mark})"

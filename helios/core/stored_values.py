@@ -45,7 +45,8 @@ def show_value(value: Any) -> str:
     """Return a value as text for messages and tables."""
     if value is ABSENT:
         return str(ABSENT.value)
-    return str(value) if value != "" else "''"
+    is_clear = not isinstance(value, str) or (value != "" and value.isprintable())
+    return str(value) if is_clear else repr(value)
 
 
 def stored_params(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,11 @@ Commands that only read text import this module, so PyTorch is imported where it
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ def size_text(num_bytes: float) -> str:
         num_bytes /= 1024
     number = f"{num_bytes:.0f}" if unit == _UNITS[0] else f"{num_bytes:.1f}"
     return f"{number.removesuffix('.0')} {unit}"
+
+
+def tuple_text(names: Iterable[str]) -> str:
+    """Return names as a tuple in Python, to be pasted.
+
+    Example:
+        >>> tuple_text(["lr"]), tuple_text(["lr", "steps"])
+        ('("lr",)', '("lr", "steps")')
+    """
+    quoted = [json.dumps(name, ensure_ascii=False) for name in names]
+    return f"({', '.join(quoted)}{',' if len(quoted) == 1 else ''})"
 
 
 def parse_size(text: str) -> int:

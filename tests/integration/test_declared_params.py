@@ -177,6 +177,21 @@ def test_equal_values_in_another_form_do_not_stop_a_run(begun: Path, tmp_path: P
     assert fit(tmp_path, 4, dict(reversed(same.items()))) == [4]
 
 
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["a"], '("params.a",)'),
+        (["a", "b"], '("params.a", "params.b")'),
+        (["a", "b", "c", "d"], '("params",)'),
+    ],
+)
+def test_the_remedy_can_be_pasted(names: list[str], text: str, tmp_path: Path) -> None:
+    fit(tmp_path, 1, dict.fromkeys(names, 0), ledger="off")
+    with pytest.raises(RunMismatchError) as raised:
+        fit(tmp_path, 2, dict.fromkeys(names, 1), ledger="off")
+    assert f"Trainer(allow_changes={text})" in str(raised.value)
+
+
 @pytest.mark.parametrize("allowed", ["params", "params.lr", "params.opt", "params.opt.lr"])
 def test_an_allowed_change_goes_on_and_is_recorded(
     allowed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -291,7 +306,7 @@ def _remove_params(root: Path) -> None:
             for name, value in payload["options"].items()
             if not name.startswith(("params", "found", "rules"))
         }
-        digest = codec.write_file(path, payload, hashes=True)
+        digest = codec.write_file(path, codec.encode(payload, where="record"), hashes=True)
         sidecar = found.sidecar
         assert isinstance(sidecar, Sidecar)
         changed = dataclasses.replace(sidecar, digest=digest, options=payload["options"])
@@ -317,12 +332,17 @@ def test_secrets_are_stored_nowhere(tmp_path: Path) -> None:
     params = {
         "api_key": secret,
         "db": {"password": secret, "url": f"https://me:{secret}@host/x"},
+        "credentials": {"user": secret, "more": [secret]},
+        "urls": [f"https://me:{secret}@host/x"],
+        "token": {"dropout": 0.1},
         "max_tokens": 5,
     }
     fit(tmp_path, 2, params)
     stored = stored_params(newest_options(tmp_path))
     assert stored["api_key"] == stored["db.password"] == "***"
+    assert stored["credentials.user"] == stored["credentials.more"] == "***"
     assert stored["max_tokens"] == 5
+    assert stored["token.dropout"] == 0.1
     for path in tmp_path.rglob("*"):
         if path.is_file():
             assert secret.encode() not in path.read_bytes(), path

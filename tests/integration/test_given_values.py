@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
 import inspect
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch.optim import lr_scheduler
 
 import helios
 from helios.core.constructor_arguments import arguments_of
+from helios.core.declared_values import describe_given
 from helios.core.stored_values import stored_params
 from tests.integration.test_declared_params import Data, newest_options
 
@@ -300,7 +303,9 @@ def test_another_function_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
         ([1, (2, 3)], [1, (2, 4)], "[1, [2, 3]] -> [1, [2, 4]]"),
         ({1, 2}, {2, 3}, "[1, 2] -> [2, 3]"),
         (nn.ReLU, nn.GELU, "torch.nn.modules.activation.ReLU -> torch.nn.modules.activation.GELU"),
-        (Path("a"), 1, "pathlib.PosixPath -> 1"),
+        (Path("a"), Path("b"), "a -> b"),
+        (torch.float32, torch.bfloat16, "torch.float32 -> torch.bfloat16"),
+        ("a\nb", "", "'a\\nb' -> ''"),
     ],
 )
 def test_arguments_of_the_model_are_taken_and_said(
@@ -401,6 +406,78 @@ def test_constructors_are_called_as_before() -> None:
         Bare(1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="abstract"):
         helios.DataModule()  # type: ignore[abstract]
+
+
+class Lazy(list[int]):
+    """A list that is read from a disk that fails."""
+
+    def __iter__(self) -> Any:
+        raise OSError("of the test")
+
+
+class Silent(Data):
+    """Keeps its arguments to itself when it is made."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, rate: float = 0.1) -> None:
+        self.rate = rate
+
+
+class Handed(Data):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, rate: float = 0.1) -> None:
+        self.rate = rate
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted(Data):
+    rate: float = 0.1
+
+
+def test_classes_with_a_new_of_their_own_and_slots_are_made_as_before() -> None:
+    assert Silent(0.5).rate == Handed(0.5).rate == Slotted(0.5).rate == 0.5
+    assert arguments_of(Silent(0.5)) == {}
+    assert arguments_of(Handed(0.5))["rate"] == 0.5
+    assert arguments_of(Slotted(0.5)) == {"rate": 0.5}
+
+
+def test_copies_and_pickles_have_the_arguments_of_the_original() -> None:
+    for copied in (copy.copy(Table(["a"])), copy.deepcopy(Table(["a"]))):
+        assert arguments_of(copied) == {"columns": ["a"]}
+    assert arguments_of(pickle.loads(pickle.dumps(Table(["a"])))) == {"columns": ["a"]}
+
+
+def test_no_argument_stops_a_constructor() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    given = {"lazy": Lazy([1]), "huge": 10**5000, "endless": endless, "rate": 0.1}
+    found = describe_given(given)
+    assert found["lazy"].endswith(".Lazy")
+    assert found["huge"] == "builtins.int"
+    assert found["rate"] == 0.1
+
+
+def test_a_long_table_is_stored_as_its_length_and_a_hash() -> None:
+    words = {f"word {number}": number for number in range(1000)}
+    (one,) = describe_given({"vocabulary": words}).values()
+    (same,) = describe_given({"vocabulary": dict(reversed(words.items()))}).values()
+    (other,) = describe_given({"vocabulary": words | {"word 3": 4}}).values()
+    assert one.startswith("dict of 1000 (")
+    assert one == same != other
+
+
+def test_keys_have_no_addresses() -> None:
+    key = nn.Linear(1, 1)
+    assert describe_given({"a": {constant: 1, key: 2, Mode.A: 3, 4: 5}}) == {
+        f"a.{__name__}.constant": 1,
+        "a.torch.nn.modules.linear.Linear": 2,
+        "a.Mode.A": 3,
+        "a.4": 5,
+    }
 
 
 def test_constructors_of_optimizers_are_put_back(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_another_version_of_pytorch_is_one_warning(
     # Arguments that this version of the library added.
     for name in ("foreach", "fused", "differentiable"):
         del payload["options"]["found"]["settings"][f"optimizer.{name}"]
-    codec.write_file(path, payload, hashes=False)
+    codec.write_file(path, codec.encode(payload, where="record"), hashes=False)
     path.with_suffix(".json").unlink()
     capsys.readouterr()
     assert fit(tmp_path, 3, ledger="off") == [3]

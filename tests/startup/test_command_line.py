@@ -20,6 +20,8 @@ from tests.integration.test_declared_params import fit
         (["--lr", "3e-3", "-v", "--name=a"], {"--lr": "3e-3", "-v": "", "--name": "a"}),
         (["--sizes", "1", "-2", "3"], {"--sizes": "1 -2 3"}),
         (["train", "lr=1", "net.width=3"], {"argument 1": "train", "lr": "1", "net.width": "3"}),
+        (["--set", "a=1", "--set", "b=2", "x=1", "x=2"], {"--set": "a=1 b=2 x=1 x=2"}),
+        (["x=1", "x=2"], {"x": "1 2"}),
         ([], {}),
     ],
 )

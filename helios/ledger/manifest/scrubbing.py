@@ -126,13 +126,18 @@ def scrub_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def scrub_table(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat table without secrets: by the last part of a name, and in each text."""
-    return {
-        name: HIDDEN
-        if value and _IS_NAME.fullmatch(name.rpartition(".")[2])
-        else _scrub_entries(value)
-        for name, value in table.items()
-    }
+    """Return a flat table without secrets: by the parts of a name, and in each text.
+
+    Numbers are hidden only by the last part: ``token.dropout`` is none, ``password.salt`` may be.
+    """
+    return {name: _scrub_named(name.split("."), value) for name, value in table.items()}
+
+
+def _scrub_named(parts: Sequence[str], value: Any) -> Any:
+    is_number = isinstance(value, bool | int | float)
+    if value and any(map(_IS_NAME.fullmatch, parts[-1:] if is_number else parts)):
+        return HIDDEN
+    return _scrub_entries(value)
 
 
 def _scrub_argument(argument: str) -> str:

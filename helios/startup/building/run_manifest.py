@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from helios.core.text import tuple_text
 from helios.errors import LedgerError, RunMismatchError
 from helios.ledger.manifest.environment import describe_environment, describe_variables
 from helios.ledger.manifest.git_state import describe_git
@@ -126,7 +127,7 @@ class RunManifest:
             raise RunMismatchError(
                 'Trainer(reproducibility="strict") refuses to resume, because what may change the '
                 f"training has changed since the checkpoint was written: {_list(changes)}. Undo "
-                f"the change, or allow it with Trainer(allow_changes=({_quote(topics)},))."
+                f"the change, or allow it with Trainer(allow_changes={tuple_text(topics)})."
             )
 
     def open(self, start: Mapping[str, Any]) -> None:
@@ -319,7 +320,3 @@ def _list(changes: Sequence[ManifestChange]) -> str:
     shown = "; ".join(f"{each} ({each.reason})" for each in changes[:_MOST_NAMED])
     more = len(changes) - _MOST_NAMED
     return f"{shown}; and {more} more" if more > 0 else shown
-
-
-def _quote(names: Sequence[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)

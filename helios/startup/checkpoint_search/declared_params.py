@@ -14,6 +14,7 @@ from typing import Any
 
 from helios.checkpoint.record import Record
 from helios.core.stored_values import ABSENT, ValueChange, compare_values, show_value, stored_params
+from helios.core.text import tuple_text
 from helios.errors import RunMismatchError
 from helios.schedule import Schedule, find_limit
 from helios.startup.checkpoint_search.run_identity import is_extended, is_shortened
@@ -23,6 +24,7 @@ from helios.state import Cursor, TrainingState
 _LOGGER = logging.getLogger(__name__)
 
 _KEY, _HISTORY = "params", "params_history"
+_MOST_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,14 @@ def compare_params(
         return DeclaredParams({key: stored[key] for key in (_KEY, _HISTORY)}, (), one_sided)
     refused = [each for each in changes if not any(allows(known, each.name) for known in allowed)]
     if refused:
-        names = ", ".join(f'"{PARAMS}{each.name}"' for each in refused)
+        names = [f"{PARAMS}{each.name}" for each in refused]
+        if len(names) > _MOST_LISTED:
+            names = [PARAMS.removesuffix(".")]
         raise RunMismatchError(
             "The run cannot resume, because what defines it has changed since its checkpoint: "
-            f"{_list(refused)}. Undo the change, or allow it with Trainer(allow_changes=({names},))"
-            " for a run that goes on with it. For a run of its own, pass another save_name."
+            f"{_list(refused)}. Undo the change, or allow it with "
+            f"Trainer(allow_changes={tuple_text(names)}) for a run that goes on with it. For a run "
+            "of its own, pass another save_name."
         )
     history = list(stored[_HISTORY])
     if found:

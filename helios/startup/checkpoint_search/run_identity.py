@@ -11,6 +11,7 @@ from typing import Any
 
 from helios.checkpoint.record import Record
 from helios.checkpoint.store import Loaded
+from helios.core.text import tuple_text
 from helios.engines.engine import Engine
 from helios.errors import RunMismatchError
 from helios.schedule import Schedule, find_limit, is_limit
@@ -194,11 +195,10 @@ def reconcile(
     }
     refused = [name for name in changed if name not in allowed]
     if refused:
-        names = ", ".join(f'"{name}"' for name in refused)
         raise RunMismatchError(
             "The run cannot resume, because what defines it has changed since its checkpoint: "
             f"{'; '.join(changed[name] for name in refused)}. Undo the change, or allow it "
-            f"with Trainer(allow_changes=({names},))."
+            f"with Trainer(allow_changes={tuple_text(refused)})."
         )
     has_other_order = _order_seed(stored, present) != _order_seed(present, present)
     if has_other_order or any(name in _RESTARTING for name in changed):

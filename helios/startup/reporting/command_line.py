@@ -45,20 +45,20 @@ def report_arguments(stored: Mapping[str, Any], told: Iterable[ValueChange]) -> 
 def parse_words(words: Sequence[str]) -> dict[str, str]:
     """Return the values of ``--name value``, ``--name=value`` and ``name=value``, and other words.
 
-    Other words are numbered. Several values of one name are joined.
+    Other words are numbered. All values of one name are joined.
     """
     found: dict[str, str] = {}
     name, number = "", 0
     for word in words:
         if word.startswith("-") and not _is_number(word):
             name, equal, value = word.partition("=")
-            found[name] = value if equal else ""
+            found[name] = f"{found.get(name, '')} {value}".strip()
             name = "" if equal else name
         elif name:
             found[name] = f"{found[name]} {word}".strip()
         elif "=" in word:
-            key, _, found_value = word.partition("=")
-            found[key] = found_value
+            key, _, value = word.partition("=")
+            found[key] = f"{found.get(key, '')} {value}".strip()
         else:
             number += 1
             found[f"argument {number}"] = word
