@@ -65,11 +65,13 @@ class Trainer:
 
     Args:
         run_name: name of logs and checkpoints; by default the model's ``save_name``.
-        train_unit: unit of ``total_steps`` and the frequencies: epochs or optimizer steps.
+        train_unit: unit of ``total_steps`` and the frequencies: epochs or optimizer steps, which
+            ``"iteration"`` and ``"step"`` both mean.
         total_steps: length of the run in that unit; ``float("inf")`` for no limit.
         valid_frequency: validate every N units; ``None`` for never.
         chkpt_frequency: write a checkpoint every N units; needs ``chkpt_root``.
-        print_frequency: log losses every N iterations, as ``current_iteration`` counts them.
+        print_frequency: log losses every N iterations, as ``current_iteration`` counts them. If it
+            is unset, the log has a line about every 30 seconds.
         accumulation_steps: micro-batches per optimizer step.
         enable_cudnn_benchmark: let cuDNN benchmark its algorithms, in training only.
         enable_deterministic: require deterministic algorithms, on the CPU too.
@@ -145,7 +147,7 @@ class Trainer:
     def __init__(
         self,
         run_name: str = "",
-        train_unit: TrainingUnit | Literal["epoch", "iteration"] = TrainingUnit.EPOCH,
+        train_unit: TrainingUnit | Literal["epoch", "iteration", "step"] = TrainingUnit.EPOCH,
         total_steps: float = 0,
         valid_frequency: int | None = None,
         chkpt_frequency: int | None = None,

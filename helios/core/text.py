@@ -128,6 +128,19 @@ def number_text(number: float, digits: int = 6) -> str:
     return text
 
 
+def rate_text(rate: float) -> str:
+    """Return a learning rate with up to four digits, as it is written in a script.
+
+    Example:
+        >>> rate_text(0.1), rate_text(0.00082), rate_text(1e-3), rate_text(0.0)
+        ('0.1', '8.2e-4', '1e-3', '0')
+    """
+    if not math.isfinite(rate) or rate == 0 or abs(rate) >= 0.01:
+        return number_text(rate, 4)
+    digits, _, power = f"{rate:.3e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+
+
 def as_number(name: str, value: Any) -> float:
     """Return a logged value as a number; copies a tensor from its device.
 

@@ -89,7 +89,7 @@ class EpochLoop(Loop):
         session.turns.begin_epoch()
         if ledger is not None:
             ledger.find_optimizers()
-        session.display.start_epoch(cursor.epoch, total, done)
+        session.display.start_epoch(cursor.epoch, total, done, cursor.step)
         self._timer.start()
 
     def _catch_up(self) -> None:
@@ -342,7 +342,8 @@ class EpochLoop(Loop):
             session.log_losses()
         has_stepped = state.is_step_boundary and state.is_step_committed
         if session.display.is_shown:
-            session.display.advance(session.model.loss_items, num_samples, has_stepped)
+            losses = session.model.loss_items
+            session.display.advance(losses, num_samples, has_stepped, is_line_due=should_log)
         if self._ledger is not None:
             self._ledger.write(state, session.turns.totals, norm=session.engine.gradient_norm)
         session.cursor.batch += 1

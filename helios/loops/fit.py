@@ -53,12 +53,13 @@ class FitLoop(Loop):
             cursor.epoch, batch=cursor.batch, sample=cursor.sample
         )
         session.display.start_training(
-            unit=session.schedule.unit,
-            total_steps=session.schedule.total_steps,
+            session.schedule,
             epoch=cursor.epoch,
             done_in_epoch=done,
             num_batches=total,
-            steps_done=session.state.current_iteration,
+            steps_done=session.state.global_step,
+            step_in_epoch=cursor.step,
+            find_optimizers=session.find_optimizers,
         )
         if session.is_resumed:
             session.hooks.emit("on_training_resume", session.state)

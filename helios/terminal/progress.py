@@ -1,12 +1,13 @@
-"""Shows the progress of a run: bars on a terminal, plain lines elsewhere, or nothing.
+"""Shows the progress of a run: bars on a terminal, and lines of the log, which need no terminal.
 
 A loop reports each event to a :class:`Display`. That takes a fraction of a microsecond, because
-losses are read and drawn at intervals only. Progress is not written to the log file.
+losses are read at intervals only. Beside bars, lines are written to the log file only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import numbers
 import time
@@ -16,14 +17,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TextIO
 
 import torch
+from torch.optim import Optimizer
 
 from helios.core.text import find_peak_memory, number_text, peak_text
 from helios.distributed.collectives import get_global_rank
 from helios.protocols import Clock
-from helios.state import TrainingUnit
-from helios.terminal.screen import Gauge, Surface, open_surface
+from helios.schedule import Schedule
+from helios.terminal.root_logger import log_to_file
+from helios.terminal.screen import Bars, Gauge, open_bars
+from helios.terminal.used_rates import UsedRates
 
+_LOGGER = logging.getLogger(__name__)
 _RATE_SECONDS = 10.0
+_DRAW_SECONDS = 0.1
+_LINE_SECONDS = 30.0
 
 
 class Display(ABC):
@@ -38,43 +45,54 @@ class Display(ABC):
     @abstractmethod
     def start_training(
         self,
+        schedule: Schedule,
         *,
-        unit: TrainingUnit,
-        total_steps: float,
         epoch: int,
         done_in_epoch: int,
         num_batches: int | None,
         steps_done: int,
+        step_in_epoch: int,
+        find_optimizers: Callable[[], Mapping[str, Optimizer]],
     ) -> None:
         """Start at the position of a new or resumed run.
 
         Args:
-            unit: the unit of ``total_steps``.
-            total_steps: length of the run; may be ``inf``.
+            schedule: the options of the run.
             epoch: number of completed epochs.
             done_in_epoch: completed batches of the current epoch.
             num_batches: batches of the current epoch, if known.
             steps_done: number of completed steps.
+            step_in_epoch: completed steps of the current epoch.
+            find_optimizers: returns the optimizers by path.
         """
 
     @abstractmethod
-    def start_epoch(self, epoch: int, num_batches: int | None, done: int) -> None:
+    def start_epoch(self, epoch: int, num_batches: int | None, done: int, step: int = 0) -> None:
         """Start an epoch, or continue inside it.
 
         Args:
             epoch: number of completed epochs.
             num_batches: batches of this epoch, if known.
             done: completed batches of this epoch.
+            step: completed steps of this epoch.
         """
 
     @abstractmethod
-    def advance(self, loss_items: Mapping[str, Any], num_samples: int, moved_step: bool) -> None:
+    def advance(
+        self,
+        loss_items: Mapping[str, Any],
+        num_samples: int,
+        moved_step: bool,
+        *,
+        is_line_due: bool = False,
+    ) -> None:
         """Count an iteration.
 
         Args:
             loss_items: losses by name: numbers, or tensors of one element.
             num_samples: samples of the iteration.
             moved_step: whether the iteration completed a step.
+            is_line_due: whether ``print_frequency`` is reached.
         """
 
     @abstractmethod
@@ -107,13 +125,20 @@ class NullDisplay(Display):
 
     is_shown: ClassVar[bool] = False
 
-    def start_training(self, **position: Any) -> None:
+    def start_training(self, schedule: Schedule, **position: Any) -> None:
         """Do nothing."""
 
-    def start_epoch(self, epoch: int, num_batches: int | None, done: int) -> None:
+    def start_epoch(self, epoch: int, num_batches: int | None, done: int, step: int = 0) -> None:
         """Do nothing."""
 
-    def advance(self, loss_items: Mapping[str, Any], num_samples: int, moved_step: bool) -> None:
+    def advance(
+        self,
+        loss_items: Mapping[str, Any],
+        num_samples: int,
+        moved_step: bool,
+        *,
+        is_line_due: bool = False,
+    ) -> None:
         """Do nothing."""
 
     def end_epoch(self) -> None:
@@ -136,57 +161,58 @@ class NullDisplay(Display):
 
 
 class _Rate:
-    """Samples per second over the last ten seconds, without pauses."""
+    """The speed over the last ten seconds, without pauses."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
 
-    def restart(self, now: float, num_samples: int) -> None:
+    def restart(self, now: float, count: int) -> None:
         self._marks.clear()
-        self._marks.append((now, num_samples))
+        self._marks.append((now, count))
 
     def skip(self, seconds: float) -> None:
         self._marks = deque((then + seconds, count) for then, count in self._marks)
 
-    def record(self, now: float, num_samples: int) -> None:
-        self._marks.append((now, num_samples))
+    def record(self, now: float, count: int) -> None:
+        self._marks.append((now, count))
         while len(self._marks) > 2 and now - self._marks[1][0] >= _RATE_SECONDS:
             self._marks.popleft()
 
-    def text(self) -> str:
+    def text(self, unit: str) -> str:
         (start, first), (end, last) = self._marks[0], self._marks[-1]
         if end <= start or last == first:
             return ""
         rate = (last - first) / (end - start)
-        return f"{rate:.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
+        return f"{rate:.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
 
 
 @dataclasses.dataclass
 class _Training:
     """Counters of a training, and the position and time at which this session started."""
 
-    unit: TrainingUnit
-    total: float
+    schedule: Schedule
     steps: int
     epochs: int = 0
     batches: int = 0
     num_batches: int | None = None
+    step_in_epoch: int = 0
     is_between_epochs: bool = False
     first_position: float = 0.0
     first_time: float = 0.0
 
-    def begin_epoch(self, epoch: int, num_batches: int | None, done: int) -> None:
+    def begin_epoch(self, epoch: int, num_batches: int | None, done: int, step: int) -> None:
         self.epochs, self.num_batches, self.batches = epoch, num_batches, done
+        self.step_in_epoch = step
         self.is_between_epochs = False
 
     def end_epoch(self) -> None:
-        # The count of its batches is still shown, but no longer part of the position.
+        # The counts of its batches and steps are still shown, but not part of the position.
         self.epochs += 1
         self.is_between_epochs = True
 
     def position(self) -> float:
-        """Return the progress of the run, in units of ``total``."""
-        if self.unit is TrainingUnit.ITERATION:
+        """Return the progress of the run, in units of ``total_steps``."""
+        if not self.schedule.is_by_epoch:
             return self.steps
         if self.is_between_epochs or not self.num_batches:
             return self.epochs
@@ -195,200 +221,294 @@ class _Training:
     def time_left(self, now: float) -> str:
         """Return the estimated time left at the speed of this session, including validation."""
         covered = self.position() - self.first_position
-        if covered <= 0 or not math.isfinite(self.total):
+        if covered <= 0 or not math.isfinite(self.schedule.total_steps):
             return ""
-        left = max(0.0, self.total - self.position()) * (now - self.first_time) / covered
+        left = (
+            max(0.0, self.schedule.total_steps - self.position())
+            * (now - self.first_time)
+            / covered
+        )
         minutes, seconds = divmod(round(left), 60)
         hours, minutes = divmod(minutes, 60)
-        clock = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-        return f"{clock} left"
+        return f"{hours}:{minutes:02}:{seconds:02}"
+
+    @property
+    def steps_of_epoch(self) -> int | None:
+        """Steps of the current epoch; ``None`` if unknown."""
+        if self.num_batches is None:
+            return None
+        total = math.ceil(self.num_batches / self.schedule.accumulation_steps)
+        # A model that steps its optimizers itself may do so in each batch.
+        return total if total >= self.step_in_epoch else None
+
+    @property
+    def steps_of_run(self) -> int | None:
+        """Steps of the whole run; ``None`` if unknown."""
+        if not math.isfinite(self.schedule.total_steps):
+            return None
+        if not self.schedule.is_by_epoch:
+            return int(self.schedule.total_steps)
+        total = (
+            None
+            if self.steps_of_epoch is None
+            else self.steps_of_epoch * int(self.schedule.total_steps)
+        )
+        return total if total is not None and total >= self.steps else None
 
     def gauges(self, speed: str, left: str) -> list[Gauge]:
-        """Return the gauges: epochs and iterations of the current epoch, or steps."""
-        total = int(self.total) if math.isfinite(self.total) else None
-        if self.unit is TrainingUnit.ITERATION:
+        """Return the gauges: epochs and steps of the current epoch, or steps."""
+        total = int(self.schedule.total_steps) if math.isfinite(self.schedule.total_steps) else None
+        if not self.schedule.is_by_epoch:
             text = ", ".join(filter(None, (speed, left)))
-            return [Gauge("iterations", self.steps, total, text, stays=True)]
+            return [Gauge("steps", self.steps, total, text, stays=True)]
         return [
             Gauge("epochs", self.epochs, total, left, stays=True),
-            Gauge("iterations", self.batches, self.num_batches, speed),
+            Gauge("steps", self.step_in_epoch, self.steps_of_epoch, speed),
         ]
 
 
-class BarDisplay(Display):
-    """Shows bars on a terminal, otherwise a line at intervals.
+class ProgressDisplay(Display):
+    """Shows bars on a terminal if asked to, and writes lines to the log.
 
-    EPOCH unit has two bars, for epochs and for iterations of the current epoch; ITERATION unit has
-    one, for steps. A validation or test adds one for its batches. On other streams, a line is
-    written every 30 seconds, and in EPOCH unit at the end of each epoch.
+    EPOCH unit has two bars, for epochs and for steps of the current epoch; ITERATION unit has one,
+    for steps. A validation or test adds one for its batches. A line is written at each multiple of
+    ``print_frequency``, or every 30 seconds; beside bars, to the log file only.
 
     Args:
-        stream: the output stream; ``sys.stderr`` if ``None``.
+        has_bars: whether to show bars where there is a terminal.
+        stream: the output stream of the bars; ``sys.stderr`` if ``None``.
         clock: returns the time in seconds.
         find_memory: returns peaks of memory in bytes; called once per update.
     """
 
     def __init__(
         self,
+        has_bars: bool = True,
         stream: TextIO | None = None,
         clock: Clock = time.perf_counter,
         *,
         find_memory: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
+        self._has_bars = has_bars
         self._stream = stream
         self._clock = clock
         self._find_memory = find_memory
-        self._surface: Surface | None = None
+        self._is_open = False
+        self._bars: Bars | None = None
         self._training: _Training | None = None
         self._evaluation: Gauge | None = None
-        self._rate = _Rate()
-        self._next_time = 0.0
+        self._rates = UsedRates()
+        self._sample_rate, self._step_rate = _Rate(), _Rate()
+        self._has_frequency = False
+        # When there is something to draw or to log at the earliest, and when the first of these is.
+        self._next_drawing = self._next_line = self._next_evaluation_line = self._next_time = 0.0
         self._num_samples = 0
         self._num_evaluated = 0
         self._pause_start = 0.0
-        self._loss_items: Mapping[str, Any] = {}
         self._losses = ""
         self._scores = ""
 
     def start_training(
         self,
+        schedule: Schedule,
         *,
-        unit: TrainingUnit,
-        total_steps: float,
         epoch: int,
         done_in_epoch: int,
         num_batches: int | None,
         steps_done: int,
+        step_in_epoch: int,
+        find_optimizers: Callable[[], Mapping[str, Optimizer]],
     ) -> None:
         """Show the start of the run, and start measuring its speed."""
-        training = _Training(unit, total_steps, steps_done)
-        training.begin_epoch(epoch, num_batches, done_in_epoch)
+        training = _Training(schedule, steps_done)
+        training.begin_epoch(epoch, num_batches, done_in_epoch, step_in_epoch)
         training.first_position = training.position()
         training.first_time = now = self._clock()
         self._training = training
-        self._rate.restart(now, self._num_samples)
+        self._has_frequency = schedule.logs
+        self._sample_rate.restart(now, self._num_samples)
+        self._step_rate.restart(now, steps_done)
+        self._rates.open(find_optimizers)
         self._open()
 
-    def start_epoch(self, epoch: int, num_batches: int | None, done: int) -> None:
-        """Show the batches of an epoch."""
+    def start_epoch(self, epoch: int, num_batches: int | None, done: int, step: int = 0) -> None:
+        """Show the steps of an epoch."""
         if self._training is not None:
-            self._training.begin_epoch(epoch, num_batches, done)
-            self._show_if_due()
+            self._training.begin_epoch(epoch, num_batches, done, step)
+            self._draw_if_due()
 
-    def advance(self, loss_items: Mapping[str, Any], num_samples: int, moved_step: bool) -> None:
-        """Count an iteration; reads the losses only if it redraws."""
+    def advance(
+        self,
+        loss_items: Mapping[str, Any],
+        num_samples: int,
+        moved_step: bool,
+        *,
+        is_line_due: bool = False,
+    ) -> None:
+        """Count an iteration; reads the losses only if it shows them."""
         training = self._training
         if training is None:
             return
         training.batches += 1
-        training.steps += moved_step
+        if moved_step:
+            training.steps += 1
+            training.step_in_epoch += 1
         self._num_samples += num_samples
-        if self._clock() >= self._next_time:
-            self._losses = _read(loss_items)
-            self._show()
-        self._loss_items = loss_items
+        if is_line_due:
+            self._write_line(loss_items)
+        now = self._clock()
+        if now < self._next_time:
+            return
+        if self._bars is not None and now >= self._next_drawing:
+            self._losses = ", ".join(_read(loss_items))
+            self._draw()
+        if not self._has_frequency and now >= self._next_line:
+            self._write_line(loss_items)
+        self._plan()
+
+    def _write_line(self, loss_items: Mapping[str, Any]) -> None:
+        """Log how far the run has come."""
+        training, now = self._training, self._clock()
+        assert training is not None
+        self._step_rate.record(now, training.steps)
+        total = "" if training.steps_of_run is None else f"/{training.steps_of_run}"
+        left = training.time_left(now)
+        parts = [
+            f"step {training.steps}{total}",
+            f"epoch {training.epochs + 1}",
+            *_read(loss_items),
+            *self._rates.texts(),
+            self._step_rate.text("steps"),
+            f"eta {left}" if left else "",
+        ]
+        self._say("  ".join(filter(None, parts)))
+        self._next_line = now + _LINE_SECONDS
+
+    def _say(self, text: str) -> None:
+        if self._bars is None:
+            _LOGGER.info("%s", text)
+        else:
+            log_to_file(_LOGGER, text)
 
     def end_epoch(self) -> None:
-        """Count an epoch; without bars, write a line in EPOCH unit."""
-        if self._training is None or self._surface is None:
-            return
-        self._training.end_epoch()
-        if not self._surface.is_live:
-            self._losses = _read(self._loss_items)
-        if self._training.unit is TrainingUnit.EPOCH and not self._surface.is_live:
-            self._show()
-        else:
-            self._show_if_due()
+        """Count an epoch."""
+        if self._training is not None:
+            self._training.end_epoch()
+            self._draw_if_due()
 
     def note_scores(self, text: str) -> None:
         """Show the scores of the last validation from now on."""
         self._scores = text
-        self._show_if_due()
+        self._draw_if_due()
 
     def start_evaluation(self, label: str, num_batches: int | None) -> None:
         """Show the batches of a validation or test, too."""
         self._evaluation = Gauge(label, 0, num_batches, stays=self._training is None)
         self._num_evaluated = 0
-        self._pause_start = self._clock()
+        self._pause_start = now = self._clock()
+        self._next_evaluation_line = now + _LINE_SECONDS
         self._open()
 
     def advance_evaluation(self) -> None:
         """Count a batch of the evaluation."""
         self._num_evaluated += 1
-        self._show_if_due()
+        now = self._clock()
+        if now < self._next_time:
+            return
+        if self._bars is not None and now >= self._next_drawing:
+            self._draw()
+        if self._evaluation is not None and now >= self._next_evaluation_line:
+            total = self._evaluation.total
+            of = "" if total is None else f"/{total}"
+            self._say(f"{self._evaluation.label}  batch {self._num_evaluated}{of}")
+            self._next_evaluation_line = now + _LINE_SECONDS
+        self._plan()
 
     def end_evaluation(self) -> None:
         """Hide the batches of the evaluation; does nothing if there is none."""
         if self._evaluation is None:
             return
         if self._training is None:
-            self._show()
+            self._draw()
         self._evaluation = None
-        self._rate.skip(self._clock() - self._pause_start)
+        self._plan()
+        pause = self._clock() - self._pause_start
+        self._sample_rate.skip(pause)
+        self._step_rate.skip(pause)
 
     def close(self) -> None:
         """Show the final state, and finish the output."""
-        if self._surface is None:
-            return
+        self._rates.close()
         # The losses are not read again, because after an error, reading them may fail, too.
         if self._training is not None:
-            self._show()
-        self._surface.close()
-        self._surface = self._training = self._evaluation = None
+            self._draw()
+        if self._bars is not None:
+            self._bars.close()
+        self._bars = self._training = self._evaluation = None
+        self._is_open = False
 
     def _open(self) -> None:
-        if self._surface is None:
-            self._surface = open_surface(self._stream)
-            self._next_time = self._clock() + self._surface.seconds
-            if self._surface.is_live:
-                self._show()
+        if self._is_open:
+            self._draw_if_due()
         else:
-            self._show_if_due()
+            self._is_open = True
+            self._bars = open_bars(self._stream) if self._has_bars else None
+            self._next_line = self._clock() + _LINE_SECONDS
+            self._draw()
+        self._plan()
 
-    def _show_if_due(self) -> None:
-        if self._clock() >= self._next_time:
-            self._show()
+    def _plan(self) -> None:
+        """Determine when the clock next says that something is due."""
+        drawing = math.inf if self._bars is None else self._next_drawing
+        if self._evaluation is None:
+            line = math.inf if self._has_frequency else self._next_line
+        else:
+            line = self._next_evaluation_line
+        self._next_time = min(drawing, line)
 
-    def _show(self) -> None:
-        surface, gauges, now = self._surface, [], self._clock()
-        if surface is None:
+    def _draw_if_due(self) -> None:
+        if self._bars is not None and self._clock() >= self._next_drawing:
+            self._draw()
+
+    def _draw(self) -> None:
+        bars, gauges, now = self._bars, [], self._clock()
+        if bars is None:
             return
         if self._training is not None:
             if self._evaluation is None:
-                self._rate.record(now, self._num_samples)
+                self._sample_rate.record(now, self._num_samples)
             peak = peak_text(self._find_memory())
-            speed = ", ".join(filter(None, (self._losses, self._rate.text(), peak)))
-            # Where lines are written, the log has written the scores just before.
-            scores = self._scores if surface.is_live else ""
-            left = ", ".join(filter(None, (self._training.time_left(now), scores)))
+            speed = ", ".join(filter(None, (self._losses, self._sample_rate.text("samples"), peak)))
+            left = self._training.time_left(now)
+            left = ", ".join(filter(None, (f"{left} left" if left else "", self._scores)))
             gauges += self._training.gauges(speed, left)
         if self._evaluation is not None:
             gauges.append(dataclasses.replace(self._evaluation, done=self._num_evaluated))
-        surface.show(gauges)
-        self._next_time = now + surface.seconds
+        bars.show(gauges)
+        self._next_drawing = now + _DRAW_SECONDS
 
 
-def _read(loss_items: Mapping[str, Any]) -> str:
-    """Return the losses as text; copies them to the host."""
+def _read(loss_items: Mapping[str, Any]) -> list[str]:
+    """Return each loss as text; copies them to the host."""
     parts = []
     for name, value in loss_items.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().item()
         if isinstance(value, numbers.Real):
             parts.append(f"{name} {number_text(float(value), 4)}")
-    return ", ".join(parts)
+    return parts
 
 
 def create_display(
-    is_enabled: bool, *, stream: TextIO | None = None, clock: Clock = time.perf_counter
+    has_bars: bool, *, stream: TextIO | None = None, clock: Clock = time.perf_counter
 ) -> Display:
-    """Return a display; it shows nothing if disabled, and on ranks other than 0.
+    """Return a display; it shows nothing on ranks other than 0.
 
     Args:
-        is_enabled: the argument ``enable_progress_bar`` of the trainer.
-        stream: the output stream; ``sys.stderr`` if ``None``.
+        has_bars: the argument ``enable_progress_bar`` of the trainer.
+        stream: the output stream of the bars; ``sys.stderr`` if ``None``.
         clock: returns the time in seconds.
     """
-    if is_enabled and get_global_rank() == 0:
-        return BarDisplay(stream, clock, find_memory=find_peak_memory)
+    if get_global_rank() == 0:
+        return ProgressDisplay(has_bars, stream, clock, find_memory=find_peak_memory)
     return NullDisplay()

@@ -206,6 +206,12 @@ class RootLogger:
         """Log an error with the exception that is being handled."""
         self.logger.exception(msg, *args, **kwargs)
 
+    def log_to_file(self, logger: logging.Logger, text: str) -> None:
+        """Log at level INFO to the log file only; does nothing without one."""
+        if self._file is not None and logger.isEnabledFor(logging.INFO):
+            place = (logger.name, logging.INFO, "", 0)
+            self._file.handle(logger.makeRecord(*place, text, (), None))
+
     def flush(self) -> None:
         """Flush the screen and the log file."""
         for handler in (self._screen, self._file):
@@ -377,6 +383,12 @@ def get_root_logger() -> RootLogger:
 def is_root_logger_active() -> bool:
     """Return whether the default root logger exists."""
     return _Default.root is not None
+
+
+def log_to_file(logger: logging.Logger, text: str) -> None:
+    """Log at level INFO to the log file of the run only; does nothing without one."""
+    if _Default.root is not None:
+        _Default.root.log_to_file(logger, text)
 
 
 def muted_tensorboard() -> AbstractContextManager[None]:

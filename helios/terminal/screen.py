@@ -1,15 +1,10 @@
-"""Draws progress bars on a terminal, or plain lines elsewhere, and writes log lines above bars.
-
-A :class:`Surface` shows gauges. While bars are drawn, :func:`write_line` writes above them.
-"""
+"""Draws progress bars on a terminal or in a notebook, and writes log lines above them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
@@ -43,36 +38,13 @@ class Gauge:
     stays: bool = False
 
 
-class Surface(ABC):
-    """An output for gauges.
-
-    Attributes:
-        seconds: time between two updates.
-        is_live: whether an update replaces the previous one.
-    """
-
-    seconds: float
-    is_live: bool
-
-    @abstractmethod
-    def show(self, gauges: Sequence[Gauge]) -> None:
-        """Show these gauges and no others."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Finish the output."""
-
-
-class Bars(Surface):
+class Bars:
     """Progress bars of tqdm, redrawn in place; log lines are written above them.
 
     Args:
         stream: where lines are written; on a terminal, bars too.
         kind: the class of a bar.
     """
-
-    seconds = 0.1
-    is_live = True
 
     def __init__(self, stream: TextIO, kind: Any) -> None:
         self._type = kind
@@ -116,36 +88,6 @@ class Bars(Surface):
         _Screen.write = None
 
 
-class Lines(Surface):
-    """Plain lines without control characters, for files and pipes."""
-
-    seconds = 30.0
-    is_live = False
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._shown: list[tuple[str, int]] = []
-
-    def show(self, gauges: Sequence[Gauge]) -> None:
-        """Write one line with all counts, then all texts; nothing if no count has changed."""
-        counts = [(gauge.label, gauge.done) for gauge in gauges]
-        if counts == self._shown:
-            return
-        self._shown = counts
-        parts = [
-            f"{gauge.label} {gauge.done}" + ("" if gauge.total is None else f"/{gauge.total}")
-            for gauge in gauges
-        ]
-        parts += [gauge.text for gauge in reversed(gauges) if gauge.text]
-        # A closed pipe must not end the training.
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(", ".join(parts) + "\n")
-            self._stream.flush()
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 def _make_terminal_bar() -> type:
     from tqdm import tqdm
 
@@ -178,8 +120,8 @@ def _find_notebook_bar() -> type | None:
     return WidgetBar
 
 
-def open_surface(stream: TextIO | None = None) -> Surface:
-    """Return bars if a stream is a terminal or a notebook, otherwise plain lines.
+def open_bars(stream: TextIO | None = None) -> Bars | None:
+    """Return bars if a stream is a terminal or a notebook; ``None`` elsewhere.
 
     Args:
         stream: the stream; the current ``sys.stderr`` if ``None``.
@@ -189,7 +131,7 @@ def open_surface(stream: TextIO | None = None) -> Surface:
     if _is_wide(stream):
         return Bars(stream, _make_terminal_bar())
     widgets = None if is_chosen else _find_notebook_bar()
-    return Lines(stream) if widgets is None else Bars(stream, widgets)
+    return None if widgets is None else Bars(stream, widgets)
 
 
 def _is_wide(stream: TextIO) -> bool:

@@ -169,7 +169,7 @@ def test_no_end_and_no_patience_contradict_each_other() -> None:
         make(**{"total_steps": math.inf, "valid_frequency": 1, **options})
 
 
-@pytest.mark.parametrize("value", ["epochs", "EPOCH", "", "step", None, 1, ["epoch"]])
+@pytest.mark.parametrize("value", ["epochs", "EPOCH", "", "steps", None, 1, ["epoch"]])
 def test_an_unknown_unit_is_refused(value: Any) -> None:
     """API section 12."""
     check_refusal("train_unit", value, train_unit=value)
@@ -181,6 +181,11 @@ def test_a_unit_may_be_given_by_its_word(unit: TrainingUnit) -> None:
     """H66."""
     assert make(train_unit=unit).schedule.unit is unit
     assert make(train_unit=unit.name.lower()).schedule.unit is unit
+
+
+@pytest.mark.shows("P133")
+def test_a_step_is_the_unit_iteration() -> None:
+    assert make(train_unit="step").schedule.unit is TrainingUnit.ITERATION
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 64, 1.5, True, "7"])

@@ -24,7 +24,10 @@ def show(log: ScoreLog, best: BestSoFar, errors: Sequence[float], *, first: int 
     shown = []
     for number, error in enumerate(errors, first):
         state = TrainingState(
-            global_epoch=number, global_iteration=8 * number, validation_cycles=number
+            global_epoch=number,
+            global_iteration=8 * number,
+            global_step=8 * number,
+            validation_cycles=number,
         )
         scores, losses = {"error": error, "hits": 3.0}, {"loss": 2.0}
         best.judge(Validation(8 * number, scores), has_improved=error < 0.6)
@@ -96,7 +99,7 @@ def test_nothing_is_logged_without_scores(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.shows("U26")
 def test_the_end_says_how_far_and_where() -> None:
-    state = TrainingState(global_epoch=3, global_iteration=24)
+    state = TrainingState(global_epoch=3, global_iteration=24, global_step=24)
     newest = Path("runs") / "line" / "line_epoch_3_iter_24.pth"
     options: dict[str, Any] = {"scores": {"last scores": "error 1"}, "has_report": True}
     text = describe_progress(state, seconds=3723, begun_at=8, newest=newest, **options)
@@ -111,6 +114,17 @@ def test_the_end_says_how_far_and_where() -> None:
         state, seconds=3.21, begun_at=0, scores={}, newest=None, has_report=False
     )
     assert bare == "\n  trained  until epoch 3, iteration 24 in 3.2 s"
+
+
+@pytest.mark.shows("P133")
+def test_iterations_have_their_step_beside_them_where_it_is_another_number(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"valid_frequency": 1, "train_unit": "step", "accumulation_steps": 2}
+    Trainer(total_steps=3, use_cpu=True, **options).fit(Line("line"), Numbers())
+    shown = capfd.readouterr().err
+    assert "Validation 2 (epoch 1, iteration 4 (step 2)): error " in shown
+    assert "  trained      until epoch 2, iteration 6 (step 3) in " in shown
 
 
 @pytest.mark.shows("U26")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tqdm.notebook import tqdm_notebook
 
-from helios.terminal.screen import Bars, Gauge, Lines, open_surface
+from helios.terminal.screen import Bars, Gauge, open_bars
 
 
 class Widget(tqdm_notebook):
@@ -44,27 +44,27 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.shows("P78")
 def test_a_notebook_has_bars_of_its_own(notebook: ModuleType) -> None:
-    surface = open_surface()
-    assert isinstance(surface, Bars)
+    bars_shown = open_bars()
+    assert isinstance(bars_shown, Bars)
     try:
         for total in (4, None, 7):
-            surface.show([Gauge("iterations", 2, total, "loss 1")])
-            [bar] = surface._bars.values()
+            bars_shown.show([Gauge("iterations", 2, total, "loss 1")])
+            [bar] = bars_shown._bars.values()
             assert bar.shown == (2, total or 1, "loss 1")
     finally:
-        surface.close()
+        bars_shown.close()
     assert not bar.is_open
 
 
-def test_a_notebook_without_widgets_has_lines(notebook: ModuleType) -> None:
+def test_a_notebook_without_widgets_has_none(notebook: ModuleType) -> None:
     notebook.tqdm = object
-    assert isinstance(open_surface(), Lines)
+    assert open_bars() is None
 
 
 @pytest.mark.shows("P78")
-def test_elsewhere_a_stream_that_is_no_terminal_has_lines(notebook: ModuleType) -> None:
-    assert isinstance(open_surface(io.StringIO()), Lines), "a stream that was chosen"
+def test_elsewhere_a_stream_that_is_no_terminal_has_none(notebook: ModuleType) -> None:
+    assert open_bars(io.StringIO()) is None, "a stream that was chosen"
     sys.modules["IPython"].get_ipython = lambda: SimpleNamespace(config={})
-    assert isinstance(open_surface(), Lines), "IPython on a terminal"
+    assert open_bars() is None, "IPython on a terminal"
     sys.modules["IPython"].get_ipython = lambda: None
-    assert isinstance(open_surface(), Lines), "a script that imports IPython"
+    assert open_bars() is None, "a script that imports IPython"

@@ -40,7 +40,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def open_display(options: LoggingOptions) -> Display:
-    """Return the progress bars, or a display that shows nothing."""
+    """Return what shows the progress: bars, or lines of the log."""
     return create_display(options.enable_progress_bar)
 
 

@@ -50,9 +50,11 @@ def make_schedule(
 def _as_unit(value: object) -> TrainingUnit:
     if isinstance(value, TrainingUnit):
         return value
+    if value == "step":
+        return TrainingUnit.ITERATION
     if value in ("epoch", "iteration"):
         return TrainingUnit.from_str(str(value))
-    rule = '"epoch", "iteration" or a TrainingUnit'
+    rule = '"epoch", "iteration", "step" or a TrainingUnit'
     raise refusal("train_unit", rule, value, "Correct the unit.")
 
 

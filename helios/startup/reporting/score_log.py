@@ -58,13 +58,12 @@ class ScoreLog:
         """
         if not scores:
             return ""
-        place = f"iteration {state.global_iteration}"
         text, rank = format_scores(scores), ""
         if best is not None:
             is_new = best.iteration == state.global_iteration
             rank = "the best so far" if is_new else _describe_best(best)
         training = format_scores({f"training {name}": loss for name, loss in losses.items()})
-        place = f"epoch {state.global_epoch}, {place}"
+        place = _describe_position(state)
         self._last = f"{text} ({place})"
         line = "; ".join(filter(None, (text, rank, training)))
         _LOGGER.info("Validation %d (%s): %s.", state.validation_cycles, place, line)
@@ -86,6 +85,13 @@ class ScoreLog:
             text = f"{format_scores(best.deciding)} (iteration {best.iteration}{since}{name})"
             found["best scores"] = text
         return found
+
+
+def _describe_position(state: TrainingState) -> str:
+    """Return epoch and iteration, which files are named after, and the step if it is another."""
+    place = f"epoch {state.global_epoch}, iteration {state.global_iteration}"
+    is_same = state.global_step == state.global_iteration
+    return place if is_same else f"{place} (step {state.global_step})"
 
 
 def _describe_best(best: BestValidation) -> str:
@@ -114,7 +120,7 @@ def describe_progress(
     """
     count = state.global_iteration - begun_at
     part = f"; this start: {count} iterations" if begun_at else ""
-    place = f"epoch {state.global_epoch}, iteration {state.global_iteration}"
+    place = _describe_position(state)
     facts = {"trained": f"until {place}{part} in {format_seconds(seconds)}", **scores}
     if newest is not None:
         facts["checkpoints"] = f"{newest.parent} (newest: {newest.name})"

@@ -1,0 +1,57 @@
+"""The learning rates that the last steps of the optimizers have used, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from helios.core.text import rate_text
+
+
+class UsedRates:
+    """Notes the rates of each step when it is made: schedulers may change them right after it."""
+
+    def __init__(self) -> None:
+        self._find_optimizers: Callable[[], Mapping[str, Optimizer]] = dict
+        # A script may make new optimizers all the time.
+        self._used: MutableMapping[Optimizer, list[Any]] = WeakKeyDictionary()
+        self._hook: Any = None
+
+    def open(self, find_optimizers: Callable[[], Mapping[str, Optimizer]]) -> None:
+        """Begin to watch; ``find_optimizers`` returns those of the run, by path."""
+        self.close()
+        self._find_optimizers = find_optimizers
+        self._hook = register_optimizer_step_pre_hook(self._see)
+
+    def close(self) -> None:
+        """Stop watching; a second call does nothing."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook, self._find_optimizers = None, dict
+        self._used.clear()
+
+    def _see(self, optimizer: Optimizer, *_: Any) -> None:
+        self._used[optimizer] = _rates_of(optimizer)
+
+    def texts(self) -> list[str]:
+        """Return e.g. ``["lr 8.2e-4"]``: of each optimizer, and of each group if they differ."""
+        found = self._find_optimizers()
+        parts = []
+        for path, optimizer in found.items():
+            rates = self._used.get(optimizer) or _rates_of(optimizer)
+            texts = dict.fromkeys(rate_text(float(rate)) for rate in rates)
+            name = "lr" if len(found) == 1 else f"lr {path}"
+            if texts:
+                parts.append(f"{name} {'/'.join(texts)}")
+        return parts
+
+
+def _rates_of(optimizer: Optimizer) -> list[Any]:
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    # Schedulers change a tensor in place.
+    return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
