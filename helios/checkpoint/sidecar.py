@@ -43,12 +43,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "mismatches": (list,),
     "rewinds": (list,),
     "best": (dict, type(None)),
+    "averages": (list,),
 }
 # Keys that earlier versions did not write.
 _OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None} | {
     "mismatches": [],
     "rewinds": [],
     "best": None,
+    "averages": [],
 }
 
 
@@ -80,6 +82,7 @@ class Sidecar:
         mismatches: what audits have found, which lowers the level.
         rewinds: the rewinds that the run has carried out, the oldest first.
         best: the best validation of the run so far; ``None`` if there is none.
+        averages: ids of the plugins whose averages of the weights have the scores.
         extra: further entries of a file, kept when it is written again.
     """
 
@@ -104,6 +107,7 @@ class Sidecar:
     mismatches: list[str] = dataclasses.field(default_factory=list)
     rewinds: list[Any] = dataclasses.field(default_factory=list)
     best: dict[str, Any] | None = None
+    averages: list[str] = dataclasses.field(default_factory=list)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -114,6 +118,7 @@ class Sidecar:
         run_name: str,
         level: Level,
         metrics: dict[str, float],
+        averages: list[str],
         changes: list[Any],
         is_by_epoch: bool,
     ) -> Sidecar:
@@ -124,6 +129,7 @@ class Sidecar:
             run_name: the run that it belongs to.
             level: its level of reproducibility.
             metrics: scores of the validation that ended at its safe point.
+            averages: ids of the plugins whose averages have these scores.
             changes: changes that the user allowed.
             is_by_epoch: whether the run counts epochs.
         """
@@ -147,13 +153,14 @@ class Sidecar:
             mismatches=record.mismatches,
             rewinds=record.rewinds,
             best=None if best is None else best.as_plain(),
+            averages=averages,
         )
 
     def to_json(self) -> str:
         """Return the text of the file."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
-        for key in ("ledger", "mismatches", "rewinds", "best"):
+        for key in ("ledger", "mismatches", "rewinds", "best", "averages"):
             if table[key] in (None, []):
                 del table[key]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}

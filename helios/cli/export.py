@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def run(namespace: argparse.Namespace) -> int:
     if not status.is_good:
         raise CheckpointError(f"{status.reason} Nothing was exported.")
     weights = select_weights(tree, network=namespace.network, average=namespace.average)
+    _warn_of_average(status, tree, namespace)
     target = as_local_path("FILE", namespace.out or source.with_suffix(f".{namespace.to}"))
     metadata = _metadata(status, tree, namespace.average)
     names: list[str] = []
@@ -119,6 +121,20 @@ def run(namespace: argparse.Namespace) -> int:
         lacks_config = namespace.to == "huggingface" and CONFIG_NAME not in names
         output.print_lines(*_lines(target, weights, lacks_config=lacks_config))
     return 0
+
+
+def _warn_of_average(status: Status, tree: Any, namespace: argparse.Namespace) -> None:
+    """Warn if the scores of the checkpoint are not those of the weights that are exported."""
+    averages = [] if status.sidecar is None else status.sidecar.averages
+    plugins = tree.get(file_names.KEY_PLUGINS, {})
+    for name in averages:
+        networks = plugins.get(name, {}).get("averages", {})
+        is_concerned = namespace.network is None or namespace.network in networks
+        if name != namespace.average and is_concerned:
+            sys.stderr.write(
+                f"helios export: warning: the scores of {status.path.name} are those of the "
+                f"average of plugin {name!r}, which is not exported: --average {name}\n"
+            )
 
 
 def _rank(path: str) -> Ranking:

@@ -138,6 +138,7 @@ def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
         "place": f"epoch {sidecar.epoch}, iteration {sidecar.iteration}",
         "metrics": output.metrics_text(sidecar.metrics),
         "best": str(BestValidation.from_plain(sidecar.best) or ""),
+        "averages": ", ".join(map(str, sidecar.averages)),
         "level": sidecar.level,
         "lacks": list_missing(sidecar.missing),
         "rests on": "; ".join(map(str, sidecar.claims)),

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from helios.core.tracebacks import with_short_constructor
+from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import asks_nothing
 from helios.plugins.averaged_weights import Averages, Swap, claim, ordinary, release
@@ -318,6 +319,42 @@ class WeightAverage(Plugin, ABC):
 
 
 @with_short_constructor
+@final
+class StoredAverage(WeightAverage):
+    """The average of a checkpoint, in evaluations without the plugin that has made it.
+
+    Args:
+        plug_id: id of that plugin.
+    """
+
+    def __init__(self, plug_id: str) -> None:
+        super().__init__(
+            plug_id,
+            network=None,
+            start=1,
+            every=1,
+            averages_buffers=False,
+            swaps_in=EVALUATIONS,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the plugin, for those of its networks that the model has."""
+        networks = self.context.model.discovery.modules()
+        averages = state_dict["averages"]
+        self._paths = tuple(path for path in averages if path in networks)
+        buffers = {
+            (path, BareNames(networks[path]).of(name))
+            for path in self._paths
+            for name, _ in networks[path].named_buffers()
+        }
+        has_buffers = any((path, name) in buffers for path in averages for name in averages[path])
+        self._averages = Averages(f"plugin {self.plug_id!r}", with_buffers=has_buffers)
+        super().load_state_dict(state_dict)
+
+    def _merge(self, averages: list[Tensor], present: list[Tensor], count: int) -> None:
+        raise UsageError("The average of a checkpoint is not updated.")
+
+
 @PLUGIN_REGISTRY.register
 class EMA(WeightAverage):
     """An exponential moving average of weights.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -21,6 +21,8 @@ from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
+from helios.plugins.averaging import WeightAverage
+from helios.plugins.plugin import Plugin
 from helios.run_state.state_size import shard_sizes, storage_sizes
 from helios.schedule import Schedule, count_saves
 from helios.session import Session
@@ -32,7 +34,7 @@ from helios.startup.options.logging_options import LoggingOptions
 from helios.startup.reporting.banner import machine
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_compiled
 from helios.startup.reporting.score_log import ScoreLog, describe_progress
-from helios.state import TrainingState
+from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, NullDisplay, create_display
 
@@ -131,6 +133,7 @@ class FitRecorder:
         engine: the engine, with the replicas; rank 0 writes.
         schedule: determines whether checkpoints are written.
         evidence: what the run records of itself; ``None`` for nothing.
+        plugins: those of the run; a validation may use averages of theirs.
     """
 
     def __init__(
@@ -143,8 +146,10 @@ class FitRecorder:
         engine: Engine,
         schedule: Schedule,
         evidence: RunEvidence | None,
+        plugins: Collection[Plugin],
     ) -> None:
         self._name = name
+        self._plugins = plugins
         self._schedule = schedule
         self._model = model
         self._start = start
@@ -272,6 +277,7 @@ class FitRecorder:
             ),
             # Scores of an earlier validation do not belong to these weights.
             metrics=as_numbers(self._model.metrics) if record.has_validated else {},
+            averages=self._scored_averages if record.has_validated else [],
             changes=self._start.changes,
             is_by_epoch=self._schedule.is_by_epoch,
         )
@@ -279,6 +285,14 @@ class FitRecorder:
         path = self._start.folder.path_of(stem, is_sharded=self._replicas.share is not None)
         types = self._model.types_for_safe_load()
         return Description(path, record.to_payload(), sidecar, types)
+
+    @property
+    def _scored_averages(self) -> list[str]:
+        return [
+            plugin.plug_id
+            for plugin in self._plugins
+            if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(Phase.VALIDATION)
+        ]
 
     def has_saved(self, state: TrainingState) -> bool:
         """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""

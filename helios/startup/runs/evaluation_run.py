@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from helios.checkpoint.capture import Trained, apply_tables
+from helios.checkpoint.loading import Loaded
 from helios.core.text import as_numbers
 from helios.engines.engine import numerics
 from helios.errors import UsageError
 from helios.model.model import Model
-from helios.plugins.averaging import WeightAverage
+from helios.plugins.averaging import StoredAverage, WeightAverage
 from helios.startup.building import run_outputs
 from helios.startup.building.model_preparation import move_networks
 from helios.startup.building.state_owners import find_owners
@@ -45,6 +46,8 @@ class EvaluationRun(Run):
         chosen = Chosen(None) if self.call.is_in_hand else self._find_chosen(name)
         loaded = chosen.loaded
         record = None if loaded is None else self._detach(loaded.record)
+        if loaded is not None:
+            self._add_averages(loaded)
         trained = self.call.handed if record is None else Trained.of(record)
         if trained is None and in_hand is not None:
             record = in_hand.record
@@ -92,6 +95,21 @@ class EvaluationRun(Run):
             team=self.team,
             share=self._share,
         )
+
+    def _add_averages(self, loaded: Loaded) -> None:
+        """Add the averages that had the scores of the best checkpoint; warn for any other one."""
+        averages = [] if loaded.sidecar is None else loaded.sidecar.averages
+        lacking = [name for name in averages if name not in self.plugins]
+        if self.call.choice.is_best:
+            self.plugins = {**self.plugins, **{name: StoredAverage(name) for name in lacking}}
+        elif lacking:
+            _LOGGER.warning(
+                "The scores of %s are those of the average of plugin %s, which this trainer does "
+                "not have: the network's own weights are evaluated, and their scores differ. "
+                'Register the plugin, or pass checkpoint="best".',
+                loaded.path.name,
+                ", ".join(map(repr, lacking)),
+            )
 
     def _set_up_for(self, trained: Trained | None, *, is_handed: bool) -> Trained | None:
         """Set up and load what is evaluated; returns the states of plugins and data, if any."""

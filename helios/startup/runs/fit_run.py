@@ -387,6 +387,7 @@ class FitRun(Run):
             engine=self.engine,
             schedule=self.options.schedule,
             evidence=self._evidence,
+            plugins=self.plugins.values(),
         )
         self._settings.callback(recorder.close)
         recorder.show_on(self.display)

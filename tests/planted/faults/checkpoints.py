@@ -312,3 +312,27 @@ def a_resumed_run_forgets_the_best(continue_best, stored, rule, **options):
     from helios.best import BestSoFar
 
     return BestSoFar(rule)
+
+
+@fault(
+    "helios.startup.launching.model_in_hand:ModelInHand.leave_out_averages",
+    "tests/integration/test_model_in_hand.py::test_an_average_is_swapped_in_until_the_script_changes_its_network",
+)
+def an_average_replaces_what_a_script_has_changed(leave_out_averages, in_hand, plugins):
+    return {}
+
+
+@fault(
+    "helios.startup.runs.fit_run:FitRun._keep_in_hand",
+    "tests/integration/test_model_in_hand.py::test_a_folder_that_is_gone_is_not_missed",
+)
+def the_newest_checkpoint_replaces_the_model_in_hand(keep_in_hand, run, end, **options):
+    keep_in_hand(run, end, is_interrupted=True)
+
+
+@fault(
+    "helios.startup.runs.evaluation_run:EvaluationRun._add_averages",
+    "tests/integration/test_scored_averages.py::test_the_best_is_tested_with_the_average_that_was_scored",
+)
+def the_best_is_tested_without_its_average(add_averages, run, loaded):
+    return None
