@@ -73,6 +73,7 @@ class Session(LiveRun):
         is_plain: whether steps run without a context of the engine.
         audit: computes gradients a second time; ``None`` without audits.
         idle_watch: notices that nothing is learned; ``None`` once something is.
+        nonfinite: the first loss of this start that was not finite; empty if all were.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
         context: what hooks may see of the run.
@@ -94,6 +95,7 @@ class Session(LiveRun):
     is_plain: bool = field(init=False)
     audit: GradientAudit | None = None
     idle_watch: IdleWatch | None = None
+    nonfinite: str = ""
 
     def __post_init__(self) -> None:
         # Needed in every iteration, and constant during a run.

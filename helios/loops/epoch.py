@@ -14,6 +14,7 @@ from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.loop import Loop, make_stray_stop, require
+from helios.loops.nonfinite_loss import name_nonfinite
 from helios.loops.uneven_inputs import EvenBatches
 
 _LOGGER = logging.getLogger(__name__)
@@ -326,9 +327,11 @@ class EpochLoop(Loop):
         session, state, hooks = self._session, self._session.state, self._session.hooks
         if state.is_step_boundary:
             session.context.close_window()
+        losses = session.turns.means or session.model.loss_items
         if self._ledger is not None:
-            self._ledger.take_losses(session.turns.means or session.model.loss_items)
+            self._ledger.take_losses(losses)
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
+        name_nonfinite(session, losses, waits=should_log or self._batches.is_last)
         if "on_training_batch_end" in hooks.active:
             session.context.batch = session.context.raw_batch
             hooks.emit("on_training_batch_end", state, should_log)

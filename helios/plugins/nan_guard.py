@@ -51,11 +51,11 @@ class _Note(NamedTuple):
 class NaNGuard(Plugin):
     """Checks that losses and gradients are finite before they reach the weights.
 
-    The message names the epoch, the iteration, the batches, the indices of their samples and the
-    parameters. Losses are those on which Helios does backward; gradients are those of the whole
-    window, averaged and not yet clipped. In manual mode only ``model.loss_items`` can be checked,
-    after the model has made its update, so ``action="skip"`` and ``checks="gradients"`` are errors
-    there.
+    The message names the epoch, the iteration, the batches, the indices of their first five samples
+    and the parameters. Losses are those on which Helios does backward; gradients are those of the
+    whole window, averaged and not yet clipped. In manual mode only ``model.loss_items`` can be
+    checked, after the model has made its update, so ``action="skip"`` and ``checks="gradients"``
+    are errors there.
 
     A skipped update is discarded with its gradients: schedulers and, in ITERATION unit,
     ``current_iteration`` do not advance, and what was due at that count is not repeated. The

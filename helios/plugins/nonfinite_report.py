@@ -13,9 +13,7 @@ from torch import Tensor
 from helios.hooks.context import Context
 from helios.state import Cursor
 
-_MOST_SAMPLES = 256
-
-_MOST_NAMES = 5
+_MOST_SAMPLES = _MOST_NAMES = 5
 
 
 class BadLoss(NamedTuple):
@@ -88,24 +86,24 @@ def name_moment(context: Context) -> str:
     return f"epoch {state.global_epoch}, iteration {state.global_iteration}"
 
 
-def name_batch(context: Context, place: Cursor) -> str:
-    """Return the name of a batch for messages, with its samples, those of all replicas."""
+def name_batch(context: Context, place: Cursor, replica: int = 0) -> str:
+    """Return the name of a batch for messages, with its first samples, beginning with a replica."""
     text = f"batch {place.batch} (from 0) of epoch {place.epoch + 1}"
     found = context.indices_of(place)
     if found is None:
         return f"{text}, samples unknown (the sampler has a state)"
-    whose = context.choose("", " (those of replica 0 first)")
+    whose = context.choose("", f" (those of replica {replica} first)")
     indices = [index.item() if isinstance(index, Tensor) else index for index in found]
-    most = _MOST_SAMPLES * context.num_replicas
-    more = len(indices) - most
-    shown = ", ".join(map(str, indices[:most]))
+    start = replica * (len(indices) // context.num_replicas)
+    shown = ", ".join(map(str, [*indices[start:], *indices[:start]][:_MOST_SAMPLES]))
+    more = len(indices) - _MOST_SAMPLES
     return f"{text}, samples{whose} {shown}{f' and {more} more' if more > 0 else ''}"
 
 
 def _name_losses(context: Context, losses: list[BadLoss]) -> str:
     """Name the bad losses of one batch."""
     text: str = context.choose(_name_only_loss, _name_by_replica)(
-        name_batch(context, losses[0].place), losses
+        name_batch(context, losses[0].place, losses[0].replica), losses
     )
     return text
 

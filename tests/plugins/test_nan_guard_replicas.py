@@ -151,10 +151,13 @@ def test_a_bad_loss_of_one_replica_is_skipped_by_all(
     assert len(found["messages"]) == 2
     turns = read_bits(tmp_path).turns
     (iteration, replica), *_ = [place for place, line in turns.items() if 7 in line["ids"]]
-    ids = ", ".join(map(str, _ids_of(tmp_path, iteration)))
+    ids, own = _ids_of(tmp_path, iteration), turns[iteration, replica]["ids"]
+    first = ids.index(own[0])
+    shown = ", ".join(map(str, [*ids[first:], *ids[:first]][:5]))
     start = (
         f"In epoch 1, iteration {iteration} not finite: the loss of replica {replica} (nan) in "
-        f"batch {iteration - 1} (from 0) of epoch 1, samples (those of replica 0 first) {ids}"
+        f"batch {iteration - 1} (from 0) of epoch 1, samples (those of replica {replica} first) "
+        f"{shown} and {len(ids) - 5} more"
     )
     assert found["messages"][0].startswith(start)
 

@@ -102,16 +102,18 @@ def test_the_end_says_how_far_and_where() -> None:
     state = TrainingState(global_epoch=3, global_iteration=24, global_step=24)
     newest = Path("runs") / "line" / "line_epoch_3_iter_24.pth"
     options: dict[str, Any] = {"scores": {"last scores": "error 1"}, "has_report": True}
+    options["nonfinite"] = "loss was nan (epoch 1, iteration 3)"
     text = describe_progress(state, seconds=3723, begun_at=8, newest=newest, **options)
     assert text.splitlines() == [
         "",
         "  trained      until epoch 3, iteration 24; this start: 16 iterations in 1:02:03",
         "  last scores  error 1",
+        "  not finite   the first loss: loss was nan (epoch 1, iteration 3)",
         f"  checkpoints  {newest.parent} (newest: line_epoch_3_iter_24.pth)",
         f"  report       helios report {newest.parent}",
     ]
     bare = describe_progress(
-        state, seconds=3.21, begun_at=0, scores={}, newest=None, has_report=False
+        state, seconds=3.21, begun_at=0, scores={}, nonfinite="", newest=None, has_report=False
     )
     assert bare == "\n  trained  until epoch 3, iteration 24 in 3.2 s"
 

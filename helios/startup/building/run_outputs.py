@@ -199,6 +199,7 @@ class FitRecorder:
             seconds=seconds,
             begun_at=self._begun_at,
             scores=self._scores.summarize(best, file_name),
+            nonfinite=session.nonfinite,
             newest=newest,
             has_report=self._evidence is not None,
         )

@@ -105,6 +105,7 @@ def describe_progress(
     seconds: float,
     begun_at: int,
     scores: Mapping[str, str],
+    nonfinite: str,
     newest: Path | None,
     has_report: bool,
 ) -> str:
@@ -115,6 +116,7 @@ def describe_progress(
         seconds: the time of this start.
         begun_at: the iteration that this start continued from.
         scores: what :meth:`ScoreLog.summarize` returned.
+        nonfinite: the first loss that was not finite; empty if all were.
         newest: the newest checkpoint; ``None`` without one.
         has_report: whether the run has written what ``helios report`` reads.
     """
@@ -122,6 +124,8 @@ def describe_progress(
     part = f"; this start: {count} iterations" if begun_at else ""
     place = _describe_position(state)
     facts = {"trained": f"until {place}{part} in {format_seconds(seconds)}", **scores}
+    if nonfinite:
+        facts["not finite"] = f"the first loss: {nonfinite}"
     if newest is not None:
         facts["checkpoints"] = f"{newest.parent} (newest: {newest.name})"
         if has_report:

@@ -41,3 +41,8 @@ def a_run_that_learns_nothing_is_saved(refuse, watch, iteration):
 @fault("helios.run_state.idle_watch:IdleWatch._mark_buffers", IDLE)
 def tables_in_buffers_do_not_count_as_learned(mark_buffers, watch):
     return {}
+
+
+@fault("helios.loops.epoch:name_nonfinite", "tests/loops/test_nonfinite_loss.py")
+def a_loss_that_is_not_finite_is_not_said(name_nonfinite, session, losses, *, waits):
+    pass
