@@ -475,6 +475,7 @@ def _curves(runs: Path) -> list[tuple[str, int, float]]:
         for path in sorted(runs.rglob("events.out.tfevents.*"))
         for event in EventFileLoader(str(path)).Load()
         for value in event.summary.value
+        if not value.tag.startswith("_hparams_/")
     ]
 
 

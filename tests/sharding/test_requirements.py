@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.fsdp import FSDPModule
 
 import helios
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -19,6 +18,7 @@ from helios.sharding import requirements, units
 from helios.sharding.requirements import check_shardable
 from helios.sharding.units import find_units
 from tests.support.scripts import call
+from tests.support.sharded import IS_ABLE
 
 OPTIMIZERS = [
     kind
@@ -223,7 +223,6 @@ def require_fsdp() -> None:
 
 
 def test_a_torch_without_such_an_fsdp_is_named() -> None:
-    is_able = "set_reduce_scatter_unused_params" in dir(FSDPModule)
     found = call(require_fsdp)
-    assert (found.returncode == 0) is is_able
-    assert is_able or 'UsageError: Trainer(sharding="full") needs a' in found.stderr
+    assert (found.returncode == 0) is IS_ABLE
+    assert IS_ABLE or 'UsageError: Trainer(sharding="full") needs a' in found.stderr

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, dropout, gelu
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +28,8 @@ from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
 
+IS_ABLE = "set_reduce_scatter_unused_params" in dir(FSDPModule)
+"""Whether this PyTorch has an FSDP that reduces as we say."""
 WIDTH = 11
 WORDS = 53
 
