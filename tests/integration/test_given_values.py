@@ -227,6 +227,8 @@ CASES: list[tuple[Any, Any, str, str, str]] = [
 ]
 
 
+# PyTorch 2.6 warns of what its own SequentialLR does at a milestone.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 @pytest.mark.parametrize(("before", "after", "name", "new", "old"), CASES)
 def test_a_setting_that_is_not_taken_is_one_warning_with_both_values(
     before: Any,
