@@ -35,37 +35,49 @@ def _shown(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 class Model(helios.Model):
-    def __init__(self, build: Build, intervals: dict[str, str], *, is_manual: bool = False) -> None:
+    """A model with a network, an optimizer and schedulers for each name."""
+
+    def __init__(
+        self, builds: dict[str, Build], intervals: dict[str, str], *, is_manual: bool = False
+    ) -> None:
         super().__init__("line")
-        self.build = build
+        self.builds = builds
         self.scheduler_interval = intervals
-        self.seen: dict[int, Any] = {}
+        self.seen: dict[int, dict[str, Any]] = {}
         self.is_manual = is_manual
 
-    unsaved = ("build", "seen", "scheduler_interval", "is_manual")
+    unsaved = ("builds", "seen", "scheduler_interval", "is_manual")
 
     def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-        self.optimizer, self.schedulers = self.build(self.net)
+        self.nets = nn.ModuleDict()
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.schedulers: dict[str, list[Any]] = {}
+        for name, build in self.builds.items():
+            net = self.nets[name] = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+            self.optimizers[name], self.schedulers[name] = build(net)
 
     def train_step(self, batch: torch.Tensor, state: helios.TrainingState) -> torch.Tensor | None:
-        self.seen[state.global_iteration] = _shown(self.optimizer)
-        loss: torch.Tensor = self.net(batch.unsqueeze(1).float()).square().mean()
+        self.seen[state.global_iteration] = {
+            name: _shown(optimizer) for name, optimizer in self.optimizers.items()
+        }
+        outputs = [net(batch.unsqueeze(1).float()) for net in self.nets.values()]
+        loss = torch.stack(outputs).square().mean()
         if not self.is_manual:
             return loss
-        self.optimizer.zero_grad()
         loss.backward()
-        self.optimizer.step()
-        for scheduler in self.schedulers:
-            scheduler.step()
+        for name, optimizer in self.optimizers.items():
+            optimizer.step()
+            optimizer.zero_grad()
+            for scheduler in self.schedulers[name]:
+                scheduler.step()
         return None
 
 
-def _fit(root: Path, total: int, model: Model, **options: Any) -> dict[int, Any]:
+def _fit(root: Path, total: int, model: Model, **options: Any) -> dict[int, dict[str, Any]]:
     trainer = helios.Trainer(
         train_unit="iteration",
         total_steps=total,
-        chkpt_frequency=1,
+        chkpt_frequency=100,
         chkpt_root=root,
         use_cpu=True,
         print_banner=False,
@@ -86,11 +98,11 @@ def _loop(build: Build, intervals: dict[str, str], total: int) -> dict[int, Any]
         net(torch.ones(1, 1)).square().mean().backward()
         optimizer.step()
         for number, scheduler in enumerate(schedulers):
-            by_epoch = intervals.get(f"schedulers.{number}") == "epoch"
+            by_epoch = intervals.get(f"schedulers.it.{number}") == "epoch"
             if not by_epoch:
                 scheduler.step()
         for number, scheduler in enumerate(schedulers):
-            by_epoch = intervals.get(f"schedulers.{number}") == "epoch"
+            by_epoch = intervals.get(f"schedulers.it.{number}") == "epoch"
             if by_epoch and step % _LENGTH == 0:
                 scheduler.step()
     return seen
@@ -210,24 +222,47 @@ CASES: dict[str, tuple[Build, Build]] = {
 }
 
 
-def _compare(root: Path, old: Build, new: Build, intervals: dict[str, str], **more: Any) -> None:
+def _take(
+    root: Path, cases: dict[str, tuple[Build, Build]], intervals: dict[str, str], **more: Any
+) -> dict[int, dict[str, Any]]:
+    """Return by step what the optimizers of all cases have after the settings were taken."""
+    old, new = ({name: pair[side] for name, pair in cases.items()} for side in (0, 1))
     _fit(root, _CHANGED_AFTER, Model(old, intervals, **more))
     allowed = {"allow_changes": ("optimizer",)}
     seen = _fit(root, _END - 3, Model(new, intervals, **more), **allowed)
     # The run has the new settings from then on, and the argument does nothing any more.
     seen |= _fit(root, _END - 1, Model(new, intervals, **more), **allowed)
-    seen |= _fit(root, _END, Model(new, intervals, **more))
+    return seen | _fit(root, _END, Model(new, intervals, **more))
+
+
+def _require_fresh(
+    seen: dict[int, dict[str, Any]], name: str, new: Build, intervals: dict[str, str]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reference = _loop(new, intervals, _END)
-    assert seen == {step: reference[step] for step in range(_CHANGED_AFTER + 1, _END + 1)}
+    found = {step: each[name] for step, each in seen.items()}
+    assert found == {step: reference[step] for step in range(_CHANGED_AFTER + 1, _END + 1)}
+
+
+def _compare(root: Path, old: Build, new: Build, intervals: dict[str, str], **more: Any) -> None:
+    seen = _take(root, {"it": (old, new)}, intervals, **more)
+    _require_fresh(seen, "it", new, intervals)
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """All cases, in one run, which steps its optimizers itself because there are several."""
+    return _take(tmp_path_factory.mktemp("all"), CASES, {}, is_manual=True)
 
 
 # PyTorch 2.6 warns of what its own SequentialLR does at a milestone.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_taken_settings_are_those_of_a_fresh_loop(name: str, tmp_path: Path) -> None:
-    _compare(tmp_path, *CASES[name], {})
+def test_taken_settings_are_those_of_a_fresh_loop(
+    name: str, taken: dict[int, dict[str, Any]]
+) -> None:
+    _require_fresh(taken, name, CASES[name][1], {})
 
 
 def test_every_scheduler_of_torch_is_among_them() -> None:
@@ -235,13 +270,13 @@ def test_every_scheduler_of_torch_is_among_them() -> None:
     assert kinds - {"LRScheduler", "_LRScheduler"} - CASES.keys() == set()
 
 
-@pytest.mark.parametrize("intervals", [{"schedulers.0": "epoch"}, {"schedulers.1": "epoch"}])
+@pytest.mark.parametrize("intervals", [{"schedulers.it.0": "epoch"}, {"schedulers.it.1": "epoch"}])
 def test_schedulers_step_in_the_order_of_the_run(intervals: dict[str, str], tmp_path: Path) -> None:
     _compare(tmp_path, *CASES["two"], intervals)
 
 
-def test_a_model_that_steps_itself_takes_settings(tmp_path: Path) -> None:
-    _compare(tmp_path, *CASES["OneCycleLR"], {}, is_manual=True)
+def test_a_model_that_helios_steps_takes_settings(tmp_path: Path) -> None:
+    _compare(tmp_path, *CASES["OneCycleLR"], {})
 
 
 class Counting(torch.optim.SGD):
