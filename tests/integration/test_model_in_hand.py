@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios import DataLoaderParams, Trainer
 from helios.plugins import EMA, SWA, Plugin
+from tests.support.ranks import run_ranks
 
 EPOCHS = 3
 
@@ -272,7 +273,9 @@ def test_an_evaluation_of_another_checkpoint_ends_it(
     trainer, model, data = make(tmp_path), Net(), Data()
     assert trainer.fit(model, data)
     path = tmp_path / "net" / "net_epoch_1_iter_4.pth"
-    trainer.test(model, data, checkpoint=path)
+    for _ in range(2):
+        trainer.test(model, data, checkpoint=path)
+    assert capsys.readouterr().err.count("Testing of net_epoch_1_iter_4.pth.\n") == 2
     trainer.test(model, data)
     assert weights_of(model) == stored(tmp_path)
     loose = make(None)
@@ -343,3 +346,32 @@ def test_a_folder_that_is_gone_is_not_missed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
     require_as_it_is(trainer, model, data)
     assert not tmp_path.exists()
+
+
+def _is_newest(root: Path, model: Net) -> bool:
+    path = helios.find_last_checkpoint(root / "net")
+    assert path is not None
+    state = helios.load_checkpoint(path)["model"]["objects"]["net"]
+    return all(map(torch.equal, model.net.state_dict().values(), state.values()))
+
+
+def _test_changed(rank: int, root: Path, **options: Any) -> tuple[bool, bool]:
+    trainer, model, data = make(root, **options), Net(), Data()
+    assert trainer.fit(model, data)
+    change_by_hand(model)
+    is_changed = not _is_newest(root, model)
+    trainer.test(model, data)
+    return is_changed, _is_newest(root, model)
+
+
+@pytest.mark.shows("P132")
+def test_models_of_ended_process_groups_load(tmp_path: Path) -> None:
+    """Else a change on one rank alone would be a part of the scores of all."""
+    assert run_ranks(_test_changed, 2, tmp_path) == [(True, True)] * 2
+
+
+@pytest.mark.full
+def test_spawned_ranks_load(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert _test_changed(0, tmp_path, nproc=2) == (True, True)
+    said = capfd.readouterr().err
+    assert "iter_6.pth, the newest checkpoint, because 2 processes trained it." in said

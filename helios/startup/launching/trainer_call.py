@@ -160,6 +160,7 @@ class Call:
         passed_through: types of exceptions that are not logged.
         asked: what a replay is to repeat; ``None`` for other calls.
         is_in_hand: whether the model is evaluated as it is in this process, after ``fit``.
+        reason_to_load: why it is not, if no checkpoint was asked for; empty for other models.
         handed: the state of a trained model, for ranks that set it up again.
         replay: the part of a run that is only repeated, once it is found; ``None`` to train.
         words: the command line with which the user has started Python; empty if unknown.
@@ -177,6 +178,7 @@ class Call:
     passed_through: tuple[type[BaseException], ...] = ()
     asked: ReplayOptions | None = None
     is_in_hand: bool = dataclasses.field(init=False)
+    reason_to_load: str = dataclasses.field(init=False)
     handed: Trained | None = None
     replay: Stretch | None = None
     words: tuple[str, ...] = dataclasses.field(default_factory=_find_words)
@@ -185,10 +187,9 @@ class Call:
 
     def __post_init__(self) -> None:
         is_evaluation = self.phase is not Phase.TRAINING
-        in_hand = self.in_hand
-        self.is_in_hand = (
-            self.checkpoint is None and in_hand is not None and not in_hand.reason_to_load
-        )
+        in_hand = self.in_hand if self.checkpoint is None else None
+        self.reason_to_load = "" if in_hand is None else in_hand.reason_to_load
+        self.is_in_hand = in_hand is not None and not self.reason_to_load
         self.choice = CheckpointChoice()
         if is_evaluation:
             options, plugins = self.options.checkpoints, self.plugins.values()

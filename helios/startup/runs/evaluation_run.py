@@ -42,7 +42,6 @@ class EvaluationRun(Run):
         self._prepare_data()
         name = self.options.run.name_for(self.model.save_name)
         in_hand = self.call.in_hand
-        reason = "" if in_hand is None else in_hand.reason_to_load
         chosen = Chosen(None) if self.call.is_in_hand else self._find_chosen(name)
         loaded = chosen.loaded
         record = None if loaded is None else self._detach(loaded.record)
@@ -76,7 +75,7 @@ class EvaluationRun(Run):
             self.owners.restore(trained.owners, is_inference=True)
         used = in_hand if loaded is None else None
         left_out = {} if used is None else used.leave_out_averages(self.plugins.values())
-        self._log_weights(chosen, reason, left_out)
+        self._log_weights(chosen, left_out)
         result = self.loop.run()
         if used is not None and not left_out:
             # Steps may have changed buffers; what the next evaluation finds changed is the user's.
@@ -145,14 +144,14 @@ class EvaluationRun(Run):
         self.hooks = self._make_bus()
         return Trained({}, {}, states, {})
 
-    def _log_weights(self, chosen: Chosen, reason: str, left_out: Mapping[str, list[str]]) -> None:
+    def _log_weights(self, chosen: Chosen, left_out: Mapping[str, list[str]]) -> None:
         """Log which weights are evaluated, and why.
 
         Args:
             chosen: the checkpoint, if there is one.
-            reason: why it is not the model as it is after ``fit``.
             left_out: networks whose average is not used, by id of the plugin.
         """
+        reason = self.call.reason_to_load
         if chosen.loaded is not None:
             texts = [chosen.loaded.path.name, *chosen.reasons]
             texts += [f"the newest checkpoint, because {reason}"] if reason else []
