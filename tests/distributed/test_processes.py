@@ -114,7 +114,7 @@ def test_torchrun_resumes_what_a_script_has_begun_and_the_other_way_round(tmp_pa
     both, log = start_well(*line, torchrun=("--nproc-per-node=2",))
     assert sorted(found.pop("place") for found in both) == [[0, 0], [1, 1]]
     assert both[0] == both[1]
-    assert log.count("start: resumed from net_epoch_2_iter_4.pth") == 1
+    assert log.count(" - Resumed from net_epoch_2_iter_4.pth; run: ") == 1
     assert len((tmp_path / "prepared").read_text().split()) == 1
     # The number of threads is that of the first start, whatever this machine has.
     variables = {"OMP_NUM_THREADS": ""}
@@ -165,7 +165,7 @@ def test_a_killed_rank_is_named_and_the_next_start_goes_on(tmp_path: Path) -> No
     (found,), log = start_well(*line, "--nproc=2")
     found.pop("items")
     assert found == expected
-    assert "start: resumed from net_epoch_1_iter_4.pth" in log
+    assert " - Resumed from net_epoch_1_iter_4.pth; run: " in log
 
 
 @slow
@@ -176,7 +176,7 @@ def test_torchrun_starts_a_killed_training_again_without_a_human(tmp_path: Path)
     found, log = start_well(*line, torchrun=("--nproc-per-node=2", "--max-restarts=2"))
     assert marker.exists()
     assert {one["weights"] for one in found} == {expected["weights"]}
-    assert "start: resumed from net_epoch_1_iter_4.pth" in log
+    assert " - Resumed from net_epoch_1_iter_4.pth; run: " in log
 
 
 @slow

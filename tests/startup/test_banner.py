@@ -1,13 +1,15 @@
-"""What the banner says of schedulers that look as if they counted epochs."""
+"""What a start logs: the banner, and a line at a resume."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import helios
 from tests.support.runs import IndexModule, Setting, SmallModel
+from tests.typed.user_script import Line, Numbers
 
 
 class PerEpoch(SmallModel):
@@ -37,6 +39,50 @@ def banner_of(
     with pytest.raises(InterruptedError):
         trainer.fit(kind(setting), IndexModule(setting))
     return [line for line in capsys.readouterr().err.splitlines() if "schedulers: " in line]
+
+
+def fit(folder: Path, epochs: int, **options: Any) -> None:
+    places: dict[str, Any] = {"chkpt_root": folder, "chkpt_frequency": 1, "use_cpu": True}
+    trainer = helios.Trainer(total_steps=epochs, **places, **options)
+    trainer.fit(Line("line"), Numbers())
+
+
+def starts(shown: str) -> list[str]:
+    """Return the lines before the end of the training, without those of the model's units."""
+    lines = shown.partition("Training has ended")[0].splitlines()[:-1]
+    return [line for line in lines if "computed again in backward" not in line]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "6691 (the default)"),
+        ({"random_seed": 3}, "3"),
+        ({"random_seed": 3, "seeds": {"order": 4, "init": 5}}, "3, init 5, order 4"),
+        ({"seeds": {"order": 4}}, "6691 (the default), order 4"),
+    ],
+)
+def test_the_banner_has_the_seed(
+    options: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, 1, **options)
+    assert f"\nrun: line\nseed: {text}\nmodel: " in capsys.readouterr().err
+
+
+def test_a_resume_is_told_in_a_line_and_what_has_changed_in_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, 2)
+    capsys.readouterr()
+    fit(tmp_path, 4)
+    lines = starts(capsys.readouterr().err)
+    assert len(lines) == 2
+    assert lines[0].endswith(
+        " - INFO - Resumed from line_epoch_2_iter_8.pth; run: line; seed: 6691 (the default); "
+        "processes: 1 process, 1 replica; reproducibility: restart (one replica: set num_replicas "
+        "to change the number of processes later)."
+    )
+    assert lines[1].endswith(" - INFO - Changed since the checkpoint: total_steps: 2 -> 4.")
 
 
 @pytest.mark.shows("P81")

@@ -65,6 +65,12 @@ class RunOptions:
         """The seed of the run."""
         return get_default_seed() if self.random_seed is None else self.random_seed
 
+    def describe_seed(self) -> str:
+        """Return the seeds for the banner."""
+        default = " (the default)" if self.random_seed is None else ""
+        others = "".join(f", {source} {seed}" for source, seed in self.seeds.items())
+        return f"{self.seed}{default}{others}"
+
     def seed_of(self, source: SeedSource) -> int:
         """Return the seed of a source of random numbers: that of the run if it has none."""
         found: int = self.seeds.get(source, self.seed)

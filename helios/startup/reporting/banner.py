@@ -12,6 +12,8 @@ from helios.engines.engine import Engine
 from helios.model.model import Model
 
 _LOGGER = logging.getLogger(__name__)
+# What a resume says once more: the rest is that of the first start, or named where it differs.
+_AGAIN = ("run", "seed", "processes", "reproducibility")
 
 
 def machine(engine: Engine) -> dict[str, str]:
@@ -37,13 +39,19 @@ def warn_of_other_machine(stored: dict[str, str], engine: Engine) -> None:
 
 
 def show_banner(model: Model, lines: dict[str, Any], *, where: str | None) -> None:
-    """Log the banner, with what the model appends to it.
+    """Log the banner, with what the model appends to it; at a resume, one line of it.
 
     Args:
         model: may append to the banner.
         lines: facts of this run, by label.
         where: the checkpoint that the run resumes from; ``None`` for a first start.
     """
-    facts = {"start": "from the beginning" if where is None else f"resumed from {where}", **lines}
-    text = "\n".join([get_env_info_str(), *(f"{label}: {fact}" for label, fact in facts.items())])
+    if where is None:
+        facts = {"start": "from the beginning", **lines}
+        rows = [get_env_info_str(), *(f"{label}: {fact}" for label, fact in facts.items())]
+        text = "\n".join(rows)
+    else:
+        facts = {label: lines[label] for label in _AGAIN}
+        text = "; ".join(f"{label}: {fact}" for label, fact in facts.items())
+        text = f"Resumed from {where}; {text}."
     _LOGGER.info("%s", model.append_to_banner(text))

@@ -392,11 +392,13 @@ class FitRun(Run):
         self._settings.callback(recorder.close)
         recorder.show_on(self.display)
         loaded = self._start.loaded
+        run = self.options.run
         if self.options.logging.print_banner:
             banner.show_banner(
                 self.model,
                 {
                     "run": self._name,
+                    "seed": run.describe_seed(),
                     **describe_run(self.model, self.sources, self.options.schedule),
                     "processes": describe_processes(self.replicas),
                     "reproducibility": str(reproducibility),
