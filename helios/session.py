@@ -7,11 +7,13 @@ A session orders no events, which is the job of the loops, and opens no files: s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from helios.best import Validation
@@ -74,6 +76,7 @@ class Session(LiveRun):
         audit: computes gradients a second time; ``None`` without audits.
         idle_watch: notices that nothing is learned; ``None`` once something is.
         nonfinite: the first loss of this start that was not finite; empty if all were.
+        beside: the numbers that steps of this iteration have returned beside the loss, by replica.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
         context: what hooks may see of the run.
@@ -96,6 +99,7 @@ class Session(LiveRun):
     audit: GradientAudit | None = None
     idle_watch: IdleWatch | None = None
     nonfinite: str = ""
+    beside: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Needed in every iteration, and constant during a run.
@@ -180,9 +184,33 @@ class Session(LiveRun):
         for requests in (self.requests, self.agreed):
             requests.stop_reason = requests.stop_reason or reason
 
+    def keep_beside(self, results: Sequence[Any]) -> None:
+        """Keep the numbers that a step has returned beside its losses, until the next iteration."""
+        tables = [result for result in results if isinstance(result, dict)]
+        if self.turns.is_first and self.beside:
+            self.beside = []
+        if tables:
+            numbers = {name: part for table in tables for name, part in table.items()}
+            self.beside.append(
+                {
+                    str(name): part.detach() if isinstance(part, Tensor) else part
+                    for name, part in numbers.items()
+                    if name != "loss" and _is_number(part)
+                }
+            )
+
+    def shown_losses(self) -> Mapping[str, Any]:
+        """Return the losses of this process, and the numbers beside them, whose names they win."""
+        items = self.model.loss_items
+        return {**items, **_average(self.beside), **items} if self.beside else items
+
     def log_losses(self) -> None:
-        """Log the losses of the current batch."""
-        self.log({f"train/{name}": loss for name, loss in self.model.loss_items.items()})
+        """Log the losses of the current batch, and means over all replicas of what is beside."""
+        own = [as_numbers(each) for each in self.beside]
+        found = [each for part in self.replicas.gather_objects(own) for each in part]
+        items = self.model.loss_items
+        losses = {**items, **_average(found), **items}
+        self.log({f"train/{name}": loss for name, loss in losses.items()})
 
     def log_scores(self) -> None:
         """Log the validation scores that are single numbers."""
@@ -281,3 +309,20 @@ class Session(LiveRun):
     def capture(self) -> Record:
         """Return the whole state, by reference; all processes call this together."""
         return capture(self)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _average(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of each number over the tables that have it, in their order."""
+    if len(tables) == 1:
+        return dict(tables[0])
+    parts: dict[str, list[Any]] = {}
+    for table in tables:
+        for name, number in table.items():
+            parts.setdefault(name, []).append(number)
+    return {name: sum(numbers) / len(numbers) for name, numbers in parts.items()}

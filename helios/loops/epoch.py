@@ -345,7 +345,7 @@ class EpochLoop(Loop):
             session.log_losses()
         has_stepped = state.is_step_boundary and state.is_step_committed
         if session.display.is_shown:
-            losses = session.model.loss_items
+            losses = session.shown_losses()
             session.display.advance(losses, num_samples, has_stepped, is_line_due=should_log)
         if self._ledger is not None:
             self._ledger.write(state, session.turns.totals, norm=session.engine.gradient_norm)

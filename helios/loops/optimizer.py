@@ -98,7 +98,7 @@ class OptimizerLoop(Loop):
             self._settle_mode(is_manual=loss is None)
         if loss is None:
             return
-        self._show({"loss": loss.detach()})
+        self._show({"loss": loss.detach()}, result)
         if turns.is_first:
             engine.count_micro_batch()
         optimizer = self._find_optimizer()
@@ -131,8 +131,14 @@ class OptimizerLoop(Loop):
         elif self._updated_in != state.global_iteration:
             state.withdraw_step(unit)
 
-    def _show(self, losses: dict[str, Tensor]) -> None:
-        """Put detached losses into the table, unless the model has written to it in this batch."""
+    def _show(self, losses: dict[str, Tensor], *results: Any) -> None:
+        """Put detached losses into the table, unless the model has written to it in this batch.
+
+        Args:
+            losses: by name.
+            results: what the step has returned or yielded, whose other numbers are shown, too.
+        """
+        self._session.keep_beside(results)
         table, shown = self._session.model.loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.
         if table and (table.keys() != shown.keys() or any(table[x] is not shown[x] for x in shown)):

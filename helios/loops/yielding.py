@@ -48,7 +48,7 @@ class YieldLoop(OptimizerLoop):
         ArgumentTypeError: for something that is not a sequence of names.
     """
 
-    _internals: ClassVar[str] = "_holders _order _skips _turns _unreached"
+    _internals: ClassVar[str] = "_holders _order _skips _turns _unreached _yielded"
 
     def __init__(self, optimizers: Sequence[str] = ()) -> None:
         super().__init__()
@@ -57,6 +57,7 @@ class YieldLoop(OptimizerLoop):
         self._holders: dict[str, Any] = {}
         self._skips: dict[str, str] = {}
         self._unreached: set[str] = set()
+        self._yielded: list[Any] = []
 
     def _train(self, batch: Any) -> None:
         session = self._session
@@ -67,6 +68,7 @@ class YieldLoop(OptimizerLoop):
         turns = self._find_turns()
         self._hold_skip(*turns)
         losses: dict[str, Tensor] = {}
+        self._yielded.clear()
         is_committed = False
         watch = session.turns.begin_step()
         with closing(self._start(batch)) as generator:
@@ -80,7 +82,8 @@ class YieldLoop(OptimizerLoop):
         if watch is not None:
             watch.conclude(is_manual=True)
         is_one = len(losses) == 1
-        self._show({"loss" if is_one else f"loss_{path}": x for path, x in losses.items()})
+        shown = {"loss" if is_one else f"loss_{path}": x for path, x in losses.items()}
+        self._show(shown, *self._yielded)
         if is_boundary:
             engine.close_window()
             self._note_update(is_committed=is_committed)
@@ -120,6 +123,7 @@ class YieldLoop(OptimizerLoop):
             if parameter.requires_grad
         ]
         loss = _loss_for(path, result, needs_graph=bool(inputs))
+        self._yielded.append(result)
         end_forward(session, result, loss)
         if inputs:
             self._do_backward(loss, inputs, path)

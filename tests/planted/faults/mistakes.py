@@ -46,3 +46,8 @@ def tables_in_buffers_do_not_count_as_learned(mark_buffers, watch):
 @fault("helios.loops.epoch:name_nonfinite", "tests/loops/test_nonfinite_loss.py")
 def a_loss_that_is_not_finite_is_not_said(name_nonfinite, session, losses, *, waits):
     pass
+
+
+@fault("helios.session:_average", "tests/loops/test_beside.py")
+def what_is_logged_is_that_of_the_first_replica(average, tables):
+    return dict(tables[0]) if tables else {}
