@@ -125,23 +125,26 @@ def test_what_may_change_the_training_is_said_before_the_first_step(
 ) -> None:
     train(tmp_path, SETTING)
     monkeypatch.setenv(VARIABLE, "3")
-    gather, is_loaded, seen = run_manifest.describe_environment, threading.Event(), []
+    gather, check = run_manifest.describe_environment, run_manifest.RunManifest.check
+    is_asked, seen = threading.Event(), []
 
     def gather_late(modules: Any) -> dict[str, Any]:
-        assert is_loaded.wait(20)
+        assert is_asked.wait(20)
         return gather(modules)
+
+    def ask(manifest: run_manifest.RunManifest) -> None:
+        is_asked.set()
+        check(manifest)
 
     class Look(Plugin):
         def setup(self) -> None:
             """Nothing to prepare."""
 
-        def on_checkpoint_loaded(self) -> None:
-            is_loaded.set()
-
         def on_training_start(self) -> None:
             seen.append([text for text in said if VARIABLE in text])
 
     monkeypatch.setattr(run_manifest, "describe_environment", gather_late)
+    monkeypatch.setattr(run_manifest.RunManifest, "check", ask)
     with collect_warnings() as said:
         train(tmp_path, LONGER, Look("look"))
     (before,) = seen
