@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
@@ -34,11 +34,12 @@ class Book:
 
     Attributes:
         every: the number of steps between two hashes of the weights, as at the first start.
+        version: the version of the format, likewise.
         loss: why the ledger of a checkpoint could not be continued; ``None`` if it was.
     """
 
     def __init__(self, folder: Path, *, run: str, level: str = STEPS) -> None:
-        self.every = EVERY
+        self.every, self.version = EVERY, line.VERSION
         self.loss: str | None = None
         self._path = folder / FILE_NAME
         self._run = run
@@ -46,6 +47,8 @@ class Book:
         self._is_open = False
         self._lock = threading.Lock()
         self._chain = ""
+        # The hash that the last line has: that of the chain, or of scores beside it.
+        self._tail = ""
         self._size = 0
         # Where the first line that waits belongs in the file, and all lines that wait.
         self._waiting: tuple[int, list[bytes]] = (0, [])
@@ -68,11 +71,11 @@ class Book:
         self.loss = None
         self._is_open, self._has_failed = True, False
         if mark is not None:
-            self.every = mark["every"]
+            self.every, self.version = mark["every"], mark.get("version", line.OLDEST)
             if self._cut_back(mark):
                 return
         self._chain, self._size, self._waiting = "", 0, (0, [])
-        head: dict[str, Any] = {"ledger": line.VERSION, "run": self._run, "every": self.every}
+        head: dict[str, Any] = {"ledger": self.version, "run": self._run, "every": self.every}
         head |= {"after": after, **self._level}
         if mark is not None:
             head["lost"] = True
@@ -85,10 +88,26 @@ class Book:
         Args:
             body: a JSON object without its closing brace.
         """
-        if not self._is_open:
-            return
-        data, self._chain = line.seal(body, self._chain)
+        if self._is_open:
+            data, self._chain = line.seal(body, self._chain)
+            self._add(data, self._chain)
+
+    def append_scores(
+        self, after: int, scores: Mapping[str, float], unscored: Collection[str]
+    ) -> None:
+        """Append the scores of a validation, beside the chain; version 1 has none.
+
+        Args:
+            after: the last iteration, whose line was appended.
+            scores: by name.
+            unscored: names of those that are left out.
+        """
+        if self._is_open and scores and self.version > line.OLDEST:
+            self._add(*line.seal(line.describe_scores(scores, unscored, after), self._chain))
+
+    def _add(self, data: bytes, tail: str) -> None:
         self._size += len(data)
+        self._tail = tail
         with self._lock:
             lines = self._waiting[1]
             lines.append(data)
@@ -99,7 +118,12 @@ class Book:
     def mark(self) -> dict[str, Any]:
         """Return the size and hash of the ledger so far, for a checkpoint."""
         self._try_write()
-        return {"size": self._size, "hash": self._chain, "every": self.every, **self._level}
+        found = {"size": self._size, "hash": self._chain, "every": self.every, **self._level}
+        if self.version > line.OLDEST:
+            found["version"] = self.version
+        if self._tail != self._chain:
+            found["tail"] = self._tail
+        return found
 
     def sync(self) -> None:
         """Wait until all lines are on the disk; another thread may call this.
@@ -134,7 +158,8 @@ class Book:
     def _cut_back(self, mark: Mapping[str, Any]) -> bool:
         """Truncate the ledger to a mark; returns whether it matches."""
         size, chain = mark["size"], mark["hash"]
-        tail = line.end_of(chain)
+        own = mark.get("tail", chain)
+        tail = line.end_of(own)
         try:
             with self._path.open("rb") as handle:
                 handle.seek(size - len(tail))
@@ -147,7 +172,8 @@ class Book:
         if found != tail:
             self._warn("does not match the checkpoint: it was cut off, changed or replaced")
             return False
-        self._chain, self._size, self._waiting, self._head = chain, size, (size, []), None
+        self._chain, self._tail, self._size = chain, own, size
+        self._waiting, self._head = (size, []), None
         return True
 
     def _warn(self, what: str) -> None:

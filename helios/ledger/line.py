@@ -1,4 +1,4 @@
-"""The lines of a ledger: JSON objects, each of which ends in a hash over all lines before it.
+"""The lines of a ledger: JSON objects, each of which ends in a hash over the chain before it.
 
 A line is a function of the run's definition and of the iteration. It holds neither time nor host,
 nor the number of processes, nor how often the run is saved or logged. Numbers are the bits of a
@@ -26,22 +26,38 @@ The first line is the header: the version of the format, the run's definition, n
 iteration before the ledger begins, which is not zero if the ledger was lost or switched on later,
 and ``level`` if it is full.
 The last line of a run that has ended has the key ``end``.
+
+From version 2 on, the scores of a validation are a line that hangs beside the chain: its hash is
+over the line of the iteration that it follows and over itself, and no other line's hash is over it.
+So the chain, and the hash of the last line, are the same with other validations or none.
+
+=============  ============================================================================
+key            content
+=============  ============================================================================
+``scores``     the scores by name
+``after``      the iteration that the validation follows
+``unscored``   names of scores that are left out because they differ between equal runs
+``h``          the hash
+=============  ============================================================================
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
 from helios.errors import LedgerError
 
-VERSION = 1
+VERSION = 2
+"""The version of ledgers that are begun; that of a run under way stays."""
+OLDEST = 1
 STEPS, FULL = "steps", "full"
 _DIGITS = 16
 _HASH = b',"h":"'
+_SCORES = b'{"scores":'
 TAIL_BYTES = len(_HASH) + _DIGITS + len(b'"}\n')
 """Bytes at the end of a line that hold its hash."""
 _FLOAT = struct.Struct(">d")
@@ -65,6 +81,20 @@ def read_float(digits: str) -> float:
     """Return the number of 16 hexadecimal digits."""
     (number,) = _FLOAT.unpack(bytes.fromhex(digits))
     return float(number)
+
+
+def describe_scores(scores: Mapping[str, float], unscored: Collection[str], after: int) -> str:
+    """Return the line of a validation without its closing brace."""
+    digits = {name: write_float(x) for name, x in scores.items() if name not in unscored}
+    content: dict[str, Any] = {"scores": digits, "after": after}
+    left_out = [name for name in scores if name in unscored]
+    content |= {"unscored": left_out} if left_out else {}
+    return json.dumps(content, separators=(",", ":"))[:-1]
+
+
+def is_scores(data: bytes) -> bool:
+    """Return whether a line has the scores of a validation, and is beside the chain."""
+    return data.startswith(_SCORES)
 
 
 def write_hash(value: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from helios.core.local_paths import as_local_path
 from helios.errors import LedgerError
 from helios.ledger.book import FILE_NAME
-from helios.ledger.line import VERSION, end_of
+from helios.ledger.line import OLDEST, VERSION, end_of, is_scores
 
 
 def find_ledger(place: str | Path) -> Path:
@@ -40,7 +40,12 @@ def find_ledger(place: str | Path) -> Path:
 
 
 def read_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:
-    """Yield the lines of a ledger, with their ends.
+    """Yield the lines of a ledger's chain, with their ends; arguments and errors are as below."""
+    return (data for data in read_all_lines(path, mark) if not is_scores(data))
+
+
+def read_all_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:
+    """Yield the lines of a ledger, with their ends, also those of scores.
 
     Args:
         path: the ledger.
@@ -52,7 +57,7 @@ def read_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[by
     try:
         with path.open("rb") as handle:
             if mark is not None:
-                tail = end_of(mark["hash"])
+                tail = end_of(mark.get("tail", mark["hash"]))
                 handle.seek(max(0, mark["size"] - len(tail)))
                 if handle.read(len(tail)) != tail:
                     raise LedgerError(f"The ledger {path} does not match the checkpoint.")
@@ -73,10 +78,10 @@ def parse_header(data: bytes, path: Path) -> dict[str, Any]:
         header["run"], header["every"], header["after"]
     except (ValueError, LookupError, TypeError) as error:
         raise LedgerError(f"{path} is not a ledger, or its first line is damaged.") from error
-    if version != VERSION:
+    if version not in range(OLDEST, VERSION + 1):
         raise LedgerError(
-            f"{path} is a ledger of version {version}, but this version of Helios reads version "
-            f"{VERSION}. Use the version of Helios that wrote it."
+            f"{path} is a ledger of version {version}, but this version of Helios reads versions "
+            f"up to {VERSION}. Use the version of Helios that wrote it."
         )
     found: dict[str, Any] = header
     return found

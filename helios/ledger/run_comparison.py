@@ -31,7 +31,7 @@ from helios.ledger.summary.factors import (
     list_varying,
 )
 from helios.ledger.summary.run_facts import RunFacts, read_run
-from helios.ledger.validation_scores import RunScores, compare_scores, read_scores
+from helios.ledger.validation_scores import compare_scores, read_scores
 
 _ALL = "all"
 
@@ -286,11 +286,11 @@ def _note(names: Sequence[str], found: Sequence[RunFacts], numbers: _Numbers) ->
         for file_name, text in run.missing.items():
             if file_name != lineage.FILE_NAME:
                 yield f"{name}: {text.rstrip('.')}"
-    hashes: dict[str, tuple[str, RunScores]] = {}
+    hashes: dict[str, tuple[str, Path]] = {}
     for name, run in zip(names, found, strict=True):
         if run.ledger is None:
             continue
-        line, own = read_last_line(run.ledger), (name, read_scores(run.ledger))
+        line, own = read_last_line(run.ledger), (name, run.ledger)
         if b'"end":1' not in line:
             yield f"{name} has not ended"
         twin = hashes.setdefault(stated_hash(line), own) if line else own
@@ -300,10 +300,10 @@ def _note(names: Sequence[str], found: Sequence[RunFacts], numbers: _Numbers) ->
     yield from _note_numbers(numbers)
 
 
-def _compare_twins(one: tuple[str, RunScores], other: tuple[str, RunScores]) -> Iterator[str]:
+def _compare_twins(one: tuple[str, Path], other: tuple[str, Path]) -> Iterator[str]:
     """Yield whether two runs with equal ledgers have equal scores, too."""
     names = f"{one[0]} and {other[0]}"
-    compared = compare_scores(one[1], other[1])
+    compared = compare_scores(read_scores(one[1]), read_scores(other[1]))
     if compared.iteration is None:
         yield f"{names} have equal ledgers: they are one result, not two"
     else:

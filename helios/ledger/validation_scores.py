@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from helios.errors import LedgerError
 from helios.ledger import book, timing
-from helios.ledger.line import write_float
+from helios.ledger.line import OLDEST, is_scores, read_float, write_float
+from helios.ledger.reading import parse_header, read_all_lines
 from helios.ledger.timing import read_timing
 
 _MOST_NAMED = 3
@@ -52,17 +57,45 @@ def read_scores(ledger: Path) -> RunScores:
     Raises:
         LedgerError: if they cannot be read.
     """
+    lines = read_all_lines(ledger)
+    if parse_header(next(lines, b""), ledger)["ledger"] > OLDEST:
+        return _collect(filter(is_scores, lines))
     path = ledger.parent / timing.FILE_NAME
     if ledger.name != book.FILE_NAME:
         # The times beside it are those of a later start.
         return RunScores(missing=f"{ledger} was put aside, and its scores are unknown")
     if not path.is_file():
         return RunScores(missing=f"there is no {path}")
-    lines = read_timing(ledger.parent).scores
+    known = read_timing(ledger.parent).scores
     return RunScores(
-        {line["iteration"]: line["scores"] for line in lines},
-        frozenset(name for line in lines for name in line.get("unscored", ())),
+        {line["iteration"]: line["scores"] for line in known},
+        frozenset(name for line in known for name in line.get("unscored", ())),
     )
+
+
+def _collect(lines: Iterable[bytes]) -> RunScores:
+    found = RunScores()
+    for data in lines:
+        # `verify` names a line that is wrong; one that is being written has no end.
+        with contextlib.suppress(LedgerError):
+            after, scores, unscored = parse_scores(data)
+            found.by_iteration[after] = scores
+            found.unscored |= unscored
+    return found
+
+
+def parse_scores(data: bytes) -> tuple[int, dict[str, float], set[str]]:
+    """Return the iteration that a validation follows, its scores, and names that were left out.
+
+    Raises:
+        LedgerError: if the line has no scores.
+    """
+    try:
+        content = json.loads(data)
+        scores = {name: read_float(digits) for name, digits in content["scores"].items()}
+        return int(content["after"]), scores, set(content.get("unscored", ()))
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        raise LedgerError("lacks what a line of scores has") from error
 
 
 def compare_scores(
@@ -87,18 +120,16 @@ def compare_scores(
         for run in (one, other)
     ]
     lone: set[str] = set()
-    exempt: set[str] = set()
     for number in sorted(sides[0].keys() & sides[1].keys()):
         left, right = sides[0][number], sides[1][number]
         lone |= (left.keys() ^ right.keys()) - unscored
-        exempt |= (left.keys() | right.keys()) & unscored
         shared = [name for name in left if name in right and name not in unscored]
         differing = [name for name in shared if write_float(left[name]) != write_float(right[name])]
         if differing and found.iteration is None:
             found.iteration = number
             found.details = (_pick(left, differing), _pick(right, differing))
         found.num_equal += bool(shared) and found.iteration is None
-    found.not_compared += _name_rest(sides[0].keys() ^ sides[1].keys(), lone, exempt)
+    found.not_compared += _name_rest(sides[0].keys() ^ sides[1].keys(), lone, unscored)
     return found
 
 
@@ -106,7 +137,7 @@ def _pick(table: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
     return {name: table[name] for name in names}
 
 
-def _name_rest(single: Iterable[int], lone: set[str], exempt: set[str]) -> Iterator[str]:
+def _name_rest(single: Iterable[int], lone: Iterable[str], exempt: Iterable[str]) -> Iterator[str]:
     """Yield what was not compared of runs that have recorded scores."""
     numbers = sorted(single)
     if numbers:

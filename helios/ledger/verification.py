@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from helios.errors import LedgerError
-from helios.ledger.line import stated_hash, unseal, write_float
+from helios.ledger.line import OLDEST, is_scores, stated_hash, unseal, write_float
 from helios.ledger.lineage import read_lineage
-from helios.ledger.reading import find_ledger, parse_header, read_lines
-from helios.ledger.timing import FILE_NAME as SCORES_FILE
-from helios.ledger.validation_scores import read_scores
+from helios.ledger.reading import find_ledger, parse_header, read_all_lines
+from helios.ledger.validation_scores import parse_scores, read_scores
 
 
 @dataclass
@@ -79,12 +78,15 @@ def verify(
     path = find_ledger(run)
     status = LedgerStatus(path)
     reader = _Reader(status, watch)
-    missing = {name: (mark["size"], mark["hash"]) for name, mark in (marks or {}).items()}
+    missing = {
+        name: (mark["size"], mark["hash"], mark.get("tail", mark["hash"]))
+        for name, mark in (marks or {}).items()
+    }
     places, size = set(missing.values()), 0
-    for number, data in enumerate(read_lines(path), 1):
+    for number, data in enumerate(read_all_lines(path), 1):
         reader.read(number, data)
         size += len(data)
-        places.discard((size, reader.chain))
+        places.discard((size, reader.chain, reader.tail))
     if not reader.chain:
         raise LedgerError(f"The ledger {path} is empty, so there is nothing to verify.")
     status.hash = reader.chain
@@ -96,17 +98,19 @@ def verify(
         if place in places
     ]
     status.findings += _check_digests(path.parent, digests or {})
-    _check_scores(status, scores or {})
+    if scores:
+        recorded = read_scores(path).by_iteration if reader.version == OLDEST else reader.scores
+        _check_scores(status, scores, recorded)
     return status
 
 
 def _check_scores(
-    status: LedgerStatus, stated: Mapping[str, Mapping[int, Mapping[str, float]]]
+    status: LedgerStatus,
+    stated: Mapping[str, Mapping[int, Mapping[str, float]]],
+    recorded: Mapping[int, Mapping[str, float]],
 ) -> None:
     """Compare the scores that checkpoints state with those that the run has recorded."""
-    if not stated:
-        return
-    recorded, seen = read_scores(status.path).by_iteration, set()
+    seen = set()
     for name, tables in sorted(stated.items()):
         for iteration, table in tables.items():
             own = recorded.get(iteration, {})
@@ -115,7 +119,7 @@ def _check_scores(
                 seen.add(iteration)
             status.findings += [
                 f"{name} has the score {key} {table[key]!r} of the validation after iteration "
-                f"{iteration}, but {SCORES_FILE} beside it has {own[key]!r}"
+                f"{iteration}, but the run has recorded {own[key]!r}"
                 for key in shared
                 if write_float(table[key]) != write_float(own[key])
             ]
@@ -134,12 +138,21 @@ def _check_digests(folder: Path, digests: Mapping[str, str]) -> Iterator[str]:
 
 
 class _Reader:
-    """Reads line by line, and adds what is wrong to the status."""
+    """Reads line by line, and adds what is wrong to the status.
+
+    Attributes:
+        chain: the hash of the chain so far.
+        tail: that of the line before, which may have scores, beside the chain.
+        version: the version of the ledger.
+        scores: the scores of validations by iteration.
+    """
 
     def __init__(
         self, status: LedgerStatus, watch: Callable[[dict[str, Any]], None] | None
     ) -> None:
-        self.chain = ""
+        self.chain = self.tail = ""
+        self.version = OLDEST
+        self.scores: dict[int, Mapping[str, float]] = {}
         self._status = status
         self._watch = watch
         self._iteration = 0
@@ -148,17 +161,21 @@ class _Reader:
         status = self._status
         if status.has_ended:
             status.findings.append(f"line {number} follows the end of the run")
+        if is_scores(data):
+            self._read_scores(number, data)
+            return
         try:
             content, self.chain = unseal(data, self.chain)
+            self.tail = self.chain
         except (LedgerError, ValueError) as error:
             what = error if isinstance(error, LedgerError) else "is not JSON"
             status.findings.append(f"line {number}, {self._describe_place()}, {what}")
-            self.chain = stated_hash(data)
+            self.chain = self.tail = stated_hash(data)
             self._count(data)
             return
         if number == 1:
             header = parse_header(data, status.path)
-            self._iteration = header["after"]
+            self._iteration, self.version = header["after"], header["ledger"]
             status.begins_after = self._iteration
             if header.get("lost"):
                 status.findings.append(f"the lines up to iteration {self._iteration} are missing")
@@ -169,6 +186,20 @@ class _Reader:
             status.findings.append(
                 f"line {number}, {self._describe_place()}, lacks what a line of a ledger has"
             )
+
+    def _read_scores(self, number: int, data: bytes) -> None:
+        try:
+            _, self.tail = unseal(data, self.chain)
+            after, scores, _ = parse_scores(data)
+        except (LedgerError, ValueError) as error:
+            what = error if isinstance(error, LedgerError) else "is not JSON"
+            self._status.findings.append(f"line {number}, {self._describe_place()}, {what}")
+            return
+        if after != self._iteration or after in self.scores or self.version == OLDEST:
+            self._status.findings.append(
+                f"line {number}, {self._describe_place()}, has scores that do not belong there"
+            )
+        self.scores[after] = scores
 
     def _take(self, number: int, content: dict[str, Any]) -> None:
         if "end" in content:

@@ -17,6 +17,7 @@ from helios.errors import ArgumentError, RunMismatchError
 from helios.ledger import diff, verify, writer
 from helios.ledger.book import FILE_NAME
 from helios.ledger.line import read_float
+from helios.ledger.reading import read_lines
 from helios.plugins import Plugin
 from helios.state import Phase, TrainingState
 from helios.storage import content_hash, files
@@ -28,8 +29,9 @@ SETTING = Setting(total_steps=14, chkpt_frequency=4)
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of the chain."""
     (path,) = folder.glob(f"*/{FILE_NAME}")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in read_lines(path)]
 
 
 class Interrupt(Plugin):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.cli.commands import main
 from helios.errors import ArgumentTypeError
 from helios.ledger import Replay, compare, diff, verify
+from helios.ledger.book import Book
 from helios.ledger.differences import SCORES
+from helios.ledger.line import TAIL_BYTES, seal
 from helios.ledger.validation_scores import RunScores, compare_scores, read_scores
 
 TOTAL, EVERY = 12, 4
@@ -216,18 +220,201 @@ def test_a_score_of_one_run_only_is_named(known: Path, measured: Path) -> None:
     assert text in found.not_compared
 
 
+def make_oldest(run: Path, target: Path) -> Path:
+    """Copy the evidence of a run, with a ledger as earlier versions have written it."""
+    target.mkdir()
+    shutil.copy(run / "timing.jsonl", target)
+    head, *lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    data, chain = seal(head[:-TAIL_BYTES].decode().replace('"ledger":2', '"ledger":1'), "")
+    whole = [data]
+    for line in lines:
+        if not line.startswith(b'{"scores"'):
+            data, chain = seal(line[:-TAIL_BYTES].decode(), chain)
+            whole.append(data)
+    (target / "ledger.jsonl").write_bytes(b"".join(whole))
+    return target
+
+
+@pytest.mark.shows("P135")
+def test_an_older_ledger_is_compared_with_the_scores_beside_it(
+    known: Path, shifted: Path, measured: Path, tmp_path: Path
+) -> None:
+    old, other, third = (
+        make_oldest(run, tmp_path / str(number))
+        for number, run in enumerate((known, shifted, measured))
+    )
+    assert verify(old).is_good
+    for pair in ((old, known), (known, old)):
+        found = diff(*pair)
+        assert (found.is_equal, found.num_scored) == (True, 3)
+    for pair in ((old, shifted), (known, other), (old, other)):
+        assert (diff(*pair).iteration, diff(*pair).what) == (EVERY, [SCORES])
+    assert diff(third, measured).is_equal
+
+
 def test_runs_without_recorded_scores_say_so(known: Path, tmp_path: Path) -> None:
-    lone = tmp_path / "ledger.jsonl"
-    shutil.copy(known / "ledger.jsonl", lone)
-    found = diff(known, lone)
-    assert (found.is_equal, found.num_scored) == (True, 0)
-    text = f"scores were not compared: there is no {tmp_path / 'timing.jsonl'}"
-    assert text in found.not_compared
-    aside = known / "ledger.before-12.jsonl"
-    shutil.copy(known / "ledger.jsonl", aside)
+    old = make_oldest(known, tmp_path / "old")
+    aside = old / "ledger.before-12.jsonl"
+    shutil.copy(old / "ledger.jsonl", aside)
     found = diff(known, aside)
-    aside.unlink()
     assert (found.is_equal, found.num_scored) == (True, 0)
+    assert f"scores were not compared: {aside} was put aside" in "".join(found.not_compared)
+    (old / "timing.jsonl").unlink()
+    found = diff(known, old)
+    assert (found.is_equal, found.num_scored) == (True, 0)
+    text = f"scores were not compared: there is no {old / 'timing.jsonl'}"
+    assert text in found.not_compared
+
+
+def split(run: Path) -> tuple[list[bytes], list[bytes]]:
+    """Return the lines of a ledger: the chain, and the scores beside it."""
+    lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    scores = [line for line in lines if line.startswith(b'{"scores"')]
+    return [line for line in lines if line not in scores], scores
+
+
+@pytest.mark.shows("P135")
+def test_the_chain_is_the_same_with_other_validations_or_none(
+    known: Path, shifted: Path, measured: Path, tmp_path: Path
+) -> None:
+    chain, scores = split(known)
+    assert (len(chain), len(scores)) == (TOTAL + 2, 3)
+    never = train(tmp_path / "never", valid_frequency=None)
+    assert split(never) == (chain, [])
+    for other in (shifted, measured, train(tmp_path / "rare", valid_frequency=6)):
+        assert split(other)[0] == chain
+        assert split(other)[1] != scores
+        assert verify(other).hash == verify(never).hash == verify(known).hash
+
+
+@pytest.mark.shows("P135")
+def test_scores_hang_beside_the_line_of_their_iteration(known: Path) -> None:
+    chain, places, above = "", [], 0
+    for line in (known / "ledger.jsonl").read_bytes().splitlines(keepends=True):
+        body, own = line[:-TAIL_BYTES], json.loads(line)["h"]
+        assert own == hashlib.sha256(chain.encode() + body).hexdigest()[:16]
+        if body.startswith(b'{"scores"'):
+            places.append((json.loads(line)["after"], above))
+        else:
+            chain, above = own, json.loads(line).get("at", [0, 0, 0])[1]
+    assert places == [(4, 4), (8, 8), (12, 12)]
+
+
+@pytest.mark.parametrize("dies", [4, 5, 7, 8, 9, 12])
+def test_a_start_that_dies_anywhere_leaves_the_same_ledger(
+    dies: int, known: Path, tmp_path: Path
+) -> None:
+    class Mortal(Net):
+        def on_validation_end(self, validation_cycle: int) -> None:
+            super().on_validation_end(validation_cycle)
+            if self.context.state.global_iteration == dies:
+                raise InterruptedError
+
+        def on_training_batch_end(
+            self, state: helios.TrainingState, should_log: bool = False
+        ) -> None:
+            super().on_training_batch_end(state, should_log)
+            if state.global_iteration == dies and dies % EVERY:
+                raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(tmp_path, Mortal())
+    run = train(tmp_path)
+    assert (run / "ledger.jsonl").read_bytes() == (known / "ledger.jsonl").read_bytes()
+
+
+@pytest.mark.shows("P135")
+def test_a_kill_between_an_iteration_and_its_scores_leaves_the_same_ledger(
+    tmp_path: Path,
+) -> None:
+    whole = train(tmp_path / "whole", chkpt_frequency=EVERY)
+    ledger = (whole / "ledger.jsonl").read_bytes()
+    places = [found.start() for found in re.finditer(b'{"scores"', ledger)]
+    for cut in (*places, places[0] + 20, places[1] + 20):
+        folder = tmp_path / str(cut)
+        run = Path(shutil.copytree(whole, folder / "net"))
+        for path in run.glob("*.pth"):
+            mark = json.loads(path.with_suffix(".json").read_text())["ledger"]
+            if mark["size"] > cut:
+                path.unlink()
+                path.with_suffix(".json").unlink()
+        (run / "ledger.jsonl").write_bytes(ledger[:cut])
+        train(folder, chkpt_frequency=EVERY)
+        assert (run / "ledger.jsonl").read_bytes() == ledger
+        assert main(["verify", str(run)]) == 0
+
+
+@pytest.mark.shows("P135")
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [("number", 6), ("moved", 7), ("repeated", 7), ("removed", None), ("added", 5)],
+    ids=lambda value: str(value),
+)
+def test_verify_finds_each_change_of_scores(
+    change: str, place: int | None, known: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(known, tmp_path / "net"))
+    path = run / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    # After the header and four iterations.
+    line = lines[5]
+    assert b'"after":4' in line
+    if change == "number":
+        lines[5] = line.replace(b'"error":"3', b'"error":"4')
+    elif change == "moved":
+        lines[5:7] = [lines[6], line]
+    elif change == "repeated":
+        lines.insert(5, line)
+    elif change == "removed":
+        lines.pop(5)
+    else:
+        lines.insert(4, seal(line[:-TAIL_BYTES].decode(), json.loads(lines[3])["h"])[0])
+    path.write_bytes(b"".join(lines))
+    assert main(["verify", str(run)]) == 1
+    findings = verify(path).findings
+    assert place is None or any(f"line {place}" in text for text in findings)
+
+
+def test_scores_in_a_ledger_of_the_oldest_version_are_found(known: Path, tmp_path: Path) -> None:
+    run = make_oldest(known, tmp_path / "old")
+    lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    line, *_ = split(known)[1]
+    lines.insert(5, seal(line[:-TAIL_BYTES].decode(), json.loads(lines[4])["h"])[0])
+    (run / "ledger.jsonl").write_bytes(b"".join(lines))
+    (finding,) = verify(run).findings
+    assert "line 6" in finding
+
+
+@pytest.mark.shows("P135")
+def test_a_checkpoint_knows_the_scores_before_it(tmp_path: Path) -> None:
+    run = train(tmp_path, chkpt_frequency=EVERY)
+    path = run / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = next(number for number, line in enumerate(lines) if b'"after":8' in line)
+    body = lines[place][:-TAIL_BYTES].replace(b'"error":"3', b'"error":"4').decode()
+    lines[place], _ = seal(body, json.loads(lines[place - 1])["h"])
+    path.write_bytes(b"".join(lines))
+    assert verify(path).is_good
+    marks = {
+        each.with_suffix(".pth").name: json.loads(each.read_text())["ledger"]
+        for each in run.glob("*.json")
+        if "iter" in each.name
+    }
+    (finding,) = verify(path, marks).findings
+    assert "iter_8.pth belongs to another ledger" in finding
+
+
+def test_a_mark_of_an_earlier_version_is_continued_without_scores(tmp_path: Path) -> None:
+    book = Book(tmp_path, run="r")
+    book.open(None, after=0)
+    book.append('{"at":[1,1,1]')
+    mark = book.mark()
+    book.close()
+    del mark["version"]
+    book.open(mark, after=1)
+    book.append_scores(1, {"error": 0.5}, ())
+    assert book.mark() == mark
+    book.close()
 
 
 def test_weights_that_no_line_holds_are_named(known: Path, tmp_path: Path) -> None:
@@ -308,6 +495,8 @@ def test_verify_finds_a_changed_score(
     assert "; scores of 1 validation" in capsys.readouterr().out
     (path,) = run.glob("*iter_12.json")
     if place == "times":
+        make_oldest(known, tmp_path / "old")
+        shutil.copy(tmp_path / "old" / "ledger.jsonl", run)
         lines = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
         for line in lines:
             if "scores" in line and line["iteration"] == TOTAL:

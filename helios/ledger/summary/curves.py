@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import numpy as np
 
 from helios.errors import LedgerError
-from helios.ledger.line import read_float
+from helios.ledger.line import is_scores, read_float
 from helios.ledger.reading import parse_header, read_lines
 from helios.ledger.timing import BEFORE, UNKNOWN
 from helios.ledger.verification import LedgerStatus, verify
@@ -258,19 +258,20 @@ def read_last_iteration(path: Path) -> int | None:
 
 def _find_last(path: Path, read: Callable[[dict[str, Any]], _Found]) -> _Found | None:
     """Return what is read of the last line that has it, among some at the end."""
-    for data in islice(_read_backwards(path), _MOST):
+    lines = (data for data in _read_backwards(path) if not is_scores(data))
+    for data in islice(lines, _MOST):
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, struct.error):
             return read(json.loads(data))
     return None
 
 
 def read_last_line(path: Path) -> bytes:
-    """Return the last line of a ledger, with its end.
+    """Return the last line of a ledger's chain, with its end.
 
     Raises:
         LedgerError: if the file cannot be read.
     """
-    return next(_read_backwards(path), b"")
+    return next((data for data in _read_backwards(path) if not is_scores(data)), b"")
 
 
 def _read_backwards(path: Path) -> Iterator[bytes]:

@@ -132,7 +132,8 @@ class RunEvidence:
         has_improved: bool,
         best: BestValidation | None,
     ) -> None:
-        """Add the scores of a validation, and the best so far, to the times; a replay compares."""
+        """Add the scores of a validation to ledger and times; a replay compares them."""
+        self._ledger.add_scores(iteration, scores)
         if self._timing is not None:
             self._timing.add_scores(iteration, scores, has_improved=has_improved, best=best)
         if self._follower is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class RunLedger:
         book: its file, which rank 0 writes; ``None`` on other ranks.
         found: the mark in the checkpoint that the run continues from.
         after: the last iteration before this start.
+        unscored: names of scores that are left out.
     """
 
     run: str
@@ -43,6 +44,7 @@ class RunLedger:
     book: Book | None
     found: dict[str, Any] | None
     after: int
+    unscored: Collection[str] = ()
 
     def open(self) -> str | None:
         """Begin or continue the file, once nothing can refuse the start any more.
@@ -55,6 +57,12 @@ class RunLedger:
             return None
         self.book.open(self.found, after=self.after)
         return self.book.loss
+
+    def add_scores(self, iteration: int, scores: Mapping[str, float]) -> None:
+        """Add the scores of a validation after the line of an iteration; rank 0 has both."""
+        if self.book is not None:
+            self.writer.settle()
+            self.book.append_scores(iteration, scores, self.unscored)
 
     def mark(self) -> dict[str, Any] | None:
         """Return the size and hash for a checkpoint; ``None`` on ranks other than 0."""
@@ -104,7 +112,14 @@ def make_ledger(
     book = Book(start.folder.path, run=run, level=level) if replicas.rank == 0 else None
     every = EVERY if found is None else found["every"]
     writer = make_writer(book, model, replicas, level, timing, every=every)
-    return RunLedger(run, writer, book, found, after=0 if record is None else record.place[1])
+    return RunLedger(
+        run,
+        writer,
+        book,
+        found,
+        after=0 if record is None else record.place[1],
+        unscored=model.unscored,
+    )
 
 
 def hash_definition(definition: Mapping[str, Any], replicas: Replicas) -> str:

@@ -331,3 +331,21 @@ def scores_are_compared_as_they_are_shown(write_float, number):
 @fault("helios.ledger.verification:_check_scores", SCORES)
 def scores_of_checkpoints_are_not_verified(check_scores, status, stated):
     status.num_scored = 1
+
+
+@fault("helios.ledger.book:Book.append_scores", SCORES)
+def scores_are_lines_of_the_chain(append_scores, book, after, scores, unscored):
+    from helios.ledger import line
+
+    book.append(line.describe_scores(scores, unscored, after))
+
+
+@fault("helios.ledger.line:describe_scores", SCORES)
+def the_ledger_has_scores_that_differ_between_equal_runs(describe, scores, unscored, after):
+    return describe(scores, (), after)
+
+
+@fault("helios.startup.building.run_ledger:RunLedger.add_scores", SCORES)
+def scores_come_before_the_line_of_their_iteration(add_scores, ledger, iteration, scores):
+    if ledger.book is not None:
+        ledger.book.append_scores(iteration, scores, ledger.unscored)
