@@ -14,6 +14,7 @@ from helios.cli.commands import main as command
 from helios.ledger import diff, verify
 from helios.ledger.book import FILE_NAME
 from helios.ledger.line import FULL, STEPS
+from helios.ledger.reading import read_lines
 from helios.plugins import Plugin
 from tests.ledger.test_runs import Interrupt
 from tests.support.resume import assert_equal, assert_equal_ledgers
@@ -25,7 +26,7 @@ FEWER = dataclasses.replace(SETTING, options={})
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
     (path,) = folder.glob(f"*/{FILE_NAME}")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in read_lines(path)]
 
 
 @pytest.fixture(scope="module")

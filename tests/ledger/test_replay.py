@@ -99,7 +99,9 @@ def _copy(folder: Path, target: Path, *, last: int) -> Path:
             path.unlink()
             path.with_suffix(".json").unlink()
     (ledger,) = target.glob(f"*/{FILE_NAME}")
-    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[: last + 1]))
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    end = next(number for number, line in enumerate(lines) if f",{last + 1},".encode() in line)
+    ledger.write_bytes(b"".join(lines[:end]))
     return target
 
 
@@ -472,8 +474,9 @@ def test_a_changed_line_is_named(whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
     (ledger,) = folder.glob(f"*/{FILE_NAME}")
     lines = ledger.read_bytes().splitlines(keepends=True)
-    data = json.loads(lines[7])["data"][1].encode()
-    lines[7] = lines[7].replace(data, data[::-1])
+    (place,) = (number for number, line in enumerate(lines) if b',7,7],"data"' in line)
+    data = json.loads(lines[place])["data"][1].encode()
+    lines[place] = lines[place].replace(data, data[::-1])
     ledger.write_bytes(b"".join(lines))
     found, _ = replay(folder, STEPS)
     assert (found.iteration, found.what) == (7, [CONTENT])

@@ -329,7 +329,7 @@ def scores_are_compared_as_they_are_shown(write_float, number):
 
 
 @fault("helios.ledger.verification:_check_scores", SCORES)
-def scores_of_checkpoints_are_not_verified(check_scores, status, stated):
+def scores_of_checkpoints_are_not_verified(check_scores, status, stated, recorded):
     status.num_scored = 1
 
 
