@@ -2066,8 +2066,8 @@ FAULTS = (
     Fault(
         "a ledger rounds mean losses to float32",
         "helios/loops/epoch.py",
-        "self._ledger.take_losses(session.turns.means or session.model.loss_items)",
-        "self._ledger.take_losses(session.model.loss_items)",
+        "losses = session.turns.means or session.model.loss_items",
+        "losses = session.model.loss_items",
         "tests/ledger/test_runs.py::test_losses_are_means_in_float64",
     ),
     Fault(
