@@ -234,7 +234,7 @@ def a_stage_is_compared_with_the_newest_values(params_at, schedule, stored):
 
 @fault(
     "helios.startup.checkpoint_search.given_values:_with_groups",
-    f"{GIVEN}::test_a_setting_that_is_not_taken_is_one_warning_with_both_values",
+    f"{GIVEN}::test_a_setting_that_is_not_taken_is_said_with_both_values",
 )
 def a_setting_that_one_group_no_longer_has_apart_is_silent(with_groups, settings, others):
     return dict(settings)
