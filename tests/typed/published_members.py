@@ -188,6 +188,7 @@ def read_model(model: Model) -> None:
     assert_type(model.rank, int)
     assert_type(model.local_rank, int)
     assert_type(model.unsaved, tuple[str, ...])
+    assert_type(model.unscored, tuple[str, ...])
     assert_type(model.batch_processor, BatchProcessor | None)
     assert_type(model.scheduler_interval, Mapping[str, str])
     assert_type(model.metrics, dict[str, Any])
