@@ -142,7 +142,7 @@ def _ledger_lines(verdict: LedgerStatus) -> list[str]:
     begin = f" after the first {verdict.begins_after}" if verdict.begins_after else ""
     end = "the run has ended" if verdict.has_ended else "the run has not ended"
     count = verdict.num_scored
-    scored = f"; scores of {count} validations match" if count else ""
+    scored = f"; scores of {count} validation{'s' if count > 1 else ''} match" if count else ""
     return [
         f"good        {verdict.path} ({verdict.num_iterations} iterations{begin}, hash "
         f"{verdict.hash}; {end}{scored})"
