@@ -318,7 +318,6 @@ class WeightAverage(Plugin, ABC):
             )
 
 
-@with_short_constructor
 @final
 class StoredAverage(WeightAverage):
     """The average of a checkpoint, in evaluations without the plugin that has made it.
@@ -355,6 +354,7 @@ class StoredAverage(WeightAverage):
         raise UsageError("The average of a checkpoint is not updated.")
 
 
+@with_short_constructor
 @PLUGIN_REGISTRY.register
 class EMA(WeightAverage):
     """An exponential moving average of weights.

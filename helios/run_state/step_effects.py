@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -121,9 +122,13 @@ def _is_buffer(slot: Slot, found: WalkResult) -> bool:
 
 
 def mark_of_tensor(parameter: Tensor, *, reads_bits: bool) -> bytes:
-    """Return a mark that differs after a write; writes to ``.data`` do not change the version."""
+    """Return a mark that differs after a write; writes to ``.data`` do not change the version.
+
+    Of a sparse tensor, which has no memory of its own, they are not seen.
+    """
+    is_dense = parameter.layout is torch.strided
     return b"%d %d %d" % (
         parameter._version,  # noqa: SLF001 - torch has no public counter
-        parameter.data_ptr(),
-        int(bit_sum(parameter)) if reads_bits else 0,
+        parameter.data_ptr() if is_dense else 0,
+        int(bit_sum(parameter)) if reads_bits and is_dense else 0,
     )

@@ -267,6 +267,7 @@ def test_a_sidecar_is_a_projection_of_the_record() -> None:
         run_name="run",
         level=Level.INCOMPLETE,
         metrics={"loss": 0.5},
+        averages=["ema"],
         changes=["a change"],
         is_by_epoch=True,
     )

@@ -18,7 +18,7 @@ import helios
 from helios.data import Stream
 from helios.errors import ArgumentError, RunMismatchError
 from helios.plugins import Plugin
-from helios.terminal.progress import NullDisplay
+from helios.terminal.progress import ProgressDisplay
 from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexData, IndexModule, Outcome, Setting, noisy_collate, train
@@ -131,7 +131,7 @@ def test_what_is_read_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_bar_shows_what_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     for name in ("start_evaluation", "advance_evaluation", "end_evaluation"):
-        monkeypatch.setattr(NullDisplay, name, lambda _, *given: shown.append(given))
+        monkeypatch.setattr(ProgressDisplay, name, lambda _, *given: shown.append(given))
     setting = make_setting(make_rows, validates=False, valid_frequency=None)
     train(tmp_path, dataclasses.replace(setting, total_steps=4))
     assert shown == []
