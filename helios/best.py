@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
-from helios.core.text import number_text
+from helios.core.text import number_text, with_step
 from helios.errors import ArgumentError
 
 Mode: TypeAlias = Literal["min", "max"]
@@ -88,10 +88,12 @@ class Validation:
     Attributes:
         iteration: after which iteration it took place.
         scores: those that are single numbers, by name.
+        step: how many optimizer steps were made by then; ``None`` if unknown.
     """
 
     iteration: int
     scores: Mapping[str, float]
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class BestValidation:
         iteration: after which iteration it took place.
         scores: its scores, by name.
         since: earlier validations than after this iteration are unknown; 0 if all are known.
+        step: as in :class:`Validation`.
     """
 
     metric: str | None
@@ -111,14 +114,23 @@ class BestValidation:
     iteration: int
     scores: Mapping[str, float]
     since: int = 0
+    step: int | None = None
 
     @classmethod
     def from_plain(cls, plain: Any) -> BestValidation | None:
         """Return what :meth:`as_plain` returned; ``None`` for anything else."""
         try:
             scores = {str(name): float(score) for name, score in plain["scores"].items()}
-            rule = _read_rule(plain)
-            return cls(*rule, int(plain["iteration"]), scores, int(plain.get("since", 0)))
+            metric, mode = _read_rule(plain)
+            step = plain.get("step")
+            return cls(
+                metric,
+                mode,
+                iteration=int(plain["iteration"]),
+                scores=scores,
+                since=int(plain.get("since", 0)),
+                step=None if step is None else int(step),
+            )
         except (LookupError, TypeError, ValueError, AttributeError):
             return None
 
@@ -133,7 +145,7 @@ class BestValidation:
     def __str__(self) -> str:
         scores = ", ".join(f"{name} {number_text(score)}" for name, score in self.deciding.items())
         since = f", of those since iteration {self.since}" if self.since else ""
-        return f"{scores} (iteration {self.iteration}{since})"
+        return f"{scores} (iteration {with_step(self.iteration, self.step)}{since})"
 
     @property
     def rule(self) -> BestRule:
@@ -198,7 +210,12 @@ class BestSoFar:
             return None
         first = self.validations[0]
         return BestValidation(
-            self.rule.metric, self.rule.mode, first.iteration, first.scores, self.since
+            self.rule.metric,
+            self.rule.mode,
+            first.iteration,
+            first.scores,
+            self.since,
+            first.step,
         )
 
     def as_plain(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.core import rng
 from helios.core.sharded_tensors import is_sharded
-from helios.core.text import as_numbers
+from helios.core.text import as_numbers, with_step
 from helios.engines.engine import Engine
 from helios.engines.process_member import redefines
 from helios.errors import StateError
@@ -228,13 +228,14 @@ class Session(LiveRun):
         own = bool(self.model.have_metrics_improved()), as_numbers(self.model.metrics)
         judgements = self.replicas.gather_objects(own)
         has_improved = any(improved for improved, _ in judgements)
-        validation = Validation(self.state.global_iteration, judgements[0][1])
+        state = self.state
+        validation = Validation(state.global_iteration, judgements[0][1], state.global_step)
         is_among = self.best.judge(validation, has_improved=has_improved)
         if is_among and self.best.rule is not None and self.best.rule.saves:
             self.agreed.is_checkpoint_wanted = True
         if self.recorder is not None:
             self.recorder.show_scores(
-                validation.scores, self.state, has_improved=has_improved, best=self.best
+                validation.scores, state, has_improved=has_improved, best=self.best
             )
         return has_improved
 
@@ -301,7 +302,7 @@ class Session(LiveRun):
         if self.refuses_incomplete and record.missing:
             raise StateError(
                 'Trainer(on_incomplete="raise") requires complete checkpoints, but the one of '
-                f"iteration {self.state.global_iteration} lacks {list_missing(record.missing)}. "
+                f"iteration {with_step(*record.counters)} lacks {list_missing(record.missing)}. "
                 "Nothing was written. Change what is named, or declare what need not be saved: "
                 "unsaved = (...,)."
             )

@@ -133,6 +133,12 @@ class Record:
         return state["global_epoch"], state["global_iteration"]
 
     @property
+    def counters(self) -> tuple[int, int | None]:
+        """(iteration, optimizer steps) of its safe point; ``None`` for unknown ones."""
+        state = self.training_state
+        return state["global_iteration"], state.get("global_step")
+
+    @property
     def has_validated(self) -> bool:
         """Whether a validation has ended at its safe point, so that scores match the weights."""
         state = self.training_state

@@ -44,6 +44,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "rewinds": (list,),
     "best": (dict, type(None)),
     "averages": (list,),
+    "step": (int, type(None)),
 }
 # Keys that earlier versions did not write.
 _OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None} | {
@@ -51,6 +52,7 @@ _OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None} | {
     "rewinds": [],
     "best": None,
     "averages": [],
+    "step": None,
 }
 
 
@@ -83,6 +85,7 @@ class Sidecar:
         rewinds: the rewinds that the run has carried out, the oldest first.
         best: the best validation of the run so far; ``None`` if there is none.
         averages: ids of the plugins whose averages of the weights have the scores.
+        step: optimizer steps at the safe point; ``None`` if unknown.
         extra: further entries of a file, kept when it is written again.
     """
 
@@ -108,6 +111,7 @@ class Sidecar:
     rewinds: list[Any] = dataclasses.field(default_factory=list)
     best: dict[str, Any] | None = None
     averages: list[str] = dataclasses.field(default_factory=list)
+    step: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -154,13 +158,14 @@ class Sidecar:
             rewinds=record.rewinds,
             best=None if best is None else best.as_plain(),
             averages=averages,
+            step=record.counters[1],
         )
 
     def to_json(self) -> str:
         """Return the text of the file."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
-        for key in ("ledger", "mismatches", "rewinds", "best", "averages"):
+        for key in ("ledger", "mismatches", "rewinds", "best", "averages", "step"):
             if table[key] in (None, []):
                 del table[key]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}

@@ -87,6 +87,11 @@ class Status:
         """Whether no fault was found."""
         return self.condition is Condition.GOOD
 
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps at its safe point; ``None`` if unknown."""
+        return None if self.sidecar is None else self.sidecar.step
+
 
 def examine(path: Path, depth: Depth = Depth.GLANCE) -> Status:
     """Examine a file; nothing in it is executed, and nothing is renamed.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from helios.checkpoint import file_names
 from helios.cli import output
 from helios.core.local_paths import as_local_path
+from helios.core.text import with_step
 from helios.errors import DamagedCheckpointError, UsageError
 from helios.ledger.differences import Difference, diff
 from helios.ledger.manifest.manifest_changes import Effect, ManifestChange
@@ -91,19 +92,19 @@ def _lines(found: Difference) -> list[str]:
         lines.append("The runs have different definitions: options, seed or data differ.")
     if found.levels[0] != found.levels[1]:
         lines.append("Only one of the ledgers is full: what both hold is compared.")
+    end = with_step(found.num_equal, found.steps.get("num_equal"))
     if found.is_equal:
-        lines.append(f"equal: iterations {found.begins_after + 1} to {found.num_equal}")
+        lines.append(f"equal: iterations {found.begins_after + 1} to {end}")
         return [*lines, *output.comparison_lines(found)]
     if found.iteration is None and found.lengths[0] == found.lengths[1]:
         text = "but only one of the runs has ended"
-        lines.append(f"equal up to iteration {found.num_equal}, {text}")
+        lines.append(f"equal up to iteration {end}, {text}")
         return [*lines, *output.comparison_lines(found)]
     if found.iteration is None:
         first, second = found.lengths
         return [
             *lines,
-            f"equal up to iteration {found.num_equal}; one has {first} iterations, the "
-            f"other one {second}",
+            f"equal up to iteration {end}; one has {first} iterations, the other one {second}",
             *output.comparison_lines(found),
         ]
     lines += output.difference_lines(found)

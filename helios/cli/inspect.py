@@ -16,7 +16,7 @@ from helios.checkpoint.status import Status, look_into
 from helios.cli import output
 from helios.cli.output import Column
 from helios.core.stored_values import list_values, stored_arguments, stored_params
-from helios.core.text import size_text
+from helios.core.text import size_text, with_step
 
 DESCRIPTION = """\
 Show the content of a checkpoint: its sidecar, its counters, and the tree of its
@@ -135,7 +135,7 @@ def _options_of(sidecar: Sidecar | None, tree: Any) -> Mapping[str, Any]:
 def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
     return {
         "run": sidecar.run_name,
-        "place": f"epoch {sidecar.epoch}, iteration {sidecar.iteration}",
+        "place": f"epoch {sidecar.epoch}, iteration {with_step(sidecar.iteration, sidecar.step)}",
         "metrics": output.metrics_text(sidecar.metrics),
         "best": str(BestValidation.from_plain(sidecar.best) or ""),
         "averages": ", ".join(map(str, sidecar.averages)),

@@ -13,7 +13,7 @@ from helios.checkpoint.status import Condition, Depth, Status
 from helios.cli import output
 from helios.cli.output import Column
 from helios.core.stored_values import list_values, stored_arguments, stored_params
-from helios.core.text import size_text
+from helios.core.text import size_text, with_step
 
 DESCRIPTION = """\
 List the checkpoints of a run's folder, or of all runs below chkpt_root.
@@ -151,14 +151,16 @@ def _losses(folder: FolderStatus) -> list[str]:
 
 
 def _row(status: Status, folder: FolderStatus) -> tuple[str, ...]:
-    epoch, iteration = status.place or ("", "")
+    place = ("", "")
+    if status.place is not None:
+        epoch, iteration = status.place
+        place = str(epoch), with_step(iteration, status.step)
     sidecar = status.sidecar
     is_start = status.path == folder.start and not folder.is_moved_aside
     return (
         _MARKS[folder.outcome] if is_start else "",
         status.path.name,
-        str(epoch),
-        str(iteration),
+        *place,
         size_text(status.size),
         status.condition.value,
         "" if sidecar is None else output.metrics_text(sidecar.metrics),

@@ -20,7 +20,7 @@ from helios.checkpoint import file_names
 from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
 from helios.core.local_paths import as_local_path
-from helios.core.text import number_text
+from helios.core.text import number_text, with_step
 from helios.errors import ArgumentError
 from helios.ledger.differences import LineComparison
 
@@ -198,6 +198,7 @@ def status_document(status: Status) -> dict[str, Any]:
         "size": status.size,
         "epoch": epoch,
         "iteration": iteration,
+        "step": status.step,
         "checked": status.checked.value,
         "needs": list(status.needs),
         "run_name": None if sidecar is None else sidecar.run_name,
@@ -220,7 +221,9 @@ def comparison_lines(found: LineComparison) -> list[str]:
 def difference_lines(found: LineComparison) -> list[str]:
     """Return the first iteration that differs, in what, and possible causes, as lines of text."""
     begin = "they differ at the latest" if found.may_begin_earlier else "different"
-    lines = [f"{begin} from iteration {found.iteration} on, first in: {found.what[0]}"]
+    assert found.iteration is not None
+    place = with_step(found.iteration, found.steps.get("iteration"))
+    lines = [f"{begin} from iteration {place} on, first in: {found.what[0]}"]
     if found.what[1:]:
         lines.append(f"then in: {', '.join(found.what[1:])}")
     if found.tensors:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.cli import output
+from helios.core.text import with_step
 from helios.errors import HeliosError, UsageError
 from helios.ledger.replaying import Replay
 from helios.startup.launching.replay_request import ReplayRequest
@@ -148,8 +149,11 @@ def _describe_lack(request: ReplayRequest) -> str:
 
 def _lines(found: Replay) -> list[str]:
     begin = "the beginning of the run" if found.checkpoint is None else found.checkpoint.name
-    first, last = found.begins_after + 1, found.num_equal
     if found.is_equal:
+        first, last = (
+            found.begins_after + 1,
+            with_step(found.num_equal, found.steps.get("num_equal")),
+        )
         end = ", with the end of the run" if found.has_ended else ""
         equal = f"equal: iterations {first} to {last}{end}"
         return [f"replayed from {begin}", equal, *output.comparison_lines(found)]

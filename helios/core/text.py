@@ -128,6 +128,20 @@ def number_text(number: float, digits: int = 6) -> str:
     return text
 
 
+def with_step(iteration: int, step: int | None) -> str:
+    """Return an iteration as places in messages have it: with its step, if that is another number.
+
+    Args:
+        iteration: its number, which files are named after.
+        step: how many optimizer steps were made by its end; ``None`` if unknown.
+
+    Example:
+        >>> with_step(120, 120), with_step(120, 60), with_step(120, None)
+        ('120', '120 (step 60)', '120')
+    """
+    return str(iteration) if step in (None, iteration) else f"{iteration} (step {step})"
+
+
 def rate_text(rate: float) -> str:
     """Return a learning rate with up to four digits, as it is written in a script.
 

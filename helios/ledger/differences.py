@@ -10,8 +10,9 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from helios.core.text import with_step
 from helios.errors import LedgerError
-from helios.ledger.line import STEPS, TAIL_BYTES, read_float
+from helios.ledger.line import STEPS, TAIL_BYTES, read_float, step_of
 from helios.ledger.manifest.manifest_changes import ManifestChange, compare_facts
 from helios.ledger.manifest.manifest_file import read_manifest
 from helios.ledger.reading import find_ledger, parse_header, read_lines
@@ -97,6 +98,8 @@ class LineComparison:
             ``None`` if they were not compared.
         num_scored: validations whose scores were found to be equal.
         not_compared: what was not compared, and why.
+        steps: optimizer steps at ``num_equal``, ``iteration`` and ``weights_at``, by these names,
+            as far as they are known.
     """
 
     begins_after: int = 0
@@ -110,6 +113,7 @@ class LineComparison:
     weights_at: int | None = None
     num_scored: int = 0
     not_compared: list[str] = field(default_factory=list)
+    steps: dict[str, int] = field(default_factory=dict)
 
     @property
     def may_begin_earlier(self) -> bool:
@@ -120,9 +124,15 @@ class LineComparison:
     def add_line(self, line: bytes, *, is_end: bool) -> None:
         """Count a line that is equal in both runs."""
         self.num_equal += not is_end
+        self._set_step("num_equal", step_of(line))
         # A loss may have the name of a digest.
         if b',"parameters":{' in line or (b',"weights":"' in line and _has_weights(line)):
             self.weights_at = self.num_equal
+            self._set_step("weights_at", step_of(line))
+
+    def _set_step(self, name: str, step: int | None) -> None:
+        self.steps.pop(name, None)
+        self.steps |= {} if step is None else {name: step}
 
     def add_scores(self, scores: ScoreComparison) -> None:
         """Add what a comparison of the scores has found, and name what was not compared."""
@@ -133,6 +143,8 @@ class LineComparison:
             return
         if self.iteration is None:
             self.iteration, self.num_equal = number, number - 1
+            self._set_step("num_equal", None)
+            self._set_step("iteration", scores.step)
         if self.iteration == number and SCORES not in self.what:
             self.what.append(SCORES)
             self.details["scores"] = scores.details
@@ -148,7 +160,8 @@ def _name_rest(found: LineComparison) -> Iterator[str]:
     if found.weights_at is None:
         yield "weights were not compared"
     elif found.weights_at < found.num_equal:
-        yield f"weights were not compared after iteration {found.weights_at}"
+        place = with_step(found.weights_at, found.steps.get("weights_at"))
+        yield f"weights were not compared after iteration {place}"
     yield BUFFERS
 
 
@@ -261,6 +274,8 @@ def describe_difference(
     """
     left, right = (_parse(*each, found.num_equal) for each in (one, other))
     found.iteration = left["at"][1]
+    if left["at"] == right["at"]:
+        found.steps["iteration"] = left["at"][2]
     try:
         _compare(found, left, right)
     except (TypeError, ValueError, AttributeError, LookupError, struct.error) as error:

@@ -58,6 +58,7 @@ STEPS, FULL = "steps", "full"
 _DIGITS = 16
 _HASH = b',"h":"'
 _SCORES = b'{"scores":'
+_PLACE = b'{"at":['
 TAIL_BYTES = len(_HASH) + _DIGITS + len(b'"}\n')
 """Bytes at the end of a line that hold its hash."""
 _FLOAT = struct.Struct(">d")
@@ -95,6 +96,13 @@ def describe_scores(scores: Mapping[str, float], unscored: Collection[str], afte
 def is_scores(data: bytes) -> bool:
     """Return whether a line has the scores of a validation, and is beside the chain."""
     return data.startswith(_SCORES)
+
+
+def step_of(data: bytes) -> int | None:
+    """Return the optimizer steps that the line of an iteration states; ``None`` if it has none."""
+    head, _, _ = data.partition(b"]")
+    number = head.rpartition(b",")[2]
+    return int(number) if data.startswith(_PLACE) and number.isdigit() else None
 
 
 def write_hash(value: int) -> str:

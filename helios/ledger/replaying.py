@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
+from helios.core.text import with_step
 from helios.errors import LedgerError
 from helios.ledger.differences import END, LineComparison, causes_of, describe_difference
 from helios.ledger.line import TAIL_BYTES
@@ -136,8 +137,9 @@ class LedgerFollower:
     def _note(self, body: str, line: bytes, *, is_end: bool) -> None:
         found = self.found
         if not line.endswith(b"\n"):
+            place = with_step(found.num_equal, found.steps.get("num_equal"))
             raise LedgerError(
-                f"The ledger {found.ledger} ended at iteration {found.num_equal} while it was "
+                f"The ledger {found.ledger} ended at iteration {place} while it was "
                 "compared: another start of the run has cut it back. Replay again."
             )
         if is_end != (_END_KEY.encode() in line):

@@ -138,9 +138,9 @@ def _summarize_ledger(curves: LedgerCurves, status: LedgerStatus) -> Iterator[tu
     yield "Ledger", good if status.is_good else bad
     yield "Final fingerprint", f"{status.hash} (hash of the last line, which covers all lines)"
     if curves.digests is not None:
-        iteration, weights, optimizers = curves.digests
-        yield "Hash of the weights", f"{weights} (iteration {iteration:,})"
-        yield "Hash of the optimizers", f"{optimizers} (iteration {iteration:,})"
+        place, weights, optimizers = curves.digests
+        yield "Hash of the weights", f"{weights} (iteration {place})"
+        yield "Hash of the optimizers", f"{optimizers} (iteration {place})"
 
 
 def _show_checklist(run: RunFacts, fingerprint: str | None) -> Iterator[Block]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.best import rank_by_score
+from helios.core.text import with_step
 from helios.errors import ArgumentError
 from helios.ledger import lineage
 from helios.ledger.differences import BUFFERS
@@ -308,10 +309,11 @@ def _compare_twins(one: tuple[str, Path], other: tuple[str, Path]) -> Iterator[s
         yield f"{names} have equal ledgers: they are one result, not two"
     else:
         left, right = compared.details
+        place = with_step(compared.iteration, compared.step)
         values = [f"{name} {left[name]!r} | {right[name]!r}" for name in left]
         yield (
             f"{names} have equal ledgers and other scores: they differ at the latest from "
-            f"iteration {compared.iteration} on, in {', '.join(values)}"
+            f"iteration {place} on, in {', '.join(values)}"
         )
     yield f"{names}: {'; '.join([BUFFERS, *compared.not_compared])}"
 

@@ -19,7 +19,8 @@ of rates             ``time``, ``iteration``, and the learning ``rates`` that it
                      own again; ``"unknown"`` after too many changes
 of a validation      ``time``, ``iteration``, ``scores``, ``improved`` if they have, the ``best``
                      validation so far; null if there is none; ``unscored``: names of scores that
-                     comparisons of runs leave out, if there are any
+                     comparisons of runs leave out, if there are any; ``step``: the optimizer steps
+                     made by then
 ===================  =======================================================================
 
 A stretch takes at least a second and a 100th of the time since the start, so the file stays
@@ -153,6 +154,7 @@ class Timing:
         iteration: int,
         scores: Mapping[str, float],
         *,
+        step: int,
         has_improved: bool,
         best: BestValidation | None,
     ) -> None:
@@ -161,7 +163,8 @@ class Timing:
             return
         # JSON has neither infinities nor NaN.
         plain = {name: x if math.isfinite(x) else repr(x) for name, x in scores.items()}
-        line: dict[str, Any] = {"time": now(), "iteration": iteration, "scores": plain}
+        line: dict[str, Any] = {"time": now(), "iteration": iteration, "step": step}
+        line |= {"scores": plain}
         line |= {"improved": True} if has_improved else {}
         unscored = [name for name in scores if name in self._unscored]
         line |= {"unscored": unscored} if unscored else {}

@@ -6,13 +6,14 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from helios.core.text import with_step
 from helios.errors import LedgerError
 from helios.ledger import book, timing
-from helios.ledger.line import OLDEST, is_scores, read_float, write_float
+from helios.ledger.line import OLDEST, is_scores, read_float, step_of, write_float
 from helios.ledger.reading import parse_header, read_all_lines
 from helios.ledger.timing import read_timing
 
@@ -27,11 +28,13 @@ class RunScores:
         by_iteration: the scores of each validation by name, by the iteration that it follows.
         unscored: names of scores that are not compared, as ``Model.unscored`` says.
         missing: why there are none; empty if the run has recorded them.
+        steps: optimizer steps at these iterations, as far as they are known.
     """
 
     by_iteration: dict[int, Mapping[str, float]] = field(default_factory=dict)
     unscored: frozenset[str] = frozenset()
     missing: str = ""
+    steps: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -41,12 +44,14 @@ class ScoreComparison:
     Attributes:
         num_equal: validations whose scores are equal, up to the first ones that differ.
         iteration: the iteration of these; ``None`` if none differ.
+        step: optimizer steps at that iteration; ``None`` if unknown.
         details: the differing scores of both runs, by name.
         not_compared: what was not compared, and why.
     """
 
     num_equal: int = 0
     iteration: int | None = None
+    step: int | None = None
     details: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
     not_compared: list[str] = field(default_factory=list)
 
@@ -59,7 +64,7 @@ def read_scores(ledger: Path) -> RunScores:
     """
     lines = read_all_lines(ledger)
     if parse_header(next(lines, b""), ledger)["ledger"] > OLDEST:
-        return _collect(filter(is_scores, lines))
+        return _collect(lines)
     path = ledger.parent / timing.FILE_NAME
     if ledger.name != book.FILE_NAME:
         # The times beside it are those of a later start.
@@ -70,17 +75,24 @@ def read_scores(ledger: Path) -> RunScores:
     return RunScores(
         {line["iteration"]: line["scores"] for line in known},
         frozenset(name for line in known for name in line.get("unscored", ())),
+        steps={line["iteration"]: line["step"] for line in known if "step" in line},
     )
 
 
 def _collect(lines: Iterable[bytes]) -> RunScores:
-    found = RunScores()
+    found, before = RunScores(), b""
     for data in lines:
+        if not is_scores(data):
+            before = data
+            continue
         # `verify` names a line that is wrong; one that is being written has no end.
         with contextlib.suppress(LedgerError):
             after, scores, unscored = parse_scores(data)
             found.by_iteration[after] = scores
             found.unscored |= unscored
+            step = step_of(before)
+            if step is not None:
+                found.steps[after] = step
     return found
 
 
@@ -114,7 +126,7 @@ def compare_scores(
         if missing:
             found.not_compared.append(f"scores were not compared: {missing}")
             return found
-    unscored = one.unscored | other.unscored
+    unscored, steps = one.unscored | other.unscored, other.steps | one.steps
     sides = [
         {number: table for number, table in run.by_iteration.items() if after < number <= last}
         for run in (one, other)
@@ -126,10 +138,13 @@ def compare_scores(
         shared = [name for name in left if name in right and name not in unscored]
         differing = [name for name in shared if write_float(left[name]) != write_float(right[name])]
         if differing and found.iteration is None:
-            found.iteration = number
+            found.iteration, found.step = number, steps.get(number)
             found.details = (_pick(left, differing), _pick(right, differing))
         found.num_equal += bool(shared) and found.iteration is None
-    found.not_compared += _name_rest(sides[0].keys() ^ sides[1].keys(), lone, unscored)
+    places = [
+        with_step(number, steps.get(number)) for number in sorted(sides[0].keys() ^ sides[1].keys())
+    ]
+    found.not_compared += _name_rest(places, lone, unscored)
     return found
 
 
@@ -137,12 +152,11 @@ def _pick(table: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
     return {name: table[name] for name in names}
 
 
-def _name_rest(single: Iterable[int], lone: Iterable[str], exempt: Iterable[str]) -> Iterator[str]:
+def _name_rest(places: Sequence[str], lone: Iterable[str], exempt: Iterable[str]) -> Iterator[str]:
     """Yield what was not compared of runs that have recorded scores."""
-    numbers = sorted(single)
-    if numbers:
-        shown = ", ".join(map(str, numbers[:_MOST_NAMED]))
-        rest = len(numbers) - _MOST_NAMED
+    if places:
+        shown = ", ".join(places[:_MOST_NAMED])
+        rest = len(places) - _MOST_NAMED
         shown += f" and {rest} more" if rest > 0 else ""
         yield (
             f"scores after iteration {shown} were not compared: only one of the runs has "

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from helios.core.text import with_step
 from helios.errors import LedgerError
 from helios.ledger.line import OLDEST, is_scores, stated_hash, unseal, write_float
 from helios.ledger.lineage import read_lineage
 from helios.ledger.reading import find_ledger, parse_header, read_all_lines
-from helios.ledger.validation_scores import parse_scores, read_scores
+from helios.ledger.validation_scores import RunScores, parse_scores, read_scores
 
 
 @dataclass
@@ -99,27 +100,29 @@ def verify(
     ]
     status.findings += _check_digests(path.parent, digests or {})
     if scores:
-        recorded = read_scores(path).by_iteration if reader.version == OLDEST else reader.scores
-        _check_scores(status, scores, recorded)
+        _check_scores(
+            status, scores, read_scores(path) if reader.version == OLDEST else reader.scores
+        )
     return status
 
 
 def _check_scores(
     status: LedgerStatus,
     stated: Mapping[str, Mapping[int, Mapping[str, float]]],
-    recorded: Mapping[int, Mapping[str, float]],
+    recorded: RunScores,
 ) -> None:
     """Compare the scores that checkpoints state with those that the run has recorded."""
     seen = set()
     for name, tables in sorted(stated.items()):
         for iteration, table in tables.items():
-            own = recorded.get(iteration, {})
+            own = recorded.by_iteration.get(iteration, {})
+            place = with_step(iteration, recorded.steps.get(iteration))
             shared = [key for key in table if key in own]
             if shared:
                 seen.add(iteration)
             status.findings += [
                 f"{name} has the score {key} {table[key]!r} of the validation after iteration "
-                f"{iteration}, but the run has recorded {own[key]!r}"
+                f"{place}, but the run has recorded {own[key]!r}"
                 for key in shared
                 if write_float(table[key]) != write_float(own[key])
             ]
@@ -144,7 +147,7 @@ class _Reader:
         chain: the hash of the chain so far.
         tail: that of the line before, which may have scores, beside the chain.
         version: the version of the ledger.
-        scores: the scores of validations by iteration.
+        scores: those of validations.
     """
 
     def __init__(
@@ -152,10 +155,11 @@ class _Reader:
     ) -> None:
         self.chain = self.tail = ""
         self.version = OLDEST
-        self.scores: dict[int, Mapping[str, float]] = {}
+        self.scores = RunScores()
         self._status = status
         self._watch = watch
         self._iteration = 0
+        self._step: int | None = None
 
     def read(self, number: int, data: bytes) -> None:
         status = self._status
@@ -195,34 +199,38 @@ class _Reader:
             what = error if isinstance(error, LedgerError) else "is not JSON"
             self._status.findings.append(f"line {number}, {self._describe_place()}, {what}")
             return
-        if after != self._iteration or after in self.scores or self.version == OLDEST:
+        known = self.scores.by_iteration
+        if after != self._iteration or after in known or self.version == OLDEST:
             self._status.findings.append(
                 f"line {number}, {self._describe_place()}, has scores that do not belong there"
             )
-        self.scores[after] = scores
+        known[after] = scores
+        if self._step is not None:
+            self.scores.steps[after] = self._step
 
     def _take(self, number: int, content: dict[str, Any]) -> None:
         if "end" in content:
             self._status.has_ended = True
         else:
-            self._follow(number, content["at"][1])
+            _, iteration, step = content["at"]
+            self._follow(number, iteration, step)
         if self._watch is not None:
             self._watch(content)
 
     def _describe_place(self) -> str:
-        return f"after iteration {self._iteration}"
+        return f"after iteration {with_step(self._iteration, self._step)}"
 
     def _count(self, data: bytes) -> None:
         """Count a bad line as an iteration if it is still one, so that the next one follows."""
         head = data.partition(b"]")[0].split(b",")
         if data.startswith(b'{"at":[') and len(head) > 1 and head[1].isdigit():
-            self._iteration = int(head[1])
+            self._iteration, self._step = int(head[1]), None
             self._status.num_iterations += 1
 
-    def _follow(self, number: int, iteration: int) -> None:
+    def _follow(self, number: int, iteration: int, step: int) -> None:
         if iteration != self._iteration + 1:
             self._status.findings.append(
-                f"line {number} is iteration {iteration}, {self._describe_place()}"
+                f"line {number} is iteration {with_step(iteration, step)}, {self._describe_place()}"
             )
-        self._iteration = iteration
+        self._iteration, self._step = iteration, step
         self._status.num_iterations += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from helios.plugins.nonfinite_report import name_moment
 from helios.session import Session
 
 _LOGGER = logging.getLogger(__name__)
@@ -30,8 +31,7 @@ def name_nonfinite(session: Session, losses: Mapping[str, Any], *, waits: bool) 
             loss = loss.item()
         # Neither is the difference of two infinities.
         if isinstance(loss, float) and loss - loss != 0:
-            state = session.state
-            place = f"epoch {state.global_epoch}, iteration {state.global_iteration}"
+            place = name_moment(session.state)
             session.nonfinite = f"{name} was {loss} ({place})"
             _LOGGER.warning(
                 "%s is %s in %s, and no warning follows for later ones. The plugin NaNGuard names "

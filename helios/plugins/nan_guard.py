@@ -201,7 +201,7 @@ class NaNGuard(Plugin):
         if not bad:
             return
         text = (
-            f"In {name_moment(context)} not finite: the losses {', '.join(bad)} of "
+            f"In {name_moment(context.state)} not finite: the losses {', '.join(bad)} of "
             f"{name_batch(context, context.place)}. The model has made its update itself, so "
             "the weights may be damaged."
         )
@@ -266,7 +266,7 @@ class NaNGuard(Plugin):
 
     def _request_stop(self) -> None:
         self.context.request_stop(
-            f"NaNGuard: a loss or gradient was not finite ({name_moment(self.context)})"
+            f"NaNGuard: a loss or gradient was not finite ({name_moment(self.context.state)})"
         )
 
     def _find(self, optimizer: Optimizer) -> NonFiniteReport:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from helios.core.text import with_step
 from helios.hooks.context import Context
-from helios.state import Cursor
+from helios.state import Cursor, TrainingState
 
 _MOST_SAMPLES = _MOST_NAMES = 5
 
@@ -77,13 +78,14 @@ def describe_nonfinite(context: Context, found: NonFiniteReport, window: Iterabl
         places = {_key(place): place for place in window}
         batches = " and ".join(name_batch(context, place) for place in places.values())
         parts[-1] += f", which come from {batches}"
-    return f"In {name_moment(context)} not finite: {', and '.join(parts)}."
+    return f"In {name_moment(context.state)} not finite: {', and '.join(parts)}."
 
 
-def name_moment(context: Context) -> str:
-    """Return the epoch and iteration for messages."""
-    state = context.state
-    return f"epoch {state.global_epoch}, iteration {state.global_iteration}"
+def name_moment(state: TrainingState) -> str:
+    """Return the epoch and iteration for messages, with the step at its end."""
+    step = state.global_step + (state.is_step_boundary and state.is_step_committed)
+    iteration = with_step(state.global_iteration, step)
+    return f"epoch {state.global_epoch}, iteration {iteration}"
 
 
 def name_batch(context: Context, place: Cursor, replica: int = 0) -> str:

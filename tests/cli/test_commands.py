@@ -122,6 +122,7 @@ def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]
         "size": 0,
         "epoch": 1,
         "iteration": 7,
+        "step": None,
         "checked": "container",
         "needs": [],
         "run_name": "run",

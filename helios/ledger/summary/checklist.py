@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from helios.core.text import number_text
+from helios.core.text import number_text, with_step
 from helios.ledger.summary.document import Checklist, Question
 from helios.ledger.summary.run_facts import RunFacts
 
@@ -96,10 +96,10 @@ def _ask_model(facts: Mapping[str, Any]) -> Iterator[Question]:
 
 
 def _ask_results(run: RunFacts) -> Iterator[Question]:
-    scores = run.find_scores()
+    scores, steps = run.find_scores(), run.find_steps()
     text = ", ".join(
-        f"{name} {number_text(values[-1][1])} at iteration {values[-1][0]}"
-        for name, values in scores.items()
+        f"{name} {number_text(score)} at iteration {with_step(iteration, steps.get(iteration))}"
+        for name, [*_, (iteration, score)] in scores.items()
     )
     yield Question("Scores of the last validation:", text or None)
     yield Question("How is each score defined, and on which samples is it computed?")

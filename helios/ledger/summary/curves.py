@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
+from helios.core.text import with_step
 from helios.errors import LedgerError
 from helios.ledger.line import is_scores, read_float
 from helios.ledger.reading import parse_header, read_lines
@@ -52,6 +53,7 @@ class Curve:
         first, last: the oldest and the newest iteration, with its number; ``None`` without one.
         num_infinite: how many numbers are not finite.
         first_infinite: the iteration of the first of them.
+        last_step, first_infinite_step: optimizer steps at their ends; ``None`` if unknown.
     """
 
     def __init__(self) -> None:
@@ -59,19 +61,22 @@ class Curve:
         self.last: tuple[int, float] | None = None
         self.num_infinite = 0
         self.first_infinite: int | None = None
+        self.last_step: int | None = None
+        self.first_infinite_step: int | None = None
         self._begin: int | None = None
         self._width = 1
         self._size = 0
         self._buckets = _make_buckets(_MOST)
         self._waiting: list[tuple[int, float]] = []
 
-    def add(self, iteration: int, number: float) -> None:
+    def add(self, iteration: int, number: float, step: int | None = None) -> None:
         """Add the number of an iteration; iterations must not decrease."""
-        self.last = (iteration, number)
+        self.last, self.last_step = (iteration, number), step
         self.first = self.first or self.last
         if not math.isfinite(number):
             self.num_infinite += 1
-            self.first_infinite = self.first_infinite or iteration
+            if self.first_infinite is None:
+                self.first_infinite, self.first_infinite_step = iteration, step
             return
         self._waiting.append(self.last)
         if len(self._waiting) == _CHUNK:
@@ -151,7 +156,8 @@ class LedgerCurves:
         rates: the learning rates, by place.
         norm: the norm of the gradients; ``None`` if none was computed.
         num_skipped: iterations that left an update out.
-        digests: iteration, hash of the weights and of the optimizers in the newest line with them.
+        digests: iteration with its step, hash of the weights and of the optimizers in the newest
+            line with them.
         sources: where the learning rates that iterations have used are, as in ``Stretches.rates``.
         has_used_rates: whether all rates are those that iterations have used; otherwise some are
             those at their end.
@@ -165,7 +171,7 @@ class LedgerCurves:
     rates: list[Curve] = field(default_factory=list)
     norm: Curve | None = None
     num_skipped: int = 0
-    digests: tuple[int, str, str] | None = None
+    digests: tuple[str, str, str] | None = None
     sources: Sequence[Mapping[str, Any]] = ()
     has_used_rates: bool = True
     _ends: Sequence[str | None] = ()
@@ -177,17 +183,22 @@ class LedgerCurves:
         self.epoch, iteration, self.step = line["at"]
         self.end = iteration
         if "weights" in line:
-            self.digests = (iteration, line["weights"], line["optimizer"])
+            place = with_step(iteration, self.step)
+            self.digests = (place, line["weights"], line["optimizer"])
         for name, digits in line.get("loss", {}).items():
             if name not in self.losses:
                 self.losses[name] = Curve()
-            _add(self.losses[name], iteration, digits)
+            self._add(self.losses[name], digits)
         if "lr" in line:
             self._add_rates(iteration, line["lr"])
         if "norm" in line:
             self.norm = self.norm or Curve()
-            _add(self.norm, iteration, line["norm"])
+            self._add(self.norm, line["norm"])
         self.num_skipped += "skipped" in line
+
+    def _add(self, curve: Curve, digits: str | None) -> None:
+        if digits is not None:
+            curve.add(self.end, read_float(digits), self.step)
 
     def _add_rates(self, iteration: int, ends: Sequence[str | None]) -> None:
         """Add the learning rates that an iteration has used."""
@@ -209,12 +220,7 @@ class LedgerCurves:
             if isinstance(rate, str):
                 rate = read_float(rate)
             if rate is not None:
-                self.rates[number].add(iteration, rate)
-
-
-def _add(curve: Curve, iteration: int, digits: str | None) -> None:
-    if digits is not None:
-        curve.add(iteration, read_float(digits))
+                self.rates[number].add(iteration, rate, self.step)
 
 
 def read_curves(

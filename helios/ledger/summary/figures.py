@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 from helios.best import BestValidation
-from helios.core.text import number_text
+from helios.core.text import number_text, with_step
 from helios.ledger.summary.curves import Curve, LedgerCurves
 from helios.ledger.summary.document import (
     MOST_ROWS,
@@ -93,11 +93,13 @@ class Figures:
         note = ""
         if curve.last is not None:
             iteration, number = curve.last
-            note = f"Last: {number_text(number)} at iteration {iteration:,}."
-        if curve.num_infinite:
+            note = (
+                f"Last: {number_text(number)} at iteration {with_step(iteration, curve.last_step)}."
+            )
+        if curve.first_infinite is not None:
+            place = with_step(curve.first_infinite, curve.first_infinite_step)
             note += (
-                f" {curve.num_infinite:,} values are not finite, the first at iteration "
-                f"{curve.first_infinite:,}."
+                f" {curve.num_infinite:,} values are not finite, the first at iteration {place}."
             )
         has_band = any(bucket.low < bucket.high for bucket in buckets)
         line = Line(
@@ -143,13 +145,14 @@ class Figures:
         if not scores:
             yield Text("The run has recorded no scores of validations.")
             return
-        rows = []
+        rows, steps = [], self._run.find_steps()
         for name, values in scores.items():
             iteration, last = values[-1]
-            row = [shorten(name), f"{number_text(last)} (iteration {iteration:,})"]
+            place = with_step(iteration, steps.get(iteration))
+            row = [shorten(name), f"{number_text(last)} (iteration {place})"]
             if best is not None:
                 score = best.scores.get(name)
-                at = f" (iteration {best.iteration:,})"
+                at = f" (iteration {with_step(best.iteration, best.step)})"
                 row.append("-" if score is None else number_text(score) + at)
             rows.append(row)
         head = ["score", "last validation"]
@@ -170,7 +173,7 @@ def _explain(best: BestValidation) -> str:
     else:
         side = "smallest" if best.mode == "min" else "largest"
         text = f"The best one has the {side} finite {best.metric}, the earlier one at a tie"
-    rest = f"; those until iteration {best.since:,} are unknown" if best.since else ""
+    rest = f"; those until iteration {best.since} are unknown" if best.since else ""
     return f"{text}{rest}."
 
 

@@ -109,6 +109,10 @@ class RunFacts:
                 found.setdefault(name, []).append((line["iteration"], score))
         return found
 
+    def find_steps(self) -> dict[int, int]:
+        """Return optimizer steps at the iterations of scores, as far as they are known."""
+        return {line["iteration"]: line["step"] for line in self.times.scores if "step" in line}
+
     def find_best(self) -> BestValidation | None:
         """Return the best validation, as the run has judged it; ``None`` if nothing decides.
 
@@ -124,7 +128,8 @@ class RunFacts:
             return None
         judged = BestSoFar(BestRule(stored.get("metric"), stored["mode"]))
         for line in scores:
-            judged.judge(Validation(line["iteration"], line["scores"]), has_improved=False)
+            validation = Validation(line["iteration"], line["scores"], line.get("step"))
+            judged.judge(validation, has_improved=False)
         return judged.best
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from helios.core.text import number_text
+from helios.core.text import number_text, with_step
 from helios.ledger import lineage
 from helios.ledger.manifest.manifest_changes import compare_facts
 from helios.ledger.summary import checklist
@@ -126,7 +126,9 @@ def _describe_checkpoint(facts: Mapping[str, Any]) -> tuple[str, ...]:
     metrics = facts.get("metrics") or {}
     return (
         str(facts["name"]),
-        *(str(facts.get(name, "-")) for name in ("epoch", "iteration", "state")),
+        str(facts.get("epoch", "-")),
+        "-" if facts.get("iteration") is None else with_step(facts["iteration"], facts.get("step")),
+        str(facts.get("state", "-")),
         str(facts.get("level") or "-"),
         shorten(", ".join(f"{name} {number_text(score)}" for name, score in metrics.items()))
         or "-",

@@ -129,13 +129,16 @@ class RunEvidence:
         iteration: int,
         scores: Mapping[str, float],
         *,
+        step: int,
         has_improved: bool,
         best: BestValidation | None,
     ) -> None:
         """Add the scores of a validation to ledger and times; a replay compares them."""
         self._ledger.add_scores(iteration, scores)
         if self._timing is not None:
-            self._timing.add_scores(iteration, scores, has_improved=has_improved, best=best)
+            self._timing.add_scores(
+                iteration, scores, step=step, has_improved=has_improved, best=best
+            )
         if self._follower is not None:
             self._follower.add_scores(iteration, scores)
 

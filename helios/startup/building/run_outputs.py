@@ -339,8 +339,13 @@ class FitRecorder:
         text = self._scores.show(scores, state, best=best.best, losses=losses)
         self._display.note_scores(text)
         if self._evidence is not None:
-            iteration = state.global_iteration
-            self._evidence.note_scores(iteration, scores, has_improved=has_improved, best=best.best)
+            self._evidence.note_scores(
+                state.global_iteration,
+                scores,
+                step=state.global_step,
+                has_improved=has_improved,
+                best=best.best,
+            )
 
     def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
         """Add what an audit has found to the lineage."""

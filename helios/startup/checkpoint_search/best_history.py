@@ -63,7 +63,10 @@ def _read_scores(folder: Path | None, after: int) -> tuple[int, list[tuple[Valid
     try:
         found = timing.read_timing(folder)
         validations = [
-            (Validation(line["iteration"], line["scores"]), bool(line.get("improved")))
+            (
+                Validation(line["iteration"], line["scores"], line.get("step")),
+                bool(line.get("improved")),
+            )
             for line in found.scores
             if line["iteration"] <= after
         ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from helios.best import BestValidation
-from helios.core.text import number_text
+from helios.core.text import number_text, with_step
 from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -82,21 +82,22 @@ class ScoreLog:
         if best is not None:
             since = f", since iteration {best.since}" if best.since else ""
             name = "" if file_name is None else f"; {file_name or 'without a checkpoint'}"
-            text = f"{format_scores(best.deciding)} (iteration {best.iteration}{since}{name})"
+            place = with_step(best.iteration, best.step)
+            text = f"{format_scores(best.deciding)} (iteration {place}{since}{name})"
             found["best scores"] = text
         return found
 
 
 def _describe_position(state: TrainingState) -> str:
-    """Return epoch and iteration, which files are named after, and the step if it is another."""
-    place = f"epoch {state.global_epoch}, iteration {state.global_iteration}"
-    is_same = state.global_step == state.global_iteration
-    return place if is_same else f"{place} (step {state.global_step})"
+    """Return epoch and iteration, which files are named after."""
+    iteration = with_step(state.global_iteration, state.global_step)
+    return f"epoch {state.global_epoch}, iteration {iteration}"
 
 
 def _describe_best(best: BestValidation) -> str:
     since = f" since iteration {best.since}" if best.since else ""
-    return f"best{since}: {format_scores(best.deciding)} (iteration {best.iteration})"
+    place = with_step(best.iteration, best.step)
+    return f"best{since}: {format_scores(best.deciding)} (iteration {place})"
 
 
 def describe_progress(

@@ -18,6 +18,7 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.core.constructor_arguments import arguments_of
 from helios.core.stored_values import stored_params
+from helios.core.text import with_step
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
@@ -531,11 +532,11 @@ class FitRun(Run):
         lacking = {p: text for p, text in record.missing.items() if p not in self._stranded}
         if lacking:
             _LOGGER.warning(
-                "The checkpoint of iteration %d is incomplete: it lacks %s. The resumed run has "
+                "The checkpoint of iteration %s is incomplete: it lacks %s. The resumed run has "
                 "the values from setup() there, so bits may differ from those of an uninterrupted "
                 "run. Declare what need not be saved: unsaved = (...,). "
                 'Trainer(on_incomplete="raise") refuses to write such a checkpoint.',
-                record.place[1],
+                with_step(*record.counters),
                 list_missing(lacking, most=len(lacking)),
             )
             self.model.discovery.note_named(lacking)

@@ -15,6 +15,7 @@ import torch
 from helios.checkpoint import loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
+from helios.core.text import with_step
 from helios.data.source import Source
 from helios.errors import UsageError
 from helios.ledger.replaying import LedgerFollower, Replay
@@ -146,8 +147,9 @@ class ReplayRun(FitRun):
         if follower.failure is not None:
             raise follower.failure
         if found.iteration is None and not follower.is_complete:
+            place = with_step(found.num_equal, found.steps.get("num_equal"))
             raise UsageError(
-                f"The replay was interrupted after iteration {found.num_equal}, before iteration "
+                f"The replay was interrupted after iteration {place}, before iteration "
                 f"{found.stop}: {self.session.requests.interruption}. Up to there, all lines are "
                 "equal. Replay without what interrupts it, or pass an earlier stop."
             )
