@@ -300,6 +300,8 @@ class EpochLoop(Loop):
             is_manual=bool(session.is_manual),
         )
         state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
+        if session.schedule.logs and due.is_log_due(session.schedule, state):
+            session.display.expect_line()
         session.engine.gradient_norm = None
         session.turns.begin_iteration(state.global_iteration)
         opens_window = found[0] or state.global_iteration == 1

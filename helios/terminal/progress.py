@@ -31,6 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 _RATE_SECONDS = 10.0
 _DRAW_SECONDS = 0.1
 _LINE_SECONDS = 30.0
+_QUICK_SECONDS = 1.0
 
 
 class Display(ABC):
@@ -76,6 +77,10 @@ class Display(ABC):
             done: completed batches of this epoch.
             step: completed steps of this epoch.
         """
+
+    @abstractmethod
+    def expect_line(self) -> None:
+        """Prepare for an iteration at whose end ``print_frequency`` is reached."""
 
     @abstractmethod
     def advance(
@@ -129,6 +134,9 @@ class NullDisplay(Display):
         """Do nothing."""
 
     def start_epoch(self, epoch: int, num_batches: int | None, done: int, step: int = 0) -> None:
+        """Do nothing."""
+
+    def expect_line(self) -> None:
         """Do nothing."""
 
     def advance(
@@ -297,7 +305,7 @@ class ProgressDisplay(Display):
         self._bars: Bars | None = None
         self._training: _Training | None = None
         self._evaluation: Gauge | None = None
-        self._rates = UsedRates()
+        self._rates = UsedRates(dict)
         self._sample_rate, self._step_rate = _Rate(), _Rate()
         self._has_frequency = False
         # When there is something to draw or to log at the earliest, and when the first of these is.
@@ -328,7 +336,9 @@ class ProgressDisplay(Display):
         self._has_frequency = schedule.logs
         self._sample_rate.restart(now, self._num_samples)
         self._step_rate.restart(now, steps_done)
-        self._rates.open(find_optimizers)
+        self._rates = UsedRates(find_optimizers)
+        if schedule.accumulation_steps > 1:
+            self._rates.open()
         self._open()
 
     def start_epoch(self, epoch: int, num_batches: int | None, done: int, step: int = 0) -> None:
@@ -336,6 +346,10 @@ class ProgressDisplay(Display):
         if self._training is not None:
             self._training.begin_epoch(epoch, num_batches, done, step)
             self._draw_if_due()
+
+    def expect_line(self) -> None:
+        """Note the rates that the steps of the iteration use."""
+        self._rates.open()
 
     def advance(
         self,
@@ -363,7 +377,12 @@ class ProgressDisplay(Display):
             self._losses = ", ".join(_read(loss_items))
             self._draw()
         if not self._has_frequency and now >= self._next_line:
-            self._write_line(loss_items)
+            # Watching the steps costs time in each: only the line of a step that is watched knows
+            # its rates. Where updates are rare, lines do not wait for one.
+            is_watched = self._rates.is_open
+            self._rates.open()
+            if is_watched and (moved_step or now >= self._next_line + _LINE_SECONDS):
+                self._write_line(loss_items)
         self._plan()
 
     def _write_line(self, loss_items: Mapping[str, Any]) -> None:
@@ -382,6 +401,10 @@ class ProgressDisplay(Display):
             f"eta {left}" if left else "",
         ]
         self._say("  ".join(filter(None, parts)))
+        # Watching costs little where steps are rare, and a line must not wait for two of them.
+        is_rare = training.schedule.accumulation_steps > 1
+        if not is_rare and now < self._next_line + _QUICK_SECONDS:
+            self._rates.close()
         self._next_line = now + _LINE_SECONDS
 
     def _say(self, text: str) -> None:

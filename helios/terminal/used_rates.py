@@ -14,32 +14,43 @@ from helios.core.text import rate_text
 
 
 class UsedRates:
-    """Notes the rates of each step when it is made: schedulers may change them right after it."""
+    """Notes the rates of each step when it is made: schedulers may change them right after it.
 
-    def __init__(self) -> None:
-        self._find_optimizers: Callable[[], Mapping[str, Optimizer]] = dict
+    Args:
+        find_optimizers: returns those of the run, by path.
+    """
+
+    def __init__(self, find_optimizers: Callable[[], Mapping[str, Optimizer]]) -> None:
+        self._find_optimizers = find_optimizers
         # A script may make new optimizers all the time.
         self._used: MutableMapping[Optimizer, list[Any]] = WeakKeyDictionary()
         self._hook: Any = None
 
-    def open(self, find_optimizers: Callable[[], Mapping[str, Optimizer]]) -> None:
-        """Begin to watch; ``find_optimizers`` returns those of the run, by path."""
-        self.close()
-        self._find_optimizers = find_optimizers
-        self._hook = register_optimizer_step_pre_hook(self._see)
+    @property
+    def is_open(self) -> bool:
+        """Whether steps are watched."""
+        return self._hook is not None
+
+    def open(self) -> None:
+        """Begin to watch the steps; a second call does nothing."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._see)
 
     def close(self) -> None:
-        """Stop watching; a second call does nothing."""
+        """Stop watching, and forget what was seen; a second call does nothing."""
         if self._hook is not None:
             self._hook.remove()
-        self._hook, self._find_optimizers = None, dict
-        self._used.clear()
+            self._hook = None
+            self._used.clear()
 
     def _see(self, optimizer: Optimizer, *_: Any) -> None:
         self._used[optimizer] = _rates_of(optimizer)
 
     def texts(self) -> list[str]:
-        """Return e.g. ``["lr 8.2e-4"]``: of each optimizer, and of each group if they differ."""
+        """Return e.g. ``["lr 8.2e-4"]``: of each optimizer, and of each group if they differ.
+
+        An optimizer whose steps were not watched has the rates of its next one.
+        """
         found = self._find_optimizers()
         parts = []
         for path, optimizer in found.items():

@@ -282,11 +282,12 @@ def test_bars_of_epochs_count_the_steps_of_windows(terminal: Screen, time: Time)
     display.close()
 
 
+# The first one waits for a step whose rates are watched.
 LINE = (
-    "step 2/40  epoch 1  loss 0.1234  0.05 steps/s  eta 0:12:40",
-    "step 4/40  epoch 1  loss 0.1234  0.05 steps/s  eta 0:12:00",
-    "step 6/40  epoch 1  loss 0.1234  0.05 steps/s  eta 0:11:20",
-    "step 8/40  epoch 1  loss 0.1234  0.05 steps/s  eta 0:10:40",
+    "step 3/40  epoch 1  loss 0.1234  0.05 steps/s  eta 0:12:20",
+    "step 5/40  epoch 1  loss 0.1234  0.05 steps/s  eta 0:11:40",
+    "step 7/40  epoch 1  loss 0.1234  0.05 steps/s  eta 0:11:00",
+    "step 9/40  epoch 1  loss 0.1234  0.05 steps/s  eta 0:10:20",
 )
 
 
@@ -367,9 +368,9 @@ def test_a_length_that_is_not_known_has_no_total(
     caplog.set_level("INFO")
     display = ProgressDisplay(False, pipe, time)
     start(display, total_steps=2, position={"num_batches": None})
-    advance(display, time, 3, seconds=10.0)
+    advance(display, time, 4, seconds=10.0)
     display.close()
-    assert caplog.messages == ["step 3  epoch 1  loss 0.5  0.1 steps/s"]
+    assert caplog.messages == ["step 4  epoch 1  loss 0.5  0.1 steps/s"]
 
 
 class Decay(helios.Model):
@@ -415,6 +416,37 @@ def test_a_run_logs_steps_epochs_and_the_rates_that_the_steps_have_used(
     ]
     halves = ["8.2e-4", "4.1e-4", "2.05e-4", "1.025e-4", "5.125e-5", "2.562e-5"]
     assert [part[3] for part in parts] == [f"lr {rate}/0.1" for rate in halves]
+
+
+@pytest.mark.shows("P133")
+@pytest.mark.parametrize(("seconds", "accumulation"), [(1.0, 1), (20.0, 1), (1.0, 7), (20.0, 7)])
+def test_a_line_by_time_has_the_rate_that_the_last_step_has_used(
+    seconds: float, accumulation: int, pipe: Screen, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    display = ProgressDisplay(False, pipe, time)
+    start(
+        display,
+        TrainingUnit.ITERATION,
+        total_steps=math.inf,
+        accumulation_steps=accumulation,
+        position={"find_optimizers": lambda: {"optimizer": optimizer}},
+    )
+    for number in range(1, 141):
+        time.now += seconds
+        has_stepped = number % accumulation == 0
+        if has_stepped:
+            optimizer.param_groups[0]["lr"] = float(number // accumulation)
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.0
+        display.advance({}, 1, has_stepped)
+    display.close()
+    lines = [text.split("  ") for text in caplog.messages]
+    steps = [int(line[0].removeprefix("step ")) for line in lines]
+    assert len(lines) >= 3
+    # Before the first step, it is the rate of that one.
+    assert [line[2] for line in lines] == [f"lr {max(1, step)}" for step in steps]
 
 
 def test_a_display_is_closed_once_and_can_be_used_again(terminal: Screen, time: Time) -> None:
