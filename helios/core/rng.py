@@ -31,6 +31,8 @@ _PCG_INCREMENT = 0x9E3779B97F4A7C15F39CC0605CEDC835
 _RANDOM: random.Random = random.seed.__self__  # type: ignore[attr-defined]
 _SEED_RANDOM = super(random.Random, _RANDOM).seed
 _SEED_TORCH = torch.default_generator.manual_seed
+# What `np.random.seed` calls for the generator that NumPy begins with, at twice the price.
+_SEED_NUMPY = np.random.mtrand._rand.seed
 _NUMPY_GLOBAL = "numpy_global"
 
 
@@ -277,7 +279,12 @@ def numpy_global_kept() -> Iterator[None]:
 
 def _seed_numpy_global(seed: int) -> None:
     # It takes 32 bits. The lower ones alone would give it the words of torch's CPU generator.
-    np.random.seed((seed ^ seed >> 32) & _MASK32)
+    value = (seed ^ seed >> 32) & _MASK32
+    try:
+        _SEED_NUMPY(value)
+    except TypeError:  # a script has set another bit generator, and the cached draw would stay
+        np.random.seed(value)
+        np.random.set_state(np.random.get_state(legacy=False) | {"has_gauss": 0, "gauss": 0.0})
 
 
 def _uses_cuda() -> bool:

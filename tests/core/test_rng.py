@@ -150,6 +150,20 @@ def test_a_small_seed_gives_the_numbers_that_people_know() -> None:
             assert np.random.rand() == np.random.RandomState(42).rand()
 
 
+def test_a_bit_generator_of_the_script_is_seeded_too() -> None:
+    found = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        with keyed_numpy_global():
+            draws = []
+            for seed in (5, 5, 6):
+                rng.reseed(seed)
+                draws.append((np.random.rand(), np.random.normal()))
+            assert draws[0] == draws[1] != draws[2]
+    finally:
+        np.random.set_bit_generator(found)
+
+
 def test_states_hold_the_global_generator_of_numpy_where_keys_seed_it() -> None:
     with keyed_numpy_global():
         rng.reseed(5)
