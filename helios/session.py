@@ -186,11 +186,13 @@ class Session(LiveRun):
 
     def keep_beside(self, results: Sequence[Any]) -> None:
         """Keep the numbers that a step has returned beside its losses, until the next iteration."""
-        tables = [result for result in results if isinstance(result, dict)]
         if self.turns.is_first and self.beside:
             self.beside = []
-        if tables:
-            numbers = {name: part for table in tables for name, part in table.items()}
+        numbers = None
+        for result in results:
+            if isinstance(result, dict):
+                numbers = result if numbers is None else numbers | result
+        if numbers is not None:
             self.beside.append(
                 {
                     str(name): part.detach() if isinstance(part, Tensor) else part
