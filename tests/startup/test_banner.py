@@ -1,4 +1,4 @@
-"""What a start logs: the banner, and a line at a resume."""
+"""What a start logs: the banner, a line at a resume, and seeds that are not those of the run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import helios
 from tests.support.runs import IndexModule, Setting, SmallModel
@@ -83,6 +84,27 @@ def test_a_resume_is_told_in_a_line_and_what_has_changed_in_another(
         "to change the number of processes later)."
     )
     assert lines[1].endswith(" - INFO - Changed since the checkpoint: total_steps: 2 -> 4.")
+
+
+def test_a_seed_of_torch_that_is_not_that_of_the_run_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = (
+        "INFO - PyTorch was seeded with 3 (torch.manual_seed), which does not seed the training: "
+        "it uses the default seed 6691. Pass Trainer(random_seed=3)."
+    )
+    torch.manual_seed(3)
+    fit(tmp_path / "seeded", 1, print_banner=False)
+    assert [line.partition(" - ")[2] for line in starts(capsys.readouterr().err)] == [told]
+    # What the run before has left is no seed of the script.
+    fit(tmp_path / "second", 1, print_banner=False)
+    torch.manual_seed(3)
+    fit(tmp_path / "given", 1, print_banner=False, random_seed=3)
+    torch.seed()
+    fit(tmp_path / "random", 1, print_banner=False)
+    torch.manual_seed(3)
+    fit(tmp_path / "seeded", 2, print_banner=False)
+    assert "manual_seed" not in capsys.readouterr().err
 
 
 @pytest.mark.shows("P81")

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
+
 from helios.checkpoint.capture import Trained
 from helios.data.datamodule import DataModule
 from helios.distributed.process_groups import DistributedInfo
@@ -164,6 +166,7 @@ class Call:
         handed: the state of a trained model, for ranks that set it up again.
         replay: the part of a run that is only repeated, once it is found; ``None`` to train.
         words: the command line with which the user has started Python; empty if unknown.
+        torch_seed: what PyTorch was seeded with when the trainer was called.
         checkpoint: the checkpoint that an evaluation was asked to load.
         choice: what that means.
     """
@@ -182,6 +185,7 @@ class Call:
     handed: Trained | None = None
     replay: Stretch | None = None
     words: tuple[str, ...] = dataclasses.field(default_factory=_find_words)
+    torch_seed: int = dataclasses.field(default_factory=torch.initial_seed)
     checkpoint: Choice = None
     choice: CheckpointChoice = dataclasses.field(init=False)
 

@@ -38,6 +38,24 @@ def warn_of_other_machine(stored: dict[str, str], engine: Engine) -> None:
         )
 
 
+def say_what_does_not_seed(torch_seed: int, seed: int) -> None:
+    """Log that a seed which the script has given to PyTorch is not that of the run.
+
+    Args:
+        torch_seed: what PyTorch was seeded with.
+        seed: the default seed, which the run uses.
+    """
+    # Without a call, and after a run, PyTorch has a seed of 64 random bits.
+    if torch_seed < 1 << 32 and torch_seed != seed:
+        _LOGGER.info(
+            "PyTorch was seeded with %d (torch.manual_seed), which does not seed the training: it "
+            "uses the default seed %d. Pass Trainer(random_seed=%d).",
+            torch_seed,
+            seed,
+            torch_seed,
+        )
+
+
 def show_banner(model: Model, lines: dict[str, Any], *, where: str | None) -> None:
     """Log the banner, with what the model appends to it; at a resume, one line of it.
 

@@ -394,6 +394,8 @@ class FitRun(Run):
         recorder.show_on(self.display)
         loaded = self._start.loaded
         run = self.options.run
+        if loaded is None and run.random_seed is None:
+            banner.say_what_does_not_seed(self.call.torch_seed, run.seed)
         if self.options.logging.print_banner:
             banner.show_banner(
                 self.model,
