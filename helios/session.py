@@ -77,6 +77,7 @@ class Session(LiveRun):
         idle_watch: notices that nothing is learned; ``None`` once something is.
         nonfinite: the first loss of this start that was not finite; empty if all were.
         beside: the numbers that steps of this iteration have returned beside the loss, by replica.
+        summed_scores: the scores of the last evaluation that were summed over all processes.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
         context: what hooks may see of the run.
@@ -100,6 +101,7 @@ class Session(LiveRun):
     idle_watch: IdleWatch | None = None
     nonfinite: str = ""
     beside: list[dict[str, Any]] = field(default_factory=list)
+    summed_scores: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Needed in every iteration, and constant during a run.
@@ -236,8 +238,18 @@ class Session(LiveRun):
         if is_among and self.best.rule is not None and self.best.rule.saves:
             self.agreed.is_checkpoint_wanted = True
         if self.recorder is not None:
+            # A hook may have replaced a sum by a score of its own.
+            summed = {
+                name
+                for name, score in self.summed_scores.items()
+                if self.model.metrics.get(name) is score
+            }
             self.recorder.show_scores(
-                validation.scores, state, has_improved=has_improved, best=self.best
+                validation.scores,
+                state,
+                has_improved=has_improved,
+                best=self.best,
+                by_hand=validation.scores.keys() - summed,
             )
         return has_improved
 

@@ -2123,7 +2123,7 @@ FAULTS = (
     Fault(
         "a checkpoint of another ledger is good",
         "helios/ledger/verification.py",
-        "        places.discard((size, reader.chain))",
+        "        places.discard((size, reader.chain, reader.tail))",
         "        places.clear()",
         "tests/ledger/test_verification.py::test_a_checkpoint_of_another_ledger_is_named",
     ),

@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from helios.ledger.differences import LineComparison
 
 _GAP = "  "
 _MIN_TEXT = 20
+_MOST_SHOWN = 20
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -237,7 +239,9 @@ def difference_lines(found: LineComparison) -> list[str]:
 
 def _show(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {number!r}" for name, number in value.items())
+        shown = [f"{name} {number!r}" for name, number in islice(value.items(), _MOST_SHOWN)]
+        rest = len(value) - len(shown)
+        return ", ".join([*shown, f"and {rest} more"] if rest else shown)
     if isinstance(value, list):
         return ", ".join(map(repr, value))
     return "-" if value is None else str(value)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from helios.best import BestValidation
 from helios.checkpoint import file_names
 from helios.checkpoint.folder_status import survey
-from helios.checkpoint.status import Checked, Condition, Depth, Status, examine
+from helios.checkpoint.status import Checked, Condition, Depth, Status, examine, look_into
 from helios.cli import output
 from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, LedgerError
@@ -23,7 +24,7 @@ or with the checksums of their containers if there is no digest. Folders are
 searched recursively, except for files that were put aside: damaged files, and
 folders named before-*. The ledger of a folder is read, too: every line must
 follow from the one before it, and every checkpoint must belong to it
-and have the scores that the run has recorded.
+and have the scores and buffers that the run has recorded.
 
 Exit code 0: all are good. 1: at least one is not. 2: wrong usage, or a folder
 without checkpoints and ledgers.
@@ -97,7 +98,10 @@ def _examine(root: Path) -> Iterator[Status | LedgerStatus]:
         newest = files[-1].sidecar if files else None
         ended_at = newest.ledger if newest is not None and newest.finished else None
         if marks or (folder.path / FILE_NAME).exists():
-            yield _verify_ledger(folder.path / FILE_NAME, marks, digests, ended_at, scores)
+            hash_buffers = partial(_hash_buffers, folder.path)
+            yield _verify_ledger(
+                folder.path / FILE_NAME, marks, digests, ended_at, scores, hash_buffers
+            )
             seen.add(folder.path / FILE_NAME)
     for path in _find_ledgers(root):
         if path not in seen:
@@ -114,6 +118,19 @@ def _find_scores(part: Status) -> dict[int, Mapping[str, float]]:
     return {**found, sidecar.iteration: sidecar.metrics}
 
 
+def _hash_buffers(folder: Path, name: str, buffers: Collection[str]) -> dict[str, str | None]:
+    """Return the hashes of buffers in a checkpoint; of one that is damaged there are none."""
+    if not buffers:
+        return {}
+    # What reads text only starts without PyTorch.
+    from helios.checkpoint.export import find_network_tensors
+    from helios.ledger.weight_digests import hash_buffer
+
+    status, tree = look_into(folder / name)
+    found = find_network_tensors(tree, buffers) if status.is_good else {}
+    return {key: hash_buffer(part) for key, part in found.items()}
+
+
 def _find_ledgers(root: Path) -> Iterator[Path]:
     """Yield the ledgers in a folder and below it, except for those that were put aside."""
     for path in sorted(root.rglob(FILE_NAME)):
@@ -127,11 +144,19 @@ def _verify_ledger(
     digests: dict[str, str] | None = None,
     ended_at: dict[str, Any] | None = None,
     scores: dict[str, dict[int, Mapping[str, float]]] | None = None,
+    hash_buffers: Callable[[str, Collection[str]], Mapping[str, str | None]] | None = None,
 ) -> LedgerStatus:
     if not path.is_file():
         return LedgerStatus(path, findings=["is missing"])
     try:
-        return verify(path, marks, digests=digests, ended_at=ended_at, scores=scores)
+        return verify(
+            path,
+            marks,
+            digests=digests,
+            ended_at=ended_at,
+            scores=scores,
+            hash_buffers=hash_buffers,
+        )
     except LedgerError as error:
         return LedgerStatus(path, findings=[str(error)])
 
@@ -143,9 +168,10 @@ def _ledger_lines(verdict: LedgerStatus) -> list[str]:
     end = "the run has ended" if verdict.has_ended else "the run has not ended"
     count = verdict.num_scored
     scored = f"; scores of {count} validation{'s' if count > 1 else ''} match" if count else ""
+    buffers = f"; buffers match ({verdict.num_buffers})" if verdict.num_buffers else ""
     return [
         f"good        {verdict.path} ({verdict.num_iterations} iterations{begin}, hash "
-        f"{verdict.hash}; {end}{scored})"
+        f"{verdict.hash}; {end}{scored}{buffers})"
     ]
 
 

@@ -6,7 +6,7 @@ see, derives from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -90,6 +90,7 @@ class Recorder(Protocol):
         *,
         has_improved: bool,
         best: BestSoFar,
+        by_hand: Collection[str],
     ) -> None:
         """Log the scores of a validation, by name, and the best ones so far."""
         ...

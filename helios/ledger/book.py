@@ -92,8 +92,21 @@ class Book:
             data, self._chain = line.seal(body, self._chain)
             self._add(data, self._chain)
 
+    def append_end(self, body: str, buffers: str) -> None:
+        """Append the last line of a run that has ended; version 1 has no buffers.
+
+        Args:
+            body: as in :meth:`append`.
+            buffers: the entry of the buffers, which comes last.
+        """
+        self.append(body + buffers if self.version > line.OLDEST else body)
+
     def append_scores(
-        self, after: int, scores: Mapping[str, float], unscored: Collection[str]
+        self,
+        after: int,
+        scores: Mapping[str, float],
+        unscored: Collection[str],
+        by_hand: Mapping[str, int],
     ) -> None:
         """Append the scores of a validation, beside the chain; version 1 has none.
 
@@ -101,9 +114,11 @@ class Book:
             after: the last iteration, whose line was appended.
             scores: by name.
             unscored: names of those that are left out.
+            by_hand: as in :func:`helios.ledger.line.describe_scores`.
         """
         if self._is_open and scores and self.version > line.OLDEST:
-            self._add(*line.seal(line.describe_scores(scores, unscored, after), self._chain))
+            body = line.describe_scores(scores, unscored, after, by_hand)
+            self._add(*line.seal(body, self._chain))
 
     def _add(self, data: bytes, tail: str) -> None:
         self._size += len(data)

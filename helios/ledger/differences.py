@@ -12,7 +12,14 @@ from typing import Any
 
 from helios.core.text import with_step
 from helios.errors import LedgerError
-from helios.ledger.line import STEPS, TAIL_BYTES, read_float, step_of
+from helios.ledger.line import (
+    STEPS,
+    TAIL_BYTES,
+    has_buffers,
+    match_buffers,
+    read_float,
+    step_of,
+)
 from helios.ledger.manifest.manifest_changes import ManifestChange, compare_facts
 from helios.ledger.manifest.manifest_file import read_manifest
 from helios.ledger.reading import find_ledger, parse_header, read_lines
@@ -20,7 +27,7 @@ from helios.ledger.validation_scores import ScoreComparison, compare_scores, rea
 
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
 NUMERICS, WEIGHTS, COUNTERS = "losses", "weights and optimizers", "counters"
-END, SCORES = "end of the run", "scores of the validation"
+END, SCORES, BUFFERS = "end of the run", "scores of the validation", "buffers"
 GENERATORS, INITIAL, GRADIENTS = "generators before the step", "initial weights", "gradients"
 _KEYS = (
     (GENERATORS, ("generators",)),
@@ -30,6 +37,7 @@ _KEYS = (
     (GRADIENTS, ("gradients",)),
     (WEIGHTS, ("weights", "optimizer", "parameters")),
 )
+_END = b',"end":1'
 _TENSORS: Mapping[str, str] = {
     "batch": "",
     "generators": "generator ",
@@ -37,7 +45,7 @@ _TENSORS: Mapping[str, str] = {
     "gradients": "gradient of ",
     "parameters": "parameter ",
 }
-BUFFERS = "buffers were not compared"
+NO_BUFFERS = "buffers were not compared"
 _FIRST = "another random_seed or seeds, or other code that makes the first weights"
 _NUMERIC = (
     "random numbers that do not come from the run's generators",
@@ -76,6 +84,10 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "a score that measures time or memory: name it in the model's unscored",
         *_NUMERIC,
     ),
+    BUFFERS: (
+        "other options of layers that keep averages, such as the momentum of BatchNorm",
+        "code, also of validations, that changes buffers without effect on losses and weights",
+    ),
     END: ("another total_steps or early_stop_cycles", "hooks that end the run"),
 }
 
@@ -96,6 +108,8 @@ class LineComparison:
         has_same_definition: whether both runs have the same definition: options, data and seed.
         weights_at: the last iteration at which the weights of both runs were found to be equal;
             ``None`` if they were not compared.
+        has_compared_buffers: whether the persistent buffers at the end of both runs were compared.
+        unread_buffers: those of them whose content no hash covers, such as sparse ones.
         num_scored: validations whose scores were found to be equal.
         not_compared: what was not compared, and why.
         steps: optimizer steps at ``num_equal``, ``iteration`` and ``weights_at``, by these names,
@@ -111,6 +125,8 @@ class LineComparison:
     causes: list[str] = field(default_factory=list)
     has_same_definition: bool = True
     weights_at: int | None = None
+    has_compared_buffers: bool = False
+    unread_buffers: list[str] = field(default_factory=list)
     num_scored: int = 0
     not_compared: list[str] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
@@ -118,21 +134,31 @@ class LineComparison:
     @property
     def may_begin_earlier(self) -> bool:
         """Whether what differs first is not compared in each iteration, so it may differ before."""
-        is_rare = self.what[:1] in ([SCORES], [WEIGHTS])
+        is_rare = self.what[:1] in ([SCORES], [WEIGHTS], [BUFFERS])
         return is_rare and not self.tensors
 
-    def add_line(self, line: bytes, *, is_end: bool) -> None:
-        """Count a line that is equal in both runs."""
+    def add_line(self, body: bytes, *, is_end: bool) -> None:
+        """Count a line that is equal in both runs, given without its hash."""
         self.num_equal += not is_end
-        self._set_step("num_equal", step_of(line))
+        self._set_step("num_equal", step_of(body))
         # A loss may have the name of a digest.
-        if b',"parameters":{' in line or (b',"weights":"' in line and _has_weights(line)):
+        if b',"parameters":{' in body or (b',"weights":"' in body and "weights" in _load(body)):
             self.weights_at = self.num_equal
-            self._set_step("weights_at", step_of(line))
+            self._set_step("weights_at", step_of(body))
+        if is_end and has_buffers(body):
+            hashes = _load(body)["buffers"]
+            self.add_buffers(hashes, hashes)
 
     def _set_step(self, name: str, step: int | None) -> None:
         self.steps.pop(name, None)
         self.steps |= {} if step is None else {name: step}
+
+    def add_buffers(self, one: Mapping[str, str | None], other: Mapping[str, str | None]) -> None:
+        """Note that the buffers of both runs were compared, given by their hashes."""
+        self.has_compared_buffers = True
+        self.unread_buffers = [
+            name for name, digits in one.items() if digits is None is other.get(name, "")
+        ]
 
     def add_scores(self, scores: ScoreComparison) -> None:
         """Add what a comparison of the scores has found, and name what was not compared."""
@@ -141,28 +167,37 @@ class LineComparison:
         number = scores.iteration
         if number is None:
             return
-        if self.iteration is None:
+        if self.iteration is None or number < self.iteration:
+            # What differs later and was found in lines that come rarely shows in the details.
             self.iteration, self.num_equal = number, number - 1
             self._set_step("num_equal", None)
             self._set_step("iteration", scores.step)
+            self.what, self.tensors, self.causes = [], [], []
         if self.iteration == number and SCORES not in self.what:
             self.what.append(SCORES)
             self.details["scores"] = scores.details
             self.causes = self.causes or causes_of(self)
 
 
-def _has_weights(line: bytes) -> bool:
-    return "weights" in json.loads(line[:-TAIL_BYTES] + b"}")
+def _load(body: bytes) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(body + b"}")
+    return content
 
 
 def _name_rest(found: LineComparison) -> Iterator[str]:
     """Yield what no line holds, or none of those that were compared."""
-    if found.weights_at is None:
+    if found.weights_at is None and WEIGHTS in found.what:
+        place = with_step(found.iteration or 0, found.steps.get("iteration"))
+        yield f"weights were not compared before iteration {place}"
+    elif found.weights_at is None:
         yield "weights were not compared"
     elif found.weights_at < found.num_equal:
         place = with_step(found.weights_at, found.steps.get("weights_at"))
         yield f"weights were not compared after iteration {place}"
-    yield BUFFERS
+    if not found.has_compared_buffers:
+        yield NO_BUFFERS
+    for name in found.unread_buffers:
+        yield f"the buffer {name} was not compared: its content cannot be read"
 
 
 @dataclass
@@ -229,13 +264,13 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         islice(left, start - begins[0], None), islice(right, start - begins[1], None)
     )
     for pair in pairs:
-        are_iterations = [data is not None and b',"end":1' not in data for data in pair]
+        are_iterations = [data is not None and _END not in data for data in pair]
         counts = [count + is_one for count, is_one in zip(counts, are_iterations, strict=True)]
-        ends = [end or b',"end":1' in (data or b"") for end, data in zip(ends, pair, strict=True)]
-        one, other = pair
-        if found.iteration is not None or one is None or other is None:
+        ends = [end or _END in (data or b"") for end, data in zip(ends, pair, strict=True)]
+        if found.iteration is not None or None in pair:
             continue
-        if one[:-TAIL_BYTES] == other[:-TAIL_BYTES]:
+        one, other = match_buffers(*(data[:-TAIL_BYTES] for data in pair))
+        if one == other:
             found.add_line(one, is_end=not are_iterations[0])
         elif are_iterations[0] == are_iterations[1]:
             describe_difference(found, (one, str(found.first)), (other, str(found.second)))
@@ -266,7 +301,7 @@ def describe_difference(
 
     Args:
         found: what was found so far.
-        one: the line of one run, and the name of its ledger for messages.
+        one: the line of one run without its hash, and the name of its ledger for messages.
         other: that of the other one.
 
     Raises:
@@ -308,6 +343,8 @@ def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str,
                 found.details[key] = (_read(key, left), _read(key, right))
         if changed:
             found.what.append(what)
+    if "buffers" in left:
+        _compare_buffers(found, left["buffers"], right["buffers"])
     if left["at"] != right["at"]:
         found.what = found.what or [COUNTERS]
         found.details["at"] = (left["at"], right["at"])
@@ -323,6 +360,21 @@ def causes_of(found: LineComparison, *, shows_first: bool = False) -> list[str]:
     first = found.what[0]
     may_be_first = first == NUMERICS and found.num_equal == 0 and not shows_first
     return [*([_FIRST] if may_be_first else []), *_CAUSES[first]]
+
+
+def _compare_buffers(
+    found: LineComparison, one: Mapping[str, str | None], other: Mapping[str, str | None]
+) -> None:
+    """Note which buffers differ in the last lines of two runs, which have digests of weights."""
+    found.add_buffers(one, other)
+    if WEIGHTS not in found.what:
+        found.weights_at = found.num_equal
+        found.steps |= {"weights_at": step} if (step := found.steps.get("num_equal")) else {}
+    names = [name for name in {**one, **other} if one.get(name, "") != other.get(name, "")]
+    if names:
+        found.what.append(BUFFERS)
+        left, right = ({name: side.get(name) for name in names} for side in (one, other))
+        found.details["buffers"] = (left, right)
 
 
 def _without_tensors(data: bytes) -> bytes:
@@ -370,7 +422,7 @@ def _parse(data: bytes, name: str, num_equal: int) -> dict[str, Any]:
         LedgerError: if the line is damaged, or that of another iteration.
     """
     try:
-        content: dict[str, Any] = json.loads(data)
+        content = _load(data)
         place = content["at"][1]
     except (ValueError, LookupError, TypeError) as error:
         raise LedgerError(

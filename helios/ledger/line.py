@@ -25,7 +25,8 @@ With ``ledger="full"`` the digests of :mod:`helios.ledger.tensor_digests` come b
 The first line is the header: the version of the format, the run's definition, n, and the last
 iteration before the ledger begins, which is not zero if the ledger was lost or switched on later,
 and ``level`` if it is full.
-The last line of a run that has ended has the key ``end``.
+The last line of a run that has ended has the key ``end``, and from version 2 on ``buffers``: the
+hash of each persistent buffer by name, ``null`` where its content cannot be read.
 
 From version 2 on, the scores of a validation are a line that hangs beside the chain: its hash is
 over the line of the iteration that it follows and over itself, and no other line's hash is over it.
@@ -37,6 +38,7 @@ key            content
 ``scores``     the scores by name
 ``after``      the iteration that the validation follows
 ``unscored``   names of scores that are left out because they differ between equal runs
+``by_hand``    the number of processes, by name, of scores that several of them have filled by hand
 ``h``          the hash
 =============  ============================================================================
 """
@@ -59,6 +61,7 @@ _DIGITS = 16
 _HASH = b',"h":"'
 _SCORES = b'{"scores":'
 _PLACE = b'{"at":['
+_BUFFERS = b',"buffers":{'
 TAIL_BYTES = len(_HASH) + _DIGITS + len(b'"}\n')
 """Bytes at the end of a line that hold its hash."""
 _FLOAT = struct.Struct(">d")
@@ -84,12 +87,23 @@ def read_float(digits: str) -> float:
     return float(number)
 
 
-def describe_scores(scores: Mapping[str, float], unscored: Collection[str], after: int) -> str:
-    """Return the line of a validation without its closing brace."""
+def describe_scores(
+    scores: Mapping[str, float], unscored: Collection[str], after: int, by_hand: Mapping[str, int]
+) -> str:
+    """Return the line of a validation without its closing brace.
+
+    Args:
+        scores: by name.
+        unscored: names of those that are left out.
+        after: the iteration that the validation follows.
+        by_hand: of each score that several processes have filled by hand, their number.
+    """
     digits = {name: write_float(x) for name, x in scores.items() if name not in unscored}
     content: dict[str, Any] = {"scores": digits, "after": after}
     left_out = [name for name in scores if name in unscored]
     content |= {"unscored": left_out} if left_out else {}
+    parts = {name: count for name, count in by_hand.items() if name in digits}
+    content |= {"by_hand": parts} if parts else {}
     return json.dumps(content, separators=(",", ":"))[:-1]
 
 
@@ -103,6 +117,23 @@ def step_of(data: bytes) -> int | None:
     head, _, _ = data.partition(b"]")
     number = head.rpartition(b",")[2]
     return int(number) if data.startswith(_PLACE) and number.isdigit() else None
+
+
+def has_buffers(body: bytes) -> bool:
+    """Return whether a line without its hash is the last one of a run, with its buffers."""
+    return _BUFFERS in body
+
+
+def drop_buffers(body: bytes) -> bytes:
+    """Return a line without its hash, and without buffers, which come last."""
+    return body.partition(_BUFFERS)[0]
+
+
+def match_buffers(one: bytes, other: bytes) -> tuple[bytes, bytes]:
+    """Return two lines without their hashes as they can be compared: with buffers if both have."""
+    if has_buffers(one) is has_buffers(other):
+        return one, other
+    return drop_buffers(one), drop_buffers(other)
 
 
 def write_hash(value: int) -> str:

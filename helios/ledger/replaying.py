@@ -10,14 +10,19 @@ from typing import Any, final
 
 from helios.core.text import with_step
 from helios.errors import LedgerError
-from helios.ledger.differences import END, LineComparison, causes_of, describe_difference
-from helios.ledger.line import TAIL_BYTES
+from helios.ledger.differences import (
+    END,
+    LineComparison,
+    causes_of,
+    describe_difference,
+)
+from helios.ledger.line import TAIL_BYTES, match_buffers
 from helios.ledger.reading import parse_header, read_lines
 from helios.ledger.validation_scores import RunScores, compare_scores, read_scores
 
 _CHECKPOINT = "a checkpoint that was changed, or lacks state that it does not name"
 _DEFINITION = "other options, seed or data than those that the ledger begins with"
-_END_KEY = ',"end":1'
+_END_KEY = b',"end":1'
 
 
 @dataclass
@@ -99,25 +104,41 @@ class LedgerFollower:
         Args:
             body: a JSON object without its closing brace.
         """
-        found, is_end = self.found, _END_KEY in body
+        self._compare(body, is_end=False)
+
+    def append_end(self, body: str, buffers: str) -> None:
+        """Compare the last line; buffers only if the ledger has them.
+
+        Args:
+            body: as in :meth:`append`.
+            buffers: the entry of the buffers, which comes last.
+        """
+        self._compare(body + buffers, is_end=True)
+
+    def _compare(self, body: str, *, is_end: bool) -> None:
+        found = self.found
         is_past = found.num_equal >= found.stop
         # The window of the last iteration may end after it.
         if self.is_over or (is_past and not is_end and not self._meets_end):
             return
         try:
             line = next(self._lines, b"")
-            if body.encode() == line[:-TAIL_BYTES]:
-                found.add_line(line, is_end=is_end)
+            own, known = match_buffers(body.encode(), line[:-TAIL_BYTES])
+            if own == known:
+                found.add_line(own, is_end=is_end)
                 found.has_ended |= is_end
-            elif _END_KEY.encode() in line or not is_past:
-                self._note(body, line, is_end=is_end)
+            elif _END_KEY in line or not is_past:
+                self._note(own, known, is_end=is_end, is_whole=line.endswith(b"\n"))
         except LedgerError as error:
             # Raised here, it would end the training as an error of the user's code.
             self.failure = error
 
-    def add_scores(self, iteration: int, scores: Mapping[str, float]) -> None:
+    def add_scores(
+        self, iteration: int, scores: Mapping[str, float], by_hand: Mapping[str, int]
+    ) -> None:
         """Take the scores of a validation; they are compared once the lines before them are."""
         self._own.by_iteration[iteration] = dict(scores)
+        self._own.by_hand[iteration] = dict(by_hand)
 
     def compare_scores(self, *, is_over: bool) -> None:
         """Compare the scores so far.
@@ -134,21 +155,27 @@ class LedgerFollower:
         if is_over or scores.iteration is not None:
             found.add_scores(scores)
 
-    def _note(self, body: str, line: bytes, *, is_end: bool) -> None:
+    def _note(self, own: bytes, known: bytes, *, is_end: bool, is_whole: bool) -> None:
+        """Note the first line that differs.
+
+        Args:
+            own: that of the replay, without its hash.
+            known: that of the ledger, likewise.
+            is_end: whether the replay ends with it.
+            is_whole: whether the line of the ledger has an end.
+        """
         found = self.found
-        if not line.endswith(b"\n"):
+        if not is_whole:
             place = with_step(found.num_equal, found.steps.get("num_equal"))
             raise LedgerError(
                 f"The ledger {found.ledger} ended at iteration {place} while it was "
                 "compared: another start of the run has cut it back. Replay again."
             )
-        if is_end != (_END_KEY.encode() in line):
+        if is_end != (_END_KEY in known):
             found.iteration, found.what = found.num_equal + 1, [END]
             found.causes = causes_of(found)
         else:
-            describe_difference(
-                found, (line, str(found.ledger)), ((body + "}").encode(), "The replay")
-            )
+            describe_difference(found, (known, str(found.ledger)), (own, "The replay"))
         if not found.has_same_definition:
             found.causes.insert(0, _DEFINITION)
         if found.checkpoint is not None and found.num_equal == found.begins_after:

@@ -13,9 +13,13 @@ from helios.best import rank_by_score
 from helios.core.text import with_step
 from helios.errors import ArgumentError
 from helios.ledger import lineage
-from helios.ledger.differences import BUFFERS
-from helios.ledger.line import stated_hash
-from helios.ledger.summary.curves import read_last_iteration, read_last_line, read_last_losses
+from helios.ledger.differences import diff
+from helios.ledger.summary.curves import (
+    read_course,
+    read_last_iteration,
+    read_last_line,
+    read_last_losses,
+)
 from helios.ledger.summary.estimates import (
     Estimate,
     Parts,
@@ -32,9 +36,9 @@ from helios.ledger.summary.factors import (
     list_varying,
 )
 from helios.ledger.summary.run_facts import RunFacts, read_run
-from helios.ledger.validation_scores import compare_scores, read_scores
 
 _ALL = "all"
+_AT = b'"at":['
 
 
 @dataclass
@@ -287,14 +291,14 @@ def _note(names: Sequence[str], found: Sequence[RunFacts], numbers: _Numbers) ->
         for file_name, text in run.missing.items():
             if file_name != lineage.FILE_NAME:
                 yield f"{name}: {text.rstrip('.')}"
-    hashes: dict[str, tuple[str, Path]] = {}
+    courses: dict[bytes, tuple[str, Path]] = {}
     for name, run in zip(names, found, strict=True):
         if run.ledger is None:
             continue
         line, own = read_last_line(run.ledger), (name, run.ledger)
         if b'"end":1' not in line:
             yield f"{name} has not ended"
-        twin = hashes.setdefault(stated_hash(line), own) if line else own
+        twin = courses.setdefault(read_course(run.ledger), own) if _AT in line else own
         if twin is not own:
             yield from _compare_twins(twin, own)
     yield from _note_lengths(found)
@@ -302,20 +306,23 @@ def _note(names: Sequence[str], found: Sequence[RunFacts], numbers: _Numbers) ->
 
 
 def _compare_twins(one: tuple[str, Path], other: tuple[str, Path]) -> Iterator[str]:
-    """Yield whether two runs with equal ledgers have equal scores, too."""
+    """Yield whether two runs with equal iterations have equal scores and buffers, too."""
     names = f"{one[0]} and {other[0]}"
-    compared = compare_scores(read_scores(one[1]), read_scores(other[1]))
-    if compared.iteration is None:
+    found = diff(one[1], other[1])
+    if found.iteration is None:
         yield f"{names} have equal ledgers: they are one result, not two"
     else:
-        left, right = compared.details
-        place = with_step(compared.iteration, compared.step)
-        values = [f"{name} {left[name]!r} | {right[name]!r}" for name in left]
+        left, right = found.details.get("scores", ({}, {}))
+        place = with_step(found.iteration, found.steps.get("iteration"))
+        scores = [f"{name} {left[name]!r} | {right[name]!r}" for name in left]
+        buffers = [f"the buffer {name}" for name in found.details.get("buffers", ({}, {}))[0]]
+        parts = ["scores"] * bool(scores) + ["buffers"] * bool(buffers)
         yield (
-            f"{names} have equal ledgers and other scores: they differ at the latest from "
-            f"iteration {place} on, in {', '.join(values)}"
+            f"{names} have equal ledgers but for {' and '.join(parts)}: they differ at the latest "
+            f"from iteration {place} on, in {', '.join([*scores, *buffers])}"
         )
-    yield f"{names}: {'; '.join([BUFFERS, *compared.not_compared])}"
+    if found.not_compared:
+        yield f"{names}: {'; '.join(found.not_compared)}"
 
 
 def _note_numbers(numbers: _Numbers) -> Iterator[str]:

@@ -157,6 +157,7 @@ class Timing:
         step: int,
         has_improved: bool,
         best: BestValidation | None,
+        by_hand: Mapping[str, int],
     ) -> None:
         """Write the scores of a validation; without any nothing is written."""
         if not self._is_open or not scores:
@@ -168,6 +169,7 @@ class Timing:
         line |= {"improved": True} if has_improved else {}
         unscored = [name for name in scores if name in self._unscored]
         line |= {"unscored": unscored} if unscored else {}
+        line |= {"by_hand": dict(by_hand)} if by_hand else {}
         self._file.append(line | {"best": None if best is None else best.as_plain()})
 
     def close(self) -> None:

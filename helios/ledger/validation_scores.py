@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from helios.core.text import with_step
 from helios.errors import LedgerError
@@ -26,12 +27,14 @@ class RunScores:
 
     Attributes:
         by_iteration: the scores of each validation by name, by the iteration that it follows.
+        by_hand: of each score that several processes have filled by hand, their number, likewise.
         unscored: names of scores that are not compared, as ``Model.unscored`` says.
         missing: why there are none; empty if the run has recorded them.
         steps: optimizer steps at these iterations, as far as they are known.
     """
 
     by_iteration: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    by_hand: dict[int, Mapping[str, int]] = field(default_factory=dict)
     unscored: frozenset[str] = frozenset()
     missing: str = ""
     steps: dict[int, int] = field(default_factory=dict)
@@ -74,6 +77,7 @@ def read_scores(ledger: Path) -> RunScores:
     known = read_timing(ledger.parent).scores
     return RunScores(
         {line["iteration"]: line["scores"] for line in known},
+        {line["iteration"]: line.get("by_hand", {}) for line in known},
         frozenset(name for line in known for name in line.get("unscored", ())),
         steps={line["iteration"]: line["step"] for line in known if "step" in line},
     )
@@ -87,17 +91,27 @@ def _collect(lines: Iterable[bytes]) -> RunScores:
             continue
         # `verify` names a line that is wrong; one that is being written has no end.
         with contextlib.suppress(LedgerError):
-            after, scores, unscored = parse_scores(data)
-            found.by_iteration[after] = scores
-            found.unscored |= unscored
+            line = parse_scores(data)
+            found.by_iteration[line.after] = line.scores
+            found.by_hand[line.after] = line.by_hand
+            found.unscored |= line.unscored
             step = step_of(before)
             if step is not None:
-                found.steps[after] = step
+                found.steps[line.after] = step
     return found
 
 
-def parse_scores(data: bytes) -> tuple[int, dict[str, float], set[str]]:
-    """Return the iteration that a validation follows, its scores, and names that were left out.
+class ScoreLine(NamedTuple):
+    """The content of a line of scores; see :mod:`helios.ledger.line`."""
+
+    after: int
+    scores: dict[str, float]
+    unscored: frozenset[str]
+    by_hand: dict[str, int]
+
+
+def parse_scores(data: bytes) -> ScoreLine:
+    """Return the content of a line of scores.
 
     Raises:
         LedgerError: if the line has no scores.
@@ -105,7 +119,9 @@ def parse_scores(data: bytes) -> tuple[int, dict[str, float], set[str]]:
     try:
         content = json.loads(data)
         scores = {name: read_float(digits) for name, digits in content["scores"].items()}
-        return int(content["after"]), scores, set(content.get("unscored", ()))
+        by_hand = {name: int(count) for name, count in content.get("by_hand", {}).items()}
+        unscored = frozenset(content.get("unscored", ()))
+        return ScoreLine(int(content["after"]), scores, unscored, by_hand)
     except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise LedgerError("lacks what a line of scores has") from error
 
@@ -132,10 +148,14 @@ def compare_scores(
         for run in (one, other)
     ]
     lone: set[str] = set()
+    partial: dict[str, tuple[int, int]] = {}
     for number in sorted(sides[0].keys() & sides[1].keys()):
         left, right = sides[0][number], sides[1][number]
         lone |= (left.keys() ^ right.keys()) - unscored
-        shared = [name for name in left if name in right and name not in unscored]
+        parts = _find_partial(one.by_hand.get(number, {}), other.by_hand.get(number, {}))
+        partial |= parts
+        exempt = unscored | parts.keys()
+        shared = [name for name in left if name in right and name not in exempt]
         differing = [name for name in shared if write_float(left[name]) != write_float(right[name])]
         if differing and found.iteration is None:
             found.iteration, found.step = number, steps.get(number)
@@ -145,7 +165,20 @@ def compare_scores(
         with_step(number, steps.get(number)) for number in sorted(sides[0].keys() ^ sides[1].keys())
     ]
     found.not_compared += _name_rest(places, lone, unscored)
+    found.not_compared += [
+        f"the score {name!r} was not compared: it was filled by hand, on {counts[0]} and "
+        f"{counts[1]} processes"
+        for name, counts in sorted(partial.items())
+        if name not in unscored
+    ]
     return found
+
+
+def _find_partial(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return what was filled by hand on different numbers of processes, with these numbers."""
+    names = {**one, **other}
+    counts = {name: (one.get(name, 1), other.get(name, 1)) for name in names}
+    return {name: pair for name, pair in counts.items() if pair[0] != pair[1]}
 
 
 def _pick(table: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:

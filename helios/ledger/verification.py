@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class LedgerStatus:
             or if the ledger was switched on later or was lost.
         has_ended: whether the run has ended, not only been interrupted.
         num_scored: validations whose scores were compared with those of checkpoints.
+        num_buffers: buffers at the end of the run that were compared with those of checkpoints.
         hash: the hash of the last line, which covers all lines.
         findings: what is wrong, line by line; empty if nothing is.
     """
@@ -36,6 +37,7 @@ class LedgerStatus:
     begins_after: int = 0
     has_ended: bool = False
     num_scored: int = 0
+    num_buffers: int = 0
     hash: str = ""
     findings: list[str] = field(default_factory=list)
 
@@ -56,6 +58,7 @@ def verify(
     digests: Mapping[str, str] | None = None,
     ended_at: Mapping[str, Any] | None = None,
     scores: Mapping[str, Mapping[int, Mapping[str, float]]] | None = None,
+    hash_buffers: Callable[[str, Collection[str]], Mapping[str, str | None]] | None = None,
     watch: Callable[[dict[str, Any]], None] | None = None,
 ) -> LedgerStatus:
     """Verify the ledger of a run.
@@ -68,6 +71,9 @@ def verify(
         ended_at: the entry of the checkpoint with which the run is known to have ended.
         scores: what each checkpoint says of validations: scores by iteration, by file name. They
             must be those that the run has recorded, where it has.
+        hash_buffers: returns the hashes of buffers in a checkpoint, as far as it has them, from its
+            file name and their names. It is called with those that were saved right before the last
+            line of a run that has ended: both must have equal buffers.
         watch: called with each line that follows from the one before it, except for the header.
 
     Returns:
@@ -83,10 +89,10 @@ def verify(
         name: (mark["size"], mark["hash"], mark.get("tail", mark["hash"]))
         for name, mark in (marks or {}).items()
     }
-    places, size = set(missing.values()), 0
+    places, begin, size = set(missing.values()), 0, 0
     for number, data in enumerate(read_all_lines(path), 1):
         reader.read(number, data)
-        size += len(data)
+        begin, size = size, size + len(data)
         places.discard((size, reader.chain, reader.tail))
     if not reader.chain:
         raise LedgerError(f"The ledger {path} is empty, so there is nothing to verify.")
@@ -103,6 +109,9 @@ def verify(
         _check_scores(
             status, scores, read_scores(path) if reader.version == OLDEST else reader.scores
         )
+    if hash_buffers is not None:
+        for name in sorted(name for name, place in missing.items() if place[0] == begin):
+            _check_buffers(status, name, hash_buffers(name, reader.buffers), reader.buffers)
     return status
 
 
@@ -129,6 +138,22 @@ def _check_scores(
     status.num_scored = len(seen)
 
 
+def _check_buffers(
+    status: LedgerStatus,
+    name: str,
+    stated: Mapping[str, str | None],
+    recorded: Mapping[str, str | None],
+) -> None:
+    """Compare the buffers of a checkpoint with those of the end of the run, right after it."""
+    shared = [key for key in recorded if key in stated and recorded[key] is not None]
+    status.num_buffers = max(status.num_buffers, len(shared))
+    status.findings += [
+        f"{name} has another value of the buffer {key} than the run has recorded at its end"
+        for key in shared
+        if stated[key] != recorded[key]
+    ]
+
+
 def _check_digests(folder: Path, digests: Mapping[str, str]) -> Iterator[str]:
     """Yield what differs from the lineage, which names each checkpoint that was saved or loaded."""
     known: dict[str, set[str]] = {}
@@ -148,6 +173,7 @@ class _Reader:
         tail: that of the line before, which may have scores, beside the chain.
         version: the version of the ledger.
         scores: those of validations.
+        buffers: the hashes of the buffers at the end of the run, by name; empty without its line.
     """
 
     def __init__(
@@ -156,6 +182,7 @@ class _Reader:
         self.chain = self.tail = ""
         self.version = OLDEST
         self.scores = RunScores()
+        self.buffers: dict[str, str | None] = {}
         self._status = status
         self._watch = watch
         self._iteration = 0
@@ -194,23 +221,24 @@ class _Reader:
     def _read_scores(self, number: int, data: bytes) -> None:
         try:
             _, self.tail = unseal(data, self.chain)
-            after, scores, _ = parse_scores(data)
+            line = parse_scores(data)
         except (LedgerError, ValueError) as error:
             what = error if isinstance(error, LedgerError) else "is not JSON"
             self._status.findings.append(f"line {number}, {self._describe_place()}, {what}")
             return
-        known = self.scores.by_iteration
+        after, known = line.after, self.scores.by_iteration
         if after != self._iteration or after in known or self.version == OLDEST:
             self._status.findings.append(
                 f"line {number}, {self._describe_place()}, has scores that do not belong there"
             )
-        known[after] = scores
+        known[after] = line.scores
         if self._step is not None:
             self.scores.steps[after] = self._step
 
     def _take(self, number: int, content: dict[str, Any]) -> None:
         if "end" in content:
             self._status.has_ended = True
+            self.buffers = dict(content.get("buffers", {}))
         else:
             _, iteration, step = content["at"]
             self._follow(number, iteration, step)

@@ -1,7 +1,8 @@
-"""Digests of the parameters and of the state of optimizers, every so many steps."""
+"""Digests of parameters and of the state of optimizers, every so many steps, and of buffers."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from helios.ledger.book import EVERY
 from helios.ledger.line import write_hash
 from helios.state import TrainingState
-from helios.storage.content_hash import fingerprint
+from helios.storage.content_hash import fingerprint, hash_content, look_safely
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class WeightDigests:
     Attributes:
         find_weights: returns all parameters by name.
         find_optimizers: returns the optimizers by path.
+        find_buffers: returns the persistent buffers of the networks that are saved, by name.
         is_read: whether this process reads them: it writes the ledger, or holds shards.
         every: the number of steps between two digests.
     """
 
     find_weights: Callable[[], Mapping[str, Tensor]]
     find_optimizers: Callable[[], Mapping[str, Optimizer]]
+    find_buffers: Callable[[], Mapping[str, Tensor]]
     is_read: bool
     every: int = EVERY
 
@@ -46,6 +49,18 @@ class WeightDigests:
         state = {path: _state_of(each, names) for path, each in self.find_optimizers().items()}
         hashes = [write_hash(fingerprint(value).value) for value in (weights, state)]
         return f',"weights":"{hashes[0]}","optimizer":"{hashes[1]}"'
+
+    def describe_buffers(self) -> str:
+        """Return the entry of the buffers; a collective call like :meth:`describe`."""
+        table = {name: hash_buffer(buffer) for name, buffer in sorted(self.find_buffers().items())}
+        return f',"buffers":{json.dumps(table, separators=(",", ":"))}'
+
+
+def hash_buffer(buffer: Tensor) -> str | None:
+    """Return the hash of a buffer; ``None`` if its content cannot be read, as of a sparse one."""
+    # A checkpoint, on the CPU, must give the same hash, and large ones are read where they are.
+    content = look_safely(buffer.cpu())
+    return None if content.num_unseen else write_hash(hash_content(content))
 
 
 def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

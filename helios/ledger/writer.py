@@ -50,6 +50,10 @@ class LineReceiver(Protocol):
         """Take a line, given as a JSON object without its closing brace."""
         ...
 
+    def append_end(self, body: str, buffers: str) -> None:
+        """Take the last line of a run, and its entry of the buffers, which not all ledgers have."""
+        ...
+
 
 @final
 class LedgerWriter:
@@ -255,10 +259,14 @@ class LedgerWriter:
     def end(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended, not only been interrupted."""
         self.settle()
-        digests = self._digests() if self._weights.is_read else ""
+        digests = buffers = ""
+        if self._weights.is_read:
+            digests = self._digests()
+            with self._guard("buffers"):
+                buffers = self._weights.describe_buffers()
         if self._book is not None:
             place = f"{state.global_epoch},{state.global_iteration},{state.global_step}"
-            self._book.append(f'{{"at":[{place}],"end":1{digests}')
+            self._book.append_end(f'{{"at":[{place}],"end":1{digests}', buffers)
 
     def settle(self) -> None:
         """Wait for numbers on an accelerator, so that all lines are complete."""

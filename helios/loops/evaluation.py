@@ -366,8 +366,9 @@ class ScoringLoop(EvaluationLoop):
             )
 
     def _conclude(self) -> bool:
-        tables = [totals.sums for totals in self._totals.values()]
-        write_scores(self._session.replicas.sum_scores(tables), self.scores)
+        sums = self._session.replicas.sum_scores([part.sums for part in self._totals.values()])
+        write_scores(sums, self.scores)
+        self._session.summed_scores = {name: self.scores[name] for name in sums}
         return True
 
 

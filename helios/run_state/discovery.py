@@ -103,6 +103,10 @@ class Discovery:
         """Return the networks by path, each once, including those declared as unsaved."""
         return self._all().modules()
 
+    def saved_modules(self) -> dict[str, nn.Module]:
+        """Return the networks by path, without those declared as unsaved."""
+        return self._look().found.modules()
+
     def optimizers(self) -> dict[str, Optimizer]:
         """Return the optimizers by path, each once, including those declared as unsaved."""
         return self._all_of(Optimizer)

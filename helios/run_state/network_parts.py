@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
-from helios.core.wrappers import BareNames
+from helios.core.wrappers import BareNames, bare_state_dict
 
 
 class NamedTensor(NamedTuple):
@@ -85,6 +85,24 @@ class Networks:
         if known is None:
             known = self._known[id(module)] = module, Network(module)
         return known[1]
+
+
+def name_buffers(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return all persistent buffers by name, those of a network under its path.
+
+    A network may save other values than it holds: these count.
+    """
+    found = {}
+    for path, module in networks.items():
+        state = bare_state_dict(module)
+        for place, part in Network(module).modules:
+            prefix = f"{place}." if place else ""
+            # Compiled scripts say of no buffer that it is not saved.
+            hidden = vars(part).get("_non_persistent_buffers_set", ())
+            for key, buffer in part.named_buffers(recurse=False):
+                if key not in hidden:
+                    found[f"{path}.{prefix}{key}"] = state.get(prefix + key, buffer)
+    return found
 
 
 def name_weights(

@@ -96,7 +96,7 @@ def test_repeated_iterations_count_once_but_their_time_does(tmp_path: Path) -> N
     timing = Timing(tmp_path, processes=1, run="a", clock=clock)
     _train_on(timing, clock, range(1, 31), step=0.125)
     timing.begin(8)
-    timing.add_scores(20, {"score": 1.0}, step=10, has_improved=True, best=None)
+    timing.add_scores(20, {"score": 1.0}, step=10, has_improved=True, best=None, by_hand={})
     # A kill closes nothing.
     timing = Timing(tmp_path, processes=2, run="a", clock=clock)
     _train_on(timing, clock, range(9, 33), step=0.25)
@@ -193,7 +193,7 @@ def test_scores_that_json_does_not_have_are_read_again(tmp_path: Path) -> None:
     timing.begin(0)
     scores = {"a": float("nan"), "b": float("inf"), "c": 0.5}
     best = BestValidation("c", "min", 1, scores)
-    timing.add_scores(1, scores, step=1, has_improved=False, best=best)
+    timing.add_scores(1, scores, step=1, has_improved=False, best=best, by_hand={})
     json.loads((tmp_path / FILE_NAME).read_text().splitlines()[1], parse_constant=pytest.fail)
     (line,) = read_timing(tmp_path).scores
     assert [repr(score) for score in line["scores"].values()] == ["nan", "inf", "0.5"]

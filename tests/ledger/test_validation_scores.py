@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ import helios
 from helios.checkpoint.sidecar import Sidecar
 from helios.cli.commands import main
 from helios.errors import ArgumentTypeError
-from helios.ledger import Replay, compare, diff, verify
+from helios.ledger import Replay, compare, diff, pack, verify
 from helios.ledger.book import Book
 from helios.ledger.differences import SCORES
 from helios.ledger.line import TAIL_BYTES, seal
+from helios.ledger.timing import read_timing
 from helios.ledger.validation_scores import RunScores, compare_scores, read_scores
+from tests.support.ranks import run_ranks
 
 TOTAL, EVERY = 12, 4
 TICKS = itertools.count()
@@ -143,7 +146,8 @@ def test_a_buffer_shows_in_the_scores(known: Path, tmp_path: Path) -> None:
     other = train(tmp_path, Net(factor=1.5))
     found = diff(known, other)
     assert (found.iteration, found.what) == (EVERY, [SCORES])
-    assert "buffers were not compared" in found.not_compared
+    assert [*found.details["buffers"][0]] == ["net.factor"]
+    assert found.not_compared == []
 
 
 @pytest.mark.shows("P131")
@@ -170,7 +174,6 @@ def test_equal_runs_say_what_was_compared(
     assert capsys.readouterr().out.splitlines() == [
         "equal: iterations 1 to 12",
         "equal: the scores of 3 validations",
-        "buffers were not compared",
     ]
 
 
@@ -412,7 +415,7 @@ def test_a_mark_of_an_earlier_version_is_continued_without_scores(tmp_path: Path
     book.close()
     del mark["version"]
     book.open(mark, after=1)
-    book.append_scores(1, {"error": 0.5}, ())
+    book.append_scores(1, {"error": 0.5}, (), {})
     assert book.mark() == mark
     book.close()
 
@@ -450,7 +453,7 @@ def test_a_resumed_run_has_the_scores_of_one_that_was_not_killed(
 def test_a_replay_compares_scores(known: Path) -> None:
     found = replay(known, Net(), start=0)
     assert (found.is_equal, found.num_scored) == (True, 3)
-    assert found.not_compared == ["buffers were not compared"]
+    assert found.not_compared == []
     found = replay(known, Net(), Data(0.5), start=0)
     assert not found.is_equal
     assert (found.iteration, found.what) == (EVERY, [SCORES])
@@ -481,8 +484,8 @@ def test_equal_ledgers_with_other_scores_are_two_results(known: Path, shifted: P
 def test_equal_runs_name_what_compare_did_not_compare(known: Path, tmp_path: Path) -> None:
     notes = compare(known, train(tmp_path, valid_frequency=6)).notes
     assert any("they are one result, not two" in note for note in notes)
-    (text,) = [note for note in notes if "buffers were not compared" in note]
-    assert "scores after iteration 4, 6, 8 were not compared" in text
+    (text,) = [note for note in notes if "not compared" in note]
+    assert text.partition(": ")[2].startswith("scores after iteration 4, 6, 8 were not compared")
 
 
 @pytest.mark.shows("P131")
@@ -536,6 +539,89 @@ def test_verify_without_checkpoints_compares_no_scores(known: Path) -> None:
 def test_scores_are_equal_if_their_bits_are(one: float, other: float, *, is_equal: bool) -> None:
     sides = [RunScores({1: {"error": x}}) for x in (one, other)]
     assert (compare_scores(*sides, after=0, last=1).iteration is None) is is_equal
+
+
+class ByHand(Net):
+    """Each process scores its own part of the data, besides what Helios sums."""
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        super().on_validation_start(validation_cycle)
+        self.part = 0.0
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        self.part += float(batch[0].sum())
+        scores = super().valid_step(batch, step)
+        return {**scores, "doubled": scores["error"]}
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        super().on_validation_end(validation_cycle)
+        self._val_scores["part"] = self.part
+        self._val_scores["doubled"] *= 2
+
+
+def _train_by_hand(rank: int, folder: Path) -> None:
+    train(folder, ByHand(), num_replicas=2, total_steps=EVERY)
+
+
+@pytest.mark.parametrize("is_oldest", [False, True])
+def test_an_archive_without_names_has_the_scores(
+    known: Path, shifted: Path, tmp_path: Path, *, is_oldest: bool
+) -> None:
+    run = make_oldest(known, tmp_path / "old") if is_oldest else known
+    pack(run, tmp_path / "pack.zip", is_anonymous=True)
+    with zipfile.ZipFile(tmp_path / "pack.zip") as archive:
+        archive.extractall(tmp_path / "packed")
+    (packed,) = (tmp_path / "packed").rglob("ledger.jsonl")
+    assert verify(packed).is_good
+    found = diff(run, packed)
+    assert (found.is_equal, found.num_scored) == (True, 3)
+    assert diff(shifted, packed).what == [SCORES]
+
+
+@pytest.mark.shows("P137")
+def test_scores_that_were_filled_by_hand_need_as_many_processes(tmp_path: Path) -> None:
+    for count in (1, 2):
+        run_ranks(_train_by_hand, count, tmp_path / str(count))
+    one, two = (tmp_path / str(count) / "net" for count in (1, 2))
+    (alone,), (shared,) = (split(run)[1] for run in (one, two))
+    assert "by_hand" not in json.loads(alone)
+    assert json.loads(shared)["by_hand"] == {"doubled": 2, "part": 2}
+    digits = [json.loads(line)["scores"] for line in (alone, shared)]
+    assert digits[0]["error"] == digits[1]["error"]
+    assert digits[0]["part"] != digits[1]["part"]
+    found = diff(one, two)
+    assert (found.is_equal, found.num_scored) == (True, 1)
+    assert found.not_compared == [
+        f"the score '{name}' was not compared: it was filled by hand, on 1 and 2 processes"
+        for name in ("doubled", "part")
+    ]
+    for run in (one, two):
+        assert main(["verify", str(run)]) == 0
+    # Between equal numbers they are compared.
+    other = Path(shutil.copytree(two, tmp_path / "other" / "net"))
+    lines = (two / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    body = shared[:-TAIL_BYTES].replace(digits[1]["part"].encode(), digits[0]["part"].encode())
+    place = lines.index(shared)
+    lines[place], _ = seal(body.decode(), json.loads(lines[place - 1])["h"])
+    (other / "ledger.jsonl").write_bytes(b"".join(lines))
+    assert {*diff(two, other).details["scores"][0]} == {"part"}
+    (line,) = read_timing(two).scores
+    assert line["by_hand"] == {"doubled": 2, "part": 2}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_compared"), [(1, 1, True), (2, 2, True), (1, 2, False), (3, 2, False)]
+)
+def test_numbers_of_processes_decide_what_is_compared(
+    one: int, other: int, *, is_compared: bool
+) -> None:
+    sides = [
+        RunScores({1: {"error": number}}, {1: {"error": count}} if count > 1 else {})
+        for number, count in ((0.5, one), (0.25, other))
+    ]
+    found = compare_scores(*sides)
+    assert (found.iteration == 1) is is_compared
+    assert any("by hand" in text for text in found.not_compared) is not is_compared
 
 
 @pytest.mark.parametrize("names", ["seconds", (1,), 3], ids=str)

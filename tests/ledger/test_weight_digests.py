@@ -25,7 +25,8 @@ def _make() -> tuple[Optimizer, list[Tensor]]:
 
 
 def _digest(optimizer: Optimizer, weight: Tensor) -> str:
-    return WeightDigests(lambda: {NAMED: weight}, lambda: {"optimizer": optimizer}, True).describe()
+    digests = WeightDigests(lambda: {NAMED: weight}, lambda: {"optimizer": optimizer}, dict, True)
+    return digests.describe()
 
 
 def _change_momentum(optimizer: Optimizer, parameters: list[Tensor], number: int) -> None:
@@ -54,5 +55,7 @@ def test_the_order_of_parameters_that_a_network_names_is_not_in_it() -> None:
     first, second = (torch.ones(2, requires_grad=True), torch.zeros(3, requires_grad=True))
     weights = {"net.first": first, "net.second": second}
     one, other = (SGD(order, lr=0.1) for order in ([first, second], [second, first]))
-    digests = [WeightDigests(lambda: weights, lambda o=o: {"sgd": o}, True) for o in (one, other)]
+    digests = [
+        WeightDigests(lambda: weights, lambda o=o: {"sgd": o}, dict, True) for o in (one, other)
+    ]
     assert digests[0].describe() == digests[1].describe()

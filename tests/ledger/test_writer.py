@@ -35,7 +35,7 @@ def _make(
         return {"optimizer": holder.optimizer}
 
     weights = WeightDigests(
-        lambda: {"weight": holder.weight}, find_optimizers, is_read=True, every=every
+        lambda: {"weight": holder.weight}, find_optimizers, dict, is_read=True, every=every
     )
     writer = LedgerWriter(
         book,
@@ -198,7 +198,7 @@ def test_an_optimizer_that_is_replaced_inside_of_a_list_is_found(tmp_path: Path)
     writer = LedgerWriter(
         book,
         range(1),
-        weights=WeightDigests(dict, dict, is_read=True),
+        weights=WeightDigests(dict, dict, dict, is_read=True),
         find_optimizers=lambda: {"optimizers.0": holder.optimizers[0]},
         attributes=vars(holder),
     )

@@ -19,7 +19,7 @@ import numpy as np
 
 from helios.core.text import with_step
 from helios.errors import LedgerError
-from helios.ledger.line import is_scores, read_float
+from helios.ledger.line import TAIL_BYTES, drop_buffers, is_scores, read_float, stated_hash
 from helios.ledger.reading import parse_header, read_lines
 from helios.ledger.timing import BEFORE, UNKNOWN
 from helios.ledger.verification import LedgerStatus, verify
@@ -264,7 +264,7 @@ def read_last_iteration(path: Path) -> int | None:
 
 def _find_last(path: Path, read: Callable[[dict[str, Any]], _Found]) -> _Found | None:
     """Return what is read of the last line that has it, among some at the end."""
-    lines = (data for data in _read_backwards(path) if not is_scores(data))
+    lines = _read_chain_backwards(path)
     for data in islice(lines, _MOST):
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, struct.error):
             return read(json.loads(data))
@@ -277,7 +277,21 @@ def read_last_line(path: Path) -> bytes:
     Raises:
         LedgerError: if the file cannot be read.
     """
-    return next((data for data in _read_backwards(path) if not is_scores(data)), b"")
+    return next(_read_chain_backwards(path), b"")
+
+
+def read_course(path: Path) -> bytes:
+    """Return the end of a ledger without the buffers: equal for equal courses of training.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+    last, before, *_ = (*islice(_read_chain_backwards(path), 2), b"", b"")
+    return stated_hash(before).encode() + drop_buffers(last[:-TAIL_BYTES])
+
+
+def _read_chain_backwards(path: Path) -> Iterator[bytes]:
+    return (data for data in _read_backwards(path) if not is_scores(data))
 
 
 def _read_backwards(path: Path) -> Iterator[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +132,33 @@ class RunEvidence:
         step: int,
         has_improved: bool,
         best: BestValidation | None,
+        by_hand: Collection[str],
     ) -> None:
-        """Add the scores of a validation to ledger and times; a replay compares them."""
-        self._ledger.add_scores(iteration, scores)
+        """Add the scores of a validation to ledger and times; a replay compares them.
+
+        Args:
+            iteration: the one that the validation follows.
+            scores: by name.
+            step: the optimizer steps by then.
+            has_improved: whether ``have_metrics_improved`` returned True.
+            best: the best validation so far.
+            by_hand: names of scores that were not summed over processes by Helios. One process has
+                seen all samples, so there they are not told apart.
+        """
+        count = self._processes
+        parts = dict.fromkeys(sorted(by_hand), count) if count > 1 else {}
+        self._ledger.add_scores(iteration, scores, parts)
         if self._timing is not None:
             self._timing.add_scores(
-                iteration, scores, step=step, has_improved=has_improved, best=best
+                iteration,
+                scores,
+                step=step,
+                has_improved=has_improved,
+                best=best,
+                by_hand=parts,
             )
         if self._follower is not None:
-            self._follower.add_scores(iteration, scores)
+            self._follower.add_scores(iteration, scores, parts)
 
     def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
         """Add what an audit has found to the lineage."""

@@ -20,7 +20,7 @@ from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.run_state.network_parts import name_weights
+from helios.run_state.network_parts import name_buffers, name_weights
 from helios.startup.checkpoint_search.resume_point import Start
 
 _LOGGER = logging.getLogger(__name__)
@@ -58,11 +58,13 @@ class RunLedger:
         self.book.open(self.found, after=self.after)
         return self.book.loss
 
-    def add_scores(self, iteration: int, scores: Mapping[str, float]) -> None:
+    def add_scores(
+        self, iteration: int, scores: Mapping[str, float], by_hand: Mapping[str, int]
+    ) -> None:
         """Add the scores of a validation after the line of an iteration; rank 0 has both."""
         if self.book is not None:
             self.writer.settle()
-            self.book.append_scores(iteration, scores, self.unscored)
+            self.book.append_scores(iteration, scores, self.unscored, by_hand)
 
     def mark(self) -> dict[str, Any] | None:
         """Return the size and hash for a checkpoint; ``None`` on ranks other than 0."""
@@ -165,6 +167,7 @@ def make_writer(
         weights=WeightDigests(
             find_weights,
             discovery.optimizers,
+            lambda: name_buffers(discovery.saved_modules()),
             is_read=reads_weights,
             every=every,
         ),

@@ -326,6 +326,7 @@ class FitRecorder:
         *,
         has_improved: bool,
         best: BestSoFar,
+        by_hand: Collection[str],
     ) -> None:
         """Log the scores of a validation, by name; other ranks than 0 log errors only.
 
@@ -345,6 +346,7 @@ class FitRecorder:
                 step=state.global_step,
                 has_improved=has_improved,
                 best=best.best,
+                by_hand=by_hand,
             )
 
     def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:

@@ -93,7 +93,8 @@ class ReplayRun(FitRun):
         every, *_ = self.replicas.gather_objects(every)
         writer = make_writer(self._follower, self.model, self.replicas, stretch.kind, every=every)
         ledger = RunLedger(run, writer, None, None, after=stretch.after)
-        return RunEvidence(ledger, follower=self._follower)
+        count = self.replicas.num_processes
+        return RunEvidence(ledger, follower=self._follower, processes=count)
 
     def _require_level(self, reproducibility: Reproducibility) -> None:
         level = reproducibility.level

@@ -263,7 +263,7 @@ def a_clock_decides_what_is_saved(changes, values, found, surroundings):
     from helios.run_state.changes import place_of
 
     result = changes(values, found, surroundings)
-    slow = {place for place, seconds in values.times._now.items() if seconds > 1}
+    slow = {place for place, seconds in values.times._seconds.items() if seconds > 1}
     result.drop([where for where, slot in found.slots.items() if place_of(slot) in slow])
     return result
 

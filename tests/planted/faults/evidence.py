@@ -11,6 +11,7 @@ LINE = "tests/ledger/test_line.py"
 WRITER = "tests/ledger/test_writer.py"
 RUNS = "tests/ledger/test_runs.py"
 SCORES = "tests/ledger/test_validation_scores.py"
+BUFFERS = "tests/ledger/test_buffers.py"
 VERIFICATION = "tests/ledger/test_verification.py"
 REPLAY = "tests/ledger/test_replay.py"
 AUDIT = "tests/audit/test_step_audit.py"
@@ -334,18 +335,48 @@ def scores_of_checkpoints_are_not_verified(check_scores, status, stated, recorde
 
 
 @fault("helios.ledger.book:Book.append_scores", SCORES)
-def scores_are_lines_of_the_chain(append_scores, book, after, scores, unscored):
+def scores_are_lines_of_the_chain(append_scores, book, after, scores, unscored, by_hand):
     from helios.ledger import line
 
-    book.append(line.describe_scores(scores, unscored, after))
+    book.append(line.describe_scores(scores, unscored, after, by_hand))
 
 
 @fault("helios.ledger.line:describe_scores", SCORES)
-def the_ledger_has_scores_that_differ_between_equal_runs(describe, scores, unscored, after):
-    return describe(scores, (), after)
+def the_ledger_has_scores_that_differ_between_equal_runs(describe, scores, unscored, *rest):
+    return describe(scores, (), *rest)
+
+
+@fault(
+    "helios.ledger.validation_scores:_find_partial",
+    f"{SCORES}::test_scores_that_were_filled_by_hand_need_as_many_processes",
+)
+def scores_of_parts_of_the_data_are_compared(find_partial, one, other):
+    return {}
+
+
+@fault("helios.ledger.weight_digests:hash_buffer", BUFFERS)
+def the_hash_of_a_buffer_is_that_of_its_form(hash_buffer, buffer):
+    return hash_buffer(buffer * 0)
+
+
+@fault("helios.run_state.discovery:Discovery.saved_modules", BUFFERS)
+def buffers_of_networks_that_are_not_saved_count(saved_modules, discovery):
+    return discovery.modules()
+
+
+@fault("helios.ledger.differences:match_buffers", BUFFERS)
+def buffers_of_runs_are_not_compared(match_buffers, one, other):
+    from helios.ledger.line import drop_buffers
+
+    return drop_buffers(one), drop_buffers(other)
+
+
+@fault("helios.ledger.verification:_check_buffers", BUFFERS)
+def buffers_of_checkpoints_are_not_verified(check_buffers, status, name, stated, recorded):
+    check_buffers(status, name, recorded, recorded)
 
 
 @fault("helios.startup.building.run_ledger:RunLedger.add_scores", SCORES)
-def scores_come_before_the_line_of_their_iteration(add_scores, ledger, iteration, scores):
+def scores_come_before_the_line_of_their_iteration(add_scores, ledger, iteration, scores, by_hand):
     if ledger.book is not None:
-        ledger.book.append_scores(iteration, scores, ledger.unscored)
+        ledger.book.append_scores(iteration, scores, ledger.unscored, by_hand)

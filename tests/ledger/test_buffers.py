@@ -1,0 +1,297 @@
+"""The last line of a ledger has the persistent buffers, and comparisons of runs name them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import helios
+from helios.cli.commands import main
+from helios.ledger import Replay, compare, diff, verify
+from helios.ledger.differences import BUFFERS, NO_BUFFERS, WEIGHTS
+from helios.ledger.line import TAIL_BYTES, seal
+from tests.support.elastic import Elastic
+from tests.support.elastic import train as train_elastic
+from tests.support.ranks import run_ranks
+
+TOTAL = 4
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        x = torch.linspace(-1, 1, 12).unsqueeze(1)
+        params = helios.DataLoaderParams(batch_size=2)
+        self._train_dataset = self._create_dataset(TensorDataset(x, 2 * x), params)
+
+
+class Net(helios.Model):
+    """No gradient and no loss sees its buffers.
+
+    Args:
+        gain: what is added to a buffer in each step.
+        rate: the learning rate.
+    """
+
+    def __init__(self, *, gain: float = 0.5, rate: float = 0.1) -> None:
+        super().__init__("net")
+        self.gain, self.rate = gain, rate
+
+    def setup(self, *, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        self.net.register_buffer("seen", torch.zeros(2))
+        self.net.register_buffer("fixed", torch.tensor([1, 2, 3], dtype=torch.int16))
+        self.net.register_buffer("empty", None)
+        self.net.register_buffer("passing", torch.zeros(1), persistent=False)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=self.rate)
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+        x, y = batch
+        with torch.no_grad():
+            self.net.seen += self.gain
+            self.net.passing += 1
+        return (self.net(x) - y).square().mean()
+
+
+class Beside(Net):
+    """Has a network that is not saved, and one with a buffer whose content cannot be read."""
+
+    unsaved = ("teacher",)
+
+    def setup(self, *, fast_init: bool = False) -> None:
+        super().setup(fast_init=fast_init)
+        self.teacher = nn.BatchNorm1d(1)
+        self.parts = nn.ModuleDict({"table": nn.Module()})
+        self.parts["table"].register_buffer("sparse", torch.eye(2).to_sparse())
+
+
+class Halving(nn.Linear):
+    """Saves another value than it holds."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}seen"] = destination[f"{prefix}seen"] / 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        state_dict[f"{prefix}seen"] = state_dict[f"{prefix}seen"] * 2
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def make_trainer(folder: Path, **options: Any) -> helios.Trainer:
+    return helios.Trainer(
+        train_unit="iteration",
+        **{"total_steps": TOTAL, "chkpt_frequency": 2} | options,
+        chkpt_root=folder,
+        random_seed=1,
+        use_cpu=True,
+        print_banner=False,
+        enable_progress_bar=False,
+    )
+
+
+def train(folder: Path, model: helios.Model | None = None, **options: Any) -> Path:
+    make_trainer(folder, **options).fit(model or Net(), Data())
+    return folder / "net"
+
+
+def replay(run: Path, model: helios.Model) -> Replay:
+    return make_trainer(run.parent).replay(model, Data(), start=0)
+
+
+def lines_of(run: Path) -> list[bytes]:
+    return (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def rewrite_end(run: Path, target: Path, change: Any) -> Path:
+    """Copy a run, with another last line in a chain that is whole."""
+    shutil.copytree(run, target)
+    *lines, before, last = lines_of(run)
+    body = last[:-TAIL_BYTES].decode()
+    whole = [*lines, before, seal(change(body), json.loads(before)["h"])[0]]
+    (target / "ledger.jsonl").write_bytes(b"".join(whole))
+    return target
+
+
+def hash_by_definition(dtype: str, shape: str, content: bytes) -> str:
+    form = f"torch.{dtype} {shape}".encode()
+    data = struct.pack("<I", len(form)) + form + struct.pack("<Q", zlib.crc32(content))
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return digest[::-1].hex()
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("known"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run that differs in a buffer only."""
+    return train(tmp_path_factory.mktemp("other"), Net(gain=0.25))
+
+
+@pytest.mark.shows("P136")
+def test_the_last_line_has_the_hash_of_each_persistent_buffer(known: Path) -> None:
+    *_, before, last = lines_of(known)
+    content = json.loads(last)
+    assert list(content)[-2] == "buffers"
+    assert content["buffers"] == {
+        "net.fixed": hash_by_definition("int16", "(3,)", struct.pack("<3h", 1, 2, 3)),
+        "net.seen": hash_by_definition("float32", "(2,)", struct.pack("<2f", 2, 2)),
+    }
+    body = json.loads(before)["h"].encode() + last[:-TAIL_BYTES]
+    assert content["h"] == hashlib.sha256(body).hexdigest()[:16]
+    assert not any(b"buffers" in line for line in lines_of(known)[:-1])
+
+
+@pytest.mark.shows("P136")
+def test_runs_that_differ_in_a_buffer_only_are_not_equal(
+    known: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", str(known), str(other)]) == 1
+    found = diff(known, other)
+    assert (found.iteration, found.what, found.num_equal) == (TOTAL, [BUFFERS], TOTAL)
+    assert [*found.details["buffers"][0]] == [*found.details["buffers"][1]] == ["net.seen"]
+    assert (found.may_begin_earlier, found.weights_at) == (True, TOTAL)
+    first, named, *_ = capsys.readouterr().out.splitlines()
+    assert first == "they differ at the latest from iteration 4 on, first in: buffers"
+    assert named.startswith("  buffers: net.seen ")
+
+
+@pytest.mark.shows("P136")
+def test_a_replay_compares_buffers(known: Path) -> None:
+    found = replay(known, Net())
+    assert (found.is_equal, found.has_ended, found.not_compared) == (True, True, [])
+    found = replay(known, Net(gain=0.25))
+    assert (found.iteration, found.what) == (TOTAL, [BUFFERS])
+    assert [*found.details["buffers"][0]] == ["net.seen"]
+
+
+@pytest.mark.shows("P136")
+def test_runs_with_other_buffers_are_two_results(known: Path, other: Path, tmp_path: Path) -> None:
+    notes = compare(known, other).notes
+    (text,) = [note for note in notes if "equal ledgers" in note]
+    assert "equal ledgers but for buffers: they differ at the latest from iteration 4 on" in text
+    assert text.endswith("in the buffer net.seen")
+    notes = compare(known, train(tmp_path)).notes
+    assert any("one result, not two" in note for note in notes)
+    assert not any("not compared" in note for note in notes)
+
+
+def test_weights_that_differ_at_the_end_were_compared(known: Path, tmp_path: Path) -> None:
+    def change(body: str) -> str:
+        return body.replace('"weights":"', '"weights":"0')
+
+    found = diff(known, rewrite_end(known, tmp_path / "net", change))
+    assert (found.iteration, found.what) == (TOTAL, [WEIGHTS])
+    assert found.not_compared == [f"weights were not compared before iteration {TOTAL}"]
+
+
+@pytest.mark.shows("P136")
+def test_a_ledger_without_buffers_is_compared_without_them(known: Path, tmp_path: Path) -> None:
+    def drop(body: str) -> str:
+        return body.partition(',"buffers":')[0]
+
+    old = rewrite_end(known, tmp_path / "net", drop)
+    assert verify(old).is_good
+    assert main(["verify", str(old)]) == 0
+    for pair in ((known, old), (old, known), (old, old)):
+        found = diff(*pair)
+        assert (found.is_equal, found.not_compared) == (True, [NO_BUFFERS])
+    found = replay(old, Net(gain=0.25))
+    assert (found.is_equal, found.not_compared) == (True, [NO_BUFFERS])
+    notes = compare(known, old).notes
+    assert any("one result, not two" in note for note in notes)
+    assert any(note.endswith(NO_BUFFERS) for note in notes)
+
+
+def test_runs_that_have_not_ended_say_that_buffers_were_not_compared(
+    known: Path, tmp_path: Path
+) -> None:
+    lines = lines_of(known)
+    for name in ("one.jsonl", "other.jsonl"):
+        (tmp_path / name).write_bytes(b"".join(lines[:-1]))
+    found = diff(tmp_path / "one.jsonl", tmp_path / "other.jsonl")
+    assert found.is_equal
+    assert NO_BUFFERS in found.not_compared
+
+
+@pytest.mark.shows("P136")
+def test_what_is_not_saved_does_not_count_and_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    runs = [train(tmp_path / str(number), Beside()) for number in range(2)]
+    table = json.loads(lines_of(runs[0])[-1])["buffers"]
+    assert [*table] == ["net.fixed", "net.seen", "parts.table.sparse"]
+    assert table["parts.table.sparse"] is None
+    found = diff(*runs)
+    text = "the buffer parts.table.sparse was not compared: its content cannot be read"
+    assert (found.is_equal, found.not_compared) == (True, [text])
+    assert main(["verify", str(runs[0])]) == 0
+
+
+def test_one_iteration_that_differs_leaves_buffers_uncompared(known: Path, tmp_path: Path) -> None:
+    found = diff(known, train(tmp_path, Net(rate=0.2)))
+    assert found.iteration == 1
+    assert NO_BUFFERS in found.not_compared
+
+
+@pytest.mark.shows("P136")
+def test_verify_compares_buffers_with_the_last_checkpoint(
+    known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(known)]) == 0
+    assert "the run has ended; buffers match (2))" in capsys.readouterr().out
+    right = json.loads(lines_of(known)[-1])["buffers"]["net.seen"]
+    changed = rewrite_end(known, tmp_path / "net", lambda body: body.replace(right, "0" * 16))
+    assert main(["verify", str(changed)]) == 1
+    expected = "iter_4.pth has another value of the buffer net.seen than the run has recorded"
+    assert expected in capsys.readouterr().out
+
+
+def test_what_a_network_saves_counts_not_what_it_holds(tmp_path: Path) -> None:
+    class Odd(Net):
+        def setup(self, *, fast_init: bool = False) -> None:
+            super().setup(fast_init=fast_init)
+            self.net = Halving(1, 1)
+            self.net.register_buffer("seen", torch.zeros(2))
+            self.net.register_buffer("passing", torch.zeros(1), persistent=False)
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    run = train(tmp_path, Odd())
+    expected = hash_by_definition("float32", "(2,)", struct.pack("<2f", 1, 1))
+    assert json.loads(lines_of(run)[-1])["buffers"] == {"net.seen": expected}
+    assert main(["verify", str(run)]) == 0
+
+
+def test_an_extended_run_has_its_buffers_at_its_end_only(known: Path, tmp_path: Path) -> None:
+    train(tmp_path, total_steps=2)
+    run = train(tmp_path)
+    assert lines_of(run) == lines_of(known)
+
+
+def _train_on(rank: int, folder: Path, setting: Elastic) -> None:
+    train_elastic(folder, setting)
+
+
+@pytest.mark.shows("P135", "P136")
+def test_processes_write_the_same_scores_and_buffers(tmp_path: Path) -> None:
+    """BatchNorm has other averages in each replica; those of replica 0 count."""
+    setting = Elastic(num_replicas=2, total_steps=5, chkpt_frequency=5)
+    for count in (1, 2):
+        run_ranks(_train_on, count, tmp_path / str(count), setting)
+    one, other = (lines_of(tmp_path / str(count) / "elastic") for count in (1, 2))
+    assert one == other
+    (scores,) = [line for line in one if line.startswith(b'{"scores"')]
+    assert json.loads(scores)["after"] == 5
+    assert "body.1.running_mean" in json.loads(one[-1])["buffers"]
+    found = diff(*(tmp_path / str(count) / "elastic" for count in (1, 2)))
+    assert (found.is_equal, found.num_scored) == (True, 1)
+    assert NO_BUFFERS not in found.not_compared
