@@ -236,13 +236,32 @@ def test_a_module_that_is_not_imported_yet_is_compared_by_its_file(
 ) -> None:
     path = tmp_path / "late.py"
     before = {"a_module_of_the_test": _import(path, "x = 1\n", monkeypatch)}
-    assert hash_absent(before, {}) == before
-    assert hash_absent(before, before) == {}
+    assert hash_absent(before, {}, {}) == hash_absent(before, {}, before) == before
+    assert hash_absent(before, before, {}) == {}
+    known = {name: {**entry, "code": "known"} for name, entry in before.items()}
+    assert hash_absent(before, {}, known) == known
     path.write_text("x = 22\n")
-    assert hash_absent(before, {})["a_module_of_the_test"]["code"] != "x"
-    assert hash_absent(before, {}) != before
+    for earlier in ({}, known):
+        found = hash_absent(before, {}, earlier)["a_module_of_the_test"]
+        assert found["text"] != before["a_module_of_the_test"]["text"]
+        assert found["code"] not in ("known", before["a_module_of_the_test"]["code"])
     path.unlink()
-    assert hash_absent(before, {}) == {}
+    assert hash_absent(before, {}, known) == {}
+
+
+def test_modules_that_change_after_a_start_are_seen_by_the_next(tmp_path: Path) -> None:
+    modules = dict(sys.modules)
+    first = hash_texts(modules)
+    for name in ("one.py", "other.py"):
+        (tmp_path / name).write_text(f"x = {name!r}\n")
+        module = types.ModuleType("a_module_of_the_test")
+        module.__file__ = str(tmp_path / name)
+        modules["a_module_of_the_test"] = module
+        found = hash_texts(modules)
+        assert found.keys() - first.keys() == {"a_module_of_the_test"}
+        assert found["a_module_of_the_test"]["file"].endswith(name)
+    del modules["a_module_of_the_test"]
+    assert hash_texts(modules) == first
 
 
 def _set(name: str, value: str) -> None:

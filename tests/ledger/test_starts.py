@@ -448,6 +448,22 @@ def test_no_checkpoint_is_committed_before_the_section_of_its_start(
     assert seen == [True] * 2
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_sources_are_parsed_once_for_all_starts_with_a_version_of_python(
+    is_same: bool, tmp_path: Path
+) -> None:
+    train(tmp_path, SETTING)
+    manifest = _manifest(tmp_path)
+    facts = manifest.sections[0].facts
+    facts["code"]["tests.support.runs"]["code"] = "known"
+    if not is_same:
+        facts["versions"]["python"] = "2.7"
+    write_manifest(tmp_path / "small", manifest)
+    train(tmp_path, LONGER)
+    _, second = _manifest(tmp_path).sections
+    assert (second.facts["code"]["tests.support.runs"]["code"] == "known") is is_same
+
+
 @pytest.mark.parametrize("harm", ["missing", "damaged", "unreadable facts"])
 def test_a_strict_start_needs_something_to_compare_with(
     harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -157,6 +157,7 @@ def _read_modules(info: Path) -> Iterator[str]:
                 yield line.partition(",")[0].partition("/")[0].partition(".")[0]
 
 
+@functools.lru_cache(maxsize=4096)
 def _normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import operator
 import os
 import re
 import sys
@@ -74,13 +75,16 @@ def hash_statements(
 
 
 def hash_absent(
-    before: Mapping[str, Mapping[str, str]], present: Mapping[str, Any]
+    before: Mapping[str, Mapping[str, str]],
+    present: Mapping[str, Any],
+    known: Mapping[str, Mapping[str, str]],
 ) -> dict[str, dict[str, str]]:
     """Return hashes of files that an earlier start had imported and this one has not, or not yet.
 
     Args:
         before: what :func:`hash_statements` has returned in the earlier start.
         present: what it has returned in this one.
+        known: what was found earlier with this version of Python.
     """
     found = {}
     for name, entry in before.items():
@@ -89,8 +93,10 @@ def hash_absent(
             path = path.expanduser() if path.parts[:1] == ("~",) else find_script_folder() / path
             text = _hash_present(str(path))
             if text is not None:
-                code = _hash_code(str(path), text)
-                found[name] = {"file": entry["file"], "text": text, **code}
+                earlier = known.get(name, {})
+                is_known = earlier.get("text") == text
+                code = earlier if is_known else _hash_code(str(path), text)
+                found[name] = {**code, "file": entry["file"], "text": text}
     return found
 
 
@@ -107,8 +113,32 @@ def _as_path(path: str) -> Path:
     return Path(path)
 
 
-def _list_sources(modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the names and source files of modules that are not installed."""
+def _list_sources(modules: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the names and source files of modules that are not installed."""
+    return _listing().read(modules)
+
+
+@functools.cache
+def _listing() -> _Listing:
+    return _Listing()
+
+
+class _Listing:
+    """The source files of a process: thousands of modules, which stay from start to start."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[str], list[Any], list[tuple[str, str]]] = ([], [], [])
+
+    def read(self, modules: Mapping[str, Any]) -> list[tuple[str, str]]:
+        names, values = list(modules), list(modules.values())
+        known_names, known_values, sources = self._last
+        if names != known_names or not all(map(operator.is_, values, known_values)):
+            sources = list(_search(modules))
+            self._last = names, values, sources
+        return sources
+
+
+def _search(modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, module in modules.items():
         path = _find_source(module)
         if path is None or _is_installed(path):

@@ -77,6 +77,7 @@ class RunManifest:
         self._folder = folder
         self._run = run
         self._facts: dict[str, Any] = {}
+        self._parsed: Mapping[str, Mapping[str, str]] = {}
         self._start: dict[str, Any] = {}
         self._after = after
         self._allowed = frozenset(allowed)
@@ -194,7 +195,7 @@ class RunManifest:
 
     def _hash_statements(self) -> dict[str, Any]:
         code = self._facts.get("code", {})
-        return {"code": code | hash_statements(self._modules, code, {}, self._rest)}
+        return {"code": code | hash_statements(self._modules, code, self._parsed, self._rest)}
 
     def _compare(self) -> dict[str, Any]:
         """Compare this start with the one that has written the checkpoint."""
@@ -204,9 +205,11 @@ class RunManifest:
         # A start from this iteration or a later one has written no checkpoint of it.
         writers = [each for each in sections if each.start.get("iteration", 0) < self._after]
         before = (writers or sections[:1])[-1].facts
-        known = before.get("code", {})
+        earlier = before.get("code", {})
+        # Another version of Python may have other syntax trees.
+        known = earlier if _python_of(before) == _python_of(self._facts) else {}
         code = hash_statements(self._modules, self._facts.get("code", {}), known, lambda _: None)
-        self._facts["code"] = code | hash_absent(known, code)
+        self._parsed = self._facts["code"] = code | hash_absent(earlier, code, known)
         # What one side says nothing of cannot be compared.
         topics = before.keys() & self._facts.keys() - {*_COMPARED_ELSEWHERE}
         sides = [{name: side[name] for name in topics} for side in (before, self._facts)]
@@ -289,6 +292,10 @@ class RunManifest:
         except LedgerError:
             return True
         return found is not None and found.run != self._run
+
+
+def _python_of(facts: Mapping[str, Any]) -> Any:
+    return facts.get("versions", {}).get("python")
 
 
 def report_changed_start(
