@@ -6,10 +6,11 @@ import gc
 import operator
 import os
 import platform
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -164,6 +165,13 @@ def collector_at_rest() -> Iterator[None]:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, in the order of its groups."""
     return list(chain.from_iterable(map(operator.itemgetter("params"), optimizer.param_groups)))
+
+
+def flush_outputs() -> None:
+    """Flush stdout and stderr; one without a reader, or that was closed, has nothing to lose."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 def unsaved_of(part: object) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ import torch
 
 from helios.core.logger_settings import LoggerSettings
 from helios.core.tracebacks import fold_traceback, shows_all_frames
+from helios.core.utils import flush_outputs
 from helios.distributed.lost_ranks import is_lost_peer
 from helios.distributed.process_groups import DistributedInfo, join_group, leave_group
 from helios.launch.ipc import Job, LaunchChannel, RankQueue, pickle_value, unpickle_value
@@ -195,8 +196,7 @@ def _end_well() -> NoReturn:
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
     atexit._run_exitfuncs()  # noqa: SLF001 - there is no public way that skips finalization
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    flush_outputs()
     os._exit(0)
 
 

@@ -13,7 +13,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,9 @@ class _ScreenHandler(logging.Handler):
         try:
             write_line(self.format(record))
         except Exception:
-            self.handleError(record)
+            # Python reports it on stderr, which may be closed: then nobody can be told.
+            with suppress(ValueError):
+                self.handleError(record)
 
 
 class _Tuned:

@@ -136,7 +136,11 @@ def open_bars(stream: TextIO | None = None) -> Bars | None:
 
 def _is_wide(stream: TextIO) -> bool:
     """Whether a stream is a terminal with room for bars; some terminals report 0 columns."""
-    if not stream.isatty():
+    try:
+        if not stream.isatty():
+            return False
+    except (AttributeError, ValueError):
+        # A service may have no stderr, or a closed one, and an object in its place no isatty.
         return False
     try:
         return os.get_terminal_size(stream.fileno()).columns > 0

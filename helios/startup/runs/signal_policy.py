@@ -12,13 +12,13 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
 from helios.core.tracebacks import with_short_constructor
+from helios.core.utils import flush_outputs
 from helios.distributed.process_groups import has_lost_rank
 from helios.errors import ArgumentError
 
@@ -212,8 +212,7 @@ class UnsavedEnd:
             "saving, with exit code %d. %s",
             *(self._grace, name, code, advice),
         )
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        flush_outputs()
 
 
 def exit_code_of(error: BaseException) -> int:

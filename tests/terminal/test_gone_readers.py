@@ -1,0 +1,114 @@
+"""A training goes on when nobody reads its output any more."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+import torch
+
+import helios
+from helios.core.utils import flush_outputs
+from tests.support.runs import IndexModule, Setting, SmallModel
+
+SETTING = Setting(total_steps=4, valid_frequency=None)
+
+
+def fit(folder: Path, *, has_bar: bool) -> str:
+    """Train; returns what the log file has."""
+    assert helios.Trainer(
+        train_unit="iteration",
+        total_steps=4,
+        print_frequency=1,
+        use_cpu=True,
+        enable_progress_bar=has_bar,
+        enable_file_logging=True,
+        log_path=folder,
+    ).fit(SmallModel(SETTING), IndexModule(SETTING))
+    return next(folder.glob("*.log")).read_text()
+
+
+@pytest.fixture
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    """Make stderr a pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with io.FileIO(writer, "w") as raw:
+        # As Python does it for a pipe: lines are written at once.
+        stream = io.TextIOWrapper(raw, line_buffering=True, write_through=True)
+        monkeypatch.setattr(sys, "stderr", stream)
+        yield stream
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, TextIO]]:
+    """Make stderr a terminal; returns the file of its window, and stderr."""
+    window, end = os.openpty()
+    with os.fdopen(end, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        yield window, stream
+
+
+@pytest.mark.parametrize("has_bar", [False, True], ids=["lines", "bar"])
+def test_a_pipe_without_a_reader_does_not_end_the_training(
+    tmp_path: Path, pipe: TextIO, *, has_bar: bool
+) -> None:
+    with pytest.raises(BrokenPipeError):
+        pipe.write("nobody reads\n")
+    assert "total_steps reached" in fit(tmp_path, has_bar=has_bar)
+
+
+def test_a_terminal_that_was_closed_does_not_end_the_training(
+    tmp_path: Path, terminal: tuple[int, TextIO]
+) -> None:
+    window, stream = terminal
+    os.close(window)
+    with pytest.raises(OSError, match="Input/output error"):
+        os.write(stream.fileno(), b"x")
+    log = fit(tmp_path, has_bar=True)
+    assert "step 4/4" in log
+    assert "total_steps reached" in log
+
+
+@pytest.mark.parametrize("has_bar", [False, True], ids=["lines", "bar"])
+@pytest.mark.parametrize("what", ["none", "closed"])
+def test_a_process_without_stderr_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, *, has_bar: bool
+) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", None if what == "none" else stream)
+    assert "total_steps reached" in fit(tmp_path, has_bar=has_bar)
+
+
+def test_outputs_that_cannot_be_flushed_are_left(
+    pipe: TextIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    flush_outputs()
+
+
+@pytest.mark.shows("P133")
+def test_a_script_whose_output_is_cut_off_trains_to_its_end(tmp_path: Path) -> None:
+    line = f"python {__file__} {tmp_path} 2>&1 | head -1"
+    words = ["bash", "-c", f"set -o pipefail; {line}"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
+    assert "total_steps reached" in next(tmp_path.glob("*.log")).read_text()
+    assert (tmp_path / "done").exists()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    fit(Path(sys.argv[1]), has_bar=True)
+    (Path(sys.argv[1]) / "done").touch()
