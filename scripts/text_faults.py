@@ -1121,13 +1121,6 @@ FAULTS = (
         "::test_exchanged_elements_and_flipped_signs_change_every_checksum",
     ),
     Fault(
-        "what makes saves slow is not named",
-        "helios/run_state/discovery.py",
-        "        self._name_slow()\n",
-        "",
-        "tests/run_state/test_save_times.py::test_a_slow_attribute_is_named_once_with_its_seconds",
-    ),
-    Fault(
         "a member of a data set that grows drops out unnamed",
         "helios/run_state/discovery.py",
         "MissingState(Changes(changes.values), {}, lost | grown)",

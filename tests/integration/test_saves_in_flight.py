@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 import helios
+from helios.checkpoint.writer_thread import WriterThread
 from helios.errors import UsageError
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -77,6 +81,12 @@ class Do(Plugin):
             self.action()
 
 
+def waits_for_writer(thread: int) -> bool:
+    """Return whether a thread waits until nothing is written."""
+    frames = traceback.walk_stack(sys._current_frames()[thread])
+    return any(frame.f_code is WriterThread.wait.__code__ for frame, _ in frames)
+
+
 def throw(error: type[BaseException]) -> Any:
     """Return a function that raises an error."""
 
@@ -131,7 +141,12 @@ def test_the_next_save_waits_for_the_one_in_flight(
 
     def open_from_another_thread() -> None:
         # Behind this event the main thread comes to the save, and waits.
-        threading.Thread(target=gate.open).start()
+        threading.Thread(target=open_late, args=(threading.get_ident(),)).start()
+
+    def open_late(main: int) -> None:
+        while not waits_for_writer(main) and begun[-1:] != [12]:
+            time.sleep(0)
+        gate.open()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "create", listen)

@@ -331,6 +331,15 @@ def the_newest_checkpoint_replaces_the_model_in_hand(keep_in_hand, run, end, **o
 
 
 @fault(
+    "helios.startup.runs.fit_run:FitRun._keep_in_hand",
+    "tests/sharding/test_model_in_hand.py::test_an_omitted_checkpoint_is_the_newest",
+)
+def a_sharded_model_in_hand_is_evaluated_as_it_is(keep_in_hand, run, end, **options):
+    keep_in_hand(run, end, **options)
+    run.in_hand.obstacle = ""
+
+
+@fault(
     "helios.startup.runs.evaluation_run:EvaluationRun._add_averages",
     "tests/integration/test_scored_averages.py::test_the_best_is_tested_with_the_average_that_was_scored",
 )
