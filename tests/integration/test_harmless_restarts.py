@@ -21,6 +21,7 @@ import helios
 from helios.checkpoint import loading
 from helios.storage import codec
 from tests.integration.test_declared_params import Data, fit, newest_options
+from tests.integration.test_migrated_runs import MID, RICH, migrated, start
 from tests.support import signals
 from tests.support.ranks import run_ranks
 
@@ -58,6 +59,16 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "a folder that was moved": {},
+    "saves": {"chkpt_frequency": 1},
+    "lines and a bar": {"print_frequency": 1, "enable_progress_bar": True},
+    "what is kept": {"store": helios.CheckpointStore(keep_last=1)},
+    "a log file": {"enable_file_logging": True, "log_path": "logs"},
+    "no evidence": {"ledger": "off"},
+}
+
+
 class Model(helios.Model):
     def __init__(self, config: Any, given: Any) -> None:
         super().__init__("line")
@@ -76,22 +87,27 @@ class Model(helios.Model):
 
 
 def _script(
-    folder: Path, kind: str, config: Config, monkeypatch: pytest.MonkeyPatch, *, total: int
+    folder: Path,
+    kind: str,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    total: int,
+    **options: Any,
 ) -> int:
     """Run a script that reads its configuration from the command line."""
     words = [f"--{name}={value}" for name, value in dataclasses.asdict(config).items()]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     model = Model(config, KINDS[kind](config))
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=total,
-        chkpt_frequency=100,
-        chkpt_root=folder,
-        use_cpu=True,
-        print_banner=False,
-    )
-    assert trainer.fit(model, Data())
+    assert _make_trainer(folder, total, **options).fit(model, Data())
     return model.trained
+
+
+def _make_trainer(folder: Path, total: int, **options: Any) -> helios.Trainer:
+    chosen: dict[str, Any] = {"train_unit": "iteration", "chkpt_frequency": 100} | options
+    return helios.Trainer(
+        total_steps=total, chkpt_root=folder, use_cpu=True, print_banner=False, **chosen
+    )
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -155,6 +171,32 @@ def test_variables_of_a_launcher_are_not_named(
     assert len(_lines(capsys)) == 1
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_without_effect_on_the_results_say_nothing(
+    option: str,
+    begun: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = shutil.copytree(begun / "dict", tmp_path / "moved" / "runs")
+    monkeypatch.chdir(tmp_path)
+    assert _script(root, "dict", Config(), monkeypatch, total=3, **OPTIONS[option]) == 2
+    (line,) = [line for line in _lines(capsys) if " - step " not in line]
+    assert line.endswith("INFO - Changed since the checkpoint: total_steps: 1 -> 3.")
+
+
+@pytest.mark.parametrize("name", [MID, RICH])
+def test_a_script_of_helios_ml_resumes_its_run(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    migrated(tmp_path, name)
+    start(tmp_path, name)
+    rules, order = _lines(capsys)
+    assert "An earlier version of Helios began this run." in rules
+    assert "The run resumes from a checkpoint of helios-ml" in order
+
+
 def test_a_script_in_stages_says_what_it_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,16 +255,7 @@ class Collector(logging.Handler):
 def _train_by_world_size(folder: Path, total: int, num_ranks: int, rank: int) -> list[str]:
     """Train with a rate and a parameter that are not the same everywhere; returns the log."""
     model = Model(Config(lr=0.1 * num_ranks), None)
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=total,
-        chkpt_frequency=1,
-        chkpt_root=folder,
-        use_cpu=True,
-        num_replicas=4,
-        print_banner=False,
-        params={"rank": rank},
-    )
+    trainer = _make_trainer(folder, total, num_replicas=4, params={"rank": rank})
     collector, logger = Collector(), logging.getLogger("helios")
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -73,18 +73,20 @@ class Model(helios.Model):
         return None
 
 
-def _fit(root: Path, total: int, model: Model, **options: Any) -> dict[int, dict[str, Any]]:
+def _fit(
+    root: Path, total: int, model: Any, data: helios.DataModule | None = None, **options: Any
+) -> Any:
+    """Train, and return what the model has seen."""
+    chosen: dict[str, Any] = {"train_unit": "iteration", "chkpt_frequency": 100} | options
     trainer = helios.Trainer(
-        train_unit="iteration",
         total_steps=total,
-        chkpt_frequency=100,
         chkpt_root=root,
         use_cpu=True,
         print_banner=False,
         ledger="off",
-        **options,
+        **chosen,
     )
-    assert trainer.fit(model, Data())
+    assert trainer.fit(model, data or Data())
     return model.seen
 
 
@@ -333,19 +335,10 @@ class Validated(Data):
 
 
 def _fit_plateau(root: Path, total: int, model: Plateau, **options: Any) -> list[Any]:
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=total,
-        valid_frequency=1,
-        chkpt_frequency=1,
-        chkpt_root=root,
-        use_cpu=True,
-        print_banner=False,
-        ledger="off",
-        **options,
+    seen: list[Any] = _fit(
+        root, total, model, Validated(), valid_frequency=1, chkpt_frequency=1, **options
     )
-    assert trainer.fit(model, Validated())
-    return model.seen
+    return seen
 
 
 def test_a_plateau_keeps_its_reductions_and_scores(tmp_path: Path) -> None:
