@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, get_num_threads
 from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
+from helios.core.equality import same
 from helios.data.interfaces import BatchIterator, make_cut_error, run_on_one_thread
 from helios.data.keyed import BatchedDataset
 from helios.data.loader import KeyedLoader, end_workers
@@ -20,6 +22,8 @@ from helios.data.order import Position
 from helios.data.shard import NO_BATCH
 from helios.data.sharding_plan import ReplicaIndices, ShardedIteration, ShardingPlan
 from helios.storage.content_hash import look_safely
+
+_INT = frozenset((int,))
 
 
 def begin_pass(
@@ -62,7 +66,50 @@ def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
             samples.append(dataset[index])
         return collate(samples)
 
-    return fetch
+    return _RowFetch(dataset.tensors, fetch) if _is_pure(loader) else fetch
+
+
+@final
+class _RowFetch:
+    """Fetches the rows of tensors by one operation for each tensor, not one for each sample.
+
+    The first batch is fetched in both ways: ``default_collate`` has a table in which scripts may
+    change what it does. Where the results differ, all batches are fetched by sample.
+
+    Args:
+        tensors: those of the data set.
+        fetch: fetches a batch by sample.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], fetch: Callable[[list[Any]], Any]) -> None:
+        self._tensors = tensors
+        self._fetch = fetch
+        self._is_known = False
+        self._is_equal = all(each.is_cpu and not each.requires_grad for each in tensors)
+
+    def __call__(self, indices: list[Any]) -> Any:
+        # A list of anything but numbers would mean something else to a tensor.
+        if not self._is_equal or not _INT.issuperset(map(type, indices)):
+            return self._fetch(indices)
+        rows, found = torch.tensor(indices), []
+        for tensor in self._tensors:
+            found.append(tensor[rows])
+        if self._is_known:
+            return found
+        batch = self._fetch(indices)
+        self._is_known = True
+        self._is_equal = _are_alike(batch, found)
+        return batch
+
+
+def _are_alike(batch: Any, rows: list[Tensor]) -> bool:
+    """Whether a batch is the same list of tensors, in the same order in memory."""
+    return (
+        type(batch) is list
+        and all(type(each) is Tensor for each in batch)
+        and same(batch, rows)
+        and all(one.stride() == other.stride() for one, other in zip(batch, rows, strict=True))
+    )
 
 
 class _DealtBatches(BatchIterator):

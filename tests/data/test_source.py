@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from helios.core import rng
+from helios.core.equality import same
 from helios.data import create_dataloader
 from helios.data.shard import Shard
 from helios.data.source import Source, open_source
@@ -340,6 +342,61 @@ def test_a_fetch_is_seeded_unless_it_cannot_draw(
     next(batches)
     batches.close()
     assert bool(seeds) is is_seeded
+
+
+_IMAGES = torch.arange(96.0).view(6, 4, 2, 2)
+
+
+class Rows(Dataset[Any]):
+    """The samples of a data set of tensors, whose type Helios does not know."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (_ROWS, torch.arange(6), torch.arange(6) % 2 == 0),
+        (_ROWS.T.contiguous().T, _ROWS.to(torch.complex64).conj()),
+        (_IMAGES.to(memory_format=torch.channels_last),),
+        (_IMAGES.transpose(1, 3), _ROWS.expand(2, 6, 2).transpose(0, 1)),
+        (_ROWS[:, :0], _ROWS.to(torch.bfloat16) / 0),
+        (torch.zeros(6, 2, requires_grad=True),),
+    ],
+)
+def test_rows_of_tensors_are_fetched_as_a_collate_of_samples(
+    tensors: tuple[torch.Tensor, ...],
+) -> None:
+    dataset = TensorDataset(*tensors)
+    for batch_size in (1, 2, 4):
+        options: dict[str, Any] = {"batch_size": batch_size, "shuffle": True}
+        found = [*Lone(open_with(dataset, **options).batches(1))]
+        expected = [*Lone(open_with(Rows(dataset), **options).batches(1))]
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert (type(one), len(one)) == (type(other), len(other))
+            for left, right in zip(one, other, strict=True):
+                assert left.requires_grad == right.requires_grad
+                assert left.stride() == right.stride()
+                assert left.is_conj() == right.is_conj()
+                assert same(left, right)
+
+
+def test_a_changed_table_of_default_collate_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halve(batch: list[torch.Tensor], **_: Any) -> torch.Tensor:
+        return torch.stack(batch) / 2
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, halve)
+    options: dict[str, Any] = {"batch_size": 2}
+    found = [*Lone(open_with(TensorDataset(_ROWS), **options).batches(0))]
+    assert same([each for (each,) in found], [*(_ROWS / 2).split(2)])
 
 
 @pytest.mark.shows("P70")
