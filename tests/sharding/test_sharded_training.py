@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from helios.cli.commands import main
 from helios.core.sharded_tensors import local_of
 from helios.plugins import EMA, GradientNormMonitor, NaNGuard, Plugin, nan_guard
 from helios.sharding.fsdp_adapter import ShardedUnit
@@ -91,13 +92,17 @@ RESTARTS = [(3, 2), (2, 3), (2, 1), (1, 3)]
     ("before", "after"),
     [pytest.param(*case, marks=() if case == (3, 2) else pytest.mark.full) for case in RESTARTS],
 )
-def test_a_killed_run_goes_on_in_other_processes(tmp_path: Path, before: int, after: int) -> None:
+def test_a_killed_run_goes_on_in_other_processes(
+    tmp_path: Path, before: int, after: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     setting = Sharded(3, total_steps=5, options=EVERYTHING)
     train(tmp_path / "undisturbed", 1, setting)
     with pytest.raises(RankError):
         train(tmp_path / "killed", before, setting, Kill(iteration=6, rank=before - 1))
     train(tmp_path / "killed", after, setting)
     assert read_bits(tmp_path / "killed") == read_bits(tmp_path / "undisturbed")
+    assert main(["verify", str(tmp_path / "killed")]) == 0
+    assert "buffers match (6)" in capsys.readouterr().out
 
 
 @pytest.mark.shows("P87")
