@@ -578,6 +578,11 @@ def test_an_archive_without_names_has_the_scores(
     assert diff(shifted, packed).what == [SCORES]
 
 
+def _replay_by_hand(rank: int, folder: Path) -> dict[str, Any]:
+    trainer = make_trainer(folder, num_replicas=2, total_steps=EVERY)
+    return trainer.replay(ByHand(), Data(), start=0).as_dict()
+
+
 @pytest.mark.shows("P137")
 def test_scores_that_were_filled_by_hand_need_as_many_processes(tmp_path: Path) -> None:
     for count in (1, 2):
@@ -598,6 +603,8 @@ def test_scores_that_were_filled_by_hand_need_as_many_processes(tmp_path: Path) 
     for run in (one, two):
         assert main(["verify", str(run)]) == 0
     # Between equal numbers they are compared.
+    replayed, _ = run_ranks(_replay_by_hand, 2, tmp_path / "2")
+    assert (replayed["is_equal"], replayed["not_compared"]) == (True, [])
     other = Path(shutil.copytree(two, tmp_path / "other" / "net"))
     lines = (two / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     body = shared[:-TAIL_BYTES].replace(digits[1]["part"].encode(), digits[0]["part"].encode())
