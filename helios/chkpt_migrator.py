@@ -105,7 +105,7 @@ def run(namespace: argparse.Namespace) -> int:
     """
     root = as_local_path("ROOT", namespace.root)
     if not root.exists():
-        raise ArgumentError(f"ROOT must be a folder or file that exists, got {root}. Correct it.")
+        raise ArgumentError(f"No such folder or file: {root}.")
     migration = Migration(is_dry=namespace.dry_run, backs_up=namespace.backup)
     paths = list(find_candidates(root)) if root.is_dir() else [root]
     with _Bar(paths, unit="file", leave=False, disable=None) as bar:

@@ -193,7 +193,7 @@ class Saver:
             "permissions).",
             path,
             self._describe_fate(path),
-            error,
+            _name_cause(path, error),
             "none" if self.newest is None else self.newest.name,
         )
 
@@ -252,10 +252,11 @@ class Saver:
         if self._refused is not None:
             path, error = self._refused
             raise SaveError(
-                f"The last checkpoint, {path}, {self._describe_fate(path)}: {error}. The newest "
-                f"safe one is {'none' if self.newest is None else self.newest.name}. Make room or "
-                "correct the permissions, and run the same command again: it repeats what is "
-                "missing, with the same bits."
+                f"The last checkpoint, {path}, {self._describe_fate(path)}: "
+                f"{_name_cause(path, error)}. The newest safe one is "
+                f"{'none' if self.newest is None else self.newest.name}. Make room or correct the "
+                "permissions, and run the same command again: it repeats what is missing, with the "
+                "same bits."
             ) from error
 
     def close(self) -> None:
@@ -265,3 +266,9 @@ class Saver:
         finally:
             if self._buffers is not None:
                 self._buffers.release()
+
+
+def _name_cause(path: Path, error: OSError) -> str:
+    """Return what the system has said, without a path that the message has already."""
+    is_known = error.filename is not None and str(error.filename) == str(path)
+    return str(error.strerror) if is_known and error.strerror else str(error)

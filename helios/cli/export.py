@@ -180,7 +180,7 @@ def _max_bytes(text: str) -> int:
     except ValueError as error:
         raise ArgumentError(
             "--max-shard-size must be a positive number of bytes such as 500MB or 5GB, got "
-            f"{text!r}. Correct it."
+            f"{text!r}."
         ) from error
 
 

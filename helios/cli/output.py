@@ -47,7 +47,7 @@ def existing_file(path: str) -> Path:
     if not found.is_file():
         if found.is_dir():
             raise ArgumentError(f"{path} must be a file, but it is a folder. Pass a file in it.")
-        raise ArgumentError(f"There is no file {path}. Correct the path.")
+        raise ArgumentError(f"No such file: {path}.")
     return found
 
 
@@ -69,7 +69,7 @@ def existing_folder(path: str) -> Path:
     """
     found = as_local_path("DIR", path)
     if not found.is_dir():
-        raise ArgumentError(f"There must be a folder at the given path, got {path}. Correct it.")
+        raise ArgumentError(f"No such folder: {path}.")
     return found
 
 

@@ -138,8 +138,7 @@ def _check_lengths(lengths: Any) -> _Ints:
     if sizes.min(initial=0) < 0:
         sample = int(sizes.argmin())
         raise ArgumentError(
-            f"Packed(lengths=...) must be at least 0, got {sizes[sample]} for sample {sample}. "
-            "Correct it."
+            f"Packed(lengths=...) must be at least 0, got {sizes[sample]} for sample {sample}."
         )
     if not sizes.any():
         raise ArgumentError(

@@ -216,7 +216,7 @@ def test_migrate_is_the_migrator(root: Path, capsys: pytest.CaptureFixture[str])
     assert namespace.dry_run
     ran = Ran(capsys, "migrate", root / "none")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("helios migrate: ROOT must be")
+    assert ran.err.startswith("helios migrate: No such folder or file: ")
 
 
 @pytest.mark.shows("S27")
@@ -337,7 +337,7 @@ def test_export_to_huggingface_copies_the_config_and_says_where_one_is_missing(
         (["--max-shard-size", "-1"], "got '-1'"),
         (["--config", "CHECKPOINT"], "a JSON object, got"),
         (["--config", "LIST"], "a JSON object, got"),
-        (["--config", "none"], "There is no file"),
+        (["--config", "none"], "No such file"),
         (["--to", "dcp", "--config", "LIST"], "--config has no effect with --to dcp"),
         (["--to", "pt", "--max-shard-size", "5GB"], "--max-shard-size has no effect with --to pt"),
     ],

@@ -277,7 +277,7 @@ def test_a_script_that_catches_its_end_keeps_the_first_answer(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["none.py"], "There is no file none.py. Correct the path."),
+        (["none.py"], "No such file: none.py."),
         (["."], ". must be a file, but it is a folder. Pass a file in it."),
         (["-m", "no_such_package.train"], "No module named 'no_such_package'"),
         ([], "Pass either the SCRIPT of the run or -m MODULE"),

@@ -725,6 +725,8 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
 
 
 MEANT = {
+    "keep_best": "store=CheckpointStore(keep_best=",
+    "keep_last": "store=CheckpointStore(keep_last=...)",
     "max_epochs": "total_steps, which counts epochs",
     "max_steps": 'total_steps with train_unit="iteration"',
     "accelerator": "use_cpu and gpus",

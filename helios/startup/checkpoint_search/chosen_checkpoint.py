@@ -54,7 +54,7 @@ def require_present(
         if not file_names.is_present(choice.path):
             raise CheckpointError(
                 'Trainer.test(checkpoint=...) must be "best", "newest" or a checkpoint file, but '
-                f"there is no file at {choice.path}. {_describe(folder)}Correct the path."
+                f"there is no file at {choice.path}. {_describe(folder)}".rstrip()
             )
     elif choice.is_required and folder is not None:
         if choice.is_best:

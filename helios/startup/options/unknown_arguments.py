@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable
+from dataclasses import fields
 from typing import ParamSpec, TypeVar
 
+from helios.checkpoint.options import CheckpointStore
 from helios.core.signatures import read_signature
 from helios.errors import ArgumentTypeError
 
@@ -25,6 +27,7 @@ _CLIP = "clip_norm"
 _LIMITS = "batch_limits={Phase.TRAINING: 10, ...}"
 _LOGGERS = "plugins=[CSVLogger(...), Tracker(...)], or enable_tensorboard with run_path"
 _RESUME = "resume=<path>; by default a run continues from its newest checkpoint"
+_BEST = 'store=CheckpointStore(keep_best=KeepBest(1, "loss", mode="min"))'
 _HERE = "trainer.fit(model, datamodule)"
 _OF_DATA = "DataLoaderParams(...) in setup() of the data module"
 _OF_MODEL = "setup() of the model, where its optimizers are made"
@@ -51,7 +54,10 @@ MEANT = {
     **dict.fromkeys(("eval_steps", "eval_frequency", "val_frequency"), "valid_frequency"),
     **dict.fromkeys(("save_steps", "save_frequency", "save_every"), "chkpt_frequency"),
     "enable_checkpointing": "chkpt_root and chkpt_frequency, which are off by default",
-    "save_total_limit": "store=CheckpointStore(...)",
+    "save_total_limit": "store=CheckpointStore(keep_last=...)",
+    **dict.fromkeys(("save_top_k", "monitor", "load_best_model_at_end"), _BEST),
+    **{each.name: f"store=CheckpointStore({each.name}=...)" for each in fields(CheckpointStore)},
+    "keep_best": _BEST,
     **dict.fromkeys(("log_every_n_steps", "logging_steps", "log_frequency"), "print_frequency"),
     **dict.fromkeys(("limit_train_batches", "limit_val_batches", "overfit_batches"), _LIMITS),
     **dict.fromkeys(("limit_test_batches", "limit_predict_batches"), _LIMITS),
