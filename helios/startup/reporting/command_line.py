@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from helios.core.stored_values import ValueChange, compare_values
+from helios.core.stored_values import ABSENT, ValueChange, compare_values
 from helios.ledger.manifest.scrubbing import scrub_arguments
 
 _LOGGER = logging.getLogger(__name__)
@@ -73,13 +73,15 @@ def as_change(text: str) -> ValueChange:
 
 
 def _explains(line: ValueChange, change: ValueChange) -> bool:
-    """Whether a line is about what a word sets: it has its name, or its new value."""
+    """Whether a line is about what a word sets: it has its name, or the values that it has."""
     name = change.name.lstrip("-").replace("-", "_")
     if line.name.rpartition(".")[2] == name:
         return True
-    return change.is_contradiction and all(
+    # A word that is new or has gone has one value.
+    return all(
         _as_number(one) == _as_number(other)
         for one, other in ((line.before, change.before), (line.after, change.after))
+        if other is not ABSENT
     )
 
 
