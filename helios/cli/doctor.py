@@ -104,4 +104,4 @@ def _lines(findings: list[Diagnosis]) -> Iterator[str]:
         yield f"{finding.severity.value}: {finding.text}"
         yield f"  {finding.remedy}"
     count = sum(finding.severity is not Severity.NOTE for finding in findings)
-    yield f"{count} wrong" if count else "good: nothing is wrong"
+    yield f"{count} wrong" if count else "no problems found"

@@ -43,12 +43,13 @@ class KeepsArguments:
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             new = super().__new__
-            if (args or kwargs) and cls.__init__ is object.__init__:
+            has_init = cls.__init__ is not object.__init__
+            if (args or kwargs) and not has_init:
                 # Python says so only of classes without any __new__.
                 raise TypeError(f"{cls.__name__}() takes no arguments")
             self = new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
             # A __new__ of a subclass may keep them to itself.
-            is_told = bool(args or kwargs) or cls.__new__ is KeepsArguments.__new__
+            is_told = has_init and (bool(args or kwargs) or cls.__new__ is KeepsArguments.__new__)
             given = bind_arguments(cls.__init__, (self, *args), kwargs) if is_told else {}
             # Not by assignment, which a class may have forbidden or changed.
             vars(self)[_ATTRIBUTE] = describe_given(dict(islice(given.items(), 1, None)))

@@ -43,7 +43,7 @@ def test_the_exit_code_is_that_of_the_worst_finding(
     )
     assert main(["doctor", str(tmp_path)]) == severity.exit_code
     shown = capsys.readouterr().out.splitlines()
-    last = "good: nothing is wrong" if severity is Severity.NOTE else "1 wrong"
+    last = "no problems found" if severity is Severity.NOTE else "1 wrong"
     assert shown[-5:] == [
         *(f"{severity.value}: It is hot.", "  Cool it."),
         *("note: It is old.", "  Buy a new one.", last),

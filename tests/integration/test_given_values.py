@@ -453,6 +453,7 @@ def test_constructors_are_called_as_before() -> None:
     assert arguments_of(Table(["a"])) == {"columns": ["a"]}
     assert Mixed(3).width == 3
     assert arguments_of(Mixed(3)) == {"width": 3}
+    assert arguments_of(Bare()) == {}
     with pytest.raises(TypeError):
         Folder()  # type: ignore[call-arg]
     with pytest.raises(TypeError):
