@@ -51,3 +51,31 @@ def a_loss_that_is_not_finite_is_not_said(name_nonfinite, session, losses, *, wa
 @fault("helios.session:_average", "tests/loops/test_beside.py")
 def what_is_logged_is_that_of_the_first_replica(average, tables):
     return dict(tables[0]) if tables else {}
+
+
+@fault("helios.core.text:with_step", "tests/cli/test_steps_in_commands.py")
+def an_iteration_hides_its_step(with_step, iteration, step):
+    return str(iteration)
+
+
+@fault(
+    "helios.ledger.differences:LineComparison._set_step",
+    "tests/cli/test_steps_in_commands.py::test_comparisons_show_the_step_beside_an_iteration",
+)
+def a_comparison_forgets_steps(set_step, found, name, step):
+    set_step(found, name, None)
+
+
+@fault("helios.startup.reporting.banner:say_what_does_not_seed", "tests/startup/test_banner.py")
+def a_seed_of_pytorch_is_taken_for_that_of_the_run(say_what_does_not_seed, torch_seed, seed):
+    return
+
+
+@fault(
+    "helios.terminal.root_logger:_ScreenHandler.emit",
+    "tests/terminal/test_gone_readers.py::test_a_process_without_stderr_trains",
+)
+def a_line_that_nobody_can_read_ends_the_training(emit, handler, record):
+    from helios.terminal.screen import write_line
+
+    write_line(handler.format(record))
