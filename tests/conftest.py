@@ -47,6 +47,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_logfinish() -> None:
+    """Spare it also what has outlived a full collection, such as modules imported by a test."""
+    count = gc.get_stats()[-1]["collections"]
+    if count != _Collections.seen:
+        gc.freeze()
+        _Collections.seen = count
+
+
+class _Collections:
+    seen = 0
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """Run tests as a plain script, which has no handlers, unless they read what pytest captures."""
