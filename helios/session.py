@@ -21,6 +21,7 @@ from helios.checkpoint.capture import capture
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.core import rng
+from helios.core.loss_means import LossMeans, Viewer
 from helios.core.sharded_tensors import is_sharded
 from helios.core.text import as_numbers, with_step
 from helios.engines.engine import Engine
@@ -76,8 +77,9 @@ class Session(LiveRun):
         audit: computes gradients a second time; ``None`` without audits.
         idle_watch: notices that nothing is learned; ``None`` once something is.
         nonfinite: the first loss of this start that was not finite; empty if all were.
-        beside: the numbers that steps of this iteration have returned beside the loss, by replica.
         summed_scores: the scores of the last evaluation that were summed over all processes.
+        beside: replicas, and the numbers that their steps have returned beside the loss in this
+            iteration.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
         context: what hooks may see of the run.
@@ -100,8 +102,8 @@ class Session(LiveRun):
     audit: GradientAudit | None = None
     idle_watch: IdleWatch | None = None
     nonfinite: str = ""
-    beside: list[dict[str, Any]] = field(default_factory=list)
     summed_scores: Mapping[str, Any] = field(default_factory=dict)
+    beside: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Needed in every iteration, and constant during a run.
@@ -112,6 +114,7 @@ class Session(LiveRun):
         self.is_plain = not self.engine.precision.casts and not has_own
         self.is_discovered = type(self.model).state_dict is Model.state_dict
         self.context = Context(self)
+        self.loss_means = LossMeans(self._warn_of_nonfinite)
         # Only a training run reports plugins of the checkpoint that are missing.
         self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
         self.agreement = make_agreement(self.replicas, self._look_around, self.context.take_skip)
@@ -195,26 +198,56 @@ class Session(LiveRun):
             if isinstance(result, dict):
                 numbers = result if numbers is None else numbers | result
         if numbers is not None:
-            self.beside.append(
-                {
-                    str(name): part.detach() if isinstance(part, Tensor) else part
-                    for name, part in numbers.items()
-                    if name != "loss" and _is_number(part)
-                }
+            shown = {
+                str(name): part.detach() if isinstance(part, Tensor) else part
+                for name, part in numbers.items()
+                if name != "loss" and _is_number(part)
+            }
+            self.beside.append((self.turns.replica, shown))
+
+    def serve_losses(self) -> None:
+        """Begin to add up losses for those who see their means in this run."""
+        schedule = self.schedule
+        self.loss_means.serve(
+            (
+                *((Viewer.FILES,) if schedule.logs else ()),
+                *((Viewer.VALIDATION,) if schedule.valid_frequency is not None else ()),
+                *self.display.viewers,
             )
+        )
 
-    def shown_losses(self) -> Mapping[str, Any]:
-        """Return the losses of this process, and the numbers beside them, whose names they win."""
+    def log_losses(self) -> dict[str, float]:
+        """Log the mean losses, over all replicas, since they were logged last; returns them."""
+        means = self.loss_means.pop_means(Viewer.FILES, self.replicas.gather_objects)
         items = self.model.loss_items
-        return {**items, **_average(self.beside), **items} if self.beside else items
+        # What is no number cannot be logged, and says so.
+        others = {name: item for name, item in items.items() if name not in means}
+        self.log({f"train/{name}": loss for name, loss in (means | others).items()})
+        return means
 
-    def log_losses(self) -> None:
-        """Log the losses of the current batch, and means over all replicas of what is beside."""
-        own = [as_numbers(each) for each in self.beside]
-        found = [each for part in self.replicas.gather_objects(own) for each in part]
-        items = self.model.loss_items
-        losses = {**items, **_average(found), **items}
-        self.log({f"train/{name}": loss for name, loss in losses.items()})
+    def _warn_of_nonfinite(self, name: str, value: float, first: int) -> None:
+        """Warn of the first loss that is not finite, and note it for the summary.
+
+        Args:
+            name: its name.
+            value: its value, or the sum of which it is a part.
+            first: the first iteration that it may be from; the last one is the current one.
+        """
+        if self.nonfinite:
+            return
+        state = self.state
+        iteration = with_step(state.global_iteration, state.global_step)
+        place = f"epoch {state.global_epoch}, iteration {iteration}"
+        if first < state.global_iteration:
+            place = f"{place} or earlier, after iteration {first - 1}"
+        self.nonfinite = f"{name} was {value} ({place})"
+        _LOGGER.warning(
+            "%s is %s in %s, and no warning follows for later ones. The plugin NaNGuard names the "
+            "samples, and keeps such losses from the weights.",
+            name,
+            value,
+            place,
+        )
 
     def log_scores(self) -> None:
         """Log the validation scores that are single numbers."""
@@ -232,6 +265,7 @@ class Session(LiveRun):
         own = bool(self.model.have_metrics_improved()), as_numbers(self.model.metrics)
         judgements = self.replicas.gather_objects(own)
         has_improved = any(improved for improved, _ in judgements)
+        losses = self.loss_means.pop_means(Viewer.VALIDATION, self.replicas.gather_objects)
         state = self.state
         validation = Validation(state.global_iteration, judgements[0][1], state.global_step)
         is_among = self.best.judge(validation, has_improved=has_improved)
@@ -250,6 +284,7 @@ class Session(LiveRun):
                 has_improved=has_improved,
                 best=self.best,
                 by_hand=validation.scores.keys() - summed,
+                losses=losses,
             )
         return has_improved
 
@@ -258,6 +293,7 @@ class Session(LiveRun):
         # If a poll after the save ends the run, the checkpoint exists already.
         if not self.can_save or self.recorder is None or self.recorder.has_saved(self.state):
             return
+        self.loss_means.report_nonfinite()
         self.refuse_idle_steps()
         self.check_alike()
         if self.is_leaving:
@@ -330,14 +366,3 @@ def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _average(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each number over the tables that have it, in their order."""
-    if len(tables) == 1:
-        return dict(tables[0])
-    parts: dict[str, list[Any]] = {}
-    for table in tables:
-        for name, number in table.items():
-            parts.setdefault(name, []).append(number)
-    return {name: sum(numbers) / len(numbers) for name, numbers in parts.items()}

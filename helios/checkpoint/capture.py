@@ -69,6 +69,7 @@ def capture(run: LiveRun) -> Record:
         claims=claims,
         owners=owners,
         best_validations=run.best.as_plain(),
+        loss_means=run.loss_means.capture(run.replicas.gather_objects),
     )
 
 
@@ -113,6 +114,10 @@ def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor)
     run.owner_states.prepare(record.owners)
     run.model.load_state_dict(record.model)
     apply_tables(record.tables, run.model)
+    if record.loss_means is not None:
+        run.loss_means.restore(
+            record.loss_means, state.global_iteration, run.replicas.local_replicas
+        )
     run.training_source.load_state_dict(record.data["state"])
     run.plugin_states.restore(record.plugins)
     run.loop_states.restore(record.loops)

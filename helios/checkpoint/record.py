@@ -56,6 +56,8 @@ class Record:
         rewinds: the rewinds that the run has carried out, the oldest first.
         best_validations: the best validations so far, and the rule that decides; ``None`` in files
             of earlier versions.
+        loss_means: sums of losses since their means were logged last; ``None`` if none are logged,
+            and in files of earlier versions.
         migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
         extra: what hooks have added.
     """
@@ -90,6 +92,7 @@ class Record:
     ledger: dict[str, Any] | None = field(default=None, metadata=_STAMP)
     rewinds: list[dict[str, Any]] = field(default_factory=list, metadata=_STAMP)
     best_validations: dict[str, Any] | None = None
+    loss_means: dict[str, Any] | None = None
     migrated_from: str | None = field(default=None, metadata=_STAMP)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -161,6 +164,7 @@ _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} |
     "mismatches": [],
     "rewinds": [],
     "best_validations": None,
+    "loss_means": None,
     "migrated_from": None,
 }
 KEYS = tuple(each.name for each in _FIELDS)

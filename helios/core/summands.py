@@ -5,7 +5,8 @@ A total of a coarse type stops growing: in bf16, 256 + 1 is 256, and fp16 ends a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -29,3 +30,54 @@ def as_summand(value: Any) -> Any:
 def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     # A complex number stays one: it is refused where a real number is needed.
     return value.detach().to(torch.promote_types(value.dtype, dtype))
+
+
+@final
+class RunningSums:
+    """Sums of losses by name, in float64 and on their device.
+
+    Sums of plain tensors of the CPU are numbers meanwhile, which cost a fraction of an operation on
+    tensors, and become tensors where the table is read.
+
+    Args:
+        table: the sums so far.
+    """
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self._table = table
+        # Newer than what the table has under the same names.
+        self._numbers: dict[str, float] = {}
+
+    def add(self, losses: Mapping[str, Any]) -> None:
+        """Add losses: numbers or tensors, which are not changed."""
+        numbers = self._numbers
+        for name, loss in losses.items():
+            if type(loss) is Tensor and loss.is_cpu and not loss.ndim:
+                value = loss.item()
+                known = numbers.get(name)
+                if known is None and type(value) is float:
+                    known = self._as_number(name)
+                if known is not None:
+                    numbers[name] = known + value
+                    continue
+            table = self.table()
+            part = loss.detach() if isinstance(loss, Tensor) and loss.requires_grad else loss
+            # Not in place: a sum that a hook has kept would change, but not after a resume. The
+            # first loss gives the sum its type, so later ones need no cast of their own.
+            table[name] = table[name] + part if name in table else as_summand(part)
+
+    def _as_number(self, name: str) -> float | None:
+        """Return the sum of a name as a number; ``None`` if it must be a tensor."""
+        # Adding to negative zero returns each number as it is; the entry keeps the place.
+        known = self._table.setdefault(name, -0.0)
+        if isinstance(known, Tensor):
+            is_number = known.is_cpu and not known.ndim and known.dtype is torch.float64
+            return known.item() if is_number and type(known) is Tensor else None
+        return known if type(known) is float else None
+
+    def table(self) -> dict[str, Any]:
+        """Return the table, in which sums of tensors are tensors."""
+        for name, number in self._numbers.items():
+            self._table[name] = torch.tensor(number, dtype=torch.float64, device="cpu")
+        self._numbers.clear()
+        return self._table

@@ -178,7 +178,8 @@ class Hooks:
         """Called with every set of numbers that is logged: losses, scores, ``context.log``.
 
         Args:
-            scalars: the numbers by name.
+            scalars: the numbers by name. Losses are means, over micro-batches, replicas and the
+                iterations since they were logged before.
             state: the counters.
         """
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.utils.data import DataLoader
 
 from helios.best import BestSoFar
+from helios.core.loss_means import LossMeans
 from helios.core.text import as_number
 from helios.data.interfaces import Source
 from helios.engines.engine import Engine
@@ -91,8 +92,9 @@ class Recorder(Protocol):
         has_improved: bool,
         best: BestSoFar,
         by_hand: Collection[str],
+        losses: Mapping[str, float],
     ) -> None:
-        """Log the scores of a validation, by name, and the best ones so far."""
+        """Log the scores of a validation, the best ones so far, and the mean training losses."""
         ...
 
     def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
@@ -138,6 +140,7 @@ class LiveRun:
         agreement: what this process requests, and what all processes know.
         turns: the replica whose random numbers and buffers are in place.
         is_discovered: whether Helios finds the model's state: it has no ``state_dict`` of its own.
+        loss_means: the training losses that people see.
     """
 
     model: Model
@@ -169,6 +172,7 @@ class LiveRun:
     agreement: Agreement = field(init=False)
     turns: Turns = field(init=False)
     is_discovered: bool = field(init=False)
+    loss_means: LossMeans = field(init=False)
     _is_logging: bool = False
 
     @property

@@ -14,7 +14,6 @@ from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.loop import Loop, make_stray_stop, require
-from helios.loops.nonfinite_loss import name_nonfinite
 from helios.loops.uneven_inputs import EvenBatches
 
 _LOGGER = logging.getLogger(__name__)
@@ -329,11 +328,9 @@ class EpochLoop(Loop):
         session, state, hooks = self._session, self._session.state, self._session.hooks
         if state.is_step_boundary:
             session.context.close_window()
-        losses = session.turns.means or session.model.loss_items
         if self._ledger is not None:
-            self._ledger.take_losses(losses)
+            self._ledger.take_losses(session.turns.means or session.model.loss_items)
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
-        name_nonfinite(session, losses, waits=should_log or self._batches.is_last)
         if "on_training_batch_end" in hooks.active:
             session.context.batch = session.context.raw_batch
             hooks.emit("on_training_batch_end", state, should_log)
@@ -343,12 +340,15 @@ class EpochLoop(Loop):
                 hooks.emit("on_training_step_end", state, state.is_step_committed)
             state.global_step += state.is_step_committed
             session.cursor.step += state.is_step_committed
-        if should_log:
-            session.log_losses()
+        # After the last event that may change the table.
+        items, iteration = session.model.loss_items, state.global_iteration
+        session.loss_means.add(items, iteration, beside=session.beside)
+        if self._batches.is_last:
+            session.loss_means.report_nonfinite()
+        logged = session.log_losses() if should_log else None
         has_stepped = state.is_step_boundary and state.is_step_committed
         if session.display.is_shown:
-            losses = session.shown_losses()
-            session.display.advance(losses, num_samples, has_stepped, is_line_due=should_log)
+            session.display.advance(session.loss_means, num_samples, has_stepped, logged=logged)
         if self._ledger is not None:
             self._ledger.write(state, session.turns.totals, norm=session.engine.gradient_norm)
         session.cursor.batch += 1

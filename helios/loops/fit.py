@@ -61,6 +61,7 @@ class FitLoop(Loop):
             step_in_epoch=cursor.step,
             find_optimizers=session.find_optimizers,
         )
+        session.serve_losses()
         if session.is_resumed:
             session.hooks.emit("on_training_resume", session.state)
             self._check_length()
@@ -128,6 +129,7 @@ class FitLoop(Loop):
     def on_run_end(self) -> str:
         """Emit the end of training; returns the reason, empty after an interruption."""
         session = self._session
+        session.loss_means.report_nonfinite()
         session.check_alike()
         if not session.is_interrupted:
             if session.recorder is not None and session.recorder.ledger is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from helios.core.constructor_arguments import KeepsArguments
 from helios.core.registry import Registry
-from helios.core.summands import as_summand
+from helios.core.summands import RunningSums
 from helios.core.tracebacks import with_short_constructor
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
@@ -82,7 +82,7 @@ class Model(Hooks, KeepsArguments, ABC):
     """
 
     _internals: ClassVar[str] = (
-        "_loss_items _val_scores _running_losses _test_scores _save_name is_distributed map_loc "
+        "_loss_items _val_scores _running_sums _test_scores _save_name is_distributed map_loc "
         "_context _device _engine _trainer _discovery _modes_before_eval unsaved unscored "
         "global_rank rank scheduler_interval loads_after_setup"
     )
@@ -108,7 +108,7 @@ class Model(Hooks, KeepsArguments, ABC):
         self.global_rank = self.rank = 0
         self._trainer: Trainer | None = None
         self._loss_items: dict[str, Any] = {}
-        self._running_losses: dict[str, Any] = {}
+        self._running_losses = {}
         self._val_scores: dict[str, Any] = {}
         self._test_scores: dict[str, Any] = {}
         self.loads_after_setup: list[tuple[str, Callable[..., None]]] | None = None
@@ -200,6 +200,15 @@ class Model(Hooks, KeepsArguments, ABC):
     def loss_items(self) -> dict[str, Any]:
         """The losses of the current batch, by name."""
         return self._loss_items
+
+    @property
+    def _running_losses(self) -> dict[str, Any]:
+        """The sums of the losses since the last validation, by name."""
+        return self._running_sums.table()
+
+    @_running_losses.setter
+    def _running_losses(self, table: dict[str, Any]) -> None:
+        self._running_sums = RunningSums(table)
 
     @property
     def test_scores(self) -> dict[str, Any]:
@@ -354,12 +363,7 @@ class Model(Hooks, KeepsArguments, ABC):
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         """Add the losses to the running losses, in float64 and on their device."""
-        running = self._running_losses
-        for name, loss in self._loss_items.items():
-            value = loss.detach() if isinstance(loss, Tensor) and loss.requires_grad else loss
-            # Not in place: a sum that a hook has kept would change, but not after a resume. The
-            # first loss gives the sum its type, so later ones need no cast of their own.
-            running[name] = running[name] + value if name in running else as_summand(value)
+        self._running_sums.add(self._loss_items)
 
     def on_validation_start(self, validation_cycle: int) -> None:
         """Clear the validation scores; cycles count from 0."""

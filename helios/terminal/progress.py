@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import numbers
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TextIO
 
-import torch
 from torch.optim import Optimizer
 
+from helios.core.loss_means import LossMeans, Viewer
 from helios.core.text import find_peak_memory, number_text, peak_text
 from helios.distributed.collectives import get_global_rank
 from helios.protocols import Clock
@@ -39,9 +38,11 @@ class Display(ABC):
 
     Attributes:
         is_shown: whether it shows iterations; if not, they need not be reported.
+        viewers: what shows mean losses on its own, at times of its own, once training has begun.
     """
 
     is_shown: ClassVar[bool] = True
+    viewers: tuple[Viewer, ...] = ()
 
     @abstractmethod
     def start_training(
@@ -85,19 +86,19 @@ class Display(ABC):
     @abstractmethod
     def advance(
         self,
-        loss_items: Mapping[str, Any],
+        losses: LossMeans,
         num_samples: int,
         moved_step: bool,
         *,
-        is_line_due: bool = False,
+        logged: Mapping[str, float] | None = None,
     ) -> None:
         """Count an iteration.
 
         Args:
-            loss_items: losses by name: numbers, or tensors of one element.
+            losses: the losses, to which those of the iteration were added.
             num_samples: samples of the iteration.
             moved_step: whether the iteration completed a step.
-            is_line_due: whether ``print_frequency`` is reached.
+            logged: the means that are logged, where ``print_frequency`` is reached.
         """
 
     @abstractmethod
@@ -141,11 +142,11 @@ class NullDisplay(Display):
 
     def advance(
         self,
-        loss_items: Mapping[str, Any],
+        losses: LossMeans,
         num_samples: int,
         moved_step: bool,
         *,
-        is_line_due: bool = False,
+        logged: Mapping[str, float] | None = None,
     ) -> None:
         """Do nothing."""
 
@@ -340,6 +341,8 @@ class ProgressDisplay(Display):
         if schedule.accumulation_steps > 1:
             self._rates.open()
         self._open()
+        bar = () if self._bars is None else (Viewer.BAR,)
+        self.viewers = bar if schedule.logs else (*bar, Viewer.LINE)
 
     def start_epoch(self, epoch: int, num_batches: int | None, done: int, step: int = 0) -> None:
         """Show the steps of an epoch."""
@@ -353,13 +356,13 @@ class ProgressDisplay(Display):
 
     def advance(
         self,
-        loss_items: Mapping[str, Any],
+        losses: LossMeans,
         num_samples: int,
         moved_step: bool,
         *,
-        is_line_due: bool = False,
+        logged: Mapping[str, float] | None = None,
     ) -> None:
-        """Count an iteration; reads the losses only if it shows them."""
+        """Count an iteration; reads the losses only where it shows them."""
         training = self._training
         if training is None:
             return
@@ -368,13 +371,13 @@ class ProgressDisplay(Display):
             training.steps += 1
             training.step_in_epoch += 1
         self._num_samples += num_samples
-        if is_line_due:
-            self._write_line(loss_items)
+        if logged is not None:
+            self._write_line(logged)
         now = self._clock()
         if now < self._next_time:
             return
         if self._bars is not None and now >= self._next_drawing:
-            self._losses = ", ".join(_read(loss_items))
+            self._losses = ", ".join(_describe(losses.pop_means(Viewer.BAR)))
             self._draw()
         if not self._has_frequency and now >= self._next_line:
             # Watching the steps costs time in each: only the line of a step that is watched knows
@@ -382,10 +385,10 @@ class ProgressDisplay(Display):
             is_watched = self._rates.is_open
             self._rates.open()
             if is_watched and (moved_step or now >= self._next_line + _LINE_SECONDS):
-                self._write_line(loss_items)
+                self._write_line(losses.pop_means(Viewer.LINE))
         self._plan()
 
-    def _write_line(self, loss_items: Mapping[str, Any]) -> None:
+    def _write_line(self, means: Mapping[str, float]) -> None:
         """Log how far the run has come."""
         training, now = self._training, self._clock()
         assert training is not None
@@ -395,7 +398,7 @@ class ProgressDisplay(Display):
         parts = [
             f"step {training.steps}{total}",
             f"epoch {training.epochs + 1}",
-            *_read(loss_items),
+            *_describe(means),
             *self._rates.texts(),
             self._step_rate.text("steps"),
             f"eta {left}" if left else "",
@@ -511,15 +514,8 @@ class ProgressDisplay(Display):
         self._next_drawing = now + _DRAW_SECONDS
 
 
-def _read(loss_items: Mapping[str, Any]) -> list[str]:
-    """Return each loss as text; copies them to the host."""
-    parts = []
-    for name, value in loss_items.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.detach().item()
-        if isinstance(value, numbers.Real):
-            parts.append(f"{name} {number_text(float(value), 4)}")
-    return parts
+def _describe(means: Mapping[str, float]) -> list[str]:
+    return [f"{name} {number_text(mean, 4)}" for name, mean in means.items()]
 
 
 def create_display(

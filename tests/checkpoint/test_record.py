@@ -22,6 +22,7 @@ from helios.checkpoint.capture import (
 from helios.checkpoint.record import KEYS, REQUIRED, Record
 from helios.checkpoint.reproducibility import Level
 from helios.checkpoint.sidecar import Sidecar
+from helios.core.loss_means import LossMeans, Viewer
 from helios.errors import StateError
 from helios.run_state import owner_states
 from helios.state import Cursor, TrainingState
@@ -83,6 +84,7 @@ class Team:
     num_replicas: int = 1
     num_processes: int = 1
     rank: int = 0
+    local_replicas: tuple[int, ...] = (0,)
 
     @property
     def has_single_process(self) -> bool:
@@ -124,12 +126,16 @@ class Run:
             pass_length=7,
         )
         self.replicas = team or Team()
+        self.loss_means = LossMeans(lambda *_: None)
 
 
 @pytest.mark.shows("S48")
 def test_what_was_captured_is_applied() -> None:
     run, fresh = Run(), Run()
+    run.loss_means.serve([Viewer.FILES])
+    run.loss_means.add({"loss": 0.5}, 5)
     record = capture(run)
+    fresh.loss_means.serve([Viewer.FILES])
     fresh.obstacles, fresh.unshared, fresh.mismatches = [], [], []
     fresh.model.tables = {"_loss_items": {"old": 1}}
     payload = record.to_payload()
@@ -151,6 +157,8 @@ def test_what_was_captured_is_applied() -> None:
     assert list(fresh.model.tables["_loss_items"]) == ["loss"]
     assert not fresh.model.tables["_loss_items"]["loss"].requires_grad
     assert fresh.saved_randomness is record.rng
+    fresh.loss_means.add({"loss": 1.0}, 6)
+    assert fresh.loss_means.pop_means(Viewer.FILES) == {"loss": 0.75}
 
 
 def test_what_fits_no_resume_on_one_process_is_an_error_on_all() -> None:
@@ -229,10 +237,11 @@ def test_a_file_that_says_little_gets_defaults() -> None:
 
 def test_keys_that_say_nothing_are_not_written() -> None:
     absent = {"log_path", "run_path", "events", "ledger", "mismatches", "migrated_from"}
-    absent |= {"rewinds", "best_validations"}
+    absent |= {"rewinds", "best_validations", "loss_means"}
     assert set(KEYS) - Record.from_payload(LEAST).to_payload().keys() == absent
     says = {"log_path": "a", "run_path": "b", "events": None, "ledger": {}, "migrated_from": ""}
     says |= {"mismatches": ["a gradient"], "rewinds": [{}], "best_validations": {}}
+    says |= {"loss_means": {}}
     assert set(KEYS) == Record.from_payload(LEAST | says).to_payload().keys()
 
 

@@ -327,6 +327,7 @@ class FitRecorder:
         has_improved: bool,
         best: BestSoFar,
         by_hand: Collection[str],
+        losses: Mapping[str, float],
     ) -> None:
         """Log the scores of a validation, by name; other ranks than 0 log errors only.
 
@@ -336,7 +337,6 @@ class FitRecorder:
         rule = None if self._start.folder is None else self._start.folder.options.keep_best
         if rule is not None and self._schedule.chkpt_frequency is not None:
             rule.check_scores(scores)
-        losses = as_numbers(self._model.loss_items) if self._replicas.rank == 0 else {}
         text = self._scores.show(scores, state, best=best.best, losses=losses)
         self._display.note_scores(text)
         if self._evidence is not None:

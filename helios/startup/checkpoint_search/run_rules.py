@@ -47,6 +47,11 @@ RULES = (
         "one that enters the best of KeepBest is saved, whatever chkpt_frequency says",
     ),
     Rule(
+        "mean_losses",
+        "training losses that are logged and shown are means over the iterations since they were "
+        "logged or shown before, no longer those of one iteration",
+    ),
+    Rule(
         "compared_values",
         "declared parameters, arguments of constructors and settings of optimizers are compared "
         "(unknown before iteration {iteration})",

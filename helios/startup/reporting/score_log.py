@@ -51,7 +51,7 @@ class ScoreLog:
             scores: those that are single numbers, by name; without any nothing is logged.
             state: the counters, after the validation was counted.
             best: the best validation so far, which may be this one; ``None`` if there is none.
-            losses: those of the last training batch, likewise.
+            losses: the mean training losses since the validation before, likewise.
 
         Returns:
             The scores and the best ones, for the progress bar.

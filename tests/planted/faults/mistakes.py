@@ -43,14 +43,14 @@ def tables_in_buffers_do_not_count_as_learned(mark_buffers, watch):
     return {}
 
 
-@fault("helios.loops.epoch:name_nonfinite", "tests/loops/test_nonfinite_loss.py")
-def a_loss_that_is_not_finite_is_not_said(name_nonfinite, session, losses, *, waits):
+@fault("helios.session:Session._warn_of_nonfinite", "tests/loops/test_nonfinite_loss.py")
+def a_loss_that_is_not_finite_is_not_said(warn_of_nonfinite, session, name, value, first):
     pass
 
 
-@fault("helios.session:_average", "tests/loops/test_beside.py")
-def what_is_logged_is_that_of_the_first_replica(average, tables):
-    return dict(tables[0]) if tables else {}
+@fault("helios.core.loss_means:_join", "tests/integration/test_mean_losses.py")
+def what_is_logged_is_that_of_the_first_replica(join, tables):
+    return dict(next(iter(tables), {}))
 
 
 @fault("helios.core.text:with_step", "tests/cli/test_steps_in_commands.py")

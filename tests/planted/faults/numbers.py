@@ -15,9 +15,51 @@ def scores_are_added_in_the_type_of_the_model(as_summand, value):
     return value
 
 
-@fault("helios.model.model:as_summand", f"{TOTALS}::test_running_losses_are_added_in_float64")
-def running_losses_are_added_in_the_type_of_the_model(as_summand, value):
-    return value
+@fault(
+    "helios.core.summands:RunningSums.add",
+    f"{TOTALS}::test_running_losses_are_added_in_float64",
+)
+def running_losses_are_added_in_the_type_of_the_model(add, sums, losses):
+    table = sums.table()
+    for name, loss in losses.items():
+        table[name] = table[name] + loss.detach() if name in table else loss.detach()
+
+
+MEANS = "tests/integration/test_mean_losses.py"
+
+
+@fault(
+    "helios.core.loss_means:LossMeans.capture",
+    f"{MEANS}::test_rows_after_a_kill_between_two_points_are_those_of_an_undisturbed_run",
+)
+def sums_of_losses_are_not_saved(capture, means, gather):
+    return None
+
+
+@fault(
+    "helios.core.loss_means:LossMeans.pop_means",
+    f"{MEANS}::test_a_bar_and_a_line_by_time_leave_what_is_logged_alone",
+)
+def the_bar_begins_the_means_of_all_anew(pop_means, means, viewer, gather=None):
+    from helios.core.loss_means import Viewer
+
+    found = pop_means(means, viewer, gather)
+    if viewer is Viewer.BAR:
+        for each in Viewer:
+            pop_means(means, each)
+    return found
+
+
+@fault(
+    "helios.core.loss_means:LossMeans.add",
+    f"{MEANS}::test_what_is_logged_are_means_since_the_last_point",
+)
+def what_is_logged_is_the_loss_of_the_last_iteration(add, means, losses, iteration, *, beside=()):
+    from helios.core.loss_means import Viewer
+
+    for viewer in Viewer:
+        means.pop_means(viewer)
+    add(means, losses, iteration, beside=beside)
 
 
 @fault(

@@ -1,0 +1,274 @@
+"""Means of losses for those who see them, each over the iterations since it looked last.
+
+A viewer has sums of its own, so that nobody changes what another one sees, and a loss that is not
+finite leaves with the iterations of one mean. A number on the CPU is read when it is added. On an
+accelerator sums stay there, and one addition serves all viewers: it waits when a mean is read.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from helios.core.summands import as_summand
+
+# By name: a sum, and of how many numbers it is.
+_Parts: TypeAlias = dict[str, tuple[float, int]]
+Gather: TypeAlias = Callable[[Any], list[Any]]
+
+
+class Viewer(enum.IntEnum):
+    """Who looks at means, each at its own time."""
+
+    FILES = 0
+    """Event files, ``on_log`` and the line of the log, at multiples of ``print_frequency``."""
+    VALIDATION = 1
+    """The line of a validation in the log."""
+    BAR = 2
+    LINE = 3
+    """The line of the log that is due by the clock."""
+
+
+KEPT = (Viewer.FILES, Viewer.VALIDATION)
+"""Those who look at the same iterations in each repetition of a run: their sums are state."""
+_NUM_VIEWERS = len(Viewer)
+
+
+@final
+class _Total:
+    """The numbers of one name: a sum for each viewer, and how many there were."""
+
+    __slots__ = ("begins", "count", "sums")
+
+    def __init__(self) -> None:
+        self.sums: list[float] | Tensor = [0.0] * _NUM_VIEWERS
+        self.count = 0
+        self.begins = [0] * _NUM_VIEWERS
+
+    def add_tensor(self, number: Tensor) -> None:
+        """Add a number that stays where it is."""
+        summand = as_summand(number)
+        sums = self.sums
+        if not isinstance(sums, Tensor) or sums.device != summand.device:
+            sums = torch.tensor(self.read(), dtype=summand.dtype, device=summand.device)
+            self.sums = sums
+        sums += summand
+
+    def read(self) -> list[float]:
+        """Return the sums; waits for an accelerator."""
+        sums = self.sums
+        return sums if isinstance(sums, list) else sums.tolist()
+
+    def count_for(self, viewer: int) -> int:
+        """Return how many numbers there were since a viewer has looked last."""
+        return self.count - self.begins[viewer]
+
+    def clear(self, viewer: int) -> None:
+        """Begin anew for a viewer."""
+        self.sums[viewer] = 0.0
+        self.begins[viewer] = self.count
+
+
+_Totals: TypeAlias = dict[str, _Total]
+
+
+@final
+class LossMeans:
+    """Sums of the losses of a run, and of what its replicas show beside them.
+
+    Args:
+        report: gets the name and the value of a loss that is not finite, and the first iteration
+            that it may be from: the last one is the current one. It gets later ones, too.
+    """
+
+    def __init__(self, report: Callable[[str, float, int], None]) -> None:
+        self._report = report
+        self._viewers: tuple[Viewer, ...] = ()
+        self._losses: _Totals = {}
+        self._beside: dict[int, _Totals] = {}
+        self._iteration = 0
+        self._seen = [0] * _NUM_VIEWERS
+
+    def serve(self, viewers: Iterable[Viewer]) -> None:
+        """Add up for these viewers from now on. The others get nothing."""
+        self._viewers = tuple(viewers)
+
+    def add(
+        self,
+        losses: Mapping[str, Any],
+        iteration: int,
+        *,
+        beside: Iterable[tuple[int, Mapping[str, Any]]] = (),
+    ) -> None:
+        """Add the losses of an iteration; what is not a single number is left out.
+
+        Args:
+            losses: by name, as means over replicas.
+            iteration: its number.
+            beside: replicas of this process, and what each shows beside its losses, by name.
+        """
+        self._iteration = iteration
+        for name, number in losses.items():
+            # As in RunningSums: a plain tensor of the CPU is read at once.
+            is_near = type(number) is Tensor and number.is_cpu and not number.ndim
+            value = number.item() if is_near else number
+            if type(value) is not float:
+                value = _read(value)
+                if not isinstance(value, float):
+                    self._add_other(self._losses, name, value)
+                    continue
+            total = self._losses.get(name)
+            if total is None:
+                total = self._losses[name] = _Total()
+            total.count += 1
+            sums: Any = total.sums
+            for viewer in self._viewers:
+                sums[viewer] += value
+            # Neither is the difference of two infinities.
+            if value - value != 0:
+                self._report(name, value, iteration)
+        for replica, numbers in beside:
+            totals = self._beside.setdefault(replica, {})
+            for name, number in numbers.items():
+                self._add_other(totals, name, _read(number))
+
+    def _add_other(self, totals: _Totals, name: str, number: float | Tensor | None) -> None:
+        """Add a number to the total of its name; ``None`` is none."""
+        if number is None:
+            return
+        total = totals.setdefault(name, _Total())
+        total.count += 1
+        if isinstance(number, Tensor):
+            total.add_tensor(number)
+            return
+        sums: Any = total.sums
+        for viewer in self._viewers:
+            sums[viewer] += number
+
+    def pop_means(self, viewer: Viewer, gather: Gather | None = None) -> dict[str, float]:
+        """Return the means since a viewer has looked last, by name, and begin anew for it.
+
+        A name that was given in some iterations only has the mean over these. Beside a loss of the
+        same name, numbers of replicas are left out.
+
+        Args:
+            viewer: who looks.
+            gather: returns what it gets of all processes; ``None`` for what replicas of this
+                process show.
+        """
+        if viewer not in self._viewers:
+            return {}
+        self.report_nonfinite()
+        losses = _parts(self._losses, viewer)
+        own = {replica: _parts(totals, viewer) for replica, totals in self._beside.items()}
+        for totals in (self._losses, *self._beside.values()):
+            for total in totals.values():
+                total.clear(viewer)
+        self._seen[viewer] = self._iteration
+        by_replica = {
+            replica: parts
+            for part in ([own] if gather is None else gather(own))
+            for replica, parts in part.items()
+        }
+        sums = _join(by_replica[replica] for replica in sorted(by_replica)) | losses
+        names = [*losses, *(name for name in sums if name not in losses)]
+        return {name: sums[name][0] / sums[name][1] for name in names}
+
+    def report_nonfinite(self) -> None:
+        """Report what is not finite among the sums on an accelerator; waits for it."""
+        for name, total in self._losses.items():
+            if isinstance(total.sums, Tensor):
+                parts = total.read()
+                odd = [viewer for viewer in Viewer if not math.isfinite(parts[viewer])]
+                if odd:
+                    newest = max(odd, key=self._seen.__getitem__)
+                    self._report(name, parts[newest], self._seen[newest] + 1)
+
+    def capture(self, gather: Gather) -> dict[str, Any] | None:
+        """Return the sums that are state; ``None`` without any. All processes call this together.
+
+        Args:
+            gather: as in :meth:`pop_means`.
+        """
+        viewers = [each for each in self._viewers if each in KEPT]
+        if not viewers:
+            return None
+        beside = {replica: _capture(each, viewers) for replica, each in self._beside.items()}
+        found = {replica: part for each in gather(beside) for replica, part in each.items()}
+        return {"losses": _capture(self._losses, viewers), "beside": dict(sorted(found.items()))}
+
+    def restore(self, state: Mapping[str, Any], iteration: int, replicas: Collection[int]) -> None:
+        """Continue with what :meth:`capture` has returned.
+
+        Args:
+            state: the sums.
+            iteration: the iteration that they end with.
+            replicas: those of this process.
+        """
+        self._iteration = iteration
+        # What is not finite in a sum that is continued may be from an earlier start.
+        self._seen = [0 if viewer in KEPT else iteration for viewer in Viewer]
+        self._losses = _restore(state["losses"])
+        self._beside = {
+            replica: _restore(part)
+            for replica, part in state["beside"].items()
+            if replica in replicas
+        }
+
+
+def _read(number: Any) -> float | Tensor | None:
+    """Return a number; a tensor if reading it could mean to wait, ``None`` if it is no number."""
+    try:
+        if isinstance(number, Tensor):
+            # Other classes of tensors decide themselves what reading one costs.
+            if type(number) is not Tensor or not number.is_cpu:
+                return number.detach().reshape(()) if number.numel() == 1 else None
+            number = number.item()
+        return None if isinstance(number, str) else float(number)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _parts(totals: _Totals, viewer: int) -> _Parts:
+    """Return what a viewer has not seen yet, by name."""
+    return {
+        name: (total.read()[viewer], total.count_for(viewer))
+        for name, total in totals.items()
+        if total.count_for(viewer)
+    }
+
+
+def _join(tables: Iterable[_Parts]) -> _Parts:
+    """Add up tables in their order."""
+    found: _Parts = {}
+    for table in tables:
+        for name, (part, count) in table.items():
+            known = found.get(name)
+            found[name] = (part, count) if known is None else (known[0] + part, known[1] + count)
+    return found
+
+
+def _capture(totals: _Totals, viewers: Collection[Viewer]) -> dict[str, Any]:
+    # Names that nobody waits for are there, too: they keep their place in the order.
+    return {
+        name: {each.name.lower(): [total.read()[each], total.count_for(each)] for each in viewers}
+        for name, total in totals.items()
+    }
+
+
+def _restore(state: Mapping[str, Any]) -> _Totals:
+    totals: _Totals = {}
+    for name, parts in state.items():
+        total = totals[name] = _Total()
+        total.count = max((count for _, count in parts.values()), default=0)
+        total.begins = [total.count] * _NUM_VIEWERS
+        for viewer in Viewer:
+            part, count = parts.get(viewer.name.lower(), (0.0, 0))
+            total.sums[viewer] = part
+            total.begins[viewer] = total.count - count
+    return totals

@@ -1,0 +1,289 @@
+"""What people see of losses: means over the iterations since they looked last, also after kills.
+
+The references are added up by hand, from what each step of each replica has returned, in float64.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import re
+import signal
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+import helios
+from helios.core.loss_means import LossMeans, Viewer
+from helios.data import DataLoaderParams
+from helios.plugins import CSVLogger, Plugin
+from helios.state import TrainingState
+from tests.support.ranks import RankError, run_ranks
+
+_LENGTH = 20
+
+
+class _Data(helios.DataModule):
+    def setup(self) -> None:
+        values = torch.sin(torch.arange(1.0, _LENGTH + 1)).unsqueeze(1)
+        params = DataLoaderParams(batch_size=2)
+        self._train_dataset = self._create_dataset(values, params)
+        self._valid_dataset = self._create_dataset(values[:4], params)
+
+
+class _Model(helios.Model):
+    """Keeps what each step has returned, by iteration; a loss may be rare, not finite or coarse."""
+
+    unsaved = ("seen",)
+
+    def __init__(self, dtype: torch.dtype = torch.float32, odd: int = 0) -> None:
+        super().__init__("model")
+        self.dtype, self.odd = dtype, odd
+        self.seen: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+
+    def setup(self, fast_init: bool = False) -> None:
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(1, 3), nn.Dropout(0.3), nn.Linear(3, 1))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05)
+
+    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
+        loss = nn.functional.mse_loss(self.net(batch), 2 * batch)
+        shown = loss.detach().to(self.dtype)
+        if state.global_iteration == self.odd:
+            shown = shown * math.nan
+        self._keep("loss", state, shown)
+        self._loss_items["loss"] = shown
+        if state.global_iteration % 4 == 0:
+            self._keep("rare", state, shown * 3)
+            self._loss_items["rare"] = shown * 3
+        beside = self.net[0].weight.detach().sum()
+        self._keep("beside", state, beside + loss.detach())
+        return {"loss": loss, "beside": beside + loss}
+
+    def _keep(self, name: str, state: TrainingState, value: Tensor) -> None:
+        self.seen[name][state.global_iteration].append(float(value))
+
+    def valid_step(self, batch: Tensor, step: int) -> dict[str, Any]:
+        return {"error": ((self.net(batch) - 2 * batch).square().sum(), len(batch))}
+
+    def mean(self, name: str, first: int, last: int) -> float:
+        """Return the mean over iterations, and in each over its replicas."""
+        found = [self.seen[name][number] for number in range(first, last + 1)]
+        return float(np.mean([np.mean(each, dtype=np.float64) for each in found if each]))
+
+
+class _Hearing(Plugin):
+    """Keeps what is logged, by iteration."""
+
+    def __init__(self) -> None:
+        super().__init__("hearing")
+        self.logged: dict[int, dict[str, float]] = {}
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_log(self, scalars: Any, state: TrainingState) -> None:
+        if any(name.startswith("train/") for name in scalars):
+            self.logged[state.global_iteration] = dict(scalars)
+
+
+def _fit(model: _Model, *plugins: Plugin, **options: Any) -> None:
+    options = {"train_unit": "iteration", "total_steps": 14, "print_frequency": 3, **options}
+    given = {"use_cpu": True, "print_banner": False, "enable_progress_bar": False}
+    helios.Trainer(plugins=plugins, **given, **options).fit(model, _Data())
+
+
+def _rows(path: Path) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    for row in csv.DictReader(path.read_text().splitlines()):
+        found[int(row["iteration"])][row["name"]] = float(row["value"])
+    return dict(found)
+
+
+def _events(root: Path) -> dict[tuple[str, int], float]:
+    (run,) = (path for path in root.iterdir() if path.is_dir())
+    events = EventAccumulator(str(run))
+    events.Reload()
+    return {
+        (name, event.step): event.value
+        for name in events.Tags()["scalars"]
+        for event in events.Scalars(name)
+    }
+
+
+@pytest.mark.shows("P138")
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("options", "points"),
+    [
+        ({"print_frequency": 1}, [*range(1, 15)]),
+        ({"print_frequency": 3}, [3, 6, 9, 12]),
+        ({"print_frequency": 7}, [7, 14]),
+        ({"print_frequency": 2, "accumulation_steps": 2, "total_steps": 7}, [4, 8, 12]),
+        ({"train_unit": "epoch", "total_steps": 2, "print_frequency": 3}, None),
+    ],
+    ids=["each", "3", "7", "accumulation", "epochs"],
+)
+def test_what_is_logged_are_means_since_the_last_point(
+    num_replicas: int,
+    options: dict[str, Any],
+    points: list[int] | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    model, hearing, path = _Model(), _Hearing(), tmp_path / "log.csv"
+    options = {"num_replicas": num_replicas, "enable_tensorboard": True, **options}
+    _fit(model, hearing, CSVLogger(path), run_path=tmp_path / "events", **options)
+    last = max(model.seen["loss"])
+    points = [*range(3, last + 1, 3)] if points is None else points
+    rows, events = _rows(path), _events(tmp_path / "events")
+    assert [*rows] == [*hearing.logged] == points
+    lines = [text for text in caplog.messages if text.startswith("step ")]
+    for first, point, line in zip([0, *points[:-1]], points, lines, strict=True):
+        names = ["loss", "beside"] + ["rare"] * any(n % 4 == 0 for n in range(first + 1, point + 1))
+        expected = {f"train/{name}": model.mean(name, first + 1, point) for name in names}
+        assert rows[point] == hearing.logged[point] == pytest.approx(expected, rel=1e-6)
+        (shown,) = re.findall(r"  loss ([\d.]+)", line)
+        assert float(shown) == pytest.approx(expected["train/loss"], rel=1e-3)
+        for name, value in rows[point].items():
+            assert events[name, point] == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.shows("P138")
+def test_one_replica_has_the_sum_by_hand_to_the_bit(tmp_path: Path) -> None:
+    model, path = _Model(), tmp_path / "log.csv"
+    _fit(model, CSVLogger(path), print_frequency=7)
+    for last, row in _rows(path).items():
+        total = 0.0
+        for number in range(last - 6, last + 1):
+            total += model.seen["loss"][number][0]
+        assert row["train/loss"] == total / 7
+
+
+@pytest.mark.shows("P138")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_means_of_coarse_losses_are_those_of_float64(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, path = _Model(dtype), tmp_path / "log.csv"
+    _fit(model, CSVLogger(path), total_steps=300, print_frequency=300)
+    assert _rows(path)[300]["train/loss"] == pytest.approx(model.mean("loss", 1, 300), rel=1e-12)
+
+
+@pytest.mark.shows("P138")
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_loss_that_is_not_finite_leaves_with_its_mean(num_replicas: int, tmp_path: Path) -> None:
+    model, path = _Model(odd=5), tmp_path / "log.csv"
+    _fit(model, CSVLogger(path), num_replicas=num_replicas)
+    means = {number: row["train/loss"] for number, row in _rows(path).items()}
+    assert [number for number, mean in means.items() if math.isnan(mean)] == [6]
+    assert means[9] == pytest.approx(model.mean("loss", 7, 9), rel=1e-6)
+
+
+@pytest.mark.shows("P138")
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_line_of_a_validation_has_the_mean_since_the_one_before(
+    num_replicas: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    model = _Model()
+    _fit(model, num_replicas=num_replicas, valid_frequency=5, print_frequency=2)
+    lines = [text for text in caplog.messages if text.startswith("Validation ")]
+    assert len(lines) == 2
+    for last, line in zip((5, 10), lines, strict=True):
+        (shown,) = re.findall(r"training loss ([\d.]+)", line)
+        assert float(shown) == pytest.approx(model.mean("loss", last - 4, last), rel=1e-3)
+
+
+# Points at 7 and 14, saves at 4, 8 and 12, and a kill in step 10.
+_RUN = {"print_frequency": 7, "chkpt_frequency": 4, "num_replicas": 2, "valid_frequency": 10}
+
+
+class _Killed(_Model):
+    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
+        if state.global_iteration == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train_step(batch, state)
+
+
+def _train(rank: int, root: Path, kind: type[_Model] = _Model) -> None:
+    logs = {"enable_tensorboard": True, "run_path": root / "events", "chkpt_root": root / "run"}
+    _fit(kind(), CSVLogger(root / "log.csv"), **_RUN, **logs)
+
+
+@pytest.mark.shows("P138")
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_rows_after_a_kill_between_two_points_are_those_of_an_undisturbed_run(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for root in (whole, parts):
+        root.mkdir()
+    _train(0, whole)
+    with pytest.raises(RankError):
+        run_ranks(_train, before, parts, _Killed)
+    if after == 1:
+        _train(0, parts)
+    else:
+        run_ranks(_train, after, parts)
+    assert (parts / "log.csv").read_bytes() == (whole / "log.csv").read_bytes()
+    assert [*_rows(whole / "log.csv")] == [7, 10, 14]
+    assert _events(parts / "events") == _events(whole / "events")
+
+
+@pytest.mark.shows("P138")
+def test_a_checkpoint_without_sums_begins_them_at_the_resume(tmp_path: Path) -> None:
+    """As those of earlier versions are."""
+    path, options = tmp_path / "log.csv", {"chkpt_root": tmp_path / "run", "chkpt_frequency": 4}
+
+    class Forgets(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["loss_means"] = None
+
+    _fit(_Model(), CSVLogger(path), Forgets("forgets"), total_steps=4, **options)
+    model = _Model()
+    _fit(model, CSVLogger(path), Forgets("forgets"), total_steps=6, **options)
+    assert _rows(path)[6]["train/loss"] == pytest.approx(model.mean("loss", 5, 6), rel=1e-6)
+
+
+@pytest.mark.shows("P138")
+def test_a_bar_and_a_line_by_time_leave_what_is_logged_alone() -> None:
+    """Each has the mean since it looked last itself."""
+    means = LossMeans(lambda *_: None)
+    means.serve(Viewer)
+    losses = [math.sin(number) for number in range(12)]
+    seen: dict[Viewer, list[float]] = {viewer: [] for viewer in Viewer}
+    every = {Viewer.FILES: 4, Viewer.VALIDATION: 6, Viewer.BAR: 1, Viewer.LINE: 3}
+    for number, loss in enumerate(losses, start=1):
+        means.add({"loss": torch.tensor(loss, dtype=torch.float64)}, number)
+        for viewer, frequency in every.items():
+            if number % frequency == 0:
+                seen[viewer].append(means.pop_means(viewer)["loss"])
+    for viewer, frequency in every.items():
+        expected = np.array(losses).reshape(-1, frequency).mean(axis=1)
+        assert seen[viewer] == pytest.approx(expected.tolist(), rel=1e-12)
+    assert means.pop_means(Viewer.BAR) == {}
+
+
+@pytest.mark.shows("P138")
+def test_a_loss_may_be_on_another_device_than_before() -> None:
+    class Elsewhere(Tensor):
+        """A tensor that is not read when it is added."""
+
+    means = LossMeans(lambda *_: None)
+    means.serve([Viewer.FILES])
+    for number, loss in enumerate((0.5, torch.tensor(1.0), torch.ones(1), np.float32(3)), start=1):
+        means.add({"loss": loss}, number)
+        means.add({"loss": torch.tensor(2.0).as_subclass(Elsewhere)}, number)
+    assert means.pop_means(Viewer.FILES) == {"loss": (0.5 + 1 + 1 + 3 + 4 * 2) / 8}
