@@ -143,7 +143,10 @@ def _adopt_group(info: DistributedInfo, wait: timedelta, store: Any = None) -> N
             "to create the group of control messages, but not all of them did. Check their logs, "
             "and start all of them again."
         ) from error
-    set_timeout: Any = dist.distributed_c10d._set_pg_timeout  # noqa: SLF001 - no public name
+    # Public since PyTorch 2.15, which warns of the name that it had before.
+    set_timeout: Any = getattr(dist, "set_timeout", None)
+    if set_timeout is None:
+        set_timeout = dist.distributed_c10d._set_pg_timeout  # noqa: SLF001
     set_timeout(CONTROL_TIMEOUT, control)
     world: Any = dist.group.WORLD
     _Process.membership = _Membership(world, info, control, store=store)
