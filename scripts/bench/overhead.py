@@ -37,6 +37,7 @@ from helios.core import rng
 from helios.data.datamodule import DataLoaderParams, DataModule
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
+from helios.plugins.row_loggers import CSVLogger
 from helios.state import TrainingState
 from helios.trainer import Trainer
 
@@ -176,6 +177,13 @@ def run_with_bar(data: TensorDataset, batch_size: int, last: int, clock: Clock) 
             run_path=Path(folder),
             print_frequency=50,
         )
+
+
+def run_with_csv(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
+    """Return the same with a row of a CSV file every 50 iterations."""
+    with tempfile.TemporaryDirectory() as folder:
+        plugins = [CSVLogger(Path(folder) / "log.csv")]
+        return run_helios(data, batch_size, last, clock, plugins=plugins, print_frequency=50)
 
 
 def run_with_folder(ledger: str) -> Mode:
@@ -328,6 +336,7 @@ MODES: dict[str, Mode] = {
     "Helios, 1 plugin that hears it": run_with_plugins(Counting, 1),
     "Helios, 10 plugins that hear it": run_with_plugins(Counting, 10),
     "Helios, 10 plugins that do not": run_with_plugins(Deaf, 10),
+    "Helios, CSV": run_with_csv,
     "Helios, bar and TensorBoard": run_with_bar,
     "Helios, a folder without ledger": run_with_folder("off"),
     "Helios, a folder with ledger": run_with_folder("steps"),
