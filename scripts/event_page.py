@@ -92,7 +92,8 @@ registered, anywhere else when a run starts.
 - Arguments named `state` are the live `TrainingState`: copy what you keep. `current_epoch` counts
   from 1, `validation_cycle` and `step` from 0, the ids of `self.context` from 0.
 - Channels are the scopes of [hook contexts](channels.md): the event begins or ends that scope.
-- `self.context.log` emits `on_log` immediately, wherever you call it.
+- `self.context.log` emits `on_log` immediately, wherever you call it. Losses come as means
+  over the iterations since the last `should_log`, over micro-batches and replicas.
 - With several replicas, steps, `process_*_batch` and the events of forward and backward occur once
   for each replica that a process runs; all others occur once per iteration in every process.
 """

@@ -1538,9 +1538,9 @@ FAULTS = (
     ),
     Fault(
         "running losses are added in place",
-        "helios/model/model.py",
-        "running[name] = running[name] + value if",
-        "running[name] = running[name].add_(value) if",
+        "helios/core/summands.py",
+        "table[name] = table[name] + part if",
+        "table[name] = table[name].add_(part) if",
         "tests/model/test_model.py::test_a_running_loss_that_was_kept_stays_what_it_was",
     ),
     Fault(
@@ -2059,8 +2059,8 @@ FAULTS = (
     Fault(
         "a ledger rounds mean losses to float32",
         "helios/loops/epoch.py",
-        "losses = session.turns.means or session.model.loss_items",
-        "losses = session.model.loss_items",
+        "take_losses(session.turns.means or session.model.loss_items)",
+        "take_losses(session.model.loss_items)",
         "tests/ledger/test_runs.py::test_losses_are_means_in_float64",
     ),
     Fault(
