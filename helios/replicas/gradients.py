@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.core.sharded_tensors import local_of
 from helios.core.utils import parameters_of
 from helios.errors import UsageError
 from helios.replicas.flat_gradients import Bucket, FlatBuffer, FlatGradients
@@ -377,10 +376,7 @@ class GradientBuckets:
 
 
 def divide(optimizer: Optimizer, count: int) -> None:
-    """Divide the gradients of an optimizer by a number, in place.
-
-    Shards are divided as plain tensors: for each set of sharded ones, PyTorch would plan anew.
-    """
-    gradients = [local_of(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+    """Divide the gradients of an optimizer by a number, in place."""
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     if gradients:
         torch._foreach_div_(gradients, float(count))
