@@ -30,8 +30,8 @@ def count(bench: ModuleType, **options: Any) -> float:
 
 
 def test_an_iteration_of_one_replica_makes_few_calls(bench: ModuleType) -> None:
-    assert count(bench) <= 58
-    assert count(bench, is_own=True) <= 61
+    assert count(bench) <= 57
+    assert count(bench, is_own=True) <= 60
 
 
 def test_an_iteration_of_two_replicas_makes_few_calls(bench: ModuleType) -> None:
