@@ -77,7 +77,6 @@ class Session(LiveRun):
         audit: computes gradients a second time; ``None`` without audits.
         idle_watch: notices that nothing is learned; ``None`` once something is.
         nonfinite: the first loss of this start that was not finite; empty if all were.
-        summed_scores: the scores of the last evaluation that were summed over all processes.
         beside: replicas, and the numbers that their steps have returned beside the loss in this
             iteration.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
@@ -102,7 +101,6 @@ class Session(LiveRun):
     audit: GradientAudit | None = None
     idle_watch: IdleWatch | None = None
     nonfinite: str = ""
-    summed_scores: Mapping[str, Any] = field(default_factory=dict)
     beside: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

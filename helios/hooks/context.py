@@ -319,6 +319,17 @@ class Context:
             )
         self._run.log(scalars)
 
+    def note_summed(self, scores: Mapping[str, Any]) -> None:
+        """Say in ``on_validation_end`` that scores of ``model.metrics`` are those of all processes.
+
+        Scores that Helios has not summed may be those of a part of the data: they are compared only
+        between runs on equal numbers of processes, unless this was said.
+
+        Args:
+            scores: by name, the very objects that the table holds.
+        """
+        self._run.summed_scores.update(scores)
+
     def request_checkpoint(self) -> None:
         """Request a checkpoint at the next safe point."""
         self._run.request_checkpoint()

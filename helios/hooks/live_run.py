@@ -134,6 +134,7 @@ class LiveRun:
         unshared: paths of what each replica changes in the model on its own.
         mismatches: what audits have found.
         best: the best validations so far.
+        summed_scores: the scores of the last evaluation that are those of all processes.
         is_repeating: whether a step is computed a second time, which must leave no trace.
         plugin_states: states of the plugins, by id.
         replicas: the replicas of the run, and which process runs which.
@@ -166,6 +167,7 @@ class LiveRun:
     unshared: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     best: BestSoFar = field(default_factory=BestSoFar)
+    summed_scores: dict[str, Any] = field(default_factory=dict)
     is_repeating: bool = False
     plugin_states: States = field(init=False)
     replicas: Replicas = field(init=False)

@@ -557,6 +557,8 @@ class ByHand(Net):
         super().on_validation_end(validation_cycle)
         self._val_scores["part"] = self.part
         self._val_scores["doubled"] *= 2
+        self._val_scores["halved"] = self._val_scores["error"] / 2
+        self.context.note_summed({"halved": self._val_scores["halved"]})
 
 
 def _train_by_hand(rank: int, folder: Path) -> None:
@@ -592,7 +594,8 @@ def test_scores_that_were_filled_by_hand_need_as_many_processes(tmp_path: Path) 
     assert "by_hand" not in json.loads(alone)
     assert json.loads(shared)["by_hand"] == {"doubled": 2, "part": 2}
     digits = [json.loads(line)["scores"] for line in (alone, shared)]
-    assert digits[0]["error"] == digits[1]["error"]
+    for name in ("error", "halved"):
+        assert digits[0][name] == digits[1][name]
     assert digits[0]["part"] != digits[1]["part"]
     found = diff(one, two)
     assert (found.is_equal, found.num_scored) == (True, 1)
