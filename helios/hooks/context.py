@@ -319,7 +319,7 @@ class Context:
             )
         self._run.log(scalars)
 
-    def note_summed(self, scores: Mapping[str, Any]) -> None:
+    def declare_summed(self, scores: Mapping[str, Any]) -> None:
         """Say in ``on_validation_end`` that scores of ``model.metrics`` are those of all processes.
 
         Scores that Helios has not summed may be those of a part of the data: they are compared only

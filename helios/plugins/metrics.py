@@ -135,7 +135,7 @@ class Metrics(Plugin):
     def on_validation_end(self, validation_cycle: int) -> None:
         """Put the values into ``model.metrics``; training logs what is there."""
         if self._phase is Phase.VALIDATION:
-            self.context.note_summed(self._write())
+            self.context.declare_summed(self._write())
 
     def on_testing_start(self) -> None:
         """Reset the metrics for a test."""

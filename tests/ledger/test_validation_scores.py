@@ -558,7 +558,7 @@ class ByHand(Net):
         self._val_scores["part"] = self.part
         self._val_scores["doubled"] *= 2
         self._val_scores["halved"] = self._val_scores["error"] / 2
-        self.context.note_summed({"halved": self._val_scores["halved"]})
+        self.context.declare_summed({"halved": self._val_scores["halved"]})
 
 
 def _train_by_hand(rank: int, folder: Path) -> None:
