@@ -330,6 +330,7 @@ def test_rank_0_writes_and_a_finished_run_is_loaded_by_all(tmp_path: Path) -> No
     run_ranks(write_in_group, 2, tmp_path)
     found = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert len([name for name in found if name.endswith(".log")]) == 1
+    assert len([name for name in found if "tfevents" in name]) == 1
     assert len([name for name in found if name.endswith(".pth")]) == 4
     assert [name for name in found if name.endswith(".csv")] == ["rows_0.csv"]
     assert [name.split("/")[0] for name in found if name.startswith("traces")] == ["traces_0"]

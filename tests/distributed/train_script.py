@@ -176,6 +176,8 @@ def main(arguments: list[str]) -> dict[str, Any]:
         chkpt_root=folder,
         log_path=folder,
         enable_file_logging=folder is not None,
+        enable_tensorboard=options.profile,
+        run_path=folder,
         random_seed=3,
         use_cpu=True,
         nproc=options.nproc,

@@ -164,7 +164,8 @@ class FitRun(Run):
             num_threads=torch.get_num_threads(),
             num_replicas=self.replicas.num_replicas,
             options=self._start.definition,
-            **run_outputs.log_places(),
+            # Other processes have no logs.
+            **(run_outputs.log_places() if self.replicas.rank == 0 else {}),
         )
 
     def _prepare(self, stack: ExitStack) -> None:
