@@ -37,8 +37,12 @@ class DigitsData(DataModule):
         super().__init__()
         self.batch_size = 32 // num_replicas  # of one replica: a step sees 32 images in all
 
+    def load(self) -> tuple[Tensor, Tensor]:
+        images, labels = load_digits(return_X_y=True)
+        return torch.from_numpy(images), torch.from_numpy(labels)
+
     def setup(self) -> None:
-        x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+        x, y = self.load()
         x = x.float().view(-1, 1, 8, 8) / 16
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
         train, valid, test = order.split((1280, 157, 360))
@@ -68,14 +72,20 @@ class DigitsModel(Model):
     test_step = valid_step
 
 
-def train(folder: Path, model: Model, num_replicas: int = 1, **options: Any) -> Trainer:
+def train(
+    folder: Path,
+    model: Model,
+    num_replicas: int = 1,
+    data: DataModule | None = None,
+    **options: Any,
+) -> Trainer:
     trainer = Trainer(
         "digits", "iteration", EPOCHS * STEPS_PER_EPOCH, valid_frequency=STEPS_PER_EPOCH,
         chkpt_root=folder, chkpt_frequency=7, store=CheckpointStore(keep_last=3), use_cpu=True,
         enable_tensorboard=True, run_path=folder, print_frequency=5, enable_progress_bar=True,
         num_replicas=num_replicas, **options,
     )  # fmt: skip
-    data = DigitsData(num_replicas)
+    data = data or DigitsData(num_replicas)
     if trainer.fit(model, data) and trainer.test(model, data):
         print(f"Test accuracy: {model.test_scores['accuracy']:.2%}")
     return trainer
