@@ -145,8 +145,11 @@ def _restore_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
     parameters = parameters_of(optimizer)
     groups = state.get("param_groups", ())
     numbers = [number for group in groups for number in group["params"]]
+    # By identity: a published optimizer has addresses among its keys, and one that is that of a
+    # parameter by chance would be compared with it.
+    entries = {id(key): entry for key, entry in optimizer.state.items() if isinstance(key, Tensor)}
     for number, parameter in zip(numbers, parameters, strict=False):
-        loaded = optimizer.state.get(parameter, {})
+        loaded = entries.get(id(parameter), {})
         for name, saved in state.get("state", {}).get(number, {}).items():
             if name in loaded:
                 loaded[name] = _typed(loaded[name], saved)

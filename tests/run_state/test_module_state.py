@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from helios.errors import StateError
-from helios.run_state.module_state import state_of
+from helios.run_state.module_state import load_state, state_of
 from tests.run_state.owners import Owner, bits, network, resumed, started, through_a_file
 
 
@@ -255,6 +255,21 @@ def test_the_gradient_of_a_leaf_that_is_stepped_by_hand_comes_back() -> None:
     again = resumed(make, discovery.capture())
     assert again.weight.requires_grad
     assert bits([again.weight, again.weight.grad]) == bits([owner.weight, owner.weight.grad])
+
+
+def test_an_address_among_the_keys_of_an_optimizer_is_not_compared_with_a_parameter() -> None:
+    class Addressed(torch.optim.SGD):
+        """Keeps something by the address of a parameter, which has the hash of the parameter."""
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[id(parameter)] = {"slow": torch.zeros(2)}  # type: ignore[index]
+
+    optimizer = Addressed([nn.Parameter(torch.ones(2))], lr=0.1)
+    load_state(optimizer, optimizer.state_dict())
+    assert len(optimizer.state) == 1
 
 
 @pytest.mark.parametrize("kind", [dict, list])
