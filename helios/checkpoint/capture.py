@@ -135,12 +135,15 @@ class Trained:
         tables: its tables of losses and scores.
         plugins: states of plugins by id.
         owners: attributes that training changed, by owner.
+        end: the counters and logs of the end of training, without what objects hold; ``None``
+            before it.
     """
 
     model: dict[str, Any]
     tables: dict[str, dict[str, Any]]
     plugins: dict[str, Any]
     owners: dict[str, dict[str, Any]]
+    end: Record | None = None
 
     @classmethod
     def of(cls, record: Record) -> Trained:

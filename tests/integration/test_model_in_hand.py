@@ -20,6 +20,8 @@ from torch.utils.data import TensorDataset
 import helios
 from helios import DataLoaderParams, Trainer
 from helios.plugins import EMA, SWA, Plugin
+from helios.startup.launching import launch_call
+from helios.startup.launching.process_plan import ThisProcess
 from tests.support.ranks import run_ranks
 
 EPOCHS = 3
@@ -375,3 +377,57 @@ def test_spawned_ranks_load(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert _test_changed(0, tmp_path, nproc=2) == (True, True)
     said = capfd.readouterr().err
     assert "iter_6.pth, the newest checkpoint, because 2 processes trained it." in said
+
+
+class Shuffled(Data):
+    def setup(self) -> None:
+        super().setup()
+        data = TensorDataset(self.x, self.x.sum(dim=1, keepdim=True))
+        params = DataLoaderParams(batch_size=5, shuffle=True)
+        self._valid_dataset = self._test_dataset = self._create_dataset(data, params)
+        self._predict_dataset = self._valid_dataset
+
+
+class Ordered(Net):
+    """Its score depends on which rows share a batch."""
+
+    def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, int]]:
+        return {"error": (self.net(batch[0]).double().sum().square(), len(batch[0]))}
+
+
+def _evaluate_shuffled(rank: int, root: Path, **options: Any) -> list[Any]:
+    """Fit without a checkpoint folder, evaluate twice, and return scores and rows of outputs."""
+    # Only one of several processes has the files of the event logs.
+    options = {"num_replicas": 2, "enable_tensorboard": True, "run_path": root} | options
+    trainer, model, data = make(None, **options), Ordered(), Shuffled()
+    assert trainer.fit(model, data)
+    found: list[Any] = []
+    for _ in range(2):
+        trainer.validate(model, data)
+        trainer.test(model, data)
+        found += [model.metrics["error"], model.test_scores["error"]]
+    return found
+
+
+def _run_joined(rank: int, fn: Callable[..., Any], call: Any, num_replicas: int) -> Any:
+    with ThisProcess.find().joined(torch.device("cpu")):
+        return fn(rank, call, num_replicas)
+
+
+def _spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_: Any) -> Any:
+    """Start ranks as the launcher does, but from the fork server of the tests."""
+    call, num_replicas = args
+    call.runtime.queue = None
+    return run_ranks(_run_joined, n, fn, call, num_replicas)
+
+
+@pytest.mark.shows("P132")
+def test_shuffled_data_has_one_order_on_any_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no checkpoint has the counters that an order is drawn from."""
+    expected = _evaluate_shuffled(0, tmp_path / "alone")
+    assert len(set(expected)) == 2
+    assert run_ranks(_evaluate_shuffled, 2, tmp_path / "together") == [expected] * 2
+    monkeypatch.setattr(launch_call, "spawn", _spawn_from_server)
+    assert _evaluate_shuffled(0, tmp_path / "spawned", nproc=2) == expected

@@ -9,12 +9,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from helios.checkpoint.capture import Trained
+from helios.checkpoint.record import Record
 from helios.launch.ipc import LaunchQueue
 from helios.launch.launcher import LaunchKind, spawn
 from helios.launch.worker import end_with_launcher
@@ -164,10 +165,12 @@ class Outcome:
     Attributes:
         value: what the call returns.
         state: the packed state of model and plugins; ``None`` from ranks other than 0.
+        end: the counters and logs of the end of a training.
     """
 
     value: Any
     state: bytes | None
+    end: Record | None
 
 
 def run_in_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
@@ -178,7 +181,7 @@ def run_in_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
     run.collects = True
     with only_call(), call.plugins.used(), _listening(call):
         value = run.execute()
-    return Outcome(value, run.collected)
+    return Outcome(value, run.collected, None if run.in_hand is None else run.in_hand.record)
 
 
 class LauncherRun(Run):
@@ -208,7 +211,7 @@ class LauncherRun(Run):
         call = self.call
         self.datamodule.prepare_data()
         if call.in_hand is not None:
-            call.handed = self._hand_over()
+            call.handed = self._hand_over(call.in_hand.record)
         self._is_launched = True
         outcome = self._spawn()
         call.handed = None
@@ -219,15 +222,19 @@ class LauncherRun(Run):
             is_interrupted = outcome.value is False
             count = self._launch.num_processes
             obstacle = "fit was interrupted" if is_interrupted else f"{count} processes trained it"
-            self.in_hand = ModelInHand(self.model, obstacle, plugins=dict(self.plugins))
+            self.in_hand = ModelInHand(self.model, obstacle, outcome.end, dict(self.plugins))
         return outcome.value
 
-    def _hand_over(self) -> Trained:
-        """Return the state of the trained model, for ranks that set it up again."""
+    def _hand_over(self, end: Record | None) -> Trained:
+        """Return the state of the trained model, for ranks that set it up again.
+
+        Args:
+            end: the counters and logs of the end of training.
+        """
         self._collect()
         assert self.collected is not None
         trained: Trained = pickle.loads(self.collected)
-        return trained
+        return replace(trained, end=end)
 
     def _spawn(self) -> Outcome:
         call, runtime, count = self.call, self.call.runtime, self._launch.num_processes

@@ -36,8 +36,7 @@ class ModelInHand:
     Attributes:
         model: the model.
         obstacle: why a checkpoint is loaded all the same; empty if the model counts.
-        record: the counters and logs of the end of ``fit``, without what objects hold; ``None`` if
-            other processes have trained.
+        record: the counters and logs of the end of ``fit``, without what objects hold.
         plugins: the plugins that took part, by id.
         attributes: those of the plugins before their teardown, by id.
         contents: fingerprints of the networks that have an average, at the end of ``fit``.

@@ -48,7 +48,9 @@ class EvaluationRun(Run):
         if loaded is not None:
             self._add_averages(loaded)
         trained = self.call.handed if record is None else Trained.of(record)
-        if trained is None and in_hand is not None:
+        if record is None and trained is not None:
+            record = trained.end
+        elif trained is None and in_hand is not None:
             record = in_hand.record
         stack.enter_context(
             numerics(

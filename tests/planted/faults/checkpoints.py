@@ -340,6 +340,14 @@ def a_sharded_model_in_hand_is_evaluated_as_it_is(keep_in_hand, run, end, **opti
 
 
 @fault(
+    "helios.startup.launching.launch_call:LauncherRun._hand_over",
+    "tests/integration/test_model_in_hand.py::test_shuffled_data_has_one_order_on_any_processes",
+)
+def spawned_ranks_draw_the_order_of_data_from_fresh_counters(hand_over, run, end):
+    return hand_over(run, None)
+
+
+@fault(
     "helios.startup.runs.evaluation_run:EvaluationRun._add_averages",
     "tests/integration/test_scored_averages.py::test_the_best_is_tested_with_the_average_that_was_scored",
 )
