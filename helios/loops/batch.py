@@ -28,6 +28,9 @@ class BatchLoop(Loop):
         """Whether the replica's batch is done."""
         return self._is_done
 
+    def _find_progress(self) -> object:
+        return self._is_done
+
     def reset(self) -> None:
         """Prepare for one iteration."""
         self._is_done = False

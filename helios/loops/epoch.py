@@ -64,6 +64,10 @@ class EpochLoop(Loop):
         """
         return self._batches
 
+    def _find_progress(self) -> object:
+        # A subclass may pass batches over, until the last one.
+        return self._num_done, self._batches.num_samples, self._batches.is_last
+
     def reset(self) -> None:
         """Open the data at the cursor, without replaying or skipping batches."""
         session, cursor = self._session, self._session.cursor

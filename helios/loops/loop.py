@@ -7,7 +7,8 @@ and cursor, so a replaced loop resumes from any checkpoint.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any, ClassVar, TypeVar, final
 
 from helios.errors import ArgumentError, StateError, UsageError
@@ -79,6 +80,7 @@ class Loop(ABC):
     advances_once: ClassVar[bool] = False
     _overridden: ClassVar[frozenset[str]] = frozenset()
     _cycle: ClassVar[Mapping[str, Any]] = {}
+    _has_own: ClassVar[Mapping[str, bool]] = {}
     _is_made = False
 
     def __init__(self) -> None:
@@ -95,6 +97,10 @@ class Loop(ABC):
         )
         if "advances_once" in vars(cls):
             cls._cycle = {name: getattr(cls, name) for name in _CYCLE}
+        cls._has_own = {
+            name: not _find_owner(cls, name).__module__.startswith("helios.")
+            for name in ("done", "advance")
+        }
 
     @final
     def children(self) -> dict[str, Loop]:
@@ -191,6 +197,10 @@ class Loop(ABC):
 
         ``StopIteration`` from an advance ends the loop like ``break``; other exceptions propagate
         at once.
+
+        Raises:
+            UsageError: if an ``advance`` that does not call ``super().advance`` has left an
+                inherited ``done`` where it was, twice: it would run for ever.
         """
         overridden = self._overridden
         if "skip" in overridden and self.skip:
@@ -199,11 +209,12 @@ class Loop(ABC):
             self.reset()
         if "on_run_start" in overridden:
             self.on_run_start(*args)
+        advance = self._watched_advance() if self._may_stand_still() else self.advance
         while not self.done:
             try:
                 if "on_advance_start" in overridden:
                     self.on_advance_start(*args)
-                self.advance(*args)
+                advance(*args)
                 if "on_advance_end" in overridden:
                     self.on_advance_end()
             except StopIteration:
@@ -230,6 +241,32 @@ class Loop(ABC):
     def _is_redefined(self) -> bool:
         """Whether the instance itself has a method of the cycle."""
         return not vars(self).keys().isdisjoint(_CYCLE)
+
+    def _may_stand_still(self) -> bool:
+        """Whether an ``advance`` of the user's decides when a ``done`` of Helios ends the loop."""
+        own = self._has_own
+        return not own["done"] and (own["advance"] or "advance" in vars(self))
+
+    def _watched_advance(self) -> Callable[..., None]:
+        """Return ``advance``, which refuses a third round if the first two have moved nothing."""
+        before, rounds = self._find_progress(), count()
+
+        def advance(*args: Any) -> None:
+            if next(rounds) == 2 and before is not None and before == self._find_progress():
+                kind = type(self)
+                origin = _find_owner(kind, "done").__name__
+                raise UsageError(
+                    f"{kind.__name__}.advance has run twice, and {origin}.done is where it was: it "
+                    f"depends on what {origin}.advance does, so the loop would never end. Call "
+                    f"super().advance(...) in {kind.__name__}.advance, or override done."
+                )
+            self.advance(*args)
+
+        return advance
+
+    def _find_progress(self) -> object:
+        """Return what :meth:`advance` changes and ``done`` depends on; ``None`` for nothing."""
+        return None
 
     @property
     def skip(self) -> bool:
@@ -307,6 +344,11 @@ class Loop(ABC):
                 ) from error
         for role, child in self.children().items():
             child.spread_states(f"{path}.{role.removesuffix('_loop')}", states)
+
+
+def _find_owner(kind: type, name: str) -> type:
+    """Return the class that defines an attribute of a class."""
+    return next(base for base in kind.__mro__ if name in vars(base))
 
 
 def _is_built_in(kind: type) -> bool:

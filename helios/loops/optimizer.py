@@ -59,6 +59,9 @@ class OptimizerLoop(Loop):
         """Whether the micro-batch is done."""
         return self._is_done
 
+    def _find_progress(self) -> object:
+        return self._is_done
+
     def reset(self) -> None:
         """Prepare for one micro-batch."""
         self._is_done = False
@@ -270,6 +273,12 @@ class OptimizerLoop(Loop):
             if engine.clips:
                 engine.clip_gradients(optimizer)
             is_committed = engine.optimizer_step(optimizer)
+            if is_committed is None:
+                raise UsageError(
+                    f"{type(engine).__name__}.optimizer_step must return whether the update was "
+                    "made, True or False, got None: no step would count. Return "
+                    "super().optimizer_step(optimizer), or True."
+                )
         context.is_optimizer_step_committed = is_committed
         schedulers = session.schedulers
         if is_committed and schedulers is not None and not schedulers.is_empty:

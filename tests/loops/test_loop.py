@@ -758,6 +758,19 @@ def test_a_step_that_is_not_committed_moves_no_scheduler() -> None:
     assert model.scheduler.last_epoch == 0
 
 
+@pytest.mark.parametrize("unit", [EPOCH, ITERATION])
+def test_an_engine_that_does_not_say_whether_a_step_was_made_is_refused(unit: TrainingUnit) -> None:
+    """By steps, its run would never end."""
+
+    class Silent(Engine):
+        def optimizer_step(self, optimizer: Any) -> Any:
+            super().optimizer_step(optimizer)
+
+    session = make_session(Stepper(), unit=unit, engine=Silent(torch.device("cpu")))
+    with pytest.raises(UsageError, match=r"Silent\.optimizer_step must return .* got None"):
+        train_on(attached(OptimizerLoop(), session), session, 2.0)
+
+
 @pytest.mark.shows("R26")
 @pytest.mark.parametrize("unit", [EPOCH, ITERATION])
 def test_an_update_that_a_hook_leaves_out_is_withdrawn(unit: TrainingUnit) -> None:
