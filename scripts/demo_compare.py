@@ -21,6 +21,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from helios.state import Phase, TrainingState
 ROOT = Path(__file__).resolve().parent.parent
 RECORD, RESULT, CONSOLE = "record", "result.json", "console.txt"
 LAST = train_digits.EPOCHS * train_digits.STEPS_PER_EPOCH
-POLL_SECONDS, PATIENCE_SECONDS = 0.002, 120.0
+POLL_SECONDS, WORD_SECONDS, PATIENCE_SECONDS = 0.002, 30.0, 300.0
 
 
 class Record(Plugin):
@@ -196,12 +198,19 @@ class Run:
             command += ["--replicas", str(self.num_replicas), "--nproc", str(self.nproc)]
         return [*command, "--exchanged"] if self.is_exchanged else command
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start the training."""
+    @contextmanager
+    def _started(self) -> Iterator[subprocess.Popen[bytes]]:
+        """Start the training; whatever happens, none of its processes outlives the block."""
         with (self.folder / CONSOLE).open("ab") as console:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self.command, stdout=console, stderr=console, start_new_session=True, cwd=ROOT
             )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def train(self, moments: list[tuple[int, float]]) -> None:
         """Train to the end; at each moment (iteration, seconds after it) kill and start again."""
@@ -209,35 +218,54 @@ class Run:
         for iteration, delay in moments:
             self._kill_after(iteration, delay)
         begun = len(_read_record(self.folder))
-        code = self.start().wait(PATIENCE_SECONDS)
-        if code:
-            raise SystemExit(f"The training failed ({code}); see {self.folder / CONSOLE}.")
+        with self._started() as process:
+            self._wait_until(lambda: process.poll() is not None, "the end of the training")
+        if process.returncode:
+            raise SystemExit(
+                f"The training failed ({process.returncode}); see {self.folder / CONSOLE}."
+            )
         self.lines = _read_record(self.folder)
         self.last_start = self.lines[begun].iteration
         self.accuracy = json.loads((self.folder / RESULT).read_text())["accuracy"]
         self.seconds = time.monotonic() - begin
 
     def _kill_after(self, iteration: int, delay: float) -> None:
-        process = self.start()
         begun = len(_read_record(self.folder))
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while process.poll() is None and self._reached() < iteration:
-            time.sleep(POLL_SECONDS)
-            self._check_time(process, deadline)
-        time.sleep(delay)
-        os.killpg(process.pid, signal.SIGKILL)
-        if process.wait() != -signal.SIGKILL:
+        with self._started() as process:
+            self._wait_until(
+                lambda: process.poll() is not None or self._reached() >= iteration,
+                f"iteration {iteration}",
+            )
+            time.sleep(delay)
+        if process.returncode != -signal.SIGKILL:
             raise SystemExit(f"The training was not killed; see {self.folder / CONSOLE}.")
-        while any(map(_is_alive, self.folder.glob("*.pid"))):
-            time.sleep(POLL_SECONDS)
-            self._check_time(process, deadline)
+        self._wait_until(
+            lambda: not any(map(_is_alive, self.folder.glob("*.pid"))),
+            "the end of the killed processes",
+        )
         self._report(begun)
 
-    def _check_time(self, process: subprocess.Popen[bytes], deadline: float) -> None:
-        if time.monotonic() > deadline:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            raise SystemExit(f"The training hangs; see {self.folder / CONSOLE}.")
+    def _wait_until(self, is_reached: Callable[[], bool], what: str) -> None:
+        """Wait as long as the run writes files, and say every now and then what for.
+
+        Raises:
+            SystemExit: if it has not written anything for ``PATIENCE_SECONDS``.
+        """
+        written = said = time.time()
+        while not is_reached():
+            time.sleep(POLL_SECONDS)
+            now = time.time()
+            if now - said < WORD_SECONDS:
+                continue
+            written, said = max(written, self._last_write()), now
+            idle = now - written
+            where = f"{what}, at iteration {self._reached()} of {LAST}"
+            if idle > PATIENCE_SECONDS:
+                raise SystemExit(
+                    f"The training has written nothing for {idle:.0f} s, and was ended. This "
+                    f"waited for {where}; see {self.folder / CONSOLE}."
+                )
+            print(f"  waiting for {where}, last written {idle:.0f} s ago", flush=True)
 
     def _reached(self) -> int:
         path = self.folder / f"{RECORD}-0.txt"
@@ -247,6 +275,12 @@ class Run:
             file.seek(max(0, path.stat().st_size - 4096))
             complete = [line for line in file.read().split(b"\n")[:-1] if line]
         return int(complete[-1].split()[1]) if complete else 0
+
+    def _last_write(self) -> float:
+        """Return when a file of the run was last written, in seconds since the epoch."""
+        with suppress(FileNotFoundError):  # one that was renamed meanwhile
+            return max(path.stat().st_mtime for path in self.folder.rglob("*"))
+        return time.time()
 
     def _report(self, begun: int) -> None:
         lines = _read_record(self.folder)
@@ -436,11 +470,15 @@ def main() -> int:
         return run_training(options.train, options.replicas, options.nproc, is_exchanged=exchanged)
     out = options.out
     if options.processes:
-        whole = Run(out / "four-processes", 4, (4,))
-        killed = Run(out / "four-two-one", 4, (4, 2, 1))
-        return demonstrate(whole, killed, 2, options.seed)
-    runs = Run(out / "undisturbed"), Run(out / "killed")
-    return demonstrate(*runs, options.kills, options.seed)
+        runs = Run(out / "four-processes", 4, (4,)), Run(out / "four-two-one", 4, (4, 2, 1))
+    else:
+        runs = Run(out / "undisturbed"), Run(out / "killed")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return demonstrate(*runs, 2 if options.processes else options.kills, options.seed)
+    except KeyboardInterrupt:
+        print("Interrupted; the training was ended.")
+        return 130
 
 
 if __name__ == "__main__":

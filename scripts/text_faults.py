@@ -12,12 +12,14 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240
@@ -2367,9 +2369,16 @@ def _pytest(tree: Path, *arguments: str, seconds: float | None) -> subprocess.Co
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     command += ["-m", "not full and not gpu"]
-    return subprocess.run(
-        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **pipes)
+    with process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except BaseException:
+            # Not pytest alone: what its tests have started, too.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def _find_broken(tests: Sequence[str], jobs: int) -> dict[str, str]:
