@@ -69,6 +69,15 @@ def read_sidecar(path: Path) -> Sidecar | None:
     return Sidecar.from_json(data.decode("utf-8", "replace"), name=str(place))
 
 
+def read_step(path: Path) -> int | None:
+    """Return the optimizer steps of a checkpoint; ``None`` without a sidecar that states them."""
+    try:
+        sidecar = read_sidecar(path)
+    except (CheckpointError, OSError):
+        return None
+    return None if sidecar is None else sidecar.step
+
+
 def load(
     path: Path,
     safe_types: Iterable[Any] = (),

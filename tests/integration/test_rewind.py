@@ -472,6 +472,27 @@ def test_a_rewind_that_cannot_be_is_refused_before_anything_changes(
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 
+def test_messages_of_rewinds_and_replays_have_the_step_beside_the_iteration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, WINDOWS)
+    last = max(_iterations(_folder_of(tmp_path)))
+    end = rf"{last} \(step 5\)"
+    for to, text in (
+        (2, r"the oldest one is of iteration 4 \(step 1\)\. Pass rewind_to=4 or"),
+        (last + 1, f"at most {end}, the newest checkpoint"),
+        (last, f"below {end}, the newest checkpoint"),
+    ):
+        with pytest.raises((ArgumentError, CheckpointError), match=text):
+            train(tmp_path, rewound(WINDOWS, to))
+    for part, text in (({"start": last}, f"below {end}, the end of"), ({"stop": 99}, f"to {end}")):
+        with pytest.raises(ArgumentError, match=text):
+            replay(tmp_path, WINDOWS, **part)
+    capsys.readouterr()
+    train(tmp_path, rewound(WINDOWS, 4))
+    assert "The run is rewound to iteration 4 (step 1). Moved 4 later" in capsys.readouterr().err
+
+
 @pytest.mark.shows("P60")
 @pytest.mark.parametrize(
     ("refused", "error"),

@@ -13,7 +13,7 @@ from helios.startup.checkpoint_search.run_rules import RULES, adopt_rules
 from helios.storage import codec
 from tests.support.runs import Setting, train
 
-_SETTING = Setting(total_steps=2, validates=False, valid_frequency=None)
+_SETTING = Setting(total_steps=2, accumulation=2, validates=False, valid_frequency=None)
 _NEWS = "An earlier version of Helios began this run. From here on: "
 
 
@@ -37,6 +37,7 @@ def test_a_run_of_an_earlier_version_is_told_once_what_is_new(
     train(tmp_path, dataclasses.replace(_SETTING, total_steps=4))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if _NEWS in line]
     assert "totals of scores and losses are added in float64" in line
+    assert "(unknown before iteration 4 (step 2))" in line
     train(tmp_path, dataclasses.replace(_SETTING, total_steps=6))
     assert _NEWS not in capsys.readouterr().err
     newest = helios.find_last_checkpoint(tmp_path / "small")

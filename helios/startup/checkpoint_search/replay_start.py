@@ -11,9 +11,10 @@ from pathlib import Path
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.reproducibility import Level
+from helios.core.text import with_step
 from helios.errors import CheckpointError, LedgerError, UsageError
 from helios.ledger.book import FILE_NAME
-from helios.ledger.line import STEPS
+from helios.ledger.line import STEPS, step_of
 from helios.ledger.reading import parse_header, read_lines
 from helios.startup.checkpoint_search.rewind_plan import Rewind, find_rewinds
 from helios.startup.checkpoint_search.run_folder import open_folder
@@ -50,11 +51,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class _Extent:
-    """The iterations that a ledger holds: those above ``after``, up to ``last``."""
+    """The iterations that a ledger holds: those above ``after``, up to ``last`` with its step."""
 
     kind: str
     after: int
     last: int
+    step: int | None
     has_ended: bool
 
 
@@ -127,23 +129,28 @@ def _measure(path: Path) -> _Extent:
     lines = read_lines(path)
     header = parse_header(next(lines, b""), path)
     after: int = header["after"]
-    last, has_ended = after, False
+    last, step, has_ended = after, None, False
     for line in lines:
         # The last line may be incomplete while the run is training.
         is_end = b',"end":1' in line
         has_ended |= is_end
-        last += line.endswith(b"\n") and not is_end
+        if line.endswith(b"\n") and not is_end:
+            last, step = last + 1, step_of(line)
     if last == after:
         raise LedgerError(f"The ledger {path} holds no iteration yet. Train first.")
-    return _Extent(header.get("level", STEPS), after, last, has_ended)
+    return _Extent(header.get("level", STEPS), after, last, step, has_ended)
 
 
 def _check(asked: ReplayOptions, extent: _Extent, path: Path) -> int:
     """Return the last iteration to compare."""
-    rule = f"an iteration of the ledger {path}, which holds {extent.after + 1} to {extent.last}"
+    rule = f"an iteration of the ledger {path}, which holds {extent.after + 1} to "
+    rule += with_step(extent.last, extent.step)
     if asked.start is not None and asked.start >= extent.last:
         raise replay_argument_error(
-            "start", f"below {extent.last}, the end of {path}", asked.start, "Lower it."
+            "start",
+            f"below {with_step(extent.last, extent.step)}, the end of {path}",
+            asked.start,
+            "Lower it.",
         )
     if asked.stop is None:
         return extent.last
@@ -163,7 +170,10 @@ def _choose(
         suitable = [each for each in begins if each[0] <= start][-1:]
     if suitable:
         return suitable[0]
-    found = f"the oldest one is of iteration {saved[0][0]}" if saved else "there is none"
+    found = "there is none"
+    if saved:
+        number, oldest = saved[0]
+        found = f"the oldest one is of iteration {with_step(number, loading.read_step(oldest))}"
     raise CheckpointError(
         f"A replay must begin at a checkpoint that is older than the lines that it repeats, but "
         f"in {folder}, {found}"

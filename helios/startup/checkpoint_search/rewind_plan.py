@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names, loading
+from helios.core.text import with_step
 from helios.errors import CheckpointError, LedgerError
 from helios.ledger import lineage
 from helios.storage import files
@@ -54,10 +55,14 @@ class Rewind:
 
     def __str__(self) -> str:
         """Return it in words."""
+        return self.describe()
+
+    def describe(self, step: int | None = None) -> str:
+        """Return it in words, with the optimizer steps at the checkpoint that was loaded."""
         noun = "iteration" if len(self.skip) == 1 else "iterations"
         skipped = ", ".join(map(str, self.skip))
         without = f", without the batches of {noun} {skipped}" if skipped else ""
-        return f"rewound to iteration {self.after}{without}"
+        return f"rewound to iteration {with_step(self.after, step)}{without}"
 
 
 @dataclass(frozen=True)

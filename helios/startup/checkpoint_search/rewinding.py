@@ -14,8 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from helios.checkpoint import file_names
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
+from helios.core.text import with_step
 from helios.data.source import Source
 from helios.errors import ArgumentError, CheckpointError, LedgerError, RunMismatchError
 from helios.ledger import book
@@ -107,10 +108,12 @@ def _load(folder: RunFolder, most: int, safe_types: list[Any]) -> Loaded:
     loaded = folder.load_newest(safe_types, listed=listed) if listed else None
     folder.damaged = list(dict.fromkeys(damaged + folder.damaged))
     if loaded is None:
-        oldest = min(map(file_names.iteration_of, present), default=0)
+        first = min(present, key=file_names.iteration_of, default=None)
+        oldest = 0 if first is None else file_names.iteration_of(first)
+        place = with_step(oldest, None if first is None else loading.read_step(first))
         raise CheckpointError(
             f"A rewind to iteration {most} needs a checkpoint at or before it, but in "
-            f"{folder.path} the oldest one is of iteration {oldest}. Pass rewind_to={oldest} or "
+            f"{folder.path} the oldest one is of iteration {place}. Pass rewind_to={oldest} or "
             'higher, or resume="never" to start a new run.'
         )
     return loaded
@@ -124,15 +127,15 @@ def _make_plan(
     rewinds: Sequence[Rewind],
 ) -> tuple[Loaded, RewindPlan]:
     to, skip = options.rewind_to, options.skip_batches
-    last = newest.record.place[1]
+    last, place = newest.record.place[1], with_step(*newest.record.counters)
     assert to is not None
     if to > last:
-        rule = f"at most {last}, the newest checkpoint in {folder.path}"
+        rule = f"at most {place}, the newest checkpoint in {folder.path}"
         raise refusal("rewind_to", rule, to, "Lower it: there is nothing to rewind.")
     loaded = _load(folder, to, safe_types)
     after = loaded.record.place[1]
     if after == last and not skip:
-        rule = f"below {last}, the newest checkpoint, without skip_batches"
+        rule = f"below {place}, the newest checkpoint, without skip_batches"
         raise refusal("rewind_to", rule, to, "Omit it to continue from there.")
     places = _find_places(folder.path, loaded, newest, skip, rewinds) if skip else ()
     digest = None if loaded.sidecar is None else loaded.sidecar.digest or None
@@ -229,6 +232,7 @@ def rewind_folder(folder: RunFolder, plans: Sequence[RewindPlan]) -> None:
 
 
 def _move_later(folder: RunFolder, plan: RewindPlan) -> None:
+    step = loading.read_step(folder.path / plan.checkpoint)
     target, ledger = folder.path / plan.folder, folder.path / book.FILE_NAME
     files.make_folder(target)
     if ledger.exists() and not (target / book.FILE_NAME).exists():
@@ -243,7 +247,7 @@ def _move_later(folder: RunFolder, plan: RewindPlan) -> None:
     files.fsync_folder(folder.path)
     _LOGGER.warning(
         "The run is %s. Moved %d later checkpoints and a copy of the ledger to %s.",
-        plan.rewind,
+        plan.rewind.describe(step),
         len(later),
         target,
     )

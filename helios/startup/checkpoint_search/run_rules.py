@@ -54,7 +54,7 @@ RULES = (
     Rule(
         "compared_values",
         "declared parameters, arguments of constructors and settings of optimizers are compared "
-        "(unknown before iteration {iteration})",
+        "(unknown before iteration {place})",
     ),
     Rule(
         NUMPY_GLOBAL,
@@ -64,19 +64,19 @@ RULES = (
 )
 
 
-def adopt_rules(options: Mapping[str, Any] | None, *, iteration: int = 0) -> dict[str, bool]:
+def adopt_rules(options: Mapping[str, Any] | None, *, place: str = "0") -> dict[str, bool]:
     """Return which rules hold in a run, by name, and log once what is new in one under way.
 
     Args:
         options: those of the checkpoint that the run continues from; ``None`` for a new run.
-        iteration: the iteration of that checkpoint.
+        place: the iteration of that checkpoint, as messages have it.
     """
     fresh = [] if options is None else _fresh_rules(options)
     sentences = []
     for begin, is_kept_out in (("From here on", False), ("As before", True)):
         rules = [rule for rule in fresh if rule.is_kept_out is is_kept_out]
         if rules:
-            news = "; ".join(rule.news.format(iteration=iteration) for rule in rules)
+            news = "; ".join(rule.news.format(place=place) for rule in rules)
             sentences.append(f"{begin}: {news}.")
     if sentences:
         _LOGGER.info("An earlier version of Helios began this run. %s", " ".join(sentences))

@@ -176,7 +176,7 @@ class FitRun(Run):
         self._start.rules = (
             run_rules.adopt_rules(None)
             if known is None
-            else run_rules.adopt_rules(known.options, iteration=known.place[1])
+            else run_rules.adopt_rules(known.options, place=with_step(*known.counters))
         )
         self._follow_rules(self._start.rules)
         self._set_up(is_inference=False)
