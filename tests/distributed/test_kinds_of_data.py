@@ -214,13 +214,15 @@ def test_streams_of_libraries_depend_on_neither_processes_nor_workers(
         turns = Run(opener(make(), **options), num_processes, 4).walk(epoch, **place)
         return [digest(turn) for turn in turns]
 
-    alone = [walk(1, 0, epoch) for epoch in range(2)]
-    assert len({*alone[0], *alone[1]}) == len(alone[0]) + len(alone[1]) == 10
-    for num_processes in range(1, 5):
-        for num_workers in (0, 1, 3):
-            assert walk(num_processes, num_workers, 0) == alone[0]
-            tail = walk(num_processes, num_workers, 1, batch=3, sample=3 * 2 * 4)
-            assert tail == alone[1][3:]
+    with rng.numpy_global_kept():
+        rng.key_numpy_global(True)  # as in a call of the trainer
+        alone = [walk(1, 0, epoch) for epoch in range(2)]
+        assert len({*alone[0], *alone[1]}) == len(alone[0]) + len(alone[1]) == 10
+        for num_processes in range(1, 5):
+            for num_workers in (0, 1, 3):
+                assert walk(num_processes, num_workers, 0) == alone[0]
+                tail = walk(num_processes, num_workers, 1, batch=3, sample=3 * 2 * 4)
+                assert tail == alone[1][3:]
 
 
 @pytest.mark.full
