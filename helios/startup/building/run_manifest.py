@@ -36,6 +36,8 @@ _MOST_NAMED = 8
 _COMPARED_ELSEWHERE = ("params", "found")
 # Lines of the start name words of the command line, and the version of PyTorch.
 _SAID_ELSEWHERE = ("command.arguments", "versions.torch", "libraries.torch")
+# What another version of PyTorch brings along, and imports itself: its own line covers them.
+_COME_WITH_TORCH = ("triton", "sympy", "mpmath", "setuptools")
 # The training has the processor for most of the time while files are parsed.
 _REST = 4.0
 _LEAST_REST = 1e-3
@@ -256,6 +258,7 @@ class RunManifest:
         told = {*_SAID_ELSEWHERE}
         if any(each.name == "versions.torch" for each in self.changes):
             told.add("versions.torch_build")
+            told.update(f"libraries.{name}" for name in _COME_WITH_TORCH)
         for effect, text in (
             (Effect.TRAJECTORY, "what may change the training"),
             (Effect.ROUNDING, "what may change the rounding of numbers"),
