@@ -163,7 +163,8 @@ def _choose(
     begins: Sequence[tuple[int, Path | None]], start: int | None, folder: Path
 ) -> tuple[int, Path | None]:
     """Return where a replay begins: by default, at the oldest checkpoint."""
-    saved = [each for each in begins if each[1] is not None]
+    saved = [(number, path) for number, path in begins if path is not None]
+    suitable: Sequence[tuple[int, Path | None]]
     if start is None:
         suitable = saved[:1] or begins[:1]
     else:
