@@ -79,6 +79,7 @@ class Session(LiveRun):
         nonfinite: the first loss of this start that was not finite; empty if all were.
         beside: replicas, and the numbers that their steps have returned beside the loss in this
             iteration.
+        num_evaluated: batches of evaluations so far.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
         context: what hooks may see of the run.
@@ -93,6 +94,7 @@ class Session(LiveRun):
     refuses_incomplete: bool = False
     note_last_safe_point: Callable[[], None] = _do_nothing
     outside: Callable[[], str] = str
+    num_evaluated: int = 0
     saved_length: int | None = None
     allows_other_length: bool = False
     context: Context = field(init=False)

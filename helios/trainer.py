@@ -40,6 +40,7 @@ from helios.startup.options.trainer_options import (
     RunOptions,
     SeedSource,
     TrainerOptions,
+    WaitingOptions,
     as_signals,
 )
 from helios.startup.options.trial_options import TrialOptions
@@ -124,6 +125,8 @@ class Trainer:
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
         params: what defines the run besides these arguments, such as ``{"lr": 0.1}``: a mapping, a
             dataclass or a namespace of plain values. Another value stops a resume.
+        hang_warning: seconds without progress after which a line of the log says what each process
+            waits for, and again after 2, 4, 8, ... times as long; ``None`` for never.
 
     Attributes:
         model: the model of the last call of fit, validate, test or predict.
@@ -193,6 +196,7 @@ class Trainer:
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
         params: Any = None,
+        hang_warning: float | None = 60.0,
     ) -> None:
         self._options = TrainerOptions(
             run=RunOptions(run_name, random_seed, seeds=seeds, init=init, params=params),
@@ -242,6 +246,7 @@ class Trainer:
             ),
             processes=ProcessOptions(num_replicas=num_replicas, nproc=nproc, sharding=sharding),
             trial=TrialOptions(sanity_steps=sanity_steps, batch_limits=batch_limits),
+            waiting=WaitingOptions(hang_warning),
             audit=as_audit(audit),
         )
         check_plugin_list(plugins)

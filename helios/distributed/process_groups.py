@@ -344,6 +344,29 @@ def has_lost_rank() -> bool:
     return known is not None and known.store is not None and lost_ranks.has_failure(known.store)
 
 
+def open_store() -> Any:
+    """Return another connection to the store of the group, without its prefixes.
+
+    A call that waits holds up everybody who uses the same connection.
+
+    Returns:
+        The store; ``None`` without a group, and for a kind of store that cannot be opened again.
+    """
+    if not is_dist_active():
+        return None
+    known = own_membership()
+    store = None if known is None else known.store
+    if store is None:
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return dist.TCPStore(store.host, store.port, wait_for_workers=False)  # type: ignore[attr-defined]
+    if isinstance(store, dist.FileStore):  # type: ignore[attr-defined]
+        return dist.FileStore(store.path, dist.get_world_size())  # type: ignore[attr-defined]
+    return None
+
+
 def count_collectives() -> int:
     """Return a number that grows with each exchange of this process, in any group.
 

@@ -132,6 +132,7 @@ class EvaluationLoop(Loop):
         except StopIteration as error:
             raise make_stray_stop(error) from error
         session.display.advance_evaluation()
+        session.num_evaluated += 1
         self._step += 1
 
     def _count_batches(self) -> int | None:

@@ -75,6 +75,7 @@ DEFAULTS: dict[str, Any] = {
     "sanity_steps": 0,
     "batch_limits": None,
     "params": None,
+    "hang_warning": 60.0,
 }
 FLAGS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 CPU = torch.device("cpu")
@@ -417,6 +418,12 @@ def test_signals_are_none_or_options(value: Any) -> None:
     assert "Pass e.g. Signals(" in check_refusal("signals", value, signals=value)
 
 
+@pytest.mark.parametrize("value", [0, -1.0, True, "60", float("inf"), float("nan")])
+def test_a_warning_of_hangs_comes_after_some_seconds_or_never(value: Any) -> None:
+    assert make(hang_warning=None).waiting.hang_warning is None
+    check_refusal("hang_warning", value, hang_warning=value)
+
+
 @pytest.mark.parametrize("value", ["fp8", "", torch.float32, 16])
 def test_a_precision_is_one_or_the_name_of_one(value: Any) -> None:
     """E22, E23."""
@@ -704,6 +711,7 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},
         "params": {"lr": 0.1},
+        "hang_warning": 3.5,
     }
     apart: dict[str, Any] = {"train_unit": TrainingUnit.ITERATION, "plugins": ()}
     apart["signals"] = Signals(())

@@ -22,7 +22,7 @@ from helios.startup.options.checkpoint_options import PARAMS, CheckpointOptions,
 from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
 from helios.startup.options.logging_options import LoggingOptions
 from helios.startup.options.trial_options import TrialOptions
-from helios.startup.options.validators import as_folder, refusal
+from helios.startup.options.validators import as_folder, check_positive, refusal
 from helios.startup.runs.signal_policy import Signals
 
 _LOGGER = logging.getLogger(__name__)
@@ -121,6 +121,16 @@ class RegistryOptions:
             raise refusal("src_root", "an existing folder", str(root), "Correct the path.")
 
 
+@dataclass(frozen=True)
+class WaitingOptions:
+    """How long a process may wait in silence; see ``Trainer`` for the meaning of the field."""
+
+    hang_warning: float | None = 60.0
+
+    def __post_init__(self) -> None:
+        check_positive("hang_warning", self.hang_warning)
+
+
 def as_signals(value: Signals | None) -> Signals:
     """Return the signals on which fit saves and ends: the default ones for ``None``.
 
@@ -150,6 +160,7 @@ class TrainerOptions:
         engine: device, precision and clipping.
         processes: how many processes and replicas.
         trial: how much of the data is used.
+        waiting: how long a process may wait in silence.
         audit: which gradients are computed a second time; ``None`` for none.
     """
 
@@ -163,6 +174,7 @@ class TrainerOptions:
     engine: EngineOptions
     processes: ProcessOptions
     trial: TrialOptions
+    waiting: WaitingOptions
     audit: Audit | None = None
 
     def __post_init__(self) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ from helios.startup.options.object_checks import (
     check_state_methods,
     warn_of_unknown_hooks,
 )
+from helios.startup.runs.hang_watch import HangWatch, showing_stacks
 from helios.state import Phase
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display
@@ -165,7 +166,7 @@ class Run(ABC):
             enable_tensorboard=self.options.logging.enable_tensorboard,
             capture_warnings=self.options.logging.capture_warnings,
         )
-        with rng.numpy_global_kept():
+        with rng.numpy_global_kept(), self._watching():
             try:
                 for owner in (*self.plugins.values(), self.model, self.datamodule):
                     warn_of_unknown_hooks(owner)
@@ -177,6 +178,30 @@ class Run(ABC):
                 raise
             finally:
                 self._tear_down(is_regular=is_regular)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Name what this process waits for when it stands still."""
+        seconds = self.options.waiting.hang_warning
+        with ExitStack() as stack:
+            stack.enter_context(showing_stacks())
+            if seconds is not None:
+                watch = HangWatch(self.plan.info, seconds, self._find_progress)
+                stack.enter_context(watch.watching())
+            yield
+
+    def _find_progress(self) -> tuple[str, object]:
+        """Return where the run is, in words, and what changes with each batch."""
+        session = self.session
+        if session is None:
+            return f"{self.verb} has not begun", None
+        steps, is_training = session.state.global_step, session.phase is Phase.TRAINING
+        words = self.verb
+        if is_training and session.context.phase is Phase.TRAINING:
+            words = f"step {steps + 1}"
+        elif is_training:
+            words = f"{session.context.phase.value} after step {steps}"
+        return words, (session.state.global_iteration, session.num_evaluated)
 
     def _report(self, error: BaseException) -> None:
         self.display.close()

@@ -81,3 +81,22 @@ def a_signal_ends_an_interpreter_that_is_being_torn_down(stay, receiver):
 def a_process_that_is_to_exit_keeps_the_handler_of_the_user_away(give_back, receiver, number):
     if not receiver._stays:
         give_back(receiver, number)
+
+
+HANGS = "tests/startup/test_hang_watch.py"
+
+
+@fault(
+    "helios.startup.runs.hang_watch:_find_known",
+    f"{HANGS}::test_a_loader_that_hangs_is_named_again_and_again",
+)
+def a_rank_that_waits_is_in_helios(find_known, module):
+    return None
+
+
+@fault(
+    "helios.distributed.heartbeats:Heartbeats._post",
+    f"{HANGS}::test_ranks_that_wait_name_the_one_that_they_wait_for",
+)
+def ranks_that_wait_do_not_speak_with_each_other(post, heartbeats, words):
+    return None

@@ -1,0 +1,278 @@
+"""Names what a run waits for when it stands still: the step, the ranks, and where each of them is.
+
+A thread of each rank looks at the stack of the thread that trains, every few seconds, so nothing is
+recorded in a step. Ranks that have made no progress for a while tell each other where they are; the
+lowest one that still speaks says it for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import logging
+import math
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+from helios.distributed.heartbeats import Heard, Heartbeats
+from helios.distributed.process_groups import DistributedInfo
+
+_LOGGER = logging.getLogger(__name__)
+_HELIOS = str(Path(__file__).parents[2])
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+# What a module waits for, the innermost frame first. Modules that serve several of these, such as
+# replicas.messages, are not listed: the frame that called them is.
+_PEERS = {
+    "helios.replicas.gradients": "in the exchange of gradients",
+    "helios.replicas.flat_gradients": "in the exchange of gradients",
+    "helios.replicas.row_norm": "in the exchange of gradients",
+    "helios.replicas.window_exchange": "in the exchange of gradients",
+    "helios.sharding.sharded_gradients": "in the exchange of gradients",
+    "helios.replicas.module_buffers": "in the exchange of buffers",
+    "helios.replicas.named_sums": "in the exchange of scores",
+    "helios.replicas.replicas": "in an agreement",
+    "helios.replicas.turns": "in an agreement",
+    "helios.distributed.collectives": "in an agreement",
+    "helios.distributed.process_groups": "in an agreement",
+    "helios.requests": "in an agreement",
+    "torch.distributed.fsdp": "in the exchange of sharded parameters",
+}
+_OWN = {
+    "torch.utils.data.dataloader": "waits for its loader",
+    "helios.checkpoint": "saves",
+    "helios.storage": "saves",
+    "helios.startup.building.run_saves": "saves",
+    "helios.launch": "waits for the ranks that it has started",
+    "bdb": "is in a debugger",
+    "torch._dynamo.convert_frame": "compiles",
+    "torch._inductor": "compiles",
+}
+# How many times as long it may take there before anybody is warned.
+_PATIENCE = {
+    "helios.launch": math.inf,
+    "bdb": math.inf,
+    "torch._dynamo.convert_frame": 10.0,
+    "torch._inductor": 10.0,
+}
+_COLLECTIVE = "torch.distributed.distributed_c10d"
+# So often a rank looks in the time after which it warns.
+_LOOKS = 6
+_END_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Whereabouts:
+    """Where a thread is.
+
+    Attributes:
+        text: what it does there, as the rest of a sentence about its rank; for what needs other
+            ranks, after the word "waits".
+        needs_others: whether it waits for other ranks.
+        patience: how many times as long as usual it may take.
+    """
+
+    text: str
+    needs_others: bool = False
+    patience: float = 1.0
+
+
+def find_whereabouts(frame: FrameType | None) -> Whereabouts:
+    """Return where the thread is whose innermost frame this is.
+
+    Code of the user is named by the function that Helios has called.
+    """
+    user: FrameType | None = None
+    own: FrameType | None = None
+    is_collective = False
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        known = None if user else _find_known(module)
+        if known is not None:
+            return known
+        is_collective |= module == _COLLECTIVE and user is None
+        path = frame.f_code.co_filename
+        if path.startswith(_HELIOS):
+            if user is not None:
+                break
+            own = own or frame
+        elif not path.startswith((*_LIBRARIES, "<")):
+            if own is not None:
+                break
+            user = frame
+        frame = frame.f_back
+    found = user or own
+    if found is None:
+        return Whereabouts("is starting or ending")
+    where = f"{found.f_code.co_name} ({Path(found.f_code.co_filename).name})"
+    return (
+        Whereabouts(f"in a collective of {where}", True)
+        if is_collective
+        else Whereabouts(f"is in {where}")
+    )
+
+
+def _find_known(module: str) -> Whereabouts | None:
+    """Return what a module, or its package, waits for."""
+    while module:
+        if module in _PEERS:
+            return Whereabouts(_PEERS[module], needs_others=True)
+        if module in _OWN:
+            return Whereabouts(_OWN[module], patience=_PATIENCE.get(module, 1.0))
+        module = module.rpartition(".")[0]
+    return None
+
+
+@final
+class HangWatch:
+    """Warns in a thread when the thread that has made it makes no progress.
+
+    Args:
+        info: the rank of this process, and how many there are.
+        seconds: how long it may wait in one place; it warns then, and after 2, 4, 8, ... times as
+            long.
+        find_progress: returns the step in words, and what changes with each batch.
+    """
+
+    def __init__(
+        self,
+        info: DistributedInfo,
+        seconds: float,
+        find_progress: Callable[[], tuple[str, object]],
+    ) -> None:
+        self._info = info
+        self._seconds = seconds
+        self._find_progress = find_progress
+        self._heartbeats = Heartbeats(info)
+        self._thread = threading.get_ident()
+        self._is_over = threading.Event()
+        self._here = Whereabouts("")
+        self._progress: object = None
+        self._moved = self._arrived = time.monotonic()
+        self._clock = ""
+        self._warned = 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch in the block."""
+        thread = threading.Thread(target=self._watch, name="helios-hang-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._is_over.set()
+            thread.join(_END_SECONDS)
+
+    def _watch(self) -> None:
+        pause = self._seconds / _LOOKS
+        while not self._is_over.wait(pause):
+            now = time.monotonic()
+            step, progress = self._find_progress()
+            here = find_whereabouts(sys._current_frames().get(self._thread))  # noqa: SLF001 - documented
+            if progress != self._progress:
+                self._moved, self._warned = now, 0.0
+            if (here, progress) != (self._here, self._progress):
+                self._arrived, self._clock = now, time.strftime("%H:%M:%S")
+            self._here, self._progress = here, progress
+            # Others may wait for this rank, even if it is never where it was.
+            if now - self._moved < self._seconds / 2:
+                continue
+            heard = self._heartbeats.exchange(
+                {"text": here.text, "needs_others": here.needs_others, "since": self._clock},
+                fresh=3 * pause,
+            )
+            due = max(self._seconds, 2 * self._warned) * here.patience
+            if now - self._arrived >= due:
+                self._warned = due
+                if heard.speaker == self._info.rank:
+                    # The screen has nothing else of the other ranks than errors.
+                    level = logging.ERROR if self._info.rank else logging.WARNING
+                    _LOGGER.log(
+                        level, "%s: %s.", step, describe_ranks(heard, self._info.world_size)
+                    )
+
+
+def describe_ranks(heard: Heard, num_ranks: int) -> str:
+    """Return who waits for whom.
+
+    Args:
+        heard: what the ranks have said.
+        num_ranks: how many there are.
+    """
+    if num_ranks == 1:
+        [words] = heard.words.values()
+        return f"the training {_phrase(words)}"
+    waiting = {rank: words for rank, words in heard.words.items() if words["needs_others"]}
+    others = {rank: words for rank, words in heard.words.items() if rank not in waiting}
+    causes = [f"rank {rank}, which {_phrase(words)}" for rank, words in others.items()]
+    if heard.mute:
+        verb = "does" if len(heard.mute) == 1 else "do"
+        causes.append(f"{_list_ranks(heard.mute, num_ranks)}, which {verb} not answer")
+    if not waiting:
+        return "; ".join(cause.replace(", which", "") for cause in causes)
+    by_text: dict[str, list[int]] = {}
+    for rank, words in waiting.items():
+        by_text.setdefault(words["text"], []).append(rank)
+    groups = [
+        f"{_list_ranks(ranks, num_ranks)} {'waits' if len(ranks) == 1 else 'wait'} {text}"
+        for text, ranks in by_text.items()
+    ]
+    first = min(words["since"] for words in waiting.values())
+    whom = f"for {' and '.join(causes)}" if causes else f"since {first}"
+    return f"{' and '.join(groups)} {whom}"
+
+
+def _phrase(words: Mapping[str, Any]) -> str:
+    verb = "waits " if words["needs_others"] else ""
+    return f"{verb}{words['text']} since {words['since']}"
+
+
+def _list_ranks(ranks: Sequence[int], num_ranks: int) -> str:
+    """Return ranks in words, with the first and last one of three and more in a row."""
+    if len(ranks) == num_ranks:
+        return "all ranks"
+    parts: list[str] = []
+    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
+        row = [str(rank) for _, rank in run]
+        parts += [f"{row[0]} to {row[-1]}"] if len(row) > 2 else row
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(parts)}"
+
+
+@contextmanager
+def showing_stacks() -> Iterator[None]:
+    """Write the stacks of all threads to stderr at each SIGQUIT in the block, and go on.
+
+    Loader workers that are forked in the block do so, too. What the script has made of this signal
+    stays.
+    """
+    number = getattr(signal, "SIGQUIT", None)
+    if number is None or signal.getsignal(number) is not signal.SIG_DFL or _is_caught(number):
+        yield
+        return
+    try:
+        faulthandler.register(number, sys.stderr)
+    except (AttributeError, OSError, RuntimeError, ValueError):  # a stderr without a descriptor
+        yield
+        return
+    try:
+        yield
+    finally:
+        faulthandler.unregister(number)
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether a handler in C has a signal, as far as the system says so."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return False
+    [masks] = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
+    return bool(int(masks, 16) >> (number - 1) & 1)

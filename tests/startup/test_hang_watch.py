@@ -1,0 +1,326 @@
+"""A run that stands still says what it waits for; ranks that can speak say it once."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+import helios
+from helios import DataLoaderParams
+from helios.distributed.heartbeats import Heard
+from helios.startup.runs import hang_watch
+from helios.startup.runs.hang_watch import describe_ranks
+from tests.support.ranks import run_ranks
+
+SECONDS = 0.6
+# Threads of several ranks have to come to their turn in half of it.
+SECONDS_OF_RANKS = 1.5
+CLOCK = r"\d\d:\d\d:\d\d"
+
+
+class Lines(logging.Handler):
+    """The warnings of Helios."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("helios").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def wait_for(self, count: int) -> None:
+        """Wait until there are so many."""
+        deadline = time.monotonic() + 60
+        while len(self.texts) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    found = Lines()
+    yield found
+    logging.getLogger("helios").removeHandler(found)
+
+
+class Samples(Dataset[Any]):
+    """Some numbers; in a worker, one of them comes when a file is there."""
+
+    def __init__(self, gate: Path | None = None) -> None:
+        self.gate = gate
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        while index == 9 and self.gate is not None and not self.gate.exists():
+            time.sleep(0.01)
+        return torch.tensor([float(index)])
+
+
+class Data(helios.DataModule):
+    def __init__(self, num_workers: int = 0, gate: Path | None = None) -> None:
+        super().__init__()
+        self.num_workers = num_workers
+        self.gate = gate
+
+    def setup(self) -> None:
+        params = DataLoaderParams(batch_size=4, num_workers=self.num_workers)
+        self._train_dataset = self._create_dataset(Samples(self.gate), params)
+
+
+class Net(helios.Model):
+    unsaved = ("act",)
+
+    def __init__(self, act: Any = None) -> None:
+        super().__init__("net")
+        self.act = act
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4)
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+        if self.act is not None and state.global_iteration == 2:
+            self.act(self)
+        return self.net(batch).square().mean()
+
+
+def make_trainer(seconds: float | None = SECONDS, **options: Any) -> helios.Trainer:
+    return helios.Trainer(
+        total_steps=1, use_cpu=True, print_banner=False, hang_warning=seconds, **options
+    )
+
+
+@pytest.mark.shows("P139")
+def test_a_loader_that_hangs_is_named_again_and_again(tmp_path: Path, lines: Lines) -> None:
+    gate = tmp_path / "gate"
+
+    def open_gate() -> None:
+        lines.wait_for(2)
+        gate.touch()
+
+    opener = threading.Thread(target=open_gate)
+    opener.start()
+    assert make_trainer().fit(Net(), Data(num_workers=1, gate=gate))
+    opener.join()
+    wanted = rf"step 3: the training waits for its loader since {CLOCK}\."
+    assert len(lines.texts) == 2
+    assert all(re.fullmatch(wanted, text) for text in lines.texts)
+
+
+@pytest.mark.shows("P139")
+def test_code_of_the_user_is_named_by_what_helios_has_called(lines: Lines) -> None:
+    def helper(model: Net) -> None:
+        lines.wait_for(1)
+
+    assert make_trainer().fit(Net(helper), Data())
+    file = Path(__file__).name
+    wanted = rf"step 2: the training is in train_step \({file}\) since {CLOCK}\."
+    assert re.fullmatch(wanted, lines.texts[0])
+
+
+@pytest.mark.shows("P139")
+def test_a_preparation_that_hangs_is_named(lines: Lines) -> None:
+    class Slow(Data):
+        def prepare_data(self) -> None:
+            lines.wait_for(1)
+
+    assert make_trainer().fit(Net(), Slow())
+    assert lines.texts[0].startswith("Training has not begun: the training is in prepare_data (")
+
+
+@pytest.mark.shows("P139")
+def test_a_long_validation_that_moves_is_not_named(lines: Lines) -> None:
+    class Checked(Data):
+        def setup(self) -> None:
+            super().setup()
+            params = DataLoaderParams(batch_size=2)
+            self._valid_dataset = self._create_dataset(Samples(), params)
+
+    class Slow(Net):
+        def valid_step(self, batch: Any, step: int) -> None:
+            time.sleep(0.2)
+
+    begin = time.monotonic()
+    assert make_trainer(1.2, valid_frequency=1).fit(Slow(), Checked())
+    assert time.monotonic() - begin > 1.2
+    assert lines.texts == []
+
+
+def test_nobody_watches_who_does_not_want_it() -> None:
+    names: list[str] = []
+
+    def look(model: Net) -> None:
+        names.extend(thread.name for thread in threading.enumerate())
+
+    assert make_trainer(None).fit(Net(look), Data())
+    assert "helios-hang-watch" not in names
+    assert make_trainer().fit(Net(look), Data())
+    assert "helios-hang-watch" in names
+    assert "helios-hang-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+def _fit_with_late_rank(rank: int, late: int, said: Path, *, adds: bool = False) -> list[str]:
+    """Train on ranks of which one is late until rank 0 has said so; returns what this rank says."""
+    lines = Lines()
+
+    def report() -> None:
+        lines.wait_for(1)
+        said.touch()
+
+    if rank == 0:
+        threading.Thread(target=report, daemon=True).start()
+
+    def wait(model: Net) -> None:
+        while rank == late and not said.exists():
+            time.sleep(0.01)
+        if adds:
+            dist.all_reduce(torch.zeros(1))
+
+    assert make_trainer(SECONDS_OF_RANKS).fit(Net(wait), Data())
+    return lines.texts
+
+
+@pytest.mark.shows("P139")
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_wait_name_the_one_that_they_wait_for(late: int, tmp_path: Path) -> None:
+    found = run_ranks(_fit_with_late_rank, 3, late, tmp_path / "said")
+    others = "ranks 1, 2" if late == 0 else "ranks 0, 2"
+    text = (
+        rf"step 2: {others} wait in the exchange of gradients for rank {late}, which is in "
+        rf"train_step \({Path(__file__).name}\) since {CLOCK}\."
+    )
+    assert [bool(texts) for texts in found] == [True, False, False]
+    assert re.fullmatch(text, found[0][0])
+
+
+def _fit_beside_stopped_rank(rank: int, stopped: int, folder: Path) -> list[str]:
+    lines = Lines()
+
+    def stop(model: Net) -> None:
+        if rank == stopped:
+            (folder / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def go_on() -> None:
+        lines.wait_for(1)
+        os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
+
+    if rank != stopped:
+        threading.Thread(target=go_on, daemon=True).start()
+    assert make_trainer(SECONDS_OF_RANKS).fit(Net(stop), Data())
+    return lines.texts
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGSTOP")
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_said_not_to_answer(stopped: int, tmp_path: Path) -> None:
+    found = run_ranks(_fit_beside_stopped_rank, 2, stopped, tmp_path)
+    other = 1 - stopped
+    wanted = (
+        f"step 2: rank {other} waits in the exchange of gradients for rank {stopped}, "
+        "which does not answer."
+    )
+    assert found[other][0] == wanted
+
+
+def _say(text: str, *, needs_others: bool = False) -> dict[str, Any]:
+    return {"text": text, "needs_others": needs_others, "since": "11:17:47"}
+
+
+_GRADIENTS = _say("in the exchange of gradients", needs_others=True)
+_LOADER = _say("waits for its loader")
+
+
+@pytest.mark.parametrize(
+    ("words", "mute", "text"),
+    [
+        (
+            {0: _GRADIENTS, 1: _LOADER, 2: _GRADIENTS, 3: _GRADIENTS},
+            [],
+            "ranks 0, 2, 3 wait in the exchange of gradients for rank 1, which waits for its "
+            "loader since 11:17:47",
+        ),
+        (
+            {0: _GRADIENTS, 1: _GRADIENTS, 2: _GRADIENTS, 4: _LOADER},
+            [3, 5],
+            "ranks 0 to 2 wait in the exchange of gradients for rank 4, which waits for its "
+            "loader since 11:17:47 and ranks 3, 5, which do not answer",
+        ),
+        (
+            {0: _GRADIENTS, 1: _say("in an agreement", needs_others=True)},
+            [],
+            "rank 0 waits in the exchange of gradients and rank 1 waits in an agreement since "
+            "11:17:47",
+        ),
+        ({0: _GRADIENTS, 1: _GRADIENTS}, [], "all ranks wait in the exchange of gradients since "
+         "11:17:47"),
+        (
+            {0: _say("saves"), 1: _LOADER},
+            [],
+            "rank 0 saves since 11:17:47; rank 1 waits for its loader since 11:17:47",
+        ),
+    ],
+)  # fmt: skip
+def test_who_waits_for_whom(words: dict[int, Any], mute: list[int], text: str) -> None:
+    assert describe_ranks(Heard(words, mute), len(words) + len(mute)) == text
+
+
+def test_the_modules_that_are_named_exist() -> None:
+    """Else a file that moves would make a rank wait in "advance (epoch.py)"."""
+    for name in (*hang_watch._PEERS, *hang_watch._OWN):
+        importlib.import_module(name)
+    assert set(hang_watch._PATIENCE) <= set(hang_watch._OWN)
+
+
+def _add_in_step(rank: int, said: Path) -> list[str]:
+    return _fit_with_late_rank(rank, 1, said, adds=True)
+
+
+@pytest.mark.shows("P139")
+def test_a_collective_of_the_user_is_named_by_its_function(tmp_path: Path) -> None:
+    first, _ = run_ranks(_add_in_step, 2, tmp_path / "said")
+    step = f"train_step ({Path(__file__).name})"
+    wanted = f"step 2: rank 0 waits in a collective of {step} for rank 1, which is in {step} since "
+    assert first[0].startswith(wanted)
+
+
+_STACKS = """
+import os, signal, sys, helios
+from tests.startup.test_hang_watch import Data, Net, make_trainer
+
+def show(model):
+    os.kill(os.getpid(), signal.SIGQUIT)
+
+if sys.argv[1] == "own":
+    signal.signal(signal.SIGQUIT, lambda *_: print("mine", file=sys.stderr))
+make_trainer().fit(Net(show), Data())
+print("it went on", file=sys.stderr)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGQUIT"), reason="the system has no SIGQUIT")
+@pytest.mark.parametrize("kind", ["default", "own"])
+def test_sigquit_shows_all_stacks_and_the_training_goes_on(kind: str) -> None:
+    command = [sys.executable, "-c", _STACKS, kind]
+    environment = {**os.environ, "PYTHONPATH": str(Path(helios.__file__ or "").parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "it went on" in done.stderr
+    assert ("mine" in done.stderr) == (kind == "own")
+    assert (" in train_step" in done.stderr) == (kind == "default")
