@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests import leaks
-from tests.support import garbage as garbage
 from tests.support import tier, tracked
 
 # To import inductor would start processes that stay, in PyTorch 2.6.

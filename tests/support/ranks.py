@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 # Imported once in the server; what is not found there is imported by each process.
 _PRELOADED = [
-    "tests.support.garbage",
     "torch",
     "torch.distributed",
     "torch._dynamo",
