@@ -15,6 +15,7 @@ works. A message says what was wrong, what was found and what to do::
     ├── RankError (RuntimeError)              another process of the training failed or exited
     ├── SaveError (OSError)                   the last checkpoint of a run could not be written
     ├── StateError (RuntimeError)             state that cannot be saved, is missing or unexpected
+    ├── WorkerError (RuntimeError)            a worker of a loader does not start
     └── CheckpointError (RuntimeError)        a checkpoint cannot be used
         ├── DamagedCheckpointError            its file or its sidecar is damaged
         ├── FolderInUseError                  another run is writing to the folder
@@ -75,6 +76,10 @@ class SaveError(HeliosError, OSError):
 
 class StateError(HeliosError, RuntimeError):
     """A part of the training state cannot be saved, is missing or is unexpected."""
+
+
+class WorkerError(HeliosError, RuntimeError):
+    """A worker of a loader does not start."""
 
 
 class CheckpointError(HeliosError, RuntimeError):

@@ -1342,7 +1342,7 @@ FAULTS = (
     ),
     Fault(
         "a worker outlives a training that was killed while it started",
-        "helios/data/loader.py",
+        "helios/data/workers.py",
         "        _end_without_parent()\n        ignore",
         "        ignore",
         "tests/data/test_loader.py"
@@ -1851,7 +1851,7 @@ FAULTS = (
     ),
     Fault(
         "a worker minds signals",
-        "helios/data/loader.py",
+        "helios/data/workers.py",
         "        ignore_signals(self._ignored or noted_signals())",
         "        noted_signals()",
         f"{SIGNALS}::test_workers_do_not_mind_what_is_sent_to_all_processes_of_a_job",

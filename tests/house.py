@@ -123,12 +123,14 @@ NUMBERS = {"num_replicas", "num_processes", "world_size"}
 GETTERS = {"state_dict", "get_extra_state", "capture", "collect_states", "snapshot"}
 PROPERTIES = {"property", "cached_property", "functools.cached_property"}
 # What getters keep for themselves: a generator that is set when it is asked for, a length that is
-# counted again, an object that is made late, what was warned of, a table that is found again.
+# counted again, an object that is made late, what was warned of, a table that is found again, the
+# process that takes the place of one that hangs.
 KEPT_BY_GETTERS = {
     ("core/rng.py", "is_taken"),
     ("core/rng.py", "pending"),
     ("core/rng.py", "_generator.bit_generator.state"),
     *(("data/samplers.py", name) for name in ("_length", "num_samples", "total_size")),
+    *(("data/workers.py", name) for name in ("_job", "_link", "_process")),
     ("engines/engine.py", "_scaler"),
     ("run_state/discovery.py", "_named"),
     ("run_state/owner_states.py", "_shared"),

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from helios.core import rng
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
 from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
-from helios.data.loader import WorkerInit, end_workers
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
 from helios.data.shard import LONE, Shard
-from helios.data.worker_start import naming_culprits
+from helios.data.workers import WorkerInit, end_workers, reporting, starting_workers
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.protocols import Stateful
 
@@ -279,7 +278,7 @@ def _count_batches(loader: Any) -> int | None:
 def _iterate(loader: Iterable[Any]) -> Iterator[Any]:
     if not isinstance(loader, DataLoader):
         return iter(loader)
-    with naming_culprits(loader.dataset, loader):
+    with starting_workers(loader.dataset, loader), reporting(loader):
         return iter(loader)
 
 

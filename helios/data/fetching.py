@@ -17,10 +17,11 @@ from helios.core import rng
 from helios.core.equality import same
 from helios.data.interfaces import BatchIterator, make_cut_error, run_on_one_thread
 from helios.data.keyed import BatchedDataset
-from helios.data.loader import KeyedLoader, end_workers
+from helios.data.loader import KeyedLoader
 from helios.data.order import Position
 from helios.data.shard import NO_BATCH
 from helios.data.sharding_plan import ReplicaIndices, ShardedIteration, ShardingPlan
+from helios.data.workers import end_workers
 from helios.storage.content_hash import look_safely
 
 _INT = frozenset((int,))

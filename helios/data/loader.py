@@ -6,12 +6,9 @@ In a user's own loop, such a loader behaves like any DataLoader; a trainer uses 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sized
-from multiprocessing.context import BaseContext, Process
-from multiprocessing.process import BaseProcess
-from typing import Any, Protocol, TypeAlias, final, runtime_checkable
+from multiprocessing.context import BaseContext
+from typing import Any, TypeAlias, final
 
 import torch
 from torch.utils.data import (
@@ -22,7 +19,6 @@ from torch.utils.data import (
 
 from helios.core import rng
 from helios.core.registry import Registry
-from helios.core.signal_watch import ignore_signals, noted_signals
 from helios.data.keyed import KeyedBatchSampler, KeyedDataset, Walk
 from helios.data.mixture import Mixture, check_mixture
 from helios.data.noted_batches import NotingCollate
@@ -39,7 +35,7 @@ from helios.data.samplers import (
 )
 from helios.data.stream import Stream
 from helios.data.stream_reading import StreamLoader
-from helios.data.worker_start import naming_culprits
+from helios.data.workers import WorkerContext, WorkerInit, end_workers, starting_workers
 from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
 
@@ -48,15 +44,6 @@ LoaderPair: TypeAlias = tuple[DataLoader[Any], ResumableSamplerType | None]
 DATASET_REGISTRY = Registry("dataset")
 COLLATE_FN_REGISTRY = Registry("collate_fn")
 COLLATE_FN_REGISTRY.register(default_collate)
-
-
-@runtime_checkable
-class _HasWorkers(Protocol):
-    """The iterator of a DataLoader with workers, PyTorch's or a similar one."""
-
-    _workers: list[BaseProcess]
-
-    def _shutdown_workers(self) -> None: ...
 
 
 def create_dataset(type_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -77,38 +64,6 @@ def create_collate_fn(type_name: str, *args: Any, **kwargs: Any) -> Callable[[An
     found = COLLATE_FN_REGISTRY.get(type_name)
     collate_fn: Callable[[Any], Any] = found(*args, **kwargs) if isinstance(found, type) else found
     return collate_fn
-
-
-@final
-class WorkerInit:
-    """Seeds ``random`` and the default NumPy generator in a worker, then calls the user's function.
-
-    A worker ignores the signals that the training process handles: they are often sent to all
-    processes of a job, and training needs its workers until it has saved.
-
-    Args:
-        user_init: the user's ``worker_init_fn``; called with the worker's number.
-    """
-
-    def __init__(self, user_init: Callable[[int], Any] | None) -> None:
-        self._user_init = user_init
-        self._ignored: tuple[int, ...] = ()
-        self._keys_numpy_global = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes, with what a spawned worker does not get from its parent."""
-        own = {"_ignored": noted_signals(), "_keys_numpy_global": rng.keys_numpy_global()}
-        return vars(self) | own
-
-    def __call__(self, worker_id: int) -> None:
-        """Initialize the current worker."""
-        _end_without_parent()
-        ignore_signals(self._ignored or noted_signals())
-        if self._keys_numpy_global:
-            rng.key_numpy_global(True)
-        rng.seed_rngs(torch.initial_seed() % 2**32, skip_torch=True)
-        if self._user_init is not None:
-            self._user_init(worker_id)
 
 
 @final
@@ -142,7 +97,10 @@ class KeyedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._is_by_hand = True
-        return super().__iter__() if self.num_workers else self._iterate_here(super().__iter__())
+        if not self.num_workers:
+            return self._iterate_here(super().__iter__())
+        with starting_workers(self.keyed_dataset.dataset, self.params):
+            return super().__iter__()
 
     def start(self, position: Position, walk: Walk) -> Iterator[Any]:
         """Start PyTorch's own iteration; persistent workers are reused, if a trainer started them.
@@ -160,7 +118,7 @@ class KeyedLoader(DataLoader[Any]):
         collate = self.collate_fn
         self.collate_fn = NotingCollate(collate, self.keyed_dataset)
         try:
-            with naming_culprits(self.keyed_dataset.dataset, self.params):
+            with starting_workers(self.keyed_dataset.dataset, self.params):
                 return super().__iter__()
         finally:
             self.batches.seek(None)
@@ -181,33 +139,6 @@ class KeyedLoader(DataLoader[Any]):
             finally:
                 rng.load_states(found)
             yield batch
-
-
-def end_workers(iterator: object) -> None:
-    """End the workers of PyTorch's iterator and wait for them; does nothing for other objects.
-
-    Otherwise they end when the iterator is garbage-collected, which a traceback can delay.
-    """
-    if isinstance(iterator, _HasWorkers):
-        iterator._shutdown_workers()  # noqa: SLF001 - PyTorch has no public way
-        for worker in iterator._workers:  # noqa: SLF001
-            # A hanging worker may ignore the SIGTERM that it got.
-            if worker.is_alive():
-                worker.kill()
-
-
-def _end_without_parent() -> None:
-    """End this worker if the training process was killed while the worker was starting.
-
-    PyTorch's own watchdog starts later and would take the process that adopted the worker for the
-    training process; the worker would wait forever and keep inherited resources open.
-    """
-    parent, kind = multiprocessing.parent_process(), type(multiprocessing.current_process())
-    method = multiprocessing.get_start_method(allow_none=True) if kind is Process else ""
-    # With forkserver, the server starts the worker, and ends with the training process.
-    is_served = method == "forkserver" or kind.__name__ == "ForkServerProcess"
-    if parent is not None and not is_served and os.getppid() != parent.pid:
-        os._exit(1)
 
 
 def create_dataloader(
@@ -376,12 +307,13 @@ def _build_streaming(
 
 def _loader_options(params: DataLoaderParams) -> dict[str, Any]:
     """Return the options that do not affect the order, under PyTorch's names."""
+    context = WorkerContext(params.multiprocessing_context) if params.num_workers else None
     return {
         "num_workers": params.num_workers,
         "collate_fn": params.collate_fn,
         "pin_memory": params.pin_memory and _can_pin(),
         "worker_init_fn": WorkerInit(params.worker_init_fn),
-        "multiprocessing_context": params.multiprocessing_context,
+        "multiprocessing_context": context,
         "prefetch_factor": params.prefetch_factor,
         "persistent_workers": params.persistent_workers,
         # Without one, iter(loader) would draw from the default generator and advance it.

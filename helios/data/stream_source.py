@@ -16,11 +16,10 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 from helios.core import rng
 from helios.data.fingerprint import describe_class, find_fingerprint
 from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
-from helios.data.loader import end_workers
 from helios.data.order import Position
 from helios.data.shard import LONE, NO_BATCH, Shard
 from helios.data.stream_reading import Read, StreamLoader, StreamPlan, StreamReader
-from helios.data.worker_start import naming_culprits
+from helios.data.workers import end_workers, starting_workers
 from helios.errors import ArgumentError, StateError
 from helios.protocols import Stateful
 
@@ -363,7 +362,7 @@ def _open(loader: StreamLoader, reader: StreamReader, num_workers: int) -> Itera
     workers: DataLoader[Any] = DataLoader(
         reader, batch_size=None, **{**options, "collate_fn": _as_it_is}
     )
-    with naming_culprits(loader.stream, loader.params):
+    with starting_workers(loader.stream, loader.params):
         return iter(workers)
 
 

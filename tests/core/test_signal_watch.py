@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helios.core import signal_watch
 from helios.core.signal_watch import SignalReceiver, held_back, noted_signals, signal_name
-from helios.data.loader import WorkerInit, end_workers
+from helios.data.workers import WorkerInit, end_workers
 
 ECHO = 0.2
 FORK = multiprocessing.get_context("fork")

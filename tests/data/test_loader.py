@@ -23,7 +23,6 @@ from helios.data import (
     create_dataset,
 )
 from helios.data.keyed import KeyedBatchSampler
-from helios.data.loader import WorkerInit
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
@@ -31,6 +30,7 @@ from helios.data.samplers import (
 )
 from helios.data.shard import NO_BATCH, Shard
 from helios.data.source import open_source
+from helios.data.workers import WorkerInit
 from helios.errors import ArgumentError, ArgumentTypeError
 from tests.data.datasets import FETCH, Indices, as_lists, walk, walk_shares
 

@@ -164,7 +164,7 @@ def the_script_goes_on_with_the_numbers_of_the_last_key(numpy_global_kept):
 
 
 @fault(
-    "helios.data.loader:WorkerInit.__getstate__",
+    "helios.data.workers:WorkerInit.__getstate__",
     "tests/integration/test_data.py::test_workers_that_are_spawned_change_no_bit",
 )
 def spawned_workers_do_not_know_that_keys_seed_numpy(getstate, init):

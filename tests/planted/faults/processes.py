@@ -7,6 +7,7 @@ from tests.planted.planting import fault
 LAUNCHER = "tests/launch/test_launcher.py"
 SIGNALS = "tests/distributed/test_signals.py"
 WATCH = "tests/core/test_signal_watch.py"
+WORKERS = "tests/data/test_workers.py"
 
 
 @fault(
@@ -99,4 +100,39 @@ def a_rank_that_waits_is_in_helios(find_known, module):
     f"{HANGS}::test_ranks_that_wait_name_the_one_that_they_wait_for",
 )
 def ranks_that_wait_do_not_speak_with_each_other(post, heartbeats, words):
+    return None
+
+
+WORKERS = "tests/data/test_workers.py"
+
+
+@fault(
+    "helios.data.workers:_Glance.may_advance",
+    f"{WORKERS}::test_a_worker_that_makes_progress_is_waited_for",
+)
+def a_worker_that_computes_is_taken_for_one_that_hangs(may_advance, look, before):
+    return False
+
+
+@fault(
+    "helios.data.workers:WorkerContext.record_start",
+    f"{WORKERS}::test_after_a_slow_worker_the_patience_is_longer",
+)
+def a_slow_worker_makes_nobody_wait_longer(record_start, context, seconds):
+    return None
+
+
+@fault(
+    "helios.data.workers:_describe_end",
+    f"{WORKERS}::test_the_line_says_what_was_seen",
+)
+def it_is_not_said_which_signal_ended_a_worker(describe_end, process):
+    return describe_end(process)._replace(text=f"process {process.pid} has ended")
+
+
+@fault(
+    "helios.data.workers:_end_begun",
+    f"{WORKERS}::test_ctrl_c_ends_the_wait",
+)
+def workers_that_had_begun_survive_an_error_of_a_later_one(end_begun, iterator):
     return None

@@ -1,0 +1,491 @@
+"""Starts the workers of PyTorch's loaders, and replaces those that do not begin; ends them, too.
+
+A forked worker inherits the locks that other threads of the training process hold at that moment,
+and may wait for one of them forever (python/cpython#112275, pytorch/pytorch#75147). So each worker
+reports before it gets any work. One that does not is killed and started again, which no batch can
+notice: the queues of a pass are still empty then.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext, Process
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import register_after_fork
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader
+
+from helios.core import rng
+from helios.core.signal_watch import ignore_signals, noted_signals, signal_name
+from helios.data.params import DataLoaderParams
+from helios.data.worker_start import naming_culprits
+from helios.distributed.collectives import get_global_rank
+from helios.errors import WorkerError
+
+_LOGGER = logging.getLogger(__name__)
+FORKED_PATIENCE, FRESH_PATIENCE = 20.0, 120.0
+"""Seconds without progress after which a worker is replaced. One that is not forked imports the
+user's script, perhaps from a slow disk."""
+_LONGEST = 10
+"""How many times as long a worker may take that makes progress."""
+_SLOWER = 4
+"""How many times as long as the slowest worker so far each one may take."""
+_ATTEMPTS = 4
+_PAUSE = 1.0
+_REAPING_SECONDS = 10.0
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped"}
+
+
+@runtime_checkable
+class _HasWorkers(Protocol):
+    """The iterator of a DataLoader with workers, PyTorch's or a similar one."""
+
+    _workers: list[BaseProcess]
+
+    def _shutdown_workers(self) -> None: ...
+
+
+@contextmanager
+def starting_workers(
+    dataset: object, options: DataLoaderParams | DataLoader[Any]
+) -> Iterator[None]:
+    """Start the workers of a loader; after an error, end those that had started.
+
+    Args:
+        dataset: the user's data set.
+        options: the options of its loader.
+
+    Raises:
+        UsageError: if something that workers get cannot be pickled.
+        WorkerError: if a worker does not start.
+    """
+    try:
+        with naming_culprits(dataset, options):
+            yield
+    except BaseException as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            _end_begun(frame.f_locals.get("self"))
+        raise
+
+
+@contextmanager
+def reporting(loader: DataLoader[Any]) -> Iterator[None]:
+    """Let workers report that a loader starts which Helios did not create.
+
+    One with an iteration of its own is left alone. So is the worker's initialization by the user:
+    workers report before it.
+    """
+    found = loader.multiprocessing_context
+    is_plain = type(loader).__iter__ is DataLoader.__iter__ and loader.num_workers > 0
+    if not is_plain or isinstance(found, WorkerContext):
+        yield
+        return
+    loader.multiprocessing_context = WorkerContext(found)
+    try:
+        yield
+    finally:
+        loader.multiprocessing_context = found
+
+
+def _end_begun(iterator: object) -> None:
+    """End the workers of an iterator in whose making an error was raised."""
+    if isinstance(iterator, _HasWorkers) and "_workers_status" not in vars(iterator):
+        for worker in iterator._workers:  # noqa: SLF001 - PyTorch has no public way
+            worker.kill()
+        # PyTorch's own way reads what it would have set next.
+        vars(iterator)["_workers_status"] = [False] * len(iterator._workers)  # noqa: SLF001
+        end_workers(iterator)
+
+
+def end_workers(iterator: object) -> None:
+    """End the workers of PyTorch's iterator and wait for them; does nothing for other objects.
+
+    Otherwise they end when the iterator is garbage-collected, which a traceback can delay.
+    """
+    if isinstance(iterator, _HasWorkers):
+        iterator._shutdown_workers()  # noqa: SLF001 - PyTorch has no public way
+        for worker in iterator._workers:  # noqa: SLF001
+            # A hanging worker may ignore the SIGTERM that it got.
+            if worker.is_alive():
+                worker.kill()
+
+
+@final
+class WorkerInit:
+    """Seeds ``random`` and the default NumPy generator in a worker, then calls the user's function.
+
+    A worker ignores the signals that the training process handles: they are often sent to all
+    processes of a job, and training needs its workers until it has saved.
+
+    Args:
+        user_init: the user's ``worker_init_fn``; called with the worker's number.
+    """
+
+    def __init__(self, user_init: Callable[[int], Any] | None) -> None:
+        self._user_init = user_init
+        self._ignored: tuple[int, ...] = ()
+        self._keys_numpy_global = False
+        self._report: Callable[[], object] = bool
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes, with what a spawned worker does not get from its parent."""
+        own = {"_ignored": noted_signals(), "_keys_numpy_global": rng.keys_numpy_global()}
+        return vars(self) | own
+
+    def __call__(self, worker_id: int) -> None:
+        """Initialize the current worker."""
+        _end_without_parent()
+        ignore_signals(self._ignored or noted_signals())
+        if self._keys_numpy_global:
+            rng.key_numpy_global(True)
+        rng.seed_rngs(torch.initial_seed() % 2**32, skip_torch=True)
+        # By now PyTorch has set the number of threads and seeded, where locks may be held forever.
+        # The user's function may take its time.
+        self._report()
+        if self._user_init is not None:
+            self._user_init(worker_id)
+
+    def report_by(self, report: Callable[[], object]) -> None:
+        """Set the function that is called, in this process, when Helios' own part is done."""
+        self._report = report
+
+
+def _end_without_parent() -> None:
+    """End this worker if the training process was killed while the worker was starting.
+
+    PyTorch's own watchdog starts later and would take the process that adopted the worker for the
+    training process; the worker would wait forever and keep inherited resources open.
+    """
+    parent, kind = multiprocessing.parent_process(), type(multiprocessing.current_process())
+    method = multiprocessing.get_start_method(allow_none=True) if kind is Process else ""
+    # With forkserver, the server starts the worker, and ends with the training process.
+    is_served = method == "forkserver" or kind.__name__ == "ForkServerProcess"
+    if parent is not None and not is_served and os.getppid() != parent.pid:
+        os._exit(1)
+
+
+@final
+class WorkerContext(BaseContext):
+    """The context of a loader, whose workers report when they have begun.
+
+    Args:
+        given: the user's context, which makes the queues and processes: its name, an object, or
+            ``None`` for the default.
+    """
+
+    def __init__(self, given: str | BaseContext | None = None) -> None:
+        self._given = given
+        self._slowest = 0.0
+
+    @property
+    def _inner(self) -> Any:
+        # Chosen when a pass starts, as by PyTorch: a script may set the default until then.
+        if self._given is None:
+            return torch.multiprocessing
+        if isinstance(self._given, str):
+            return multiprocessing.get_context(self._given)
+        return self._given
+
+    @property
+    def patience(self) -> float:
+        """Seconds without progress after which a worker is replaced."""
+        is_forked = self.get_start_method() == "fork"
+        least = FORKED_PATIENCE if is_forked else FRESH_PATIENCE
+        return max(least, _SLOWER * self._slowest)
+
+    def record_start(self, seconds: float) -> None:
+        """Wait longer for workers from now on, if one took long."""
+        self._slowest = max(self._slowest, seconds)
+
+    def make_process(self, target: Callable[..., object], *args: Any, **options: Any) -> Any:
+        """Return a process of the user's context, which is not started yet."""
+        return self._inner.Process(target=target, args=args, **options)
+
+    def get_context(self, method: str | None = None) -> Any:
+        """Return the context itself, or that of another method."""
+        return self if method is None else multiprocessing.get_context(method)
+
+    def get_start_method(self, allow_none: bool = False) -> Any:
+        """Return how processes are started: ``"fork"``, ``"forkserver"`` or ``"spawn"``."""
+        return self._inner.get_start_method(allow_none)
+
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - the name in multiprocessing
+        """Return a queue of the user's context."""
+        return self._inner.Queue(maxsize)
+
+    def Event(self) -> Any:  # noqa: N802
+        """Return an event of the user's context."""
+        return self._inner.Event()
+
+    def Process(  # noqa: N802
+        self,
+        *,
+        target: Callable[..., object],
+        args: Sequence[Any] = (),
+        **options: Any,
+    ) -> Worker:
+        """Return a worker, which is not started yet."""
+        return Worker(self, target, args, options)
+
+
+class _Obstacle(NamedTuple):
+    """Why a worker has not begun.
+
+    Attributes:
+        text: what was seen of the process, as a clause.
+        has_exited: whether it ended by itself, probably after an error, as it will again.
+    """
+
+    text: str
+    has_exited: bool = False
+
+
+@final
+class Worker:
+    """A worker, as PyTorch uses a process; another process takes the place of one that hangs.
+
+    Args:
+        context: creates the processes.
+        target: what a worker does.
+        args: its arguments.
+        options: other options of a process.
+
+    Attributes:
+        daemon: whether it ends with the training process.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        target: Callable[..., object],
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._context = context
+        self._job: tuple[Any, ...] = (target, args)
+        self._options = options
+        self._process: Any = None
+        self._link: Connection | None = None
+        self.daemon = False
+
+    def start(self) -> None:
+        """Start a process, without waiting: workers begin at the same time."""
+        ours, theirs = multiprocessing.Pipe()
+        # Workers that are forked later inherit it.
+        register_after_fork(ours, Connection.close)
+        make = self._context.make_process
+        process = make(_work, theirs, *self._job, daemon=self.daemon, **self._options)
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._process, self._link = process, ours
+
+    def finish_start(self) -> None:
+        """Wait until the worker has begun; another process takes the place of one that does not.
+
+        Raises:
+            WorkerError: after several processes in a row that did not begin.
+        """
+        patience, seen = self._context.patience, list[_Obstacle]()
+        while self._link is not None:
+            obstacle = self._await(self._link, patience)
+            if obstacle is None:
+                # The data set must not live as long as the worker's object.
+                self._job = ()
+                break
+            self.kill()
+            seen.append(obstacle)
+            is_hopeless = len(seen) > 1 and seen[-1].has_exited and seen[-2].has_exited
+            if is_hopeless or len(seen) == _ATTEMPTS:
+                raise self._make_error(seen)
+            # Ranks other than 0 show errors only.
+            level = logging.ERROR if get_global_rank() else logging.WARNING
+            _LOGGER.log(level, "A loader worker did not start: %s. It is replaced.", obstacle.text)
+            patience *= 2
+            self.start()
+
+    def _await(self, link: Connection, patience: float) -> _Obstacle | None:
+        """Let the worker work as soon as it reports; returns what was seen if it does not."""
+        process = self._process
+        pause = min(_PAUSE, patience / 10)
+        # Not by a clock, which goes on while the whole job is suspended.
+        waited = idle = 0.0
+        before = _Glance()
+        while idle < patience and before.seconds < _LONGEST * patience:
+            ready = wait([link, process.sentinel], pause)
+            if link in ready and _let_work(link):
+                self._link = None
+                self._context.record_start(waited)
+                return None
+            if ready or not process.is_alive():
+                return _describe_end(process)
+            waited += pause
+            now = _glance(process.pid)
+            idle = 0.0 if now.may_advance(before) else idle + pause
+            before = now
+        return _Obstacle(f"process {process.pid} did not answer for {waited:.3g} s{before}")
+
+    def _make_error(self, seen: Sequence[_Obstacle]) -> WorkerError:
+        texts = "; ".join(obstacle.text for obstacle in seen)
+        remedy = "Read its error above"
+        if not seen[-1].has_exited:
+            remedy = "Look for what it waits for"
+            if self._context.get_start_method() == "fork":
+                remedy = (
+                    'Pass multiprocessing_context="forkserver", whose workers inherit no locks '
+                    "of other threads"
+                )
+        return WorkerError(
+            f"A loader worker must start, but {len(seen)} processes in a row did not: {texts}. "
+            f"{remedy}, or pass num_workers=0."
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id, when the worker has begun; ``None`` before its start.
+
+        PyTorch asks for it when it has started all workers, before it gives them any work. Nothing
+        else would wait for those of a user's own loop.
+        """
+        self.finish_start()
+        return None if self._process is None else self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """The process's exit code; ``None`` while it runs."""
+        return None if self._process is None else self._process.exitcode
+
+    @property
+    def name(self) -> str:
+        """The process's name; empty before it has begun."""
+        return "" if self._process is None else self._process.name
+
+    @property
+    def sentinel(self) -> int:
+        """What becomes ready when the process ends."""
+        sentinel: int = self._process.sentinel
+        return sentinel
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.is_alive()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process has ended."""
+        if self._process is not None:
+            self._process.join(timeout)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process; one that has not begun leaves nothing behind."""
+        if self._process is None:
+            return
+        self._process.kill()
+        if self._link is not None:
+            self._process.join(_REAPING_SECONDS)
+            if self._process.exitcode is not None:
+                self._process.close()
+            self._link.close()
+            self._process = self._link = None
+
+
+def _work(
+    theirs: Connection, target: Callable[..., object], args: Sequence[Any], **kwargs: Any
+) -> None:
+    """Be a worker: report, and then do its work."""
+    report = partial(_report, theirs)
+    for arg in args:
+        if isinstance(arg, WorkerInit):
+            arg.report_by(report)
+            break
+    else:
+        report()
+    target(*args, **kwargs)
+
+
+def _report(theirs: Connection) -> None:
+    """Say that this worker has begun, and wait until it may take work from its queue.
+
+    Otherwise a worker that reports too late could be killed while it holds the lock of its queue.
+    """
+    try:
+        theirs.send_bytes(b"begun")
+        while not theirs.poll(_PAUSE):
+            _end_without_parent()
+        theirs.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+    theirs.close()
+
+
+def _let_work(link: Connection) -> bool:
+    """Receive a worker's report and answer it; returns False if it has ended."""
+    try:
+        link.recv_bytes()
+        link.send_bytes(b"go")
+    except (EOFError, OSError):
+        return False
+    link.close()
+    return True
+
+
+def _describe_end(process: Any) -> _Obstacle:
+    process.join(_REAPING_SECONDS)
+    code = process.exitcode
+    if code is None or code >= 0:
+        return _Obstacle(f"process {process.pid} ended with exit code {code}", has_exited=True)
+    return _Obstacle(f"process {process.pid} was ended by {signal_name(-code)}")
+
+
+class _Glance(NamedTuple):
+    """What Linux says of a process; all empty elsewhere.
+
+    Attributes:
+        state: the letter of its state.
+        seconds: its CPU time.
+        place: the function of the kernel in which it waits.
+    """
+
+    state: str = ""
+    seconds: float = 0.0
+    place: str = ""
+
+    def may_advance(self, before: _Glance) -> bool:
+        """Whether it computes, or waits for a processor or a disk."""
+        return self.state in ("R", "D") or self.seconds != before.seconds
+
+    def __str__(self) -> str:
+        if not self.state:
+            return ""
+        place = f" in {self.place}" if self.place.strip("0") else ""
+        state = _STATES.get(self.state, self.state)
+        return f" ({state}{place}, {self.seconds:g} s of CPU time)"
+
+
+def _glance(pid: int) -> _Glance:
+    folder = Path(f"/proc/{pid}")
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        place = (folder / "wchan").read_text()
+    except OSError:
+        return _Glance()
+    ticks = int(fields[11]) + int(fields[12])
+    return _Glance(fields[0], ticks / os.sysconf("SC_CLK_TCK"), place)

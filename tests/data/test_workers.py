@@ -1,0 +1,252 @@
+"""Workers that do not start are replaced; nothing is waited for forever, and no bit changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from helios.core.signal_watch import SignalReceiver
+from helios.data import Stream, create_dataloader, workers
+from helios.data.source import open_source
+from helios.errors import WorkerError
+from helios.ledger.book import FILE_NAME
+from tests.data.datasets import FETCH, Augmented, Indices
+from tests.support import elastic, stuck_workers
+from tests.support.elastic import Elastic
+from tests.support.ranks import FORKSERVER, run_ranks
+from tests.support.stuck_workers import HangsWhenSent, count_files, forks
+
+# Machines with few processors would have fewer workers.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+LENGTH = 24
+LOGGER = "helios.data.workers"
+
+
+class Sent(Augmented):
+    """Samples with something that hangs where it is sent."""
+
+    def __init__(self, part: HangsWhenSent) -> None:
+        super().__init__(LENGTH)
+        self.part = part
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "FORKED_PATIENCE", 0.3)
+    monkeypatch.setattr(workers, "FRESH_PATIENCE", 2.0)
+
+
+def read(data: Any = None, *, num_workers: int = 2, method: Any = "fork", **options: Any) -> Any:
+    """Return two epochs of a loader as bytes."""
+    loader, sampler = create_dataloader(
+        Augmented(LENGTH) if data is None else data,
+        batch_size=4,
+        shuffle=True,
+        num_workers=num_workers,
+        pin_memory=False,
+        multiprocessing_context=method if num_workers else None,
+        **options,
+    )
+    source = open_source(loader, sampler, run_seed=7, purpose=FETCH)
+    try:
+        return [
+            torch.cat(found).numpy().tobytes()
+            for epoch in (0, 1)
+            for found in source.batches(epoch)
+        ]
+    finally:
+        source.close()
+
+
+def count_open() -> int:
+    """Count the open files when no thread of a queue closes one any more."""
+    gc.collect()
+    found = [-1]
+    while found[-3:].count(found[-1]) < 3:
+        time.sleep(0.05)
+        found.append(count_files())
+    return found[-1]
+
+
+def replaced(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert all(line.endswith("It is replaced.") for line in lines)
+    return lines
+
+
+@pytest.mark.shows("P140")
+@pytest.mark.parametrize(
+    ("acts", "num_workers", "options"),
+    [
+        ({1: stuck_workers.hang}, 1, {}),
+        ({2: stuck_workers.hang}, 2, {}),
+        ({3: stuck_workers.hang, 4: stuck_workers.hang}, 2, {}),
+        ({2: stuck_workers.stop, 5: stuck_workers.die}, 4, {}),
+        ({2: stuck_workers.hang}, 2, {"persistent_workers": True}),
+    ],
+)
+def test_a_worker_that_hangs_in_its_fork_is_replaced(
+    acts: Any, num_workers: int, options: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = read(num_workers=0)
+    assert read(num_workers=num_workers, **options) == expected
+    assert replaced(caplog) == []
+    before = count_open()
+    with forks(acts):
+        assert read(num_workers=num_workers, **options) == expected
+    lines = replaced(caplog)
+    assert len(lines) == len(acts)
+    assert all(line.startswith("A loader worker did not start: process ") for line in lines)
+    assert count_open() == before
+
+
+def test_the_line_says_what_was_seen(caplog: pytest.LogCaptureFixture) -> None:
+    with forks({1: stuck_workers.hang, 2: stuck_workers.stop, 3: stuck_workers.die}):
+        read(num_workers=1)
+    hung, stopped, killed = replaced(caplog)
+    assert "did not answer for 0." in hung
+    assert "(sleeping" in hung
+    assert "(stopped" in stopped
+    assert "was ended by SIGKILL" in killed
+
+
+@pytest.mark.shows("P140")
+@pytest.mark.parametrize("method", [FORKSERVER, pytest.param("spawn", marks=pytest.mark.full)])
+def test_a_worker_that_hangs_where_it_gets_its_data_is_replaced(
+    method: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with forks({}):
+        found = read(Sent(HangsWhenSent(tmp_path, stuck_workers.hang)), method=method)
+    assert found == read(num_workers=0)
+    assert len(replaced(caplog)) == 1
+
+
+def test_a_worker_that_fails_twice_is_an_error(tmp_path: Path) -> None:
+    data = Sent(HangsWhenSent(tmp_path, stuck_workers.fail, times=9))
+    with pytest.raises(WorkerError, match=r"but 2 processes.*exit code 1.*Read its error above"):
+        read(data, method="forkserver")
+
+
+@pytest.mark.shows("P140")
+@pytest.mark.parametrize("persistent_workers", [True, False])
+def test_workers_that_never_start_are_an_error(
+    *, persistent_workers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "FORKED_PATIENCE", 0.1)
+    before = count_open()
+    # The first worker begins, the second one never does.
+    with (
+        forks(dict.fromkeys(range(2, 20), stuck_workers.hang)),
+        pytest.raises(WorkerError, match=r"4 processes in a row did not.*\"forkserver\"") as caught,
+    ):
+        read(num_workers=2, persistent_workers=persistent_workers)
+    del caught
+    assert count_open() == before
+
+
+@pytest.mark.shows("P140")
+def test_ctrl_c_ends_the_wait() -> None:
+    before = count_open()
+    with forks({2: stuck_workers.interrupt_parent}), pytest.raises(KeyboardInterrupt) as caught:
+        read(num_workers=2)
+    del caught
+    assert count_open() == before
+
+
+@pytest.mark.shows("P140")
+def test_sigterm_is_noted_during_the_wait(caplog: pytest.LogCaptureFixture) -> None:
+    receiver = SignalReceiver([signal.SIGTERM])
+    with receiver.installed(), forks({2: stuck_workers.end_parent}):
+        assert read(num_workers=2) == read(num_workers=0)
+    assert receiver.first == "SIGTERM"
+    assert len(replaced(caplog)) == 1
+
+
+def test_a_worker_that_makes_progress_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with forks({1: stuck_workers.compute}):
+        read(num_workers=1)
+    assert replaced(caplog) == []
+
+
+def test_after_a_slow_worker_the_patience_is_longer() -> None:
+    context = workers.WorkerContext("fork")
+    assert context.patience == workers.FORKED_PATIENCE
+    context.record_start(100 * workers.FORKED_PATIENCE)
+    assert context.patience > 100 * workers.FORKED_PATIENCE
+    assert workers.WorkerContext("spawn").patience == workers.FRESH_PATIENCE
+
+
+def test_workers_inherit_no_pipe_of_another_one() -> None:
+    """Each inherits PyTorch's queues of those before it, as without us, and nothing else."""
+    growth = []
+    for context in ("fork", workers.WorkerContext("fork")):
+        count_open()
+        loader = DataLoader(Files(3), num_workers=3, multiprocessing_context=context)
+        first, second, third = (int(batch) for batch in loader)
+        growth.append((second - first, third - second))
+    assert growth[0] == growth[1]
+
+
+class Files(Indices):
+    def __getitem__(self, index: int) -> int:
+        return count_files()
+
+
+def read_part(index: int, count: int) -> Any:
+    return iter(torch.arange(8.0))
+
+
+@pytest.mark.shows("P140")
+def test_streams_and_loaders_of_the_user_are_healed(caplog: pytest.LogCaptureFixture) -> None:
+    stream, _ = create_dataloader(
+        Stream(read_part), batch_size=4, num_workers=2, multiprocessing_context="fork"
+    )
+    own = DataLoader(Indices(8), 4, num_workers=2, multiprocessing_context="fork")
+    context = own.multiprocessing_context
+    for loader in (stream, own):
+        source = open_source(loader, None, run_seed=7, purpose=FETCH)
+        caplog.clear()
+        with forks({1: stuck_workers.hang}):
+            found = [batch for (batch,) in source.batches(0)]
+        assert torch.cat(found).tolist() == list(range(8))
+        assert len(replaced(caplog)) == 1
+    assert own.multiprocessing_context is context
+
+
+def test_a_loop_of_the_users_is_healed(caplog: pytest.LogCaptureFixture) -> None:
+    loader, _ = create_dataloader(Indices(8), num_workers=2, multiprocessing_context="fork")
+    with forks({2: stuck_workers.hang}):
+        assert [int(batch) for batch in loader] == list(range(8))
+    assert len(replaced(caplog)) == 1
+
+
+@pytest.mark.shows("P140")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_with_workers_that_hang_ends_with_the_same_bits(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    setting = Elastic(num_replicas=2, total_steps=20, chkpt_frequency=20)
+    elastic.train(tmp_path / "calm", setting)
+    setting = dataclasses.replace(setting, num_workers=1)
+    lines = run_ranks(_train_disturbed, num_ranks, tmp_path / "disturbed", setting)
+    assert all(len(found) == 2 for found in lines)
+    calm, disturbed = (tmp_path / name / "elastic" / FILE_NAME for name in ("calm", "disturbed"))
+    assert disturbed.read_bytes() == calm.read_bytes()
+
+
+def _train_disturbed(rank: int, folder: Path, setting: Elastic) -> list[str]:
+    workers.FORKED_PATIENCE = 0.5
+    lines: list[str] = []
+    logging.getLogger(LOGGER).addFilter(lambda record: lines.append(record.getMessage()) or True)
+    with forks({1 + rank: stuck_workers.hang, 3: stuck_workers.die}):
+        elastic.train(folder, setting)
+    return lines
