@@ -156,8 +156,13 @@ def test_workers_that_never_start_are_an_error(
 @pytest.mark.shows("P140")
 def test_ctrl_c_ends_the_wait() -> None:
     before = count_open()
-    with forks({2: stuck_workers.interrupt_parent}), pytest.raises(KeyboardInterrupt) as caught:
-        read(num_workers=2)
+    # A command in the background ignores it.
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with forks({2: stuck_workers.interrupt_parent}), pytest.raises(KeyboardInterrupt) as caught:
+            read(num_workers=2)
+    finally:
+        signal.signal(signal.SIGINT, found)
     del caught
     assert count_open() == before
 

@@ -250,11 +250,12 @@ def _list_ranks(ranks: Sequence[int], num_ranks: int) -> str:
 def showing_stacks() -> Iterator[None]:
     """Write the stacks of all threads to stderr at each SIGQUIT in the block, and go on.
 
-    Loader workers that are forked in the block do so, too. What the script has made of this signal
-    stays.
+    Loader workers that are forked in the block do so, too. A handler of the script's stays.
     """
     number = getattr(signal, "SIGQUIT", None)
-    if number is None or signal.getsignal(number) is not signal.SIG_DFL or _is_caught(number):
+    # A shell lets the commands that it runs in the background ignore it.
+    unhandled = (signal.SIG_DFL, signal.SIG_IGN)
+    if number is None or signal.getsignal(number) not in unhandled or _is_caught(number):
         yield
         return
     try:
