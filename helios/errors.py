@@ -15,7 +15,7 @@ works. A message says what was wrong, what was found and what to do::
     ├── RankError (RuntimeError)              another process of the training failed or exited
     ├── SaveError (OSError)                   the last checkpoint of a run could not be written
     ├── StateError (RuntimeError)             state that cannot be saved, is missing or unexpected
-    ├── WorkerError (RuntimeError)            a worker of a loader does not start
+    ├── WorkerError (RuntimeError)            a worker of a loader does not start, or dies
     └── CheckpointError (RuntimeError)        a checkpoint cannot be used
         ├── DamagedCheckpointError            its file or its sidecar is damaged
         ├── FolderInUseError                  another run is writing to the folder
@@ -79,7 +79,7 @@ class StateError(HeliosError, RuntimeError):
 
 
 class WorkerError(HeliosError, RuntimeError):
-    """A worker of a loader does not start."""
+    """A worker of a loader does not start, or dies again and again."""
 
 
 class CheckpointError(HeliosError, RuntimeError):

@@ -21,8 +21,17 @@ from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
 from helios.data.shard import LONE, Shard
-from helios.data.workers import WorkerInit, end_workers, reporting, starting_workers
-from helios.errors import ArgumentError, StateError, UsageError
+from helios.data.worker_recovery import MOST_DEATHS, warn_of_workers
+from helios.data.workers import (
+    WorkerInit,
+    describe_deaths,
+    end_workers,
+    kill_workers,
+    leave_watch,
+    reporting,
+    starting_workers,
+)
+from helios.errors import ArgumentError, StateError, UsageError, WorkerError
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
@@ -135,8 +144,8 @@ class ExternalSource(Source):
         if self._share.num_replicas > 1:
             self._seed_workers(position)
         if self._length is not None:
-            return _CountedBatches(self.loader, position, self._length)
-        return _ProbedBatches(self.loader, position, self)
+            return _CountedBatches(self, position, self._length)
+        return _ProbedBatches(self, position)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the loader's length, if it can be trusted."""
@@ -195,6 +204,18 @@ class ExternalSource(Source):
     def read_state(self) -> dict[str, Any] | None:
         """Return a copy of the loader's current state."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+
+    def go_back(self) -> bool:
+        """Let the next iteration of the loader begin after the batch that it returned last.
+
+        Returns:
+            Whether it can.
+        """
+        state = self.read_state()
+        if state is None or self._stateful is None:
+            return False
+        self._stateful.load_state_dict(state)
+        return True
 
     def _seed_workers(self, position: Position) -> None:
         """Seed the workers of a stream from ``create_dataloader`` differently on each replica."""
@@ -278,20 +299,33 @@ def _count_batches(loader: Any) -> int | None:
 def _iterate(loader: Iterable[Any]) -> Iterator[Any]:
     if not isinstance(loader, DataLoader):
         return iter(loader)
-    with starting_workers(loader.dataset, loader), reporting(loader):
-        return iter(loader)
+    with reporting(loader), starting_workers(loader, loader.dataset, loader):
+        found = iter(loader)
+    leave_watch(found)
+    return found
+
+
+def _next_or_end(batches: Iterator[Any]) -> Any:
+    return next(batches, _END)
 
 
 class _ForeignBatches(BatchIterator):
     """A pass over a custom loader; a fetch in this process is seeded."""
 
-    def __init__(self, loader: Iterable[Any], position: Position) -> None:
+    def __init__(self, source: ExternalSource, position: Position) -> None:
+        loader = source.loader
+        self._source = source
+        self._position = position
         self._keys = position.fetch_keys()
         self._batch = position.batch
         self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
+        self._batches: Iterator[Any] | None = self._begin()
+        self._deaths: list[str] = []
+
+    def _begin(self) -> Iterator[Any]:
         # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
-        with rng.stream(position.order_key()):
-            self._batches: Iterator[Any] | None = _iterate(loader)
+        with rng.stream(self._position.order_key()):
+            return _iterate(self._source.loader)
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
@@ -306,18 +340,52 @@ class _ForeignBatches(BatchIterator):
         if self._batches is None:
             return _END
         rng.reseed(self._keys.at(self._batch))
-        self._batch += 1
-        if get_num_threads() == 1:
-            return next(self._batches, _END)
-        return run_on_one_thread(lambda batches: next(batches, _END), self._batches)
+        while True:
+            try:
+                if get_num_threads() == 1:
+                    found = _next_or_end(self._batches)
+                else:
+                    found = run_on_one_thread(_next_or_end, self._batches)
+            except Exception as error:
+                if not (deaths := describe_deaths(self._batches, error)):
+                    raise
+                self._recover(deaths, error)
+            else:
+                self._batch += 1
+                self._deaths.clear()
+                return found
+
+    def _recover(self, deaths: str, error: Exception) -> None:
+        """Start new workers, if the loader can go on from its own state.
+
+        Raises:
+            WorkerError: if it cannot, or if workers died too often in the same place.
+        """
+        self._deaths.append(deaths)
+        kind = type(self._source.loader).__name__
+        end = f"The workers of a {kind} must survive each batch, but: {'; '.join(self._deaths)}."
+        if len(self._deaths) == MOST_DEATHS:
+            raise WorkerError(
+                f"{end} Pass num_workers=0 to see why, under python -X faulthandler."
+            ) from error
+        if not self._source.go_back():
+            raise WorkerError(
+                f"{end} Helios cannot fetch its batches again, because only the {kind}, which has "
+                "no state, knows them; that of create_dataloader would go on with new workers. "
+                f"{self._source.remedy}"
+            ) from error
+        kill_workers(self._batches)
+        end_workers(self._batches)
+        warn_of_workers(f"{deaths}. The {kind} goes on from its own state with new workers.")
+        self._batches = self._begin()
 
 
 @final
 class _CountedBatches(_ForeignBatches):
     """A pass over a loader with a length, from which the last batch is known."""
 
-    def __init__(self, loader: Iterable[Any], position: Position, length: int) -> None:
-        super().__init__(loader, position)
+    def __init__(self, source: ExternalSource, position: Position, length: int) -> None:
+        super().__init__(source, position)
         self._length = length
 
     def __next__(self) -> Any:
@@ -348,9 +416,8 @@ class _CountedBatches(_ForeignBatches):
 class _ProbedBatches(_ForeignBatches):
     """A pass over a loader without a length; one batch is fetched ahead to detect the end."""
 
-    def __init__(self, loader: Iterable[Any], position: Position, source: ExternalSource) -> None:
-        super().__init__(loader, position)
-        self._source = source
+    def __init__(self, source: ExternalSource, position: Position) -> None:
+        super().__init__(source, position)
         self._following: Any = _END
         self._is_begun = False
 

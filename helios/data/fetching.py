@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, get_num_threads
-from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
@@ -21,7 +19,6 @@ from helios.data.loader import KeyedLoader
 from helios.data.order import Position
 from helios.data.shard import NO_BATCH
 from helios.data.sharding_plan import ReplicaIndices, ShardedIteration, ShardingPlan
-from helios.data.workers import end_workers
 from helios.storage.content_hash import look_safely
 
 _INT = frozenset((int,))
@@ -37,18 +34,6 @@ def begin_pass(
     """Start a pass; each iteration returns a list with an entry per replica of the process."""
     kind = _WorkerBatches if loader.num_workers else _LocalBatches
     return kind(loader, deal, position, is_noted=is_noted)
-
-
-def _is_pure(loader: KeyedLoader) -> bool:
-    """Whether a fetch is known to draw no random numbers, so that it need not be seeded."""
-    dataset = loader.keyed_dataset.dataset
-    return (
-        type(dataset) is TensorDataset
-        and vars(dataset).keys() == {"tensors"}
-        and all(type(tensor) is Tensor for tensor in dataset.tensors)
-        and loader.collate_fn is default_collate
-        and loader.batches.is_batched
-    )
 
 
 def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
@@ -67,7 +52,7 @@ def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
             samples.append(dataset[index])
         return collate(samples)
 
-    return _RowFetch(dataset.tensors, fetch) if _is_pure(loader) else fetch
+    return _RowFetch(dataset.tensors, fetch) if loader.is_pure else fetch
 
 
 @final
@@ -155,7 +140,7 @@ class _LocalBatches(_DealtBatches):
         super().__init__(deal, position)
         self._is_noted = is_noted
         self._fetch = _make_fetch(loader)
-        self._is_pure = _is_pure(loader)
+        self._is_pure = loader.is_pure
         self._is_pinned = loader.pin_memory
         self._keys = [
             replace(position, replica=replica).fetch_keys() for replica in deal.share.block
@@ -211,8 +196,7 @@ class _WorkerBatches(_DealtBatches):
         self._is_noted = is_noted
         self._lives_on = loader.persistent_workers
         self._under_way: deque[ShardedIteration] = deque()
-        self._batches: Iterator[Any] = iter(())
-        walk = partial(deal.walk, position, self._under_way, is_noted=is_noted)
+        walk = deal.walk(position, self._under_way, is_noted=is_noted)
         self._batches = loader.start(position, walk)
         # PyTorch reads ahead by at least one batch, so an empty list always means the end.
         self._is_done = not self._under_way
@@ -238,5 +222,5 @@ class _WorkerBatches(_DealtBatches):
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
         if not self._is_closed and not self._lives_on:
-            end_workers(self._batches)
+            self._batches.close()
         super().close()

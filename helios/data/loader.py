@@ -7,19 +7,22 @@ In a user's own loop, such a loader behaves like any DataLoader; a trainer uses 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, TypeAlias, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
+    TensorDataset,
     default_collate,
 )
 
 from helios.core import rng
 from helios.core.registry import Registry
-from helios.data.keyed import KeyedBatchSampler, KeyedDataset, Walk
+from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset, Walk
 from helios.data.mixture import Mixture, check_mixture
 from helios.data.noted_batches import NotingCollate
 from helios.data.order import Order, Position, PositionalOrder
@@ -35,11 +38,22 @@ from helios.data.samplers import (
 )
 from helios.data.stream import Stream
 from helios.data.stream_reading import StreamLoader
-from helios.data.workers import WorkerContext, WorkerInit, end_workers, starting_workers
+from helios.data.worker_recovery import Begin, WorkerItems, warn_of_workers
+from helios.data.workers import (
+    WorkerContext,
+    WorkerInit,
+    are_alive,
+    describe_deaths,
+    end_workers,
+    kill_workers,
+    starting_workers,
+)
 from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
 
 LoaderPair: TypeAlias = tuple[DataLoader[Any], ResumableSamplerType | None]
+
+_CAVEAT = " What the data set keeps in its workers, such as a cache or a counter, begins anew."
 
 DATASET_REGISTRY = Registry("dataset")
 COLLATE_FN_REGISTRY = Registry("collate_fn")
@@ -95,34 +109,86 @@ class KeyedLoader(DataLoader[Any]):
         self.params = params
         self._is_by_hand = False
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether a fetch is known to draw no random numbers, and to leave nothing behind."""
+        dataset = self.keyed_dataset.dataset
+        return (
+            type(dataset) is TensorDataset
+            and vars(dataset).keys() == {"tensors"}
+            and all(type(tensor) is Tensor for tensor in dataset.tensors)
+            and self.collate_fn is default_collate
+            and self.batches.is_batched
+        )
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._is_by_hand = True
         if not self.num_workers:
             return self._iterate_here(super().__iter__())
-        with starting_workers(self.keyed_dataset.dataset, self.params):
-            return super().__iter__()
+        return self._fetch(iter(self.batches), self._start_workers)
 
-    def start(self, position: Position, walk: Walk) -> Iterator[Any]:
-        """Start PyTorch's own iteration; persistent workers are reused, if a trainer started them.
+    def start(self, position: Position, items: Iterator[Keyed]) -> WorkerItems:
+        """Start to fetch in workers; persistent ones are reused, if a trainer started them.
 
         Args:
             position: where to start.
-            walk: iterates over the batches from there on, each with its key.
+            items: the batches from there on, each with its key.
         """
-        if self.generator is not None:
-            self.generator.manual_seed(position.worker_key())
         if self._is_by_hand:
             self.end_workers()
             self._is_by_hand = False
-        self.batches.seek(walk)
+        return self._fetch(items, partial(self._start_at, position))
+
+    def _fetch(self, items: Iterator[Keyed], begin: Begin) -> WorkerItems:
+        timeout = self.params.worker_timeout
+        return WorkerItems(begin, items, timeout=timeout, caveat=self._caveat)
+
+    @property
+    def _caveat(self) -> str:
+        return "" if self.is_pure else _CAVEAT
+
+    def _start_at(self, position: Position, walk: Walk, *, one_by_one: bool) -> Iterator[Any]:
+        if self.generator is not None:
+            self.generator.manual_seed(position.worker_key())
         collate = self.collate_fn
         self.collate_fn = NotingCollate(collate, self.keyed_dataset)
         try:
-            with starting_workers(self.keyed_dataset.dataset, self.params):
-                return super().__iter__()
+            return self._start_workers(walk, one_by_one=one_by_one)
         finally:
-            self.batches.seek(None)
             self.collate_fn = collate
+
+    def _start_workers(self, walk: Walk, *, one_by_one: bool) -> Iterator[Any]:
+        """Start PyTorch's own iteration, with new workers if persistent ones have died."""
+        kept = self._iterator
+        if not are_alive(kept):
+            self._replace(describe_deaths(kept))
+        try:
+            return self._iterate_in_workers(walk, one_by_one=one_by_one)
+        except Exception as error:
+            deaths = describe_deaths(kept, error)
+            if not deaths:
+                raise
+            kill_workers(kept)
+            self._replace(deaths)
+            return self._iterate_in_workers(walk, one_by_one=one_by_one)
+
+    def _replace(self, deaths: str) -> None:
+        if deaths:
+            warn_of_workers(f"{deaths}. New workers take their place.{self._caveat}")
+        self.end_workers()
+
+    def _iterate_in_workers(self, walk: Walk, *, one_by_one: bool) -> Iterator[Any]:
+        numbers = self.num_workers, self.prefetch_factor
+        self.batches.seek(walk)
+        try:
+            with starting_workers(self, self.keyed_dataset.dataset, self.params):
+                if not one_by_one:
+                    return super().__iter__()
+                self.num_workers, self.prefetch_factor = 1, 1
+                return self._get_iterator()
+        finally:
+            self.num_workers, self.prefetch_factor = numbers
+            self.batches.seek(None)
 
     def end_workers(self) -> None:
         """End persistent workers; the next iteration starts new ones."""
@@ -159,6 +225,7 @@ def create_dataloader(
     multiprocessing_context: str | BaseContext | None = None,
     worker_init_fn: Callable[[int], Any] | None = None,
     batch_sampler: Any = None,
+    worker_timeout: float | None = None,
     num_replicas: int | None = None,
 ) -> LoaderPair:
     """Create a loader for a data set, and the sampler that determines its order.
@@ -192,6 +259,7 @@ def create_dataloader(
         multiprocessing_context=multiprocessing_context,
         worker_init_fn=worker_init_fn,
         batch_sampler=batch_sampler,
+        worker_timeout=worker_timeout,
     )
     return build_loader(dataset, params, num_replicas=num_replicas)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -21,6 +22,7 @@ _WORKER_OPTIONS: dict[str, Any] = {
     "prefetch_factor": None,
     "multiprocessing_context": None,
     "worker_init_fn": None,
+    "worker_timeout": None,
 }
 
 
@@ -47,6 +49,8 @@ class DataLoaderParams:
         multiprocessing_context: how workers are started: a name, a context, or the default.
         worker_init_fn: called in each worker with its number, after seeding.
         batch_sampler: lists of indices, instead of all other options of the order.
+        worker_timeout: seconds that training waits for a batch before it replaces the workers;
+            ``None`` to wait as long as they live.
     """
 
     random_seed: int = rng.get_default_seed()
@@ -64,6 +68,7 @@ class DataLoaderParams:
     multiprocessing_context: str | BaseContext | None = None
     worker_init_fn: Callable[[int], Any] | None = None
     batch_sampler: Iterable[Any] | None = None
+    worker_timeout: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as a dictionary; the values are not copied."""
@@ -129,6 +134,13 @@ class DataLoaderParams:
                     f"DataLoaderParams({name}=...) must be an int{bound}"
                     f"{' or None' if may_be_none else ''}, got {value!r}."
                 )
+        seconds: Any = self.worker_timeout
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and 0 < seconds < math.inf):
+            raise ArgumentError(
+                "DataLoaderParams(worker_timeout=...) must be a positive number of seconds or "
+                f"None, got {seconds!r}."
+            )
 
     def _check_kinds(self) -> None:
         for name in (*_FLAGS, "is_distributed"):

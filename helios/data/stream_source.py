@@ -19,8 +19,9 @@ from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
 from helios.data.order import Position
 from helios.data.shard import LONE, NO_BATCH, Shard
 from helios.data.stream_reading import Read, StreamLoader, StreamPlan, StreamReader
-from helios.data.workers import end_workers, starting_workers
-from helios.errors import ArgumentError, StateError
+from helios.data.worker_recovery import MOST_DEATHS, Silence, warn_of_workers
+from helios.data.workers import describe_deaths, end_workers, kill_workers, starting_workers
+from helios.errors import ArgumentError, StateError, WorkerError
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
@@ -230,9 +231,14 @@ class _StreamBatches(BatchIterator):
         self._num_workers = min(loader.params.num_workers, len(share.block))
         self._num_readers = max(1, self._num_workers)
         # The replicas of each reader, each of which reads whole parts.
-        deals = [share.block[number :: self._num_readers] for number in range(self._num_readers)]
-        self._dealt = [replica for deal in deals for replica in deal]
-        self._items = _open(loader, StreamReader(plan, deals), self._num_workers)
+        self._deals = [share.block[each :: self._num_readers] for each in range(self._num_readers)]
+        self._dealt = [replica for deal in self._deals for replica in deal]
+        self._loader, self._plan = loader, plan
+        self._items = self._open(plan)
+        self._silence = Silence(loader.params.worker_timeout)
+        self._deaths: list[str] = []
+        # States after what was read last, and how many items new workers return that were read.
+        self._read_states, self._num_repeated = dict(plan.states), 0
         self._pins = bool(loader.options.get("pin_memory")) and not self._num_workers
         self._replay = deque(plan.cut_replay())
         self._following: list[Read | None] | None = None
@@ -261,7 +267,7 @@ class _StreamBatches(BatchIterator):
         while self._replay:
             # The hooks that follow must draw the same numbers as in a run that was not interrupted.
             with rng.stream(_ANY_KEY):
-                deque((self._take() for _ in range(self._num_readers)), maxlen=0)
+                self._read_items()
             self._replay.popleft()
             yield
 
@@ -289,8 +295,21 @@ class _StreamBatches(BatchIterator):
         self.is_last = self._following is None
         return [NO_BATCH if each is None else each.batch for each in found]
 
+    def _open(self, plan: StreamPlan) -> Iterator[Any]:
+        """Return the items of all readers in turn."""
+        reader, loader = StreamReader(plan, self._deals), self._loader
+        if not self._num_workers:
+            return iter(reader)
+        options = {**loader.options, "num_workers": self._num_workers, "persistent_workers": False}
+        workers: DataLoader[Any] = DataLoader(
+            reader, batch_size=None, **{**options, "collate_fn": _as_it_is}
+        )
+        with starting_workers(workers, loader.stream, loader.params):
+            return iter(workers)
+
     def close(self) -> None:
         """End the pass and its workers."""
+        self._silence.close()
         end_workers(self._items)
         self._items = iter(())
         self._is_closed = True
@@ -317,11 +336,62 @@ class _StreamBatches(BatchIterator):
             self._cut = reads
             return None
         self._num_read += 1
+        self._read_states = {
+            replica: read.state
+            for replica, read in zip(self._share.block, reads, strict=True)
+            if read is not None and read.state is not None
+        }
         self._seconds += max(sum(each.seconds for each in item if each) for item in items)
         return reads
 
-    def _read_items(self) -> list[list[Read | None]]:
-        return [self._take() for _ in range(self._num_readers)]
+    def _read_items(self) -> list[Any]:
+        """Read an item of each reader, from new workers if one dies."""
+        while True:
+            try:
+                with self._silence.watching(self._items):
+                    while self._num_repeated:
+                        self._read_each()
+                        self._num_repeated -= 1
+                    found = self._read_each()
+            except Exception as error:
+                deaths = self._silence.pop() or describe_deaths(self._items, error)
+                if not deaths:
+                    raise
+                self._recover(deaths)
+            else:
+                self._deaths.clear()
+                return found
+
+    def _recover(self, deaths: str) -> None:
+        """Start new workers, which go on as those of a resumed run do.
+
+        Raises:
+            WorkerError: if workers died too often in the same place.
+        """
+        kill_workers(self._items)
+        self._deaths.append(deaths)
+        first, count = self._plan.position, self._num_read
+        if len(self._deaths) == MOST_DEATHS:
+            raise WorkerError(
+                f"The workers of a Stream must survive each batch, but died {MOST_DEATHS} times "
+                f"in a row at batch {first.batch + count} of epoch {first.epoch} (from 0): "
+                f"{'; '.join(self._deaths)}. Pass num_workers=0 to see why, under "
+                "python -X faulthandler."
+            )
+        plan = self._plan
+        if self._replay:
+            self._num_repeated = len(plan.cut_replay()) - len(self._replay)
+        else:
+            sample = first.sample + count * self.num_samples
+            position = replace(first, batch=first.batch + count, sample=sample)
+            plan = replace(plan, position=position, states=self._read_states)
+            self._num_repeated = len(plan.cut_replay())
+        is_restored = self._read_states.keys() >= {*self._share.block}
+        is_read_again = self._num_repeated and not is_restored
+        how = "read the epoch again up to here" if is_read_again else "go on here"
+        warn_of_workers(f"{deaths}. New workers {how}.")
+        end_workers(self._items)
+        self._items = self._open(plan)
 
     def _in_order(self, items: list[list[Read | None]]) -> list[Read | None]:
         found = dict(zip(self._dealt, chain.from_iterable(items), strict=True))
@@ -346,24 +416,15 @@ class _StreamBatches(BatchIterator):
                     break
         return count, False
 
+    def _read_each(self) -> list[Any]:
+        return [self._take() for _ in range(self._num_readers)]
+
     def _take(self) -> Any:
         if self._num_workers or get_num_threads() == 1:
             item = next(self._items)
         else:
             item = run_on_one_thread(next, self._items)
         return pin(item) if self._pins else item  # type: ignore[no-untyped-call]
-
-
-def _open(loader: StreamLoader, reader: StreamReader, num_workers: int) -> Iterator[Any]:
-    """Return the items of all readers in turn."""
-    if not num_workers:
-        return iter(reader)
-    options = {**loader.options, "num_workers": num_workers, "persistent_workers": False}
-    workers: DataLoader[Any] = DataLoader(
-        reader, batch_size=None, **{**options, "collate_fn": _as_it_is}
-    )
-    with starting_workers(loader.stream, loader.params):
-        return iter(workers)
 
 
 def _as_it_is(item: Any) -> Any:

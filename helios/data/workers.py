@@ -8,9 +8,11 @@ notice: the queues of a pass are still empty then.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,10 +26,14 @@ from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _DatasetKind
 
 from helios.core import rng
 from helios.core.signal_watch import ignore_signals, noted_signals, signal_name
+from helios.core.text import size_text
 from helios.data.params import DataLoaderParams
+from helios.data.worker_results import OF_DEATH, Flag, Results, ResultSender
 from helios.data.worker_start import naming_culprits
 from helios.distributed.collectives import get_global_rank
 from helios.errors import WorkerError
@@ -51,17 +57,33 @@ class _HasWorkers(Protocol):
     """The iterator of a DataLoader with workers, PyTorch's or a similar one."""
 
     _workers: list[BaseProcess]
+    _shutdown: bool
 
     def _shutdown_workers(self) -> None: ...
 
 
+@runtime_checkable
+class _IsWatched(Protocol):
+    """The iterator of a DataLoader, whose workers PyTorch watches."""
+
+    _worker_pids_set: bool
+
+
+@runtime_checkable
+class _ReadsStream(Protocol):
+    """The iterator of a DataLoader, which knows whether its data set is an iterable one."""
+
+    _dataset_kind: int
+
+
 @contextmanager
 def starting_workers(
-    dataset: object, options: DataLoaderParams | DataLoader[Any]
+    loader: DataLoader[Any], dataset: object, options: DataLoaderParams | DataLoader[Any]
 ) -> Iterator[None]:
     """Start the workers of a loader; after an error, end those that had started.
 
     Args:
+        loader: the loader.
         dataset: the user's data set.
         options: the options of its loader.
 
@@ -69,6 +91,9 @@ def starting_workers(
         UsageError: if something that workers get cannot be pickled.
         WorkerError: if a worker does not start.
     """
+    context = loader.multiprocessing_context
+    if isinstance(context, WorkerContext):
+        context.begin_pass()
     try:
         with naming_culprits(dataset, options):
             yield
@@ -118,6 +143,81 @@ def end_workers(iterator: object) -> None:
             # A hanging worker may ignore the SIGTERM that it got.
             if worker.is_alive():
                 worker.kill()
+
+
+def leave_watch(iterator: object) -> None:
+    """Take the workers of an iterator out of PyTorch's watch.
+
+    Its handler of SIGCHLD raises an error wherever the training process is, even inside a
+    collective. That a worker died is seen while its batch is waited for.
+    """
+    if isinstance(iterator, _IsWatched) and iterator._worker_pids_set:  # noqa: SLF001
+        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined] # noqa: SLF001
+        iterator._worker_pids_set = False  # noqa: SLF001
+
+
+def kill_workers(iterator: object) -> None:
+    """Kill the workers of an iterator, which cannot be used any more then."""
+    for worker in _workers_of(iterator):
+        worker.kill()
+
+
+def describe_deaths(iterator: object, error: Exception | None = None) -> str:
+    """Say which workers of an iterator have ended by themselves, and how; empty if none has.
+
+    One that has served an ``IterableDataset`` to its end does not count.
+
+    Args:
+        iterator: an iterator of PyTorch's, or a similar one.
+        error: what it has raised; a worker may be about to end.
+    """
+    if not isinstance(iterator, _HasWorkers) or iterator._shutdown:  # noqa: SLF001
+        return ""
+    if isinstance(error, OF_DEATH):
+        wait([worker.sentinel for worker in iterator._workers], _REAPING_SECONDS)  # noqa: SLF001
+    ended = [worker for worker in iterator._workers if worker.exitcode is not None]  # noqa: SLF001
+    if isinstance(iterator, _ReadsStream) and iterator._dataset_kind == _DatasetKind.Iterable:  # noqa: SLF001
+        ended = [worker for worker in ended if worker.exitcode]
+    if not ended:
+        return ""
+    texts = "; ".join(_describe_end(_process_of(worker)).text for worker in ended)
+    return f"{'A loader worker' if len(ended) == 1 else 'Loader workers'} died: {texts}{_memory()}"
+
+
+def describe_silence(iterator: object, seconds: float) -> str:
+    """Say that no worker has answered for so long, and what they do."""
+    pids = [_process_of(worker).pid for worker in _workers_of(iterator)]
+    texts = "; ".join(f"process {pid}{_glance(pid)}" for pid in pids)
+    return f"No batch came from the loader workers for {seconds:g} s: {texts}"
+
+
+def are_alive(iterator: object) -> bool:
+    """Whether no worker of an iterator has ended."""
+    return all(worker.is_alive() for worker in _workers_of(iterator))
+
+
+def _workers_of(iterator: object) -> Sequence[BaseProcess]:
+    return iterator._workers if isinstance(iterator, _HasWorkers) else ()  # noqa: SLF001
+
+
+def _process_of(worker: Any) -> Any:
+    return worker.process if isinstance(worker, Worker) else worker
+
+
+def _memory() -> str:
+    """Say how much memory ended processes have used at most, and how much is available."""
+    parts = []
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
+        parts.append(f"no child used more than {size_text(peak)} of memory")
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = next(line for line in lines if line.startswith("MemAvailable:"))
+        parts.append(f"{size_text(int(found.split()[1]) * 1024)} are available")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 @final
@@ -186,6 +286,11 @@ class WorkerContext(BaseContext):
     def __init__(self, given: str | BaseContext | None = None) -> None:
         self._given = given
         self._slowest = 0.0
+        self._needs_results = False
+
+    def begin_pass(self) -> None:
+        """Let the next queue be that of the results: PyTorch asks for it first."""
+        self._needs_results = True
 
     @property
     def _inner(self) -> Any:
@@ -220,12 +325,13 @@ class WorkerContext(BaseContext):
         return self._inner.get_start_method(allow_none)
 
     def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 - the name in multiprocessing
-        """Return a queue of the user's context."""
-        return self._inner.Queue(maxsize)
+        """Return a queue of the user's context, but for the results of a pass a safer one."""
+        is_for_results, self._needs_results = self._needs_results, False
+        return Results() if is_for_results else self._inner.Queue(maxsize)
 
     def Event(self) -> Any:  # noqa: N802
-        """Return an event of the user's context."""
-        return self._inner.Event()
+        """Return what ends the workers of a pass."""
+        return Flag(self._inner.RawValue("b", 0))
 
     def Process(  # noqa: N802
         self,
@@ -276,23 +382,32 @@ class Worker:
         self._options = options
         self._process: Any = None
         self._link: Connection | None = None
+        self._results: Results | None = None
         self.daemon = False
 
     def start(self) -> None:
         """Start a process, without waiting: workers begin at the same time."""
         ours, theirs = multiprocessing.Pipe()
+        reader, writer = multiprocessing.Pipe(duplex=False)
         # Workers that are forked later inherit it.
         register_after_fork(ours, Connection.close)
+        target, args = self._job
+        self._results = next((arg for arg in args if isinstance(arg, Results)), None)
+        args = [ResultSender(writer) if isinstance(arg, Results) else arg for arg in args]
         make = self._context.make_process
-        process = make(_work, theirs, *self._job, daemon=self.daemon, **self._options)
+        process = make(_work, theirs, target, args, daemon=self.daemon, **self._options)
         try:
             process.start()
         except BaseException:
             ours.close()
+            reader.close()
             raise
         finally:
             theirs.close()
+            writer.close()
         self._process, self._link = process, ours
+        if self._results is not None:
+            self._results.listen(reader, process)
 
     def finish_start(self) -> None:
         """Wait until the worker has begun; another process takes the place of one that does not.
@@ -355,14 +470,21 @@ class Worker:
         )
 
     @property
-    def pid(self) -> int | None:
-        """The process's id, when the worker has begun; ``None`` before its start.
+    def pid(self) -> int:
+        """Always 0, which is no process's id, when the worker has begun.
 
         PyTorch asks for it when it has started all workers, before it gives them any work. Nothing
-        else would wait for those of a user's own loop.
+        else would wait for those of a user's own loop. When a process of this id died, PyTorch's
+        handler of SIGCHLD would raise an error wherever the training process is, even inside a
+        collective.
         """
         self.finish_start()
-        return None if self._process is None else self._process.pid
+        return 0
+
+    @property
+    def process(self) -> Any:
+        """The process; ``None`` before its start."""
+        return self._process
 
     @property
     def exitcode(self) -> int | None:
@@ -404,6 +526,8 @@ class Worker:
             if self._process.exitcode is not None:
                 self._process.close()
             self._link.close()
+            if self._results is not None:
+                self._results.leave(self._process)
             self._process = self._link = None
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,12 @@ from tests.data.datasets import FETCH, Augmented, Indices
 from tests.support import elastic, stuck_workers
 from tests.support.elastic import Elastic
 from tests.support.ranks import FORKSERVER, run_ranks
-from tests.support.stuck_workers import HangsWhenSent, count_files, forks
+from tests.support.stuck_workers import (
+    HangsWhenSent,
+    count_files,
+    count_files_at_rest,
+    forks,
+)
 
 # Machines with few processors would have fewer workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -67,16 +70,6 @@ def read(data: Any = None, *, num_workers: int = 2, method: Any = "fork", **opti
         source.close()
 
 
-def count_open() -> int:
-    """Count the open files when no thread of a queue closes one any more."""
-    gc.collect()
-    found = [-1]
-    while found[-3:].count(found[-1]) < 3:
-        time.sleep(0.05)
-        found.append(count_files())
-    return found[-1]
-
-
 def replaced(caplog: pytest.LogCaptureFixture) -> list[str]:
     lines = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert all(line.endswith("It is replaced.") for line in lines)
@@ -100,13 +93,13 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
     expected = read(num_workers=0)
     assert read(num_workers=num_workers, **options) == expected
     assert replaced(caplog) == []
-    before = count_open()
+    before = count_files_at_rest()
     with forks(acts):
         assert read(num_workers=num_workers, **options) == expected
     lines = replaced(caplog)
     assert len(lines) == len(acts)
     assert all(line.startswith("A loader worker did not start: process ") for line in lines)
-    assert count_open() == before
+    assert count_files_at_rest() == before
 
 
 def test_the_line_says_what_was_seen(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,7 +135,7 @@ def test_workers_that_never_start_are_an_error(
     *, persistent_workers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "FORKED_PATIENCE", 0.1)
-    before = count_open()
+    before = count_files_at_rest()
     # The first worker begins, the second one never does.
     with (
         forks(dict.fromkeys(range(2, 20), stuck_workers.hang)),
@@ -150,12 +143,12 @@ def test_workers_that_never_start_are_an_error(
     ):
         read(num_workers=2, persistent_workers=persistent_workers)
     del caught
-    assert count_open() == before
+    assert count_files_at_rest() == before
 
 
 @pytest.mark.shows("P140")
 def test_ctrl_c_ends_the_wait() -> None:
-    before = count_open()
+    before = count_files_at_rest()
     # A command in the background ignores it.
     found = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -164,7 +157,7 @@ def test_ctrl_c_ends_the_wait() -> None:
     finally:
         signal.signal(signal.SIGINT, found)
     del caught
-    assert count_open() == before
+    assert count_files_at_rest() == before
 
 
 @pytest.mark.shows("P140")
@@ -194,7 +187,7 @@ def test_workers_inherit_no_pipe_of_another_one() -> None:
     """Each inherits PyTorch's queues of those before it, as without us, and nothing else."""
     growth = []
     for context in ("fork", workers.WorkerContext("fork")):
-        count_open()
+        count_files_at_rest()
         loader = DataLoader(Files(3), num_workers=3, multiprocessing_context=context)
         first, second, third = (int(batch) for batch in loader)
         growth.append((second - first, third - second))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -106,3 +107,13 @@ def fail() -> None:
 def count_files() -> int:
     """Count the open files of this process."""
     return len([*Path("/proc/self/fd").iterdir()])
+
+
+def count_files_at_rest() -> int:
+    """Count them when no thread of a queue closes one any more."""
+    gc.collect()
+    found = [-1]
+    while found[-3:].count(found[-1]) < 3:
+        time.sleep(0.05)
+        found.append(count_files())
+    return found[-1]

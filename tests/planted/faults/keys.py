@@ -49,7 +49,7 @@ def a_validation_does_not_restore_the_generators(stream, seed):
     return contextlib.nullcontext()
 
 
-@fault("helios.data.fetching:_is_pure", WORKERS)
+@fault("helios.data.loader:KeyedLoader.is_pure", WORKERS)
 def nothing_is_seeded_before_a_fetch(is_pure, loader):
     return True
 

@@ -136,3 +136,51 @@ def it_is_not_said_which_signal_ended_a_worker(describe_end, process):
 )
 def workers_that_had_begun_survive_an_error_of_a_later_one(end_begun, iterator):
     return None
+
+
+RECOVERY = "tests/data/test_worker_recovery.py"
+
+
+@fault(
+    "helios.data.worker_recovery:_Dealt.walk",
+    f"{RECOVERY}::test_a_worker_that_is_lost_changes_no_bit",
+)
+def new_workers_do_not_fetch_what_was_under_way(walk, dealt, *, stops):
+    found = [*dealt.owed]
+    dealt.owed.clear()
+    yield from walk(dealt, stops=stops)
+    dealt.owed.extendleft(reversed(found))
+
+
+@fault(
+    "helios.data.workers:Worker.pid",
+    f"{RECOVERY}::test_a_death_raises_nothing_where_training_is",
+)
+def pytorch_watches_workers_itself(pid, worker):
+    pid(worker)
+    return worker.process.pid
+
+
+@fault(
+    "helios.data.worker_recovery:describe_silence",
+    f"{RECOVERY}::test_the_line_says_what_was_seen",
+)
+def workers_that_did_not_answer_are_said_to_have_died(describe_silence, iterator, seconds):
+    return ""
+
+
+@fault(
+    "helios.data.worker_recovery:describe_deaths",
+    f"{RECOVERY}::test_a_worker_that_dies_within_a_message_is_replaced",
+)
+def half_a_message_is_an_error_of_the_run(describe_deaths, iterator, error=None):
+    return ""
+
+
+@fault(
+    "helios.data.worker_recovery:WorkerItems._make_error",
+    f"{RECOVERY}::test_a_batch_that_ends_every_worker_is_named",
+)
+def the_samples_that_end_every_worker_are_not_named(make_error, items):
+    items._dealt.owed[0] = items._dealt.owed[0]._replace(indices=[])
+    return make_error(items)

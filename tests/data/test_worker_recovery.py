@@ -1,0 +1,570 @@
+"""Workers that die, or do not answer, in the middle of a pass are replaced, and no bit changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
+
+import helios
+from helios.core import rng
+from helios.data import Stream, create_dataloader, worker_recovery
+from helios.data.shard import Shard
+from helios.data.source import open_source
+from helios.errors import ArgumentError, UsageError, WorkerError
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.data.datasets import FETCH, Augmented, Indices
+from tests.support import elastic, stuck_workers
+from tests.support.elastic import Elastic
+from tests.support.ranks import FORKSERVER, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+LENGTH = 24
+LOGGER = worker_recovery.__name__
+
+
+class Fatal(Augmented):
+    """Samples of which some do something to the worker that fetches them.
+
+    Args:
+        folder: where these leave their marks.
+        acts: what happens at an index, and how often.
+    """
+
+    def __init__(self, folder: Path, acts: dict[int, tuple[Callable[[], object], int]]) -> None:
+        super().__init__(LENGTH)
+        self.folder, self.acts = folder, acts
+
+    def __getitem__(self, index: int) -> Any:
+        act, times = self.acts.get(index, (bool, 0))
+        for number in range(times):
+            mark = self.folder / f"{index}-{number}"
+            if not mark.exists():
+                mark.touch()
+                act()
+                break
+        return super().__getitem__(index)
+
+
+def leave() -> None:
+    """End as a library does that gives up."""
+    os._exit(0)
+
+
+def make(data: Any, *, num_workers: int, method: Any = "fork", **options: Any) -> Any:
+    """Return a source of shuffled batches."""
+    options = {"batch_size": 2, "shuffle": True, "pin_memory": False, **options}
+    if num_workers:
+        options |= {"num_workers": num_workers, "multiprocessing_context": method}
+    loader, sampler = create_dataloader(data, **options)
+    return open_source(loader, sampler, run_seed=7, purpose=FETCH)
+
+
+def read(data: Any = None, **options: Any) -> list[bytes]:
+    """Return two epochs as bytes, batch by batch."""
+    source = make(Augmented(LENGTH) if data is None else data, **options)
+    try:
+        return [batch.numpy().tobytes() for epoch in (0, 1) for (batch,) in source.batches(epoch)]
+    finally:
+        source.close()
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == LOGGER]
+
+
+@pytest.mark.shows("P141")
+@pytest.mark.parametrize(
+    ("act", "num_workers", "options"),
+    [
+        (stuck_workers.die, 1, {}),
+        (stuck_workers.die, 2, {}),
+        (stuck_workers.die, 4, {"prefetch_factor": 3}),
+        (leave, 2, {}),
+        (stuck_workers.die, 2, {"persistent_workers": True}),
+        (stuck_workers.die, 2, {"batch_size": None}),
+        (stuck_workers.stop, 2, {"worker_timeout": 0.4}),
+        (stuck_workers.hang, 1, {"worker_timeout": 0.4}),
+        (stuck_workers.die, 2, {"method": FORKSERVER}),
+        pytest.param(stuck_workers.die, 1, {"method": "spawn"}, marks=pytest.mark.full),
+        pytest.param(
+            stuck_workers.stop, 1, {"method": "spawn", "worker_timeout": 9}, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_worker_that_is_lost_changes_no_bit(
+    act: Any, num_workers: int, options: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_batch = {name: value for name, value in options.items() if name == "batch_size"}
+    expected = read(num_workers=0, **by_batch)
+    data = Fatal(tmp_path, {9: (act, 1), 20: (act, 1)})
+    # What a process opens once for all workers it ever starts.
+    read(num_workers=1)
+    before = stuck_workers.count_files_at_rest()
+    assert read(data, num_workers=num_workers, **options) == expected
+    # Both samples may have been under way when the first worker was lost.
+    lines = lines_of(caplog)
+    assert 1 <= len(lines) <= 2
+    assert all("begins anew." in line for line in lines)
+    assert multiprocessing.active_children() == []
+    if options.get("method") is None:
+        assert stuck_workers.count_files_at_rest() == before
+
+
+@pytest.mark.shows("P141")
+def test_the_line_says_what_was_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    order = [*range(LENGTH)]
+    data = Fatal(tmp_path, {5: (stuck_workers.die, 1), 19: (stuck_workers.stop, 1)})
+    source = make(data, num_workers=1, shuffle=False, worker_timeout=0.4)
+    found = torch.cat([batch for (batch,) in source.batches(0)])[:, 0].tolist()
+    assert found == order
+    died, silent = lines_of(caplog)
+    assert died.startswith("A loader worker died: process ")
+    assert " was ended by SIGKILL (no child used more than " in died
+    assert "iB are available)" in died
+    assert " New workers fetch the 2 batches that were under way. What the data set" in died
+    assert silent.startswith("No batch came from the loader workers for 0.4 s: process ")
+    assert "(stopped" in silent
+
+
+def test_a_data_set_that_keeps_nothing_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    data = TensorDataset(torch.arange(8.0))
+    batches = make(data, num_workers=1, batch_size=1, shuffle=False).batches(0)
+    found = [next(batches)]
+    kill_children()
+    assert torch.tensor([float(batch) for ((batch,),) in [*found, *batches]]).tolist() == [
+        *range(8)
+    ]
+    [line] = lines_of(caplog)
+    assert line.endswith("under way.")
+
+
+def kill_children(number: int = signal.SIGKILL) -> None:
+    for child in multiprocessing.active_children():
+        os.kill(child.pid or 0, number)
+
+
+@pytest.mark.shows("P141")
+def test_a_batch_that_ends_every_worker_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 9)})
+    source = make(data, num_workers=2, shuffle=False)
+    batches = source.batches(0)
+    with pytest.raises(WorkerError) as caught:
+        list(batches)
+    # In the second one, batches before it may have been under way.
+    first, *others = lines_of(caplog)
+    assert "New workers fetch the 4 batches" in first
+    assert all("One new worker fetches" in line for line in others)
+    assert 1 <= len(others) <= 2
+    text = str(caught.value)
+    assert "a new one with this batch alone: samples 8, 9. A loader worker died: process " in text
+    assert text.count("SIGKILL") == len(others) + 2
+    # The remedy works: what it says is what the batch is.
+    [key] = [int(part.split(")")[0]) for part in text.split("rng.reseed(")[1:]]
+    with rng.stream(0):
+        rng.reseed(key)
+        alone = torch.stack([Augmented(LENGTH)[index] for index in (8, 9)])
+    assert alone.numpy().tobytes() == read(num_workers=0, shuffle=False)[4]
+    batches.close()
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.shows("P141")
+def test_a_batch_that_never_comes_is_named(tmp_path: Path) -> None:
+    data = Fatal(tmp_path, {9: (stuck_workers.hang, 9)})
+    with pytest.raises(WorkerError, match=r"samples 8, 9\. No batch came .* for 0\.3 s"):
+        read(data, num_workers=2, shuffle=False, worker_timeout=0.3)
+
+
+class Leaking(Augmented):
+    """Each worker dies after a few samples, as of memory that is never given back."""
+
+    fetched = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.fetched += 1
+        if self.fetched > 5:
+            stuck_workers.die()
+        return super().__getitem__(index)
+
+
+@pytest.mark.shows("P141")
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_that_leak_are_replaced_as_often_as_needed(
+    num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each gets further than the one before it, also where more is under way than it can fetch."""
+    found = read(Leaking(LENGTH), num_workers=num_workers, prefetch_factor=8)
+    assert found == read(num_workers=0)
+    assert len(lines_of(caplog)) > 4
+
+
+class Counting(Sampler[int]):
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in torch.randperm(LENGTH).tolist():
+            self.asked += 1
+            yield index
+
+
+def test_a_sampler_is_never_asked_twice(tmp_path: Path) -> None:
+    expected, counted = Counting(), Counting()
+    options: Any = {"shuffle": False, "batch_size": 1, "num_workers": 2}
+    calm = read(batch_sampler=BatchSampler(expected, 2, drop_last=False), **options)
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 1), 20: (stuck_workers.die, 1)})
+    assert read(data, batch_sampler=BatchSampler(counted, 2, drop_last=False), **options) == calm
+    assert counted.asked == expected.asked
+
+
+class Large(Indices):
+    """Batches that do not fit into a pipe, and are not sent as shared memory."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(1 << 20, index)
+
+
+@pytest.mark.shows("P141")
+def test_a_worker_that_dies_within_a_message_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    source = make(
+        Large(4), num_workers=1, batch_size=1, shuffle=False, collate_fn=unwrap, prefetch_factor=1
+    )
+    batches = source.batches(0)
+    first = next(batches)
+    [child] = multiprocessing.active_children()
+    await_write(child.pid or 0)
+    kill_children()
+    found = [int(batch[0]) for (batch,) in [first, *batches]]
+    assert found == [0, 1, 2, 3]
+    assert len(lines_of(caplog)) == 1
+
+
+def unwrap(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def await_write(pid: int) -> None:
+    """Wait until a thread of a process waits for room in a pipe."""
+    while True:
+        for place in Path(f"/proc/{pid}/task").glob("*/wchan"):
+            if "pipe_write" in place.read_text() or "unix_stream" in place.read_text():
+                return
+        time.sleep(0.01)
+
+
+def test_a_worker_that_stops_with_its_results_sent_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The memory of a tensor is asked for in a thread of the worker, which does not answer."""
+    source = make(Augmented(8), num_workers=1, batch_size=1, shuffle=False, worker_timeout=0.5)
+    batches = source.batches(0)
+    found = [next(batches)]
+    time.sleep(0.3)
+    kill_children(signal.SIGSTOP)
+    found += batches
+    assert [int(batch[0, 0]) for (batch,) in found] == [*range(8)]
+    assert len(lines_of(caplog)) == 1
+
+
+class Unpicklable(Indices):
+    def __getitem__(self, index: int) -> Any:
+        return (each for each in range(index))
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
+    """PyTorch waits forever for it."""
+    with pytest.raises(UsageError, match=r"can be pickled, but: cannot pickle 'generator' object"):
+        read(Unpicklable(4), num_workers=1, batch_size=None)
+
+
+def test_an_idle_worker_that_died_between_passes_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = make(Augmented(LENGTH), num_workers=2, persistent_workers=True)
+    found = [batch.numpy().tobytes() for (batch,) in source.batches(0)]
+    os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+    found += [batch.numpy().tobytes() for (batch,) in source.batches(1)]
+    source.close()
+    assert found == read(num_workers=0)
+    [line] = lines_of(caplog)
+    assert "New workers take their place." in line
+
+
+@pytest.mark.shows("P141")
+def test_a_death_raises_nothing_where_training_is(caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch's own handler of SIGCHLD raises an error between any two lines."""
+    batches = make(Augmented(LENGTH), num_workers=2).batches(0)
+    next(batches)
+    children = multiprocessing.active_children()
+    kill_children()
+    # As a step would run on.
+    for child in children:
+        child.join()
+    assert lines_of(caplog) == []
+    assert len([*batches]) == LENGTH // 2 - 1
+    assert len(lines_of(caplog)) == 1
+
+
+def test_a_loop_of_the_users_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
+    loader, _ = create_dataloader(
+        data, batch_size=2, num_workers=2, multiprocessing_context="fork", pin_memory=False
+    )
+    assert torch.cat([*loader])[:, 0].tolist() == [*range(LENGTH)]
+    assert len(lines_of(caplog)) == 1
+    for _ in loader:
+        break
+    del _
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+class Part:
+    """A part of a stream whose worker dies once in the middle; with a state, if asked for."""
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self.folder, self.index, self.position = folder, index, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.position < 10:
+            self.position += 1
+            mark = self.folder / f"{self.index}-{self.position}"
+            if self.position in (4, 9) and self.index == 1 and not mark.exists():
+                mark.touch()
+                stuck_workers.die()
+            yield torch.tensor([float(self.position), self.index, *torch.rand(1)])
+
+
+class StatefulPart(Part):
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.shows("P141")
+@pytest.mark.parametrize("kind", [Part, StatefulPart])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_workers_of_a_stream_are_replaced(
+    kind: Any, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for name, workers in (("calm", 0), ("lost", num_workers)):
+        folder = tmp_path / name
+        folder.mkdir()
+        if not workers:
+            for position in (4, 9):
+                (folder / f"1-{position}").touch()
+
+        def open_part(index: int, count: int, folder: Path = folder) -> Any:
+            return kind(folder, index)
+
+        loader, sampler = create_dataloader(
+            Stream(open_part),
+            batch_size=2,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+        )
+        share = Shard(num_replicas=2, block=range(2), pads=True)
+        source = open_source(loader, sampler, run_seed=7, purpose=FETCH, share=share)
+        source.uses_state = kind is StatefulPart
+        found.append([torch.cat(batch).numpy().tobytes() for batch in source.batches(0)])
+    assert len(found[0]) == 5
+    assert found[1] == found[0]
+    *_, second = lines_of(caplog)
+    how = "go on here" if kind is StatefulPart else "read the epoch again up to here"
+    assert second.endswith(f"New workers {how}.")
+
+
+def test_a_stream_that_ends_every_worker_is_an_error() -> None:
+    def die(index: int, count: int) -> Any:
+        stuck_workers.die()
+
+    loader, _ = create_dataloader(
+        Stream(die), batch_size=2, num_workers=1, multiprocessing_context="fork"
+    )
+    batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
+    with pytest.raises(WorkerError, match=r"died 3 times in a row at batch 0 of epoch 0"):
+        next(batches)
+
+
+@pytest.mark.shows("P141")
+def test_a_loader_of_the_users_without_a_state_is_an_error(tmp_path: Path) -> None:
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
+    loader = DataLoader(data, 2, num_workers=2, multiprocessing_context="fork")
+    batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
+    with pytest.raises(WorkerError, match=r"SIGKILL.*only the DataLoader, which has no state.*"):
+        list(batches)
+    batches.close()
+
+
+class Resumable(DataLoader[Any]):
+    """A loader that knows how many batches it has returned."""
+
+    num_returned = 0
+
+    def __iter__(self) -> Any:
+        self.inner = super().__iter__()
+        for _ in range(self.num_returned):
+            next(self.inner)
+        return _Counted(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_returned": self.num_returned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_returned = state["num_returned"]
+
+
+class _Counted:
+    """The iterator of the loader above, with the members that those of DataLoaders have."""
+
+    def __init__(self, loader: Resumable) -> None:
+        self.loader = loader
+        vars(self).update(
+            (name, vars(loader.inner)[name]) for name in ("_workers", "_shutdown", "_dataset_kind")
+        )
+        self._shutdown_workers = loader.inner._shutdown_workers
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        found = next(self.loader.inner)
+        self.loader.num_returned += 1
+        return found
+
+
+def test_a_loader_of_the_users_goes_on_from_its_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
+    loader = Resumable(data, 2, num_workers=2, multiprocessing_context="fork")
+    batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
+    found = torch.cat([batch for (batch,) in batches])[:, 0].tolist()
+    assert found == [*range(LENGTH)]
+    [line] = lines_of(caplog)
+    assert line.endswith("The Resumable goes on from its own state with new workers.")
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), True, "60"])
+def test_the_timeout_is_a_positive_number(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"worker_timeout=\.\.\.\) must be a positive number"):
+        create_dataloader(Indices(4), num_workers=1, worker_timeout=value)
+
+
+def test_a_timeout_without_workers_is_said_to_be_idle(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        create_dataloader(Indices(4), worker_timeout=5)
+    assert "DataLoaderParams(worker_timeout=...) has no effect with num_workers=0." in caplog.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Lossy(Elastic):
+    """A training that loses workers.
+
+    Attributes:
+        number: the signal that they get; 0 for none.
+        method: how they are started.
+    """
+
+    number: int = 0
+    method: Any = "fork"
+
+
+class DataOfWorkers(elastic.ElasticData):
+    """Fetched by workers in training and validation."""
+
+    def setup(self) -> None:
+        setting = self.setting
+        assert isinstance(setting, Lossy)
+        options: Any = {
+            "num_workers": setting.num_workers,
+            "multiprocessing_context": setting.method if setting.num_workers else None,
+            "worker_timeout": 2.0 if setting.number == signal.SIGSTOP else None,
+            "pin_memory": False,
+        }
+        params = helios.DataLoaderParams(batch_size=setting.batch_size, shuffle=True, **options)
+        self._train_dataset = self._create_dataset(elastic.Pictures(setting.length), params)
+        params = helios.DataLoaderParams(batch_size=1, **options)
+        self._valid_dataset = self._create_dataset(elastic.Pictures(11), params)
+
+
+class LoseWorkers(Plugin):
+    """Sends a signal to a worker of each rank, twice in training and twice in validation."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("lose-workers")
+        self.number = number
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        if state.global_iteration in (2, 9):
+            self.lose()
+
+    def on_validation_batch_start(self, step: int) -> None:
+        if step == 0:
+            self.lose()
+
+    def lose(self) -> None:
+        child = max(multiprocessing.active_children(), key=lambda each: each.pid or 0)
+        os.kill(child.pid or 0, self.number)
+        if self.number == signal.SIGKILL:
+            # PyTorch's handler would raise here.
+            child.join()
+
+
+def _train_lossy(rank: int, folder: Path, setting: Lossy) -> list[str]:
+    lines: list[str] = []
+    logging.getLogger(LOGGER).addFilter(lambda record: lines.append(record.getMessage()) or True)
+    elastic.train(folder, setting, LoseWorkers(setting.number))
+    return lines
+
+
+@pytest.mark.shows("P141")
+@pytest.mark.parametrize(
+    ("number", "num_ranks", "num_workers", "method"),
+    [
+        (signal.SIGKILL, 1, 2, "fork"),
+        (signal.SIGKILL, 2, 1, "fork"),
+        (signal.SIGSTOP, 2, 2, "fork"),
+        *(
+            pytest.param(number, num_ranks, num_workers, method, marks=pytest.mark.full)
+            for number in (signal.SIGKILL, signal.SIGSTOP)
+            for num_ranks in (1, 2, 4)
+            for num_workers in (1, 3, 4)
+            for method in ("fork", "forkserver", "spawn")
+            if method == "fork" or num_workers == 3
+        ),
+    ],
+)
+def test_a_run_that_loses_workers_ends_with_the_same_bits(
+    number: int, num_ranks: int, num_workers: int, method: str, tmp_path: Path
+) -> None:
+    setting = Lossy(total_steps=12, chkpt_frequency=12, make_data=DataOfWorkers)
+    elastic.train(tmp_path / "calm", setting)
+    setting = dataclasses.replace(setting, num_workers=num_workers, number=number, method=method)
+    lines = run_ranks(_train_lossy, num_ranks, tmp_path / "lossy", setting)
+    assert all(lines)
+    elastic.assert_same(elastic.read_bits(tmp_path / "lossy"), elastic.read_bits(tmp_path / "calm"))
