@@ -134,12 +134,16 @@ def join_group(
         raise
 
 
-def _adopt_group(info: DistributedInfo, wait: timedelta, store: Any = None) -> None:
+def _adopt_group(info: DistributedInfo, timeout: timedelta, store: Any = None) -> None:
+    began = time.monotonic()
     try:
-        control = dist.new_group(backend="gloo", timeout=wait)
+        control = dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
+        # Not the timeout: gloo waits five times as long for a rank that died after it gave its
+        # address, and not at all for one that refuses the connection.
+        waited = time.monotonic() - began
         raise RankError(
-            f"Rank {info.rank} of {info.world_size} has waited at most {wait} for the other ranks "
+            f"Rank {info.rank} of {info.world_size} has waited {waited:.1f} s for the other ranks "
             "to create the group of control messages, but not all of them did. Check their logs, "
             "and start all of them again."
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import signal
 import socket
 import threading
@@ -222,11 +223,34 @@ def test_a_rank_that_dies_while_the_groups_are_made_is_not_awaited_for_hours(
     other = FORKSERVER.Process(target=_die_between_the_groups, args=(meeting,))
     other.start()
     info = process_groups.DistributedInfo(0, 0, 2, 2)
-    with pytest.raises(RankError, match=r"Rank 0 of 2 has waited at most 0:00:01 for the other"):
+    with pytest.raises(RankError, match=r"Rank 0 of 2 has waited [1-9]\d*\.\d s for the other"):
         process_groups.join_group(info, backend="gloo", meeting=meeting)
     other.join(60)
     assert other.exitcode == -signal.SIGKILL
     assert not process_groups.is_dist_active()
+
+
+def _fail_to_connect(**_: Any) -> None:
+    threading.Event().wait(0.2)
+    raise RuntimeError("Gloo connectFullMesh failed with Connect timeout")
+
+
+def test_the_error_of_a_meeting_says_how_long_it_has_waited_and_not_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gloo may wait five times its timeout, or fail at once."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "new_group", _fail_to_connect)
+    begin = time.monotonic()
+    with (
+        pytest.raises(RankError) as found,
+        process_groups.membership(process_groups.DistributedInfo(0, 0, 1, 1)),
+    ):
+        pass
+    seconds = re.match(r"Rank 0 of 1 has waited (\d+\.\d) s for the other ranks", str(found.value))
+    assert seconds is not None
+    assert 0.2 <= float(seconds[1]) <= time.monotonic() - begin + 0.05
+    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")
