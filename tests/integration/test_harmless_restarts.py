@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -220,7 +221,7 @@ def test_a_branch_under_another_name_says_nothing_new(
 
 
 @pytest.mark.parametrize("version", ["2.6.0", "2.8.0+cu126", "2.11.0"])
-def test_another_version_of_pytorch_is_one_warning(
+def test_another_environment_with_another_pytorch_is_one_warning(
     version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path, 2)
@@ -232,6 +233,9 @@ def test_another_version_of_pytorch_is_one_warning(
     # PyTorch requires one version of each, so pip changes them as well.
     facts["libraries"] |= {"torch": version, "triton": "3", "sympy": "1", "setuptools": "65"}
     facts["imported"] = [*{*facts["imported"], "triton", "sympy", "setuptools"}]
+    # Another environment has other versions of what PyTorch leaves open, maybe on another system.
+    facts["versions"]["numpy"] = facts["libraries"]["numpy"] = "1.20"
+    facts["system"]["architecture"] = "vax"
     manifest.write_text(json.dumps(stored))
     payload = loading.load(path, []).record.to_payload()
     payload["machine"]["torch"] = version
@@ -244,7 +248,10 @@ def test_another_version_of_pytorch_is_one_warning(
     assert fit(tmp_path, 3) == [3]
     extended, warning = (line for line in _lines(capsys) if "has no sidecar" not in line)
     assert "total_steps: 2 -> 3" in extended
-    assert f"torch {version} -> {torch.__version__}" in warning
+    assert f"torch {version} -> {torch.__version__}. Order and randomness stay exact" in warning
+    assert f"versions.numpy: 1.20 -> {np.__version__} (other versions may" in warning
+    assert warning.count("numpy") == 1
+    assert "rounding of numbers: system.architecture: vax -> " in warning
 
 
 class Collector(logging.Handler):

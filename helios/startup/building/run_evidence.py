@@ -66,14 +66,13 @@ class RunEvidence:
         """What the loops see."""
         return self._ledger.writer
 
-    def check(self) -> None:
-        """Refuse a start that differs in what may change the training, if the user demands it.
+    def check(self) -> str:
+        """Return a sentence on what differs from the start that wrote the checkpoint; may be empty.
 
         Raises:
-            RunMismatchError: naming what differs.
+            RunMismatchError: naming what may change the training, if the user demands it.
         """
-        if self._manifest is not None:
-            self._manifest.check()
+        return "" if self._manifest is None else self._manifest.check()
 
     def open(self, start: Start) -> None:
         """Begin or continue the files, once nothing can refuse the start any more.

@@ -100,21 +100,24 @@ class RunManifest:
         self._thread = threading.Thread(target=self._work, name="helios-manifest", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Say what differs from the start that has written the checkpoint.
+    def check(self) -> str:
+        """Return a sentence on what differs from the start that has written the checkpoint.
+
+        Returns:
+            The sentence; empty if nothing differs, and for what another line says.
 
         Raises:
             RunMismatchError: if the start is strict, naming all differences that may change the
                 training, or why there is nothing to compare with.
         """
         if self._after is None:
-            return
+            return ""
         if not self._is_compared.wait(_PATIENCE):
             self._failures.append(f"it could not be compared within {_PATIENCE:.0f} seconds")
         if self._is_strict:
             self._refuse()
         self._report_failures()
-        self._report()
+        return self._describe_changes()
 
     def _refuse(self) -> None:
         if self._failures or self._manifest is None:
@@ -253,23 +256,28 @@ class RunManifest:
             _LOGGER.warning("%s is incomplete: %s", FILE_NAME, text)
         self._failures.clear()
 
-    def _report(self) -> None:
-        """Log what differs, but not what another line says."""
+    def _describe_changes(self) -> str:
         told = {*_SAID_ELSEWHERE}
+        # The versions of some packages are facts of their own.
+        for change in self._select(Effect.TRAJECTORY):
+            topic, _, package = change.name.partition(".")
+            if topic == "versions":
+                told.add(f"libraries.{package}")
         if any(each.name == "versions.torch" for each in self.changes):
             told.add("versions.torch_build")
             told.update(f"libraries.{name}" for name in _COME_WITH_TORCH)
+        parts = []
         for effect, text in (
             (Effect.TRAJECTORY, "what may change the training"),
             (Effect.ROUNDING, "what may change the rounding of numbers"),
         ):
             found = [each for each in self._select(effect) if each.name not in told]
             if found:
-                _LOGGER.warning(
-                    "This start differs from the one that has written the checkpoint in %s: %s.",
-                    text,
-                    _list(found),
-                )
+                parts.append(f"in {text}: {_list(found)}")
+        if not parts:
+            return ""
+        differences = "; and ".join(parts)
+        return f"This start differs from the one that has written the checkpoint {differences}."
 
     def _write(self) -> None:
         manifest = self._manifest or Manifest(self._run)
@@ -308,7 +316,7 @@ def report_changed_start(
     after: int,
     allowed: Sequence[str],
 ) -> None:
-    """Log what differs from the start that has written the last checkpoint of a finished run.
+    """Warn of what differs from the start that has written the last checkpoint of a finished run.
 
     Nothing is written. See :class:`RunManifest` for the arguments.
     """
@@ -321,7 +329,9 @@ def report_changed_start(
         has_stepped=lambda: False,
         is_strict=False,
     )
-    manifest.check()
+    differences = manifest.check()
+    if differences:
+        _LOGGER.warning("%s", differences)
     manifest.close()
 
 

@@ -23,19 +23,19 @@ def machine(engine: Engine) -> dict[str, str]:
     return {"torch": str(torch.__version__), "device": name}
 
 
-def warn_of_other_machine(stored: dict[str, str], engine: Engine) -> None:
-    """Warn if hardware or PyTorch have changed, so that equal bits are not guaranteed."""
+def describe_other_machine(stored: dict[str, str], engine: Engine) -> str:
+    """Return a sentence if hardware or PyTorch have changed, so that bits may differ; else ""."""
     changed = [
         f"{name} {stored[name]} -> {value}"
         for name, value in machine(engine).items()
         if name in stored and stored[name] != value
     ]
-    if changed:
-        _LOGGER.warning(
-            "The run resumes where equal bits are not guaranteed: %s. Order and randomness stay "
-            "exact; arithmetic may differ in the last bits.",
-            ", ".join(changed),
-        )
+    if not changed:
+        return ""
+    return (
+        f"The run resumes where equal bits are not guaranteed: {', '.join(changed)}. Order and "
+        "randomness stay exact; arithmetic may differ in the last bits."
+    )
 
 
 def say_what_does_not_seed(torch_seed: int, seed: int) -> None:

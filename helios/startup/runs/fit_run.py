@@ -186,8 +186,7 @@ class FitRun(Run):
         log_order(self.plugins, self.hooks)
         if record is not None:
             self._load(session, record)
-        if self._evidence is not None:
-            on_first(self.replicas, self._evidence.check)
+            on_first(self.replicas, lambda: self._compare_start(record))
         folder, plans = self._start.folder, self._start.plans
         if folder is not None and plans:
             on_first(self.replicas, lambda: rewind_folder(folder, plans))
@@ -198,6 +197,13 @@ class FitRun(Run):
             run_outputs.log_hparams(named | self._given.all)
         if self._evidence is not None:
             self._evidence.open(self._start)
+
+    def _compare_start(self, record: Record) -> None:
+        """Warn once of all that differs from the start that wrote the checkpoint, or refuse."""
+        machine = banner.describe_other_machine(record.machine, self.engine)
+        others = "" if self._evidence is None else self._evidence.check()
+        if machine or others:
+            _LOGGER.warning("%s", " ".join(filter(None, (machine, others))))
 
     def _open_logs(self, record: Record | None) -> None:
         # Logs of another run must not be truncated: a branch starts its own.
@@ -488,7 +494,6 @@ class FitRun(Run):
         texts = map(command_line.as_change, (*changes, *limits))
         told = (*self._params.named, *self._given.named, *texts)
         command_line.report_arguments(record.options, told)
-        banner.warn_of_other_machine(record.machine, self.engine)
         self._start.changes += self._note_missing(record)
         payload = record.to_payload()
         session.hooks.emit("on_load_checkpoint", payload)

@@ -314,7 +314,7 @@ def a_sender_outlives_its_training_as_long_as_a_loader_worker_lives(os):
     "tests/ledger/test_starts.py::test_what_may_change_the_training_is_said_before_the_first_step",
 )
 def a_resume_says_nothing_of_what_differs(check, manifest):
-    return None
+    return ""
 
 
 @fault("helios.ledger.validation_scores:compare_scores", SCORES)
