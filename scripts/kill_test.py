@@ -5,7 +5,8 @@ SIGKILL, started again, killed again, until it comes to its end; then losses and
 iterations, weights, optimizer and generators must be those of an undisturbed run. A seed draws the
 moments: at any time, soon after a start, or aimed at what a save leaves for an instant. Each
 start is a fork of this process, which has imported everything; ``--cold`` starts them by the
-command line.
+command line. Of several processes one is killed, or all are. The others of a run under way must end
+by themselves; before its first turn they are ended soon, as a launcher does.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ class Trial:
             moment.wait(folder, start, self.options.steps)
             is_hit = start.is_running
             if is_hit:
-                start.kill(self._random)
+                start.kill(self._random, have_met=count_lines(folder) > lines)
         codes = start.wait()
         first = first_iteration(folder, lines)
         if first not in (None, newest + 1):

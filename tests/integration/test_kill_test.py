@@ -21,7 +21,7 @@ def _run_script() -> None:
 
 def try_kills(kills: int, *options: str) -> None:
     """Run the script, whose report must be clean."""
-    done = call(_run_script, "--kills", kills, *options, timeout=280)
+    done = call(_run_script, "--kills", kills, *options, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"{kills} of {kills} kills")
     places = [line.split() for line in done.stdout.splitlines()[1:]]

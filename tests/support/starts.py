@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import multiprocessing
 import os
 import random
@@ -21,6 +20,8 @@ from helios.distributed.collectives import TORCHRUN_VARIABLES
 SECONDS = 150
 """How long a start may take, and what is left of it after a kill."""
 
+_LAUNCHER_SECONDS = 1.0
+
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -33,8 +34,13 @@ class Start(ABC):
         """Whether none of its processes has ended."""
 
     @abstractmethod
-    def kill(self, random_: random.Random) -> None:
-        """Kill one of its processes, or all at once, as a power cut would."""
+    def kill(self, random_: random.Random, *, have_met: bool) -> None:
+        """Kill one of its processes, or all at once, as a power cut would.
+
+        Args:
+            random_: draws what is killed.
+            have_met: whether its processes are connected, so that each notices the end of another.
+        """
 
     @abstractmethod
     def wait(self) -> list[int | None]:
@@ -63,9 +69,19 @@ class Forked(Start):
     def is_running(self) -> bool:
         return all(rank.is_alive() for rank in self._ranks)
 
-    def kill(self, random_: random.Random) -> None:
+    def kill(self, random_: random.Random, *, have_met: bool) -> None:
         is_one = random_.random() < 0.5
         for rank in [random_.choice(self._ranks)] if is_one else self._ranks:
+            rank.kill()
+        if not have_met:
+            self._end_as_launcher(random_.uniform(0.0, _LAUNCHER_SECONDS))
+
+    def _end_as_launcher(self, seconds: float) -> None:
+        """End what goes on: for a rank that dies while a group forms gloo waits many minutes."""
+        deadline = time.monotonic() + seconds
+        for rank in self._ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        for rank in self._ranks:
             rank.kill()
 
     def wait(self) -> list[int | None]:
@@ -90,8 +106,6 @@ def _serve(work: Callable[[], None], rank: int, count: int, folder: Path, meetin
             store=dist.FileStore(str(meeting), count),
             rank=rank,
             world_size=count,
-            # Where one is killed before they have met, the others end within SECONDS.
-            timeout=datetime.timedelta(seconds=SECONDS / 2),
         )
     work()
     if count > 1:
@@ -123,7 +137,7 @@ class Cold(Start):
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def kill(self, random_: random.Random) -> None:
+    def kill(self, random_: random.Random, *, have_met: bool) -> None:
         pid = self._process.pid
         if random_.random() < 0.3:
             os.killpg(pid, signal.SIGKILL)
