@@ -98,7 +98,7 @@ class WandBRun:
     def open(self, params: Mapping[str, Any]) -> None:
         """Begin a new offline run."""
         self._root.mkdir(parents=True, exist_ok=True)
-        self._earlier = list((self._root / "wandb").glob(f"offline-run-*-{self._tracked.key}"))
+        self._earlier = list((self._root / "wandb").glob(f"offline-run-*-{self._tracked.key}*"))
         self._run = self._library.init(
             mode="offline",
             id=self._tracked.key,

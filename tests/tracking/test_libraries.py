@@ -203,8 +203,10 @@ def _send(folder: Path) -> None:
 def _check_in_child(call: str) -> None:
     """Check in a process of its own: the libraries start threads, and change its environment."""
     name = call.partition("(")[0]
+    # W&B starts a process, and gives up after 30 seconds, which a busy machine may need.
+    variables = os.environ | {"WANDB_X_SERVICE_WAIT": "600"}
     program = f"from pathlib import Path; from tests.tracking.test_libraries import {name}; {call}"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, env=variables)
 
 
 _VALUES = [1 / 3, 5e-324, 1e22, -1.5, 0.0, "NaN", 1.7976931348623157e308]

@@ -252,15 +252,15 @@ def test_names_that_mlflow_refuses_stay_different() -> None:
 def test_an_offline_run_has_every_point_once(tmp_path: Path) -> None:
     folder = _store(tmp_path, WandB("project"))
     root = folder.path / "wandb"
-    for _ in range(2):
-        # Each call writes the whole run, and removes the earlier one.
+    for _ in range(3):
+        # Each call writes the whole run, and removes the earlier one, also one of the same second.
         sender = _sender(folder)
         sender.flush()
         sender.finish("finished")
         (run,) = root.iterdir()
         found = tracked.history_curves(tracked.read_wandb(run))
         assert found == tracked.without_times(tracked.stored_curves(folder.path))
-    assert run.name == f"offline-run-20260101_000001-{folder.read_run().key}"
+    assert run.name == f"offline-run-20260101_000000-{folder.read_run().key}"
     content = json.loads(next(run.glob("*.wandb")).read_text())
     assert content["config"] == {"lr": 0.1}
     assert content["summary"]["loss.min"] == 1 / 6

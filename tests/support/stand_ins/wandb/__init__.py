@@ -1,12 +1,14 @@
 """Stands in for Weights & Biases: what Helios uses of it, with JSON in place of its own format.
 
-As in the real library, an offline run has a folder of its own, the values of one step are merged,
-a step that is smaller than the last one is ignored, and so is a value without a name.
+As in the real library, an offline run has a folder of its own, whose name is numbered if another
+one of its second is there, the values of one step are merged, a step that is smaller than the last
+one is ignored, and so is a value without a name.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -173,8 +175,9 @@ def init(dir: str, id: str, **options: object) -> Run:  # noqa: A002
     settings, mode = options.pop("settings"), options.pop("mode")
     assert settings.console == "off"
     kind = "offline-run" if mode == "offline" else "run"
-    number = len(list(root.glob(f"{kind}-*"))) if root.exists() else 0
-    folder = root / f"{kind}-20260101_00{number:04d}-{id}"
+    name = f"{kind}-20260101_000000-{id}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))
+    folder = next(root / each for each in names if not (root / each).exists())
     if mode == "offline":
         return Run(folder, {"id": id, **options})
     assert options.pop("resume") == "allow"
