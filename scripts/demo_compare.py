@@ -37,6 +37,10 @@ from helios.plugins import Plugin
 from helios.state import Phase, TrainingState
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.support.started import interrupt_at_signals, started  # noqa: E402 (by the line above)
+
 RECORD, RESULT, CONSOLE = "record", "result.json", "console.txt"
 LAST = train_digits.EPOCHS * train_digits.STEPS_PER_EPOCH
 POLL_SECONDS, WORD_SECONDS, PATIENCE_SECONDS = 0.002, 30.0, 300.0
@@ -199,18 +203,13 @@ class Run:
         return [*command, "--exchanged"] if self.is_exchanged else command
 
     @contextmanager
-    def _started(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Start the training; whatever happens, none of its processes outlives the block."""
-        with (self.folder / CONSOLE).open("ab") as console:
-            process = subprocess.Popen(
-                self.command, stdout=console, stderr=console, start_new_session=True, cwd=ROOT
-            )
-        try:
+    def _started(self) -> Iterator[subprocess.Popen[Any]]:
+        """Start the training, which ends with the block."""
+        with (
+            (self.folder / CONSOLE).open("ab") as console,
+            started(self.command, stdout=console, stderr=console, cwd=ROOT) as process,
+        ):
             yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
     def train(self, moments: list[tuple[int, float]]) -> None:
         """Train to the end; at each moment (iteration, seconds after it) kill and start again."""
@@ -473,7 +472,7 @@ def main() -> int:
         runs = Run(out / "four-processes", 4, (4,)), Run(out / "four-two-one", 4, (4, 2, 1))
     else:
         runs = Run(out / "undisturbed"), Run(out / "killed")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_at_signals()
     try:
         return demonstrate(*runs, 2 if options.processes else options.kills, options.seed)
     except KeyboardInterrupt:

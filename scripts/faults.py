@@ -21,6 +21,7 @@ import text_faults  # noqa: E402
 
 from tests.planted import forks, listing  # noqa: E402
 from tests.planted.planting import Fault  # noqa: E402
+from tests.support.started import interrupt_at_signals  # noqa: E402
 
 
 def main() -> int:
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only look whether all can be planted")
     parser.add_argument("--text", action="store_true", help="the faults of scripts/text_faults.py")
     arguments = parser.parse_args()
+    interrupt_at_signals()
     names = arguments.names or [""]
     if arguments.text:
         return _run_texts(names, jobs=arguments.jobs, checks_only=arguments.check)

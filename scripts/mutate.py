@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.planted import forks, planting  # noqa: E402
+from tests.support.started import interrupt_at_signals  # noqa: E402
 
 SECONDS = 120
 FROZEN = "tests/integration/test_today.py::test_a_frozen_script_gives_its_bits_from_the_start"
@@ -377,6 +378,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="a file of JSON lines; what is in it is not rerun")
     parser.add_argument("--check", action="store_true", help="run the tests without a mutant")
     arguments = parser.parse_args()
+    interrupt_at_signals()
     if arguments.check:
         return check()
     if arguments.name:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support import signals as support  # noqa: E402 (found by the line above)
 from tests.support.elastic import Bits, Elastic, assert_same, read_bits  # noqa: E402
+from tests.support.started import interrupt_at_signals  # noqa: E402
 
 WAYS = ("python", "spawn", "torchrun")
 EVENTS = {
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
+    interrupt_at_signals()
     # A thousand lines of logs would hide the report.
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:

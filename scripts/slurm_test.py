@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 import helios  # noqa: E402 (found by the line above)
 from helios.ledger.lineage import STARTS, read_lineage  # noqa: E402
 from tests.support.slurm_cluster import Cluster, ClusterError, missing, wait_until  # noqa: E402
+from tests.support.started import interrupt_at_signals  # noqa: E402
 
 PAGE = ROOT / "docs" / "recipes" / "clusters.md"
 SCRIPT = ROOT / "scripts" / "train_cluster.py"
@@ -324,6 +325,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    interrupt_at_signals()
     if packages := missing():
         print(
             f"Not installed: {', '.join(packages)}. On Debian: apt-get install {' '.join(packages)}"

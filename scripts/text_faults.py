@@ -12,7 +12,6 @@ import dataclasses
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from tests.support.started import end_all, started
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240
@@ -2370,14 +2371,8 @@ def _pytest(tree: Path, *arguments: str, seconds: float | None) -> subprocess.Co
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     command += ["-m", "not full and not gpu"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=tree, env=environment, start_new_session=True, **pipes)
-    with process:
-        try:
-            output, errors = process.communicate(timeout=seconds)
-        except BaseException:
-            # Not pytest alone: what its tests have started, too.
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+    with started(command, cwd=tree, env=environment, **pipes) as process:
+        output, errors = process.communicate(timeout=seconds)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
@@ -2432,11 +2427,16 @@ def run(names: Sequence[str], jobs: int) -> int:
     broken = _find_broken(tests, jobs)
     for test, end in broken.items():
         print(f"{'FAILS WITHOUT A FAULT' if end == FAILED else end}  {test}", flush=True)
+    results = []
     with ThreadPoolExecutor(jobs) as pool:
-        results = []
-        for fault, result in zip(chosen, pool.map(_try, chosen), strict=True):
-            print(f"{result:10} {fault.name:55} {fault.test}", flush=True)
-            results.append(result)
+        try:
+            for fault, result in zip(chosen, pool.map(_try, chosen), strict=True):
+                print(f"{result:10} {fault.name:55} {fault.test}", flush=True)
+                results.append(result)
+        except BaseException:
+            # Those of other threads, for which the pool would wait.
+            end_all()
+            raise
     seen = results.count("seen")
     print(f"{seen} of {len(chosen)} faults are seen.")
     return 0 if seen == len(chosen) and not broken else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from tests.planted import listing, planting
 from tests.planted.planting import Fault, PlantingError
+from tests.support.scripts import call
 
 _FAULT = "tests.planted.faults.order.an_epoch_begins_at_the_sample_where_the_last_one_has_ended"
 _CODE = """
@@ -75,3 +78,33 @@ def test_a_module_may_have_another_source(tmp_path: Path) -> None:
     right = (planting.ROOT / "helios/state.py").read_text()
     source.write_text(right.replace("self.sample = 0", "self.sample = 1"))
     assert _start(_CODE, planting.mutant("helios.state", source)) == "1\n"
+
+
+_INTERRUPTS = """
+import os, signal, time
+from pathlib import Path
+def test_it():
+    (Path(__file__).parent / "pid").write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
+"""
+
+
+def _run_a_file() -> None:
+    from tests.planted import forks
+
+    # A command in the background ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        forks.run(forks.Task(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("interrupted")
+
+
+def test_no_test_goes_on_when_the_script_is_interrupted(tmp_path: Path) -> None:
+    test = tmp_path / "test_interrupting.py"
+    test.write_text(_INTERRUPTS)
+    done = call(_run_a_file, test)
+    assert done.stdout == "interrupted\n", done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

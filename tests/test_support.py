@@ -1,8 +1,10 @@
-"""The helpers of these tests: scripts in forked processes, and the choice of restarts."""
+"""The helpers of these tests: scripts in processes of their own, and the choice of restarts."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +15,15 @@ import pytest
 from tests.support import tier
 from tests.support.resume import restarts_of
 from tests.support.scripts import call
+from tests.support.started import end_all, started
 
+# Starts a process in another session, which says that it is there, and waits for it, or does not.
+_PARENT = """
+import subprocess, sys
+child = subprocess.Popen(["sh", "-c", "echo there; exec sleep 600"], start_new_session=True)
+if sys.argv[1] == "waits":
+    child.wait()
+"""
 CHECKPOINTS = [Path(f"run_epoch_1_iter_{number}.pth") for number in range(14)]
 
 
@@ -98,3 +108,27 @@ class _Case:
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
         return self._mark if name == "sampled" else None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("end", ["block", "error", "all"])
+@pytest.mark.parametrize("parent", ["waits", "ends"])
+def test_nothing_is_left_of_a_command(parent: str, end: str) -> None:
+    command = [sys.executable, "-c", _PARENT, parent]
+    reader, writer = os.pipe()
+    with started(["sleep", "600"]) as other, os.fdopen(reader, "rb") as output:
+        with (
+            contextlib.suppress(LookupError),
+            started(command, stdout=writer),
+        ):
+            os.close(writer)
+            assert output.readline() == b"there\n"
+            if end == "error":
+                raise LookupError
+            if end == "all":
+                end_all()
+        # Nobody has the other end of the pipe any more.
+        ready, _, _ = select.select([output], [], [], 60)
+        assert ready
+        assert output.read() == b""
+        assert (other.poll() is None) == (end != "all")

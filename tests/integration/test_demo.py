@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 _SCRIPTS = Path(__file__).parents[2] / "scripts"
-# A training with a process of its own, whose number it leaves in a file, that never goes on.
+# A training with a process of its own, whose number it leaves in a file, that hangs or fails.
 _STUCK = """
 import subprocess, sys, time
 child = subprocess.Popen(["sleep", "600"])
 with open(sys.argv[1] + ".tmp", "w") as file:
     file.write(str(child.pid))
 __import__("os").rename(sys.argv[1] + ".tmp", sys.argv[1])
-time.sleep(600)
+sys.exit(3) if sys.argv[2] == "failure" else time.sleep(600)
 """
 
 
@@ -34,9 +34,9 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def make_stuck_run(demo: Any, folder: Path) -> Any:
+def make_stuck_run(demo: Any, folder: Path, end: str) -> Any:
     class Stuck(demo.Run):  # type: ignore[misc]
-        command = (sys.executable, "-c", _STUCK, str(folder / "child"))
+        command = (sys.executable, "-c", _STUCK, str(folder / "child"), end)
 
     return Stuck(folder / "run")
 
@@ -50,11 +50,11 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("end", ["patience", "interrupt"])
+@pytest.mark.parametrize("end", ["patience", "interrupt", "failure"])
 def test_the_demo_leaves_no_process_when_it_gives_up(
     end: str, demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    run = make_stuck_run(demo, tmp_path)
+    run = make_stuck_run(demo, tmp_path, end)
 
     def reached() -> int:
         if not (tmp_path / "child").exists():
@@ -65,7 +65,7 @@ def test_the_demo_leaves_no_process_when_it_gives_up(
 
     monkeypatch.setattr(run, "_reached", reached)
     monkeypatch.setattr(demo, "PATIENCE_SECONDS", 1.0)
-    kind = SystemExit if end == "patience" else KeyboardInterrupt
+    kind = KeyboardInterrupt if end == "interrupt" else SystemExit
     with pytest.raises(kind) as caught:
         run.train([])
     if end == "patience":
@@ -75,6 +75,8 @@ def test_the_demo_leaves_no_process_when_it_gives_up(
         )
         assert re.match(error, str(caught.value))
         assert re.search(rf"  waiting {where}, last written \d s ago", capsys.readouterr().out)
+    if end == "failure":
+        assert str(caught.value) == f"The training failed (3); see {run.folder / demo.CONSOLE}."
     pid = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 10
     while not is_gone(pid) and time.monotonic() < deadline:

@@ -111,13 +111,17 @@ def run_all(tasks: Iterable[Task], jobs: int = 1) -> Iterator[Outcome]:
     """
     waiting, begun = iter(tasks), deque[_Run]()
     following = next(waiting, None)
-    while following is not None or begun:
-        while following is not None and sum(not run.is_over() for run in begun) < jobs:
-            begun.append(_Run(following))
-            following = next(waiting, None)
-        while begun and begun[0].is_over():
-            yield begun.popleft().outcome()
-        time.sleep(_STEP)
+    try:
+        while following is not None or begun:
+            while following is not None and sum(not run.is_over() for run in begun) < jobs:
+                begun.append(_Run(following))
+                following = next(waiting, None)
+            while begun and begun[0].is_over():
+                yield begun.popleft().outcome()
+            time.sleep(_STEP)
+    finally:
+        for run in begun:
+            run.end()
 
 
 class _Run:
@@ -144,13 +148,23 @@ class _Run:
         took = time.monotonic() - self._began
         self._is_late = not ended and took > self._seconds
         if ended or self._is_late:
-            # What it has left behind is ended, too.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child, signal.SIGKILL)
-            if not ended:
-                os.waitpid(self._child, 0)
             self._took = took
+            self._kill(is_there=not ended)
         return bool(self._took)
+
+    def end(self) -> None:
+        """End the fork if it runs, and forget what it has written."""
+        if not self._took:
+            self._kill(is_there=True)
+        self._folder.cleanup()
+
+    def _kill(self, *, is_there: bool) -> None:
+        # What it has left behind is ended, too.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child, signal.SIGKILL)
+        if is_there:
+            os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
 
     def outcome(self) -> Outcome:
         """Return how it has ended."""

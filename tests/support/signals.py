@@ -20,6 +20,7 @@ from helios.plugins import Plugin
 from helios.startup.options import plugin_table
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, read_bits, train
+from tests.support.started import started
 
 _ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
 
@@ -115,9 +116,13 @@ def run_forked(work: Any) -> int:
 
     child = multiprocessing.get_context("fork").Process(target=target)
     child.start()
-    child.join()
-    code = child.exitcode
-    child.close()
+    try:
+        child.join()
+        code = child.exitcode
+    finally:
+        child.kill()
+        child.join()
+        child.close()
     assert code is not None
     return code
 
@@ -137,16 +142,10 @@ def environment() -> dict[str, str]:
 
 def start(*arguments: Any, torchrun: int = 0) -> tuple[int, str]:
     """Run the script to its end; returns its exit code and its log."""
-    done = subprocess.run(
-        command(*arguments, torchrun=torchrun),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        start_new_session=True,
-        check=False,
-    )
-    return done.returncode, done.stderr
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with started(command(*arguments, torchrun=torchrun), env=environment(), **pipes) as process:
+        _, log = process.communicate(timeout=300)
+        return process.returncode, log
 
 
 def codes(folder: Path) -> list[int]:
