@@ -258,7 +258,8 @@ class Run:
                 continue
             written, said = max(written, self._last_write()), now
             idle = now - written
-            where = f"{what}, at iteration {self._reached()} of {LAST}"
+            last = train_digits.STEPS_PER_EPOCH if self.is_exchanged else LAST
+            where = f"{what}, at iteration {self._reached()} of {last}"
             if idle > PATIENCE_SECONDS:
                 raise SystemExit(
                     f"The training has written nothing for {idle:.0f} s, and was ended. This "
