@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 (found by the line above)
 import torch.distributed as dist  # noqa: E402
 
-from helios.data import create_dataloader, workers  # noqa: E402
+from helios.data import create_dataloader, worker_recovery, workers  # noqa: E402
 from helios.data.source import Source, open_source  # noqa: E402
 from tests.data.datasets import FETCH, Augmented  # noqa: E402
 from tests.support import stuck_workers  # noqa: E402
@@ -143,9 +143,10 @@ def serve(options: Options, rank: int, counts: Any, meeting: Path) -> None:
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     warnings.filterwarnings("ignore", "This DataLoader will create")
     workers.FORKED_PATIENCE = options.patience
-    logger = logging.getLogger(workers.__name__)
-    logger.addHandler(Replacements(rank, counts))
-    logger.propagate = False
+    for module in (workers, worker_recovery):
+        logger = logging.getLogger(module.__name__)
+        logger.addHandler(Replacements(rank, counts))
+        logger.propagate = False
     store = dist.FileStore(str(meeting), options.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     is_done = threading.Event()
