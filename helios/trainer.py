@@ -127,6 +127,9 @@ class Trainer:
             dataclass or a namespace of plain values. Another value stops a resume.
         hang_warning: seconds without progress after which a line of the log says what each process
             waits for, and again after 2, 4, 8, ... times as long; ``None`` for never.
+        hang_timeout: seconds without progress after which every process writes its stacks beside
+            the run and ends with exit code 75, or 1 if another start would not help; more than
+            ``hang_warning``. ``None`` for never.
 
     Attributes:
         model: the model of the last call of fit, validate, test or predict.
@@ -197,6 +200,7 @@ class Trainer:
         batch_limits: Mapping[Phase, int] | None = None,
         params: Any = None,
         hang_warning: float | None = 60.0,
+        hang_timeout: float | None = None,
     ) -> None:
         self._options = TrainerOptions(
             run=RunOptions(run_name, random_seed, seeds=seeds, init=init, params=params),
@@ -246,7 +250,7 @@ class Trainer:
             ),
             processes=ProcessOptions(num_replicas=num_replicas, nproc=nproc, sharding=sharding),
             trial=TrialOptions(sanity_steps=sanity_steps, batch_limits=batch_limits),
-            waiting=WaitingOptions(hang_warning),
+            waiting=WaitingOptions(hang_warning, hang_timeout),
             audit=as_audit(audit),
         )
         check_plugin_list(plugins)

@@ -130,7 +130,10 @@ KEPT_BY_GETTERS = {
     ("core/rng.py", "pending"),
     ("core/rng.py", "_generator.bit_generator.state"),
     *(("data/samplers.py", name) for name in ("_length", "num_samples", "total_size")),
-    *(("data/workers.py", name) for name in ("_job", "_link", "_process", "_results")),
+    *(
+        ("data/workers.py", name)
+        for name in ("_job", "_link", "_has_begun", "_process", "_results", "begun")
+    ),
     ("engines/engine.py", "_scaler"),
     ("run_state/discovery.py", "_named"),
     ("run_state/owner_states.py", "_shared"),

@@ -10,7 +10,7 @@ from helios.storage import files
 # What a run records of itself, also of earlier starts.
 _EVIDENCE = (
     *("ledger*.jsonl", "lineage.jsonl", "timing.jsonl"),
-    *("run.json", "run.before-*.json", "rewinds*.json"),
+    *("run.json", "run.before-*.json", "rewinds*.json", "stacks-rank-*.txt"),
 )
 
 

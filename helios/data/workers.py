@@ -9,10 +9,13 @@ notice: the queues of a pass are still empty then.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import multiprocessing
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +25,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, final, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader
@@ -49,6 +53,9 @@ _SLOWER = 4
 _ATTEMPTS = 4
 _PAUSE = 1.0
 _REAPING_SECONDS = 10.0
+# Hardly anything else uses it, and workers ignore those of schedulers.
+_STACKS = signal.Signals.__members__.get("SIGVTALRM")
+_LISTENING_SECONDS = 0.1
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped"}
 
 
@@ -368,7 +375,10 @@ class Worker:
 
     Attributes:
         daemon: whether it ends with the training process.
+        begun: the workers of this process that have begun to work.
     """
+
+    begun: ClassVar[WeakSet[Worker]] = WeakSet()
 
     def __init__(
         self,
@@ -383,6 +393,7 @@ class Worker:
         self._process: Any = None
         self._link: Connection | None = None
         self._results: Results | None = None
+        self._has_begun = False
         self.daemon = False
 
     def start(self) -> None:
@@ -416,9 +427,11 @@ class Worker:
             WorkerError: after several processes in a row that did not begin.
         """
         patience, seen = self._context.patience, list[_Obstacle]()
-        while self._link is not None:
+        while self._link is not None and not self._has_begun:
             obstacle = self._await(self._link, patience)
             if obstacle is None:
+                self._has_begun = True
+                self.begun.add(self)
                 # The data set must not live as long as the worker's object.
                 self._job = ()
                 break
@@ -443,7 +456,6 @@ class Worker:
         while idle < patience and before.seconds < _LONGEST * patience:
             ready = wait([link, process.sentinel], pause)
             if link in ready and _let_work(link):
-                self._link = None
                 self._context.record_start(waited)
                 return None
             if ready or not process.is_alive():
@@ -521,7 +533,7 @@ class Worker:
         if self._process is None:
             return
         self._process.kill()
-        if self._link is not None:
+        if self._link is not None and not self._has_begun:
             self._process.join(_REAPING_SECONDS)
             if self._process.exitcode is not None:
                 self._process.close()
@@ -530,11 +542,48 @@ class Worker:
                 self._results.leave(self._process)
             self._process = self._link = None
 
+    def request_stacks(self) -> int | None:
+        """Let a worker write its stacks; returns its id, ``None`` if it has ended."""
+        if _STACKS is None or self._process is None or not self._process.is_alive():
+            return None
+        pid: int = self._process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, _STACKS)
+        return pid
+
+    def read_stacks(self, seconds: float) -> str:
+        """Return what the worker has written then; empty if it does not answer in time."""
+        parts: list[bytes] = []
+        while self._link is not None and wait([self._link], seconds):
+            parts.append(os.read(self._link.fileno(), 1 << 16))
+            if not parts[-1]:
+                break
+            seconds = _LISTENING_SECONDS
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+def find_worker_stacks(seconds: float) -> dict[int, str]:
+    """Return the stacks of all workers of this process, whatever they are doing, by process id.
+
+    Args:
+        seconds: how long to wait for those that do not answer, such as stopped ones.
+    """
+    asked = [(worker.request_stacks(), worker) for worker in list(Worker.begun)]
+    deadline = time.monotonic() + seconds
+    return {
+        pid: worker.read_stacks(max(deadline - time.monotonic(), 0.0))
+        for pid, worker in asked
+        if pid is not None
+    }
+
 
 def _work(
     theirs: Connection, target: Callable[..., object], args: Sequence[Any], **kwargs: Any
 ) -> None:
     """Be a worker: report, and then do its work."""
+    if sys.platform != "win32" and _STACKS is not None:
+        # In C, so that a worker shows them that hangs while it holds the interpreter lock.
+        faulthandler.register(_STACKS, theirs.fileno())
     report = partial(_report, theirs)
     for arg in args:
         if isinstance(arg, WorkerInit):
@@ -557,7 +606,6 @@ def _report(theirs: Connection) -> None:
         theirs.recv_bytes()
     except (EOFError, OSError):
         os._exit(1)
-    theirs.close()
 
 
 def _let_work(link: Connection) -> bool:
@@ -567,7 +615,6 @@ def _let_work(link: Connection) -> bool:
         link.send_bytes(b"go")
     except (EOFError, OSError):
         return False
-    link.close()
     return True
 
 

@@ -76,6 +76,7 @@ DEFAULTS: dict[str, Any] = {
     "batch_limits": None,
     "params": None,
     "hang_warning": 60.0,
+    "hang_timeout": None,
 }
 FLAGS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 CPU = torch.device("cpu")
@@ -424,6 +425,14 @@ def test_a_warning_of_hangs_comes_after_some_seconds_or_never(value: Any) -> Non
     check_refusal("hang_warning", value, hang_warning=value)
 
 
+@pytest.mark.parametrize("value", [0, -1.0, True, "60", float("inf"), float("nan"), 60.0, 59])
+def test_an_end_of_hangs_comes_after_the_warning_or_never(value: Any) -> None:
+    assert make(hang_timeout=60.5).waiting.hang_timeout == 60.5
+    assert make(hang_timeout=1, hang_warning=None).waiting.hang_timeout == 1
+    assert make(hang_timeout=None).waiting.hang_timeout is None
+    check_refusal("hang_timeout", value, hang_timeout=value)
+
+
 @pytest.mark.parametrize("value", ["fp8", "", torch.float32, 16])
 def test_a_precision_is_one_or_the_name_of_one(value: Any) -> None:
     """E22, E23."""
@@ -712,6 +721,7 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "batch_limits": {Phase.TRAINING: 10},
         "params": {"lr": 0.1},
         "hang_warning": 3.5,
+        "hang_timeout": 9.5,
     }
     apart: dict[str, Any] = {"train_unit": TrainingUnit.ITERATION, "plugins": ()}
     apart["signals"] = Signals(())

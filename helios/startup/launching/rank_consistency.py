@@ -57,6 +57,7 @@ def options_that_must_match(
         "sanity_steps": options.trial.sanity_steps,
         "audit": options.audit,
         "batch_limits": options.trial.batch_limits,
+        "hang_timeout": options.waiting.hang_timeout,
     }
     return {
         "the plugins": ", ".join(known) or _NOTHING,

@@ -123,12 +123,20 @@ class RegistryOptions:
 
 @dataclass(frozen=True)
 class WaitingOptions:
-    """How long a process may wait in silence; see ``Trainer`` for the meaning of the field."""
+    """How long a process may stand still; see ``Trainer`` for the meaning of each field."""
 
     hang_warning: float | None = 60.0
+    hang_timeout: float | None = None
 
     def __post_init__(self) -> None:
         check_positive("hang_warning", self.hang_warning)
+        check_positive("hang_timeout", self.hang_timeout)
+        if self.hang_warning is None or self.hang_timeout is None:
+            return
+        if self.hang_timeout <= self.hang_warning:
+            rule = f"more than hang_warning={self.hang_warning:g}, whose line comes first"
+            remedy = "Pass more seconds, or hang_warning=None for no line."
+            raise refusal("hang_timeout", rule, self.hang_timeout, remedy)
 
 
 def as_signals(value: Signals | None) -> Signals:
@@ -160,7 +168,7 @@ class TrainerOptions:
         engine: device, precision and clipping.
         processes: how many processes and replicas.
         trial: how much of the data is used.
-        waiting: how long a process may wait in silence.
+        waiting: how long a process may stand still.
         audit: which gradients are computed a second time; ``None`` for none.
     """
 

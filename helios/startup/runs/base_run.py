@@ -9,6 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ from helios.startup.options.object_checks import (
     check_state_methods,
     warn_of_unknown_hooks,
 )
+from helios.startup.runs.hang_end import HangEnd
 from helios.startup.runs.hang_watch import HangWatch, showing_stacks
 from helios.state import Phase
 from helios.terminal import root_logger as log
@@ -181,14 +183,47 @@ class Run(ABC):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Name what this process waits for when it stands still."""
-        seconds = self.options.waiting.hang_warning
-        with ExitStack() as stack:
-            stack.enter_context(showing_stacks())
-            if seconds is not None:
-                watch = HangWatch(self.plan.info, seconds, self._find_progress)
-                stack.enter_context(watch.watching())
+        """Name what this process waits for when it stands still, and end it if it must not."""
+        watch = HangWatch(
+            self.plan.info,
+            self.options.waiting.hang_warning,
+            self._find_progress,
+            end=self._make_hang_end(),
+        )
+        with showing_stacks(), self.call.runtime.listener.describing(watch), watch.watching():
             yield
+
+    def _make_hang_end(self) -> HangEnd | None:
+        """Return what ends this process if it stands still for too long; ``None`` for nothing."""
+        seconds = self.options.waiting.hang_timeout
+        if seconds is None:
+            return None
+        folder = self._run_folder
+        is_resumable = self.call.phase is Phase.TRAINING and self.options.checkpoints.can_save
+        is_replay = self.call.replay is not None
+        return HangEnd(
+            seconds,
+            rank=self.plan.info.rank,
+            place=None if is_replay else self._find_stacks_file(),
+            folder=folder if is_resumable and not is_replay else None,
+        )
+
+    @property
+    def _run_folder(self) -> Path | None:
+        """Where the checkpoints of the run are; ``None`` without ``chkpt_root``."""
+        root = self.options.checkpoints.chkpt_root
+        return None if root is None else root / self.model.save_name
+
+    def _find_stacks_file(self) -> Path | None:
+        folder, logs = self._run_folder, self.options.logging
+        if folder is not None and (folder.is_dir() or self.options.checkpoints.can_save):
+            return folder / "stacks-rank"
+        name = f"{self.options.run.name_for(self.model.save_name)}-stacks-rank"
+        if logs.enable_file_logging and logs.log_path is not None:
+            return Path(logs.log_path, name)
+        if logs.enable_tensorboard and logs.run_path is not None:
+            return Path(logs.run_path, name)
+        return None
 
     def _find_progress(self) -> tuple[str, object]:
         """Return where the run is, in words, and what changes with each batch."""

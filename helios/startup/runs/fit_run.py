@@ -63,6 +63,7 @@ from helios.startup.reporting.loader_claims import Claim, determine_trust
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_reproducibility
 from helios.startup.reporting.run_summary import describe_run
 from helios.startup.runs.base_run import Run
+from helios.startup.runs.hang_end import forget_hang
 from helios.state import Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -90,6 +91,9 @@ class FitRun(Run):
         self._prepare_data()
         name, checkpoints = self.model.save_name, self.options.checkpoints
         lock = lock_folder(checkpoints, name, stack, team=self.replicas)
+        if self._run_folder is not None and self._can_save and self.replicas.rank == 0:
+            # All ranks have read it before they have met.
+            forget_hang(self._run_folder)
         types = self.model.types_for_safe_load()
         self._start = resume_point.find_start(
             checkpoints, name, types, run_name=self._name, replicas=self.replicas, share=self._share

@@ -2,7 +2,8 @@
 
 A thread of each rank looks at the stack of the thread that trains, every few seconds, so nothing is
 recorded in a step. Ranks that have made no progress for a while tell each other where they are; the
-lowest one that still speaks says it for all.
+lowest one that still speaks says it for all. If they are to end, they do so together, because the
+first one that is gone ends what the others wait for.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from helios.distributed.heartbeats import Heard, Heartbeats
 from helios.distributed.process_groups import DistributedInfo
+from helios.startup.runs.hang_end import HangEnd
+from helios.startup.runs.process_end import end_process
 
 _LOGGER = logging.getLogger(__name__)
 _HELIOS = str(Path(__file__).parents[2])
@@ -49,6 +52,7 @@ _PEERS = {
 _OWN = {
     "torch.utils.data.dataloader": "waits for its loader",
     "helios.checkpoint": "saves",
+    "helios.checkpoint.writer_thread": "waits for the save under way",
     "helios.storage": "saves",
     "helios.startup.building.run_saves": "saves",
     "helios.launch": "waits for the ranks that it has started",
@@ -67,6 +71,7 @@ _COLLECTIVE = "torch.distributed.distributed_c10d"
 # So often a rank looks in the time after which it warns.
 _LOOKS = 6
 _END_SECONDS = 1.0
+_POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +100,9 @@ def find_whereabouts(frame: FrameType | None) -> Whereabouts:
     is_collective = False
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        known = None if user else _find_known(module)
+        # A module that is imported waits for nobody.
+        is_import = frame.f_code.co_name == "<module>"
+        known = None if user or is_import else _find_known(module)
         if known is not None:
             return known
         is_collective |= module == _COLLECTIVE and user is None
@@ -133,71 +140,165 @@ def _find_known(module: str) -> Whereabouts | None:
 
 @final
 class HangWatch:
-    """Warns in a thread when the thread that has made it makes no progress.
+    """Warns in a thread when the thread that has made it makes no progress, and ends the process.
 
     Args:
         info: the rank of this process, and how many there are.
         seconds: how long it may wait in one place; it warns then, and after 2, 4, 8, ... times as
-            long.
+            long; ``None`` for no warning.
         find_progress: returns the step in words, and what changes with each batch.
+        end: ends the process if it waits longer; ``None`` for never.
     """
 
     def __init__(
         self,
         info: DistributedInfo,
-        seconds: float,
+        seconds: float | None,
         find_progress: Callable[[], tuple[str, object]],
+        *,
+        end: HangEnd | None = None,
     ) -> None:
         self._info = info
         self._seconds = seconds
         self._find_progress = find_progress
+        self._end = end
+        given = [*([] if seconds is None else [seconds]), *([] if end is None else [end.seconds])]
+        self._first = min(given, default=math.inf)
+        self._pause = self._first / _LOOKS
         self._heartbeats = Heartbeats(info)
         self._thread = threading.get_ident()
-        self._is_over = threading.Event()
+        self._wakes = threading.Event()
+        self._is_over = self._is_hurried = False
         self._here = Whereabouts("")
         self._progress: object = None
-        self._moved = self._arrived = time.monotonic()
+        self._now = self._moved = self._arrived = 0.0
         self._clock = ""
         self._warned = 0.0
+        self._heard = Heard({})
+        # Whether this process ends, and has written its stacks.
+        self._ends = self._has_written = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch in the block."""
+        if self._first == math.inf:
+            yield
+            return
         thread = threading.Thread(target=self._watch, name="helios-hang-watch", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            self._is_over.set()
+            self._is_over = True
+            self._wakes.set()
             thread.join(_END_SECONDS)
 
+    def hurry(self, seconds: float) -> None:
+        """Ask the other ranks from now on where they are, because this process may soon end.
+
+        Args:
+            seconds: how long it may last.
+        """
+        self._pause = min(self._pause, seconds / _LOOKS)
+        self._is_hurried = True
+        self._wakes.set()
+
+    def describe(self) -> str:
+        """Return where the run stands, as far as this process knows; for any thread."""
+        step, progress = self._find_progress()
+        here = self._find_here()
+        is_known = (here, progress) == (self._here, self._progress)
+        heard, rank = self._heard, self._info.rank
+        words = {**heard.words, rank: self._word(here, self._clock if is_known else "")}
+        # Others say something when they have stood still for a while.
+        is_sure = self._now - self._moved >= self._first or not self._knows_all(heard)
+        heard = Heard(dict(sorted(words.items())), heard.mute if is_sure else [], heard.speaker)
+        return f"{step}: {describe_ranks(heard, self._info.world_size)}"
+
     def _watch(self) -> None:
-        pause = self._seconds / _LOOKS
-        while not self._is_over.wait(pause):
+        before = time.monotonic()
+        while not self._is_over:
+            self._wakes.wait(self._pause)
+            if self._is_over:
+                return
+            self._wakes.clear()
+            # A process that was stopped has not stood still in that time.
             now = time.monotonic()
-            step, progress = self._find_progress()
-            here = find_whereabouts(sys._current_frames().get(self._thread))  # noqa: SLF001 - documented
-            if progress != self._progress:
-                self._moved, self._warned = now, 0.0
-            if (here, progress) != (self._here, self._progress):
-                self._arrived, self._clock = now, time.strftime("%H:%M:%S")
-            self._here, self._progress = here, progress
+            self._now += min(now - before, 2 * self._pause)
+            before = now
+            step = self._update()
             # Others may wait for this rank, even if it is never where it was.
-            if now - self._moved < self._seconds / 2:
-                continue
-            heard = self._heartbeats.exchange(
-                {"text": here.text, "needs_others": here.needs_others, "since": self._clock},
-                fresh=3 * pause,
-            )
-            due = max(self._seconds, 2 * self._warned) * here.patience
-            if now - self._arrived >= due:
-                self._warned = due
-                if heard.speaker == self._info.rank:
-                    # The screen has nothing else of the other ranks than errors.
-                    level = logging.ERROR if self._info.rank else logging.WARNING
-                    _LOGGER.log(
-                        level, "%s: %s.", step, describe_ranks(heard, self._info.world_size)
-                    )
+            if self._is_hurried or self._now - self._moved >= self._first / 2:
+                self._heard = self._exchange()
+                self._act(f"{step}: {describe_ranks(self._heard, self._info.world_size)}")
+
+    def _update(self) -> str:
+        """Note where this rank is; returns the step in words."""
+        step, progress = self._find_progress()
+        here = self._find_here()
+        if progress != self._progress:
+            self._moved, self._warned = self._now, 0.0
+        if (here, progress) != (self._here, self._progress):
+            self._arrived, self._clock = self._now, time.strftime("%H:%M:%S")
+        self._here, self._progress = here, progress
+        return step
+
+    def _find_here(self) -> Whereabouts:
+        return find_whereabouts(sys._current_frames().get(self._thread))  # noqa: SLF001 - documented
+
+    def _word(self, here: Whereabouts, since: str) -> dict[str, Any]:
+        ends = {"ends": self._ends, "has_written": self._has_written}
+        return {**dataclasses.asdict(here), "since": since, **ends}
+
+    def _exchange(self) -> Heard:
+        return self._heartbeats.exchange(self._word(self._here, self._clock), fresh=3 * self._pause)
+
+    def _knows_all(self, heard: Heard) -> bool:
+        """Whether the store has answered, so that each rank is known to speak, or not to."""
+        return len(heard.words) + len(heard.mute) == self._info.world_size
+
+    def _act(self, text: str) -> None:
+        """Warn or end, if it is time."""
+        heard, stood = self._heard, self._now - self._arrived
+        patience = max(words["patience"] for words in heard.words.values())
+        if self._end is not None:
+            is_asked = any(words["ends"] for words in heard.words.values())
+            if is_asked or stood >= self._end.seconds * patience:
+                self._leave(self._end, text)
+        if self._seconds is None:
+            return
+        due = max(self._seconds * patience, 2 * self._warned)
+        if stood >= due:
+            self._warned = due
+            if heard.speaker == self._info.rank:
+                # The screen has nothing else of the other ranks than errors.
+                level = logging.ERROR if self._info.rank else logging.WARNING
+                _LOGGER.log(level, "%s.", text)
+
+    def _leave(self, end: HangEnd, text: str) -> NoReturn:
+        """End this process when all ranks that can speak have written their stacks."""
+        self._ends = True
+        was_known = self._knows_all(self._exchange())
+        end.write_stacks(text)
+        count = self._info.world_size
+        # When others see that all have written, this one has spoken.
+        code = end.finish(text, num_ranks=count, speaks=self._heard.speaker == self._info.rank)
+        self._has_written = True
+        # As long as the others take to notice it, or to find out for themselves.
+        deadline = time.monotonic() + 3 * self._pause
+        while time.monotonic() < deadline:
+            heard = self._exchange()
+            if self._knows_all(heard):
+                if all(words["has_written"] for words in heard.words.values()):
+                    break
+            elif was_known:
+                # Rank 0 is gone, and has seen that all have written.
+                break
+            time.sleep(_POLL_SECONDS)
+        if self._info.rank == 0 and count > 1:
+            # It has the store in which the others look.
+            time.sleep(2 * _POLL_SECONDS)
+        end_process(code)
 
 
 def describe_ranks(heard: Heard, num_ranks: int) -> str:
@@ -213,11 +314,10 @@ def describe_ranks(heard: Heard, num_ranks: int) -> str:
     waiting = {rank: words for rank, words in heard.words.items() if words["needs_others"]}
     others = {rank: words for rank, words in heard.words.items() if rank not in waiting}
     causes = [f"rank {rank}, which {_phrase(words)}" for rank, words in others.items()]
-    if heard.mute:
-        verb = "does" if len(heard.mute) == 1 else "do"
-        causes.append(f"{_list_ranks(heard.mute, num_ranks)}, which {verb} not answer")
+    verb = "does" if len(heard.mute) == 1 else "do"
+    mute = [f"{_list_ranks(heard.mute, num_ranks)} {verb} not answer"] if heard.mute else []
     if not waiting:
-        return "; ".join(cause.replace(", which", "") for cause in causes)
+        return "; ".join([*(cause.replace(", which", "") for cause in causes), *mute])
     by_text: dict[str, list[int]] = {}
     for rank, words in waiting.items():
         by_text.setdefault(words["text"], []).append(rank)
@@ -226,13 +326,17 @@ def describe_ranks(heard: Heard, num_ranks: int) -> str:
         for text, ranks in by_text.items()
     ]
     first = min(words["since"] for words in waiting.values())
-    whom = f"for {' and '.join(causes)}" if causes else f"since {first}"
-    return f"{' and '.join(groups)} {whom}"
+    whom = f" for {' and '.join(causes)}" if causes else _say_since(first)
+    return "; ".join([f"{' and '.join(groups)}{whom}", *mute])
 
 
 def _phrase(words: Mapping[str, Any]) -> str:
     verb = "waits " if words["needs_others"] else ""
-    return f"{verb}{words['text']} since {words['since']}"
+    return f"{verb}{words['text']}{_say_since(words['since'])}"
+
+
+def _say_since(clock: str) -> str:
+    return f" since {clock}" if clock else ""
 
 
 def _list_ranks(ranks: Sequence[int], num_ranks: int) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,9 +16,10 @@ from typing import NoReturn
 
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
 from helios.core.tracebacks import with_short_constructor
-from helios.core.utils import flush_outputs
 from helios.distributed.process_groups import has_lost_rank
 from helios.errors import ArgumentError
+from helios.startup.runs.hang_watch import HangWatch
+from helios.startup.runs.process_end import end_process, in_time, say
 
 _LOGGER = logging.getLogger(__name__)
 _DEFAULTS = tuple(
@@ -35,7 +34,7 @@ _REFUSED = (
     *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"),
     "SIGCHLD",
 )
-_PRINT_SECONDS = 2.0
+_PLACE_SECONDS = 1.0
 
 
 def _fail(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
@@ -93,14 +92,30 @@ class Listener:
 
     Args:
         receiver: records signals; ``None`` if none are handled.
+        ending: what happens without a safe point; ``None`` if no signals are handled.
 
     Attributes:
         receiver: as given.
     """
 
-    def __init__(self, receiver: SignalReceiver | None = None) -> None:
+    def __init__(
+        self, receiver: SignalReceiver | None = None, ending: UnsavedEnd | None = None
+    ) -> None:
         self.receiver = receiver
+        self._ending = ending
         self._has_warned = False
+
+    @contextlib.contextmanager
+    def describing(self, watch: HangWatch) -> Iterator[None]:
+        """Let the end without a safe point say where the run stands, if it comes in the block."""
+        if self._ending is None:
+            yield
+            return
+        self._ending.watch = watch
+        try:
+            yield
+        finally:
+            self._ending.watch = None
 
     def ask(self, *, saves: bool) -> str:
         """Return why the run is to be interrupted; empty if no signal was received.
@@ -160,7 +175,7 @@ def listening(signals: Signals) -> Iterator[Listener]:
         signals.numbers, grace=signals.grace, on_first=ending.look, give_up=ending.carry_out
     )
     with receiver.installed():
-        yield Listener(receiver)
+        yield Listener(receiver, ending)
 
 
 class UnsavedEnd:
@@ -172,15 +187,21 @@ class UnsavedEnd:
 
     Args:
         grace: the grace period in seconds.
+
+    Attributes:
+        watch: knows where the run stands; ``None`` outside of a run.
     """
 
     def __init__(self, grace: float) -> None:
+        self.watch: HangWatch | None = None
         self._grace = grace
         self._has_lost_rank = False
 
     def look(self) -> None:
         """Find out in a thread whether another rank has failed; called at the first signal."""
         threading.Thread(target=self._look, name="helios-lost-ranks", daemon=True).start()
+        if self.watch is not None:
+            self.watch.hurry(self._grace)
 
     def _look(self) -> None:
         self._has_lost_rank = has_lost_rank()
@@ -192,27 +213,19 @@ class UnsavedEnd:
             name: the signal that was not handled in time.
         """
         code = 1 if self._has_lost_rank else TRY_AGAIN
-        # The main thread may hang while it holds the lock of the log: then nothing is logged.
-        printer = threading.Thread(target=self._print, args=(name, code), daemon=True)
-        printer.start()
-        printer.join(_PRINT_SECONDS)
-        for child in multiprocessing.active_children():
-            child.kill()
-        os._exit(code)
-
-    def _print(self, name: str, code: int) -> None:
+        place = "" if self.watch is None else in_time(self.watch.describe, _PLACE_SECONDS)
         advice = (
             "Run the same command again to resume from the newest checkpoint. For longer steps and "
             "validations, set Trainer(signals=Signals(grace=...))."
         )
         if code != TRY_AGAIN:
             advice = "Another rank had failed before: its log says why."
-        _LOGGER.error(
-            "No safe point was reached within %g s after %s, so this process ends now, without "
-            "saving, with exit code %d. %s",
-            *(self._grace, name, code, advice),
+        say(
+            f"{f'{place}. ' if place else ''}No safe point was reached within {self._grace:g} s "
+            f"after {name}, so this process ends now, without saving, with exit code {code}. "
+            f"{advice}"
         )
-        flush_outputs()
+        end_process(code)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -184,3 +184,46 @@ def half_a_message_is_an_error_of_the_run(describe_deaths, iterator, error=None)
 def the_samples_that_end_every_worker_are_not_named(make_error, items):
     items._dealt.owed[0] = items._dealt.owed[0]._replace(indices=[])
     return make_error(items)
+
+
+HANG_ENDS = "tests/startup/test_hang_end.py"
+
+
+@fault(
+    "helios.startup.runs.hang_end:_find_newest",
+    f"{HANG_ENDS}::test_a_second_hang_in_a_row_is_not_tried_again_unless_a_checkpoint_was_committed",
+)
+def a_hang_after_a_checkpoint_counts_as_the_same(find_newest, folder):
+    return ""
+
+
+@fault(
+    "helios.startup.runs.hang_end:forget_hang",
+    f"{HANG_ENDS}::test_a_second_hang_in_a_row_is_not_tried_again_unless_a_checkpoint_was_committed",
+)
+def a_hang_is_remembered_after_a_start_that_ended_in_another_way(forget_hang, folder):
+    return None
+
+
+@fault(
+    "helios.data.workers:find_worker_stacks",
+    f"{HANG_ENDS}::test_the_stacks_of_loader_workers_are_in_the_file_and_none_survives",
+)
+def loader_workers_do_not_show_where_they_hang(find_worker_stacks, seconds):
+    return {}
+
+
+@fault(
+    "helios.startup.runs.hang_watch:HangWatch.hurry",
+    f"{HANG_ENDS}::test_ranks_that_got_a_signal_say_who_waits_for_whom",
+)
+def ranks_that_got_a_signal_do_not_ask_where_the_others_are(hurry, watch, seconds):
+    return None
+
+
+@fault(
+    "helios.startup.runs.process_end:write_to_stderr",
+    f"{HANG_ENDS}::test_an_end_without_a_safe_point_needs_no_lock_of_the_log",
+)
+def a_process_ends_in_silence_that_holds_the_lock_of_the_log(write_to_stderr, text):
+    return None
