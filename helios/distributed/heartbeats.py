@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -63,7 +64,11 @@ class Heartbeats:
             return Heard({own: words}, [0] if own else [], 1 if own else 0)
         now = time.monotonic()
         for rank, text in found.items():
-            if self._last.get(rank, (b"", 0.0))[0] != text:
+            before = self._last.get(rank)
+            if before is None and rank != own:
+                # It may be of an earlier call, or of ranks that torchrun has started before.
+                self._last[rank] = text, -math.inf
+            elif before is None or before[0] != text:
                 self._last[rank] = text, now
         speaking = {
             rank: json.loads(text)

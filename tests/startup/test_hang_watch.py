@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import re
@@ -23,6 +24,7 @@ from torch.utils.data import Dataset
 import helios
 from helios import DataLoaderParams
 from helios.distributed.heartbeats import Heard
+from helios.distributed.process_groups import open_store
 from helios.startup.runs import hang_watch
 from helios.startup.runs.hang_watch import describe_ranks
 from tests.support.ranks import run_ranks
@@ -176,7 +178,9 @@ def test_nobody_watches_who_does_not_want_it() -> None:
     assert "helios-hang-watch" not in {thread.name for thread in threading.enumerate()}
 
 
-def _fit_with_late_rank(rank: int, late: int, said: Path, *, adds: bool = False) -> list[str]:
+def _fit_with_late_rank(
+    rank: int, late: int, said: Path, *, adds: bool = False, **options: Any
+) -> list[str]:
     """Train on ranks of which one is late until rank 0 has said so; returns what this rank says."""
     lines = Lines()
 
@@ -193,7 +197,7 @@ def _fit_with_late_rank(rank: int, late: int, said: Path, *, adds: bool = False)
         if adds:
             dist.all_reduce(torch.zeros(1))
 
-    assert make_trainer(SECONDS_OF_RANKS).fit(Net(wait), Data())
+    assert make_trainer(SECONDS_OF_RANKS, **options).fit(Net(wait), Data())
     return lines.texts
 
 
@@ -208,6 +212,22 @@ def test_ranks_that_wait_name_the_one_that_they_wait_for(late: int, tmp_path: Pa
     )
     assert [bool(texts) for texts in found] == [True, False, False]
     assert re.fullmatch(text, found[0][0])
+
+
+def _fit_after_another_call(rank: int, said: Path) -> list[str]:
+    """Train with a late rank where the store has words of a call that ended by ``hang_timeout``."""
+    words = {**_say("is in another call"), "patience": 1.0, "ends": True, "has_written": True}
+    store = open_store()
+    assert store is not None
+    for each in range(2):
+        store.set(f"helios/waiting/{each}", json.dumps({**words, "count": 99}))
+    dist.barrier()
+    return _fit_with_late_rank(rank, 1, said, hang_timeout=60.0)
+
+
+def test_words_of_an_earlier_call_do_not_count(tmp_path: Path) -> None:
+    first, _ = run_ranks(_fit_after_another_call, 2, tmp_path / "said")
+    assert "another call" not in "".join(first)
 
 
 def _fit_beside_stopped_rank(rank: int, stopped: int, folder: Path) -> list[str]:

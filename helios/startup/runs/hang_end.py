@@ -104,16 +104,11 @@ class HangEnd:
         return f"The stacks of all threads and loader workers are in {path}."
 
     def _find_obstacle(self) -> str:
-        """Return why another start would not help, and remember this end if it would."""
+        """Remember this end, and return why another start would not help."""
         folder = self._folder
         if folder is None:
             return "No checkpoints are written, so there is nothing to resume."
         newest = in_time(lambda: _find_newest(folder), _FILE_SECONDS)
-        if newest is not None and newest == self._before:
-            return (
-                "The start before this one ended in the same way, and no checkpoint was committed "
-                "since, so another start would not help: look for the cause in the stacks."
-            )
         text = json.dumps({"time": now(), "newest": newest})
         path = folder / _MEMORY
         temporary = files.temporary_path(path.with_name(f"{_MEMORY}.rank-{self._rank}"))
@@ -126,6 +121,11 @@ class HangEnd:
 
         if newest is None or in_time(remember, _FILE_SECONDS) is None:
             return f"The folder {folder} does not answer, so this end cannot be remembered there."
+        if newest == self._before:
+            return (
+                "The start before this one ended in the same way, and no checkpoint was committed "
+                "since, so another start would not help: look for the cause in the stacks."
+            )
         return ""
 
 
