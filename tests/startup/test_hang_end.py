@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support import hanging
-from tests.support.hanging import is_running, list_workers, run_forked
+from tests.support.hanging import list_workers, run_forked, survives
 from tests.support.signals import environment
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
@@ -112,7 +112,7 @@ def test_the_stacks_of_loader_workers_are_in_the_file_and_none_survives(
     assert len(found) == 2
     assert all(f"Loader worker, process {pid}:" in stacks for pid in found)
     assert " in read_from_stopped_disk" in stacks
-    assert not any(map(is_running, found))
+    assert not any(map(survives, found))
 
 
 @pytest.mark.shows("P142")
@@ -233,7 +233,7 @@ def test_spawned_ranks_end_with_their_launcher(act: str, late: int, tmp_path: Pa
     assert "so all ranks end now, with exit code 75" in log
     assert "Traceback" not in log
     assert len(_list_ranks(tmp_path)) == 2
-    assert not any(map(is_running, _list_ranks(tmp_path)))
+    assert not any(map(survives, _list_ranks(tmp_path)))
     # The launcher raises an error of its own.
     code, log = _launch(tmp_path, *arguments)
     assert code == 1, log
@@ -247,7 +247,7 @@ def test_ranks_of_torchrun_end(act: str, late: int, tmp_path: Path) -> None:
     assert code == 1, log
     assert "so all ranks end now, with exit code 75" in log
     assert len(_list_ranks(tmp_path)) == 2
-    assert not any(map(is_running, _list_ranks(tmp_path)))
+    assert not any(map(survives, _list_ranks(tmp_path)))
 
 
 @slow
@@ -258,4 +258,4 @@ def test_torchrun_passes_sigquit_on_and_kills_its_ranks_later(tmp_path: Path) ->
     assert code == 1, log
     assert log.count("Current thread ") == 2
     assert "forcefully exiting via 9" in log
-    assert not any(map(is_running, _list_ranks(tmp_path)))
+    assert not any(map(survives, _list_ranks(tmp_path)))

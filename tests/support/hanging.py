@@ -240,6 +240,14 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
+def survives(pid: int) -> bool:
+    """Whether a process goes on; one that was killed may need a moment on a busy machine."""
+    deadline = time.monotonic() + 30
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_running(pid)
+
+
 def list_workers(folder: Path) -> list[int]:
     """Return the ids of the loader workers that have read something."""
     return [int(path.name.partition("-")[2]) for path in folder.glob("worker-*")]
