@@ -246,6 +246,7 @@ def _watch(wait: _Wait, is_over: threading.Event, seconds: float) -> None:
         looks = looks + 1 if iterator is not None and number == before else 0
         before = number
         if looks >= _LOOKS:
-            wait.seen = describe_silence(iterator, seconds)
+            # One that has just died is waited for, too.
+            wait.seen = describe_deaths(iterator) or describe_silence(iterator, seconds)
             kill_workers(iterator)
             looks = 0

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 import helios
 from helios.core import rng
-from helios.data import Stream, create_dataloader, worker_recovery
+from helios.data import Stream, create_dataloader, worker_recovery, workers
 from helios.data.shard import Shard
 from helios.data.source import open_source
 from helios.errors import ArgumentError, UsageError, WorkerError
@@ -33,6 +33,8 @@ from tests.support.ranks import FORKSERVER, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 LENGTH = 24
+PATIENT = 3.0
+"""Longer than any worker needs for a batch on a busy machine."""
 LOGGER = worker_recovery.__name__
 
 
@@ -96,8 +98,8 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
         (leave, 2, {}),
         (stuck_workers.die, 2, {"persistent_workers": True}),
         (stuck_workers.die, 2, {"batch_size": None}),
-        (stuck_workers.stop, 2, {"worker_timeout": 0.4}),
-        (stuck_workers.hang, 1, {"worker_timeout": 0.4}),
+        (stuck_workers.stop, 2, {"worker_timeout": PATIENT}),
+        (stuck_workers.hang, 1, {"worker_timeout": PATIENT}),
         (stuck_workers.die, 2, {"method": FORKSERVER}),
         pytest.param(stuck_workers.die, 1, {"method": "spawn"}, marks=pytest.mark.full),
         pytest.param(
@@ -126,17 +128,16 @@ def test_a_worker_that_is_lost_changes_no_bit(
 
 @pytest.mark.shows("P141")
 def test_the_line_says_what_was_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    order = [*range(LENGTH)]
     data = Fatal(tmp_path, {5: (stuck_workers.die, 1), 19: (stuck_workers.stop, 1)})
-    source = make(data, num_workers=1, shuffle=False, worker_timeout=0.4)
+    source = make(data, num_workers=1, shuffle=False, worker_timeout=PATIENT)
     found = torch.cat([batch for (batch,) in source.batches(0)])[:, 0].tolist()
-    assert found == order
+    assert found == [*range(LENGTH)]
     died, silent = lines_of(caplog)
     assert died.startswith("A loader worker died: process ")
     assert " was ended by SIGKILL (no child used more than " in died
     assert "iB are available)" in died
     assert " New workers fetch the 2 batches that were under way. What the data set" in died
-    assert silent.startswith("No batch came from the loader workers for 0.4 s: process ")
+    assert silent.startswith("No batch came from the loader workers for 3 s: process ")
     assert "(stopped" in silent
 
 
@@ -187,8 +188,8 @@ def test_a_batch_that_ends_every_worker_is_named(
 @pytest.mark.shows("P141")
 def test_a_batch_that_never_comes_is_named(tmp_path: Path) -> None:
     data = Fatal(tmp_path, {9: (stuck_workers.hang, 9)})
-    with pytest.raises(WorkerError, match=r"samples 8, 9\. No batch came .* for 0\.3 s"):
-        read(data, num_workers=2, shuffle=False, worker_timeout=0.3)
+    with pytest.raises(WorkerError, match=r"samples 8, 9\. No batch came .* for 3 s"):
+        read(data, num_workers=2, shuffle=False, worker_timeout=PATIENT)
 
 
 class Leaking(Augmented):
@@ -274,10 +275,13 @@ def test_a_worker_that_stops_with_its_results_sent_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The memory of a tensor is asked for in a thread of the worker, which does not answer."""
-    source = make(Augmented(8), num_workers=1, batch_size=1, shuffle=False, worker_timeout=0.5)
+    data = Augmented(8)
+    source = make(data, num_workers=1, batch_size=1, shuffle=False, worker_timeout=PATIENT)
     batches = source.batches(0)
     found = [next(batches)]
-    time.sleep(0.3)
+    # The second batch has been sent when the third one is fetched.
+    while not data.counts[2]:
+        time.sleep(0.01)
     kill_children(signal.SIGSTOP)
     found += batches
     assert [int(batch[0, 0]) for (batch,) in found] == [*range(8)]
@@ -368,10 +372,10 @@ def test_the_workers_of_a_stream_are_replaced(
     kind: Any, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = []
-    for name, workers in (("calm", 0), ("lost", num_workers)):
+    for name, number in (("calm", 0), ("lost", num_workers)):
         folder = tmp_path / name
         folder.mkdir()
-        if not workers:
+        if not number:
             for position in (4, 9):
                 (folder / f"1-{position}").touch()
 
@@ -381,8 +385,8 @@ def test_the_workers_of_a_stream_are_replaced(
         loader, sampler = create_dataloader(
             Stream(open_part),
             batch_size=2,
-            num_workers=workers,
-            multiprocessing_context="fork" if workers else None,
+            num_workers=number,
+            multiprocessing_context="fork" if number else None,
         )
         share = Shard(num_replicas=2, block=range(2), pads=True)
         source = open_source(loader, sampler, run_seed=7, purpose=FETCH, share=share)
@@ -440,6 +444,7 @@ class _Counted:
 
     def __init__(self, loader: Resumable) -> None:
         self.loader = loader
+        workers.leave_watch(loader.inner)
         vars(self).update(
             (name, vars(loader.inner)[name]) for name in ("_workers", "_shutdown", "_dataset_kind")
         )
@@ -500,7 +505,7 @@ class DataOfWorkers(elastic.ElasticData):
         options: Any = {
             "num_workers": setting.num_workers,
             "multiprocessing_context": setting.method if setting.num_workers else None,
-            "worker_timeout": 2.0 if setting.number == signal.SIGSTOP else None,
+            "worker_timeout": PATIENT if setting.number == signal.SIGSTOP else None,
             "pin_memory": False,
         }
         params = helios.DataLoaderParams(batch_size=setting.batch_size, shuffle=True, **options)
