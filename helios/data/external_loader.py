@@ -21,9 +21,10 @@ from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
 from helios.data.shard import LONE, Shard
-from helios.data.worker_recovery import MOST_DEATHS, warn_of_workers
+from helios.data.worker_recovery import MOST_LOSSES, warn_of_workers
 from helios.data.workers import (
     WorkerInit,
+    are_alive,
     describe_deaths,
     end_workers,
     kill_workers,
@@ -320,12 +321,17 @@ class _ForeignBatches(BatchIterator):
         self._batch = position.batch
         self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
         self._batches: Iterator[Any] | None = self._begin()
-        self._deaths: list[str] = []
+        self._losses: list[str] = []
 
     def _begin(self) -> Iterator[Any]:
+        loader = self._source.loader
+        if isinstance(loader, DataLoader) and not are_alive(loader._iterator):  # noqa: SLF001
+            if loss := describe_deaths(loader._iterator):  # noqa: SLF001
+                warn_of_workers(f"{loss}. New workers take their place.")
+            self._source.close()
         # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
         with rng.stream(self._position.order_key()):
-            return _iterate(self._source.loader)
+            return _iterate(loader)
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
@@ -347,24 +353,24 @@ class _ForeignBatches(BatchIterator):
                 else:
                     found = run_on_one_thread(_next_or_end, self._batches)
             except Exception as error:
-                if not (deaths := describe_deaths(self._batches, error)):
+                if not (loss := describe_deaths(self._batches, error, may_end=True)):
                     raise
-                self._recover(deaths, error)
+                self._recover(loss, error)
             else:
                 self._batch += 1
-                self._deaths.clear()
+                self._losses.clear()
                 return found
 
-    def _recover(self, deaths: str, error: Exception) -> None:
+    def _recover(self, loss: str, error: Exception) -> None:
         """Start new workers, if the loader can go on from its own state.
 
         Raises:
-            WorkerError: if it cannot, or if workers died too often in the same place.
+            WorkerError: if it cannot, or if workers were lost too often in the same place.
         """
-        self._deaths.append(deaths)
+        self._losses.append(loss)
         kind = type(self._source.loader).__name__
-        end = f"The workers of a {kind} must survive each batch, but: {'; '.join(self._deaths)}."
-        if len(self._deaths) == MOST_DEATHS:
+        end = f"The workers of a {kind} must not die: {'; '.join(self._losses)}."
+        if len(self._losses) == MOST_LOSSES:
             raise WorkerError(
                 f"{end} Pass num_workers=0 to see why, under python -X faulthandler."
             ) from error
@@ -376,7 +382,9 @@ class _ForeignBatches(BatchIterator):
             ) from error
         kill_workers(self._batches)
         end_workers(self._batches)
-        warn_of_workers(f"{deaths}. The {kind} goes on from its own state with new workers.")
+        # Otherwise persistent workers would be used again.
+        self._source.close()
+        warn_of_workers(f"{loss}. The {kind} goes on from its own state with new workers.")
         self._batches = self._begin()
 
 

@@ -221,6 +221,6 @@ class _WorkerBatches(_DealtBatches):
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
-        if not self._is_closed and not self._lives_on:
-            self._batches.close()
+        if not self._is_closed:
+            self._batches.close(keeps_workers=self._lives_on)
         super().close()

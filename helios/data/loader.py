@@ -38,7 +38,7 @@ from helios.data.samplers import (
 )
 from helios.data.stream import Stream
 from helios.data.stream_reading import StreamLoader
-from helios.data.worker_recovery import Begin, WorkerItems, warn_of_workers
+from helios.data.worker_recovery import Begin, WorkerItems, WorkerTimeout, warn_of_workers
 from helios.data.workers import (
     WorkerContext,
     WorkerInit,
@@ -147,34 +147,39 @@ class KeyedLoader(DataLoader[Any]):
     def _caveat(self) -> str:
         return "" if self.is_pure else _CAVEAT
 
-    def _start_at(self, position: Position, walk: Walk, *, one_by_one: bool) -> Iterator[Any]:
+    def _start_at(
+        self, position: Position, walk: Walk, timeout: WorkerTimeout, *, one_by_one: bool
+    ) -> Iterator[Any]:
         if self.generator is not None:
             self.generator.manual_seed(position.worker_key())
         collate = self.collate_fn
         self.collate_fn = NotingCollate(collate, self.keyed_dataset)
         try:
-            return self._start_workers(walk, one_by_one=one_by_one)
+            return self._start_workers(walk, timeout, one_by_one=one_by_one)
         finally:
             self.collate_fn = collate
 
-    def _start_workers(self, walk: Walk, *, one_by_one: bool) -> Iterator[Any]:
-        """Start PyTorch's own iteration, with new workers if persistent ones have died."""
+    def _start_workers(
+        self, walk: Walk, timeout: WorkerTimeout, *, one_by_one: bool
+    ) -> Iterator[Any]:
+        """Start PyTorch's own iteration, with new workers if persistent ones were lost."""
         kept = self._iterator
         if not are_alive(kept):
             self._replace(describe_deaths(kept))
         try:
-            return self._iterate_in_workers(walk, one_by_one=one_by_one)
+            with timeout.watching(self._iterator):
+                return self._iterate_in_workers(walk, one_by_one=one_by_one)
         except Exception as error:
-            deaths = describe_deaths(kept, error)
-            if not deaths:
+            loss = timeout.pop() or describe_deaths(kept, error)
+            if not loss:
                 raise
             kill_workers(kept)
-            self._replace(deaths)
+            self._replace(loss)
             return self._iterate_in_workers(walk, one_by_one=one_by_one)
 
-    def _replace(self, deaths: str) -> None:
-        if deaths:
-            warn_of_workers(f"{deaths}. New workers take their place.{self._caveat}")
+    def _replace(self, loss: str) -> None:
+        if loss:
+            warn_of_workers(f"{loss}. New workers take their place.{self._caveat}")
         self.end_workers()
 
     def _iterate_in_workers(self, walk: Walk, *, one_by_one: bool) -> Iterator[Any]:

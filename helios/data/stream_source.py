@@ -19,7 +19,7 @@ from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
 from helios.data.order import Position
 from helios.data.shard import LONE, NO_BATCH, Shard
 from helios.data.stream_reading import Read, StreamLoader, StreamPlan, StreamReader
-from helios.data.worker_recovery import MOST_DEATHS, Silence, warn_of_workers
+from helios.data.worker_recovery import MOST_LOSSES, WorkerTimeout, warn_of_workers
 from helios.data.workers import describe_deaths, end_workers, kill_workers, starting_workers
 from helios.errors import ArgumentError, StateError, WorkerError
 from helios.protocols import Stateful
@@ -235,8 +235,8 @@ class _StreamBatches(BatchIterator):
         self._dealt = [replica for deal in self._deals for replica in deal]
         self._loader, self._plan = loader, plan
         self._items = self._open(plan)
-        self._silence = Silence(loader.params.worker_timeout)
-        self._deaths: list[str] = []
+        self._timeout = WorkerTimeout(loader.params.worker_timeout)
+        self._losses: list[str] = []
         # States after what was read last, and how many items new workers return that were read.
         self._read_states, self._num_repeated = dict(plan.states), 0
         self._pins = bool(loader.options.get("pin_memory")) and not self._num_workers
@@ -309,7 +309,7 @@ class _StreamBatches(BatchIterator):
 
     def close(self) -> None:
         """End the pass and its workers."""
-        self._silence.close()
+        self._timeout.close()
         end_workers(self._items)
         self._items = iter(())
         self._is_closed = True
@@ -348,35 +348,36 @@ class _StreamBatches(BatchIterator):
         """Read an item of each reader, from new workers if one dies."""
         while True:
             try:
-                with self._silence.watching(self._items):
-                    while self._num_repeated:
-                        self._read_each()
-                        self._num_repeated -= 1
-                    found = self._read_each()
+                while self._num_repeated:
+                    self._read_each()
+                    self._num_repeated -= 1
+                found = self._read_each()
             except Exception as error:
-                deaths = self._silence.pop() or describe_deaths(self._items, error)
-                if not deaths:
+                silence = self._timeout.pop()
+                loss = silence or describe_deaths(self._items, error)
+                if not loss:
                     raise
-                self._recover(deaths)
+                self._recover(loss, is_late=bool(silence))
             else:
-                self._deaths.clear()
+                self._losses.clear()
                 return found
 
-    def _recover(self, deaths: str) -> None:
+    def _recover(self, loss: str, *, is_late: bool) -> None:
         """Start new workers, which go on as those of a resumed run do.
 
         Raises:
-            WorkerError: if workers died too often in the same place.
+            WorkerError: if workers were lost too often in the same place.
         """
         kill_workers(self._items)
-        self._deaths.append(deaths)
+        self._losses.append(loss)
         first, count = self._plan.position, self._num_read
-        if len(self._deaths) == MOST_DEATHS:
+        if len(self._losses) == MOST_LOSSES:
+            longer = " If it just takes long, raise worker_timeout." if is_late else ""
             raise WorkerError(
-                f"The workers of a Stream must survive each batch, but died {MOST_DEATHS} times "
-                f"in a row at batch {first.batch + count} of epoch {first.epoch} (from 0): "
-                f"{'; '.join(self._deaths)}. Pass num_workers=0 to see why, under "
-                "python -X faulthandler."
+                "The workers of a Stream must be able to read each batch, but were lost "
+                f"{MOST_LOSSES} times in a row at batch {first.batch + count} of epoch "
+                f"{first.epoch + 1}: {'; '.join(self._losses)}. Pass num_workers=0 to see why, "
+                f"under python -X faulthandler.{longer}"
             )
         plan = self._plan
         if self._replay:
@@ -389,7 +390,7 @@ class _StreamBatches(BatchIterator):
         is_restored = self._read_states.keys() >= {*self._share.block}
         is_read_again = self._num_repeated and not is_restored
         how = "read the epoch again up to here" if is_read_again else "go on here"
-        warn_of_workers(f"{deaths}. New workers {how}.")
+        warn_of_workers(f"{loss}. New workers {how}.")
         end_workers(self._items)
         self._items = self._open(plan)
 
@@ -410,7 +411,7 @@ class _StreamBatches(BatchIterator):
                 if self._is_closed or all(each is None for each in reads):
                     return count, True
                 try:
-                    reads = self._in_order(self._read_items())
+                    reads = self._in_order(self._read_each())
                 except Exception:
                     # What no training reads must not end one.
                     break
@@ -421,7 +422,10 @@ class _StreamBatches(BatchIterator):
 
     def _take(self) -> Any:
         if self._num_workers or get_num_threads() == 1:
-            item = next(self._items)
+            # A step of a replay reads many batches.
+            is_replay = self._replay or self._num_repeated
+            with self._timeout.watching(None if is_replay else self._items):
+                item = next(self._items)
         else:
             item = run_on_one_thread(next, self._items)
         return pin(item) if self._pins else item  # type: ignore[no-untyped-call]

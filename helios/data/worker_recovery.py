@@ -17,25 +17,32 @@ from functools import partial
 from typing import Any, Protocol, final
 
 from helios.data.keyed import Keyed, Walk
-from helios.data.workers import describe_deaths, describe_silence, end_workers, kill_workers
+from helios.data.workers import (
+    describe_deaths,
+    describe_silence,
+    end_workers,
+    is_from_worker,
+    kill_workers,
+)
 from helios.distributed.collectives import get_global_rank
 from helios.errors import WorkerError
 
 _LOGGER = logging.getLogger(__name__)
 _LOOKS = 8
 _NUM_SHOWN = 8
-MOST_DEATHS = 3
-"""How many times in a row workers may die in the same place, where it is not known better."""
+MOST_LOSSES = 3
+"""How many times in a row workers of other loaders may be lost in the same place."""
 
 
 class Begin(Protocol):
     """Starts workers."""
 
-    def __call__(self, walk: Walk, *, one_by_one: bool) -> Iterator[Any]:
+    def __call__(self, walk: Walk, timeout: WorkerTimeout, *, one_by_one: bool) -> Iterator[Any]:
         """Return PyTorch's iterator over the items of a walk.
 
         Args:
             walk: returns what is fetched.
+            timeout: ends workers that are waited for too long.
             one_by_one: whether an item is dealt only when the one before it has arrived.
         """
         ...
@@ -66,10 +73,10 @@ class WorkerItems(Iterator[Any]):
         self._begin = begin
         # Not this object: its workers must end when it is dropped, so nothing may lead back to it.
         self._dealt = _Dealt(items)
-        self.silence = Silence(timeout)
+        self._timeout = WorkerTimeout(timeout)
         self._caveat = caveat
-        self._deaths: list[str] = []
-        # How many items are owed that workers which died had, too.
+        self._losses: list[str] = []
+        # How many items are owed that workers which were lost had, too.
         self._num_suspects = 0
         self._is_careful = False
         self._is_fresh = True
@@ -79,15 +86,18 @@ class WorkerItems(Iterator[Any]):
     def __next__(self) -> Any:
         while True:
             try:
-                with self.silence.watching(self._iterator):
+                with self._timeout.watching(self._iterator):
                     item = next(self._iterator)
             except StopIteration:
                 raise
             except Exception as error:
-                deaths = self.silence.pop() or describe_deaths(self._iterator, error)
-                if not deaths:
+                silence = self._timeout.pop()
+                loss = silence or describe_deaths(self._iterator, error)
+                if not loss or self._dealt.has_failed:
+                    if is_from_worker(error):
+                        self._hand_out()
                     raise
-                self._recover(deaths)
+                self._recover(loss, is_late=bool(silence))
             else:
                 self._hand_out()
                 return item
@@ -98,52 +108,58 @@ class WorkerItems(Iterator[Any]):
         if self._num_suspects:
             self._num_suspects -= 1
             if not self._num_suspects:
-                self._deaths.clear()
+                self._losses.clear()
         if self._is_careful and not self._dealt.owed:
             # Now: who hands out batches knows by what has been dealt whether the pass goes on.
             self._start(one_by_one=False)
 
-    def close(self) -> None:
-        """End the workers."""
-        self.silence.close()
-        end_workers(self._iterator)
+    def close(self, *, keeps_workers: bool = False) -> None:
+        """End the pass.
 
-    def _recover(self, deaths: str) -> None:
+        Args:
+            keeps_workers: whether those that fetch as usual are left for the next pass.
+        """
+        self._timeout.close()
+        if self._is_careful or not keeps_workers:
+            end_workers(self._iterator)
+
+    def _recover(self, loss: str, *, is_late: bool) -> None:
         """Start new workers.
 
         Raises:
-            WorkerError: if a new worker died with the first item that it got, alone.
+            WorkerError: if a new worker was lost with the first item that it got, alone.
         """
         kill_workers(self._iterator)
-        self._deaths.append(deaths)
+        self._losses.append(loss)
         if self._is_careful and self._is_fresh:
-            raise self._make_error()
+            raise self._make_error(is_late=is_late)
         self._num_suspects = count = len(self._dealt.owed)
-        one_by_one = len(self._deaths) > 1 and count > 0
+        one_by_one = len(self._losses) > 1
         who = "One new worker fetches" if one_by_one else "New workers fetch"
         what = "the batch that was" if count == 1 else f"the {count} batches that were"
         how = ", one by one" if one_by_one and count > 1 else ""
-        warn_of_workers(f"{deaths}. {who} {what} under way{how}.{self._caveat}")
+        warn_of_workers(f"{loss}. {who} {what} under way{how}.{self._caveat}")
         self._start(one_by_one=one_by_one)
 
     def _start(self, *, one_by_one: bool) -> None:
         end_workers(self._iterator)
         self._is_careful, self._is_fresh = one_by_one, True
         walk = partial(self._dealt.walk, stops=one_by_one)
-        self._iterator = self._begin(walk, one_by_one=one_by_one)
+        self._iterator = self._begin(walk, self._timeout, one_by_one=one_by_one)
 
-    def _make_error(self) -> WorkerError:
-        guilty = self._dealt.owed[0]
-        indices = guilty.indices if isinstance(guilty.indices, list) else [guilty.indices]
+    def _make_error(self, *, is_late: bool) -> WorkerError:
+        failing = self._dealt.owed[0]
+        indices = failing.indices if isinstance(failing.indices, list) else [failing.indices]
         shown = ", ".join(map(repr, indices[:_NUM_SHOWN]))
         if len(indices) > _NUM_SHOWN:
             shown += f" and {len(indices) - _NUM_SHOWN} more"
+        longer = " If it just takes long, raise worker_timeout." if is_late else ""
         return WorkerError(
-            f"A loader worker must survive each batch, but {len(self._deaths)} times in a row one "
-            f"did not, at last a new one with this batch alone: samples {shown}. "
-            f"{'; '.join(self._deaths)}. To see why, fetch them in one process: call "
-            f"helios.core.rng.reseed({guilty.key}), then dataset[i] for each, under "
-            "python -X faulthandler."
+            "A loader worker must be able to fetch each batch, but workers were lost "
+            f"{len(self._losses)} times in a row, the last one with nothing to fetch but the "
+            f"samples {shown}. {'; '.join(self._losses)}. To see why, fetch them in one process: "
+            f"call helios.core.rng.reseed({failing.key}), then dataset[i] for each, under "
+            f"python -X faulthandler.{longer}"
         )
 
 
@@ -156,19 +172,27 @@ class _Dealt:
 
     Attributes:
         owed: what was dealt, and has not been handed out.
+        has_failed: whether the walk raised an error, so that the rest is lost.
     """
 
     def __init__(self, items: Iterator[Keyed]) -> None:
         self._items = items
         self.owed: deque[Keyed] = deque()
+        self.has_failed = False
 
     def walk(self, *, stops: bool) -> Iterator[Keyed]:
         """Deal again what is owed, and then, unless it stops there, the rest."""
         yield from [*self.owed]
-        if not stops:
-            for item in self._items:
-                self.owed.append(item)
-                yield item
+        while not stops:
+            try:
+                item = next(self._items)
+            except StopIteration:
+                return
+            except BaseException:
+                self.has_failed = True
+                raise
+            self.owed.append(item)
+            yield item
 
 
 def warn_of_workers(text: str) -> None:
@@ -191,10 +215,10 @@ class _Wait:
 
 
 @final
-class Silence:
-    """Ends workers that leave the training process waiting, which then sees that they died.
+class WorkerTimeout:
+    """Ends workers that leave the training process waiting, which then sees that they are gone.
 
-    Only that ends every wait: also one for the rest of a message, or for the memory of a tensor.
+    Only that ends every wait: also one for the memory of a tensor, which PyTorch asks a worker for.
 
     Args:
         seconds: how long they may; ``None`` for ever.
@@ -250,3 +274,5 @@ def _watch(wait: _Wait, is_over: threading.Event, seconds: float) -> None:
             wait.seen = describe_deaths(iterator) or describe_silence(iterator, seconds)
             kill_workers(iterator)
             looks = 0
+        # Nothing else may keep alive what somebody has dropped.
+        del iterator

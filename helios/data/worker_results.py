@@ -1,17 +1,21 @@
 """How results get from workers to the training process: each worker has a pipe of its own.
 
 PyTorch's workers share a queue and an event, whose locks a worker may hold when it is killed, and
-then everybody waits forever. Here nothing is shared but a byte, and the pipe of a worker that died
-just ends, also within a message.
+then everybody waits forever. Here nothing is shared but a byte. Messages are read as they come, so
+nobody waits for the rest of one whose sender is gone.
 """
 
 from __future__ import annotations
 
+import os
 import queue
+import struct
+import sys
 import threading
+import time
+from collections import deque
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import register_after_fork
 from typing import Any, final
@@ -20,32 +24,38 @@ from torch._utils import ExceptionWrapper
 
 from helios.errors import UsageError
 
-_REAPING_SECONDS = 10.0
+_LENGTH = struct.Struct("!Q")
+_MOST_BYTES = 1 << 20
+_END_SECONDS = 1.0
+_SHORT_SECONDS = 0.05
 OF_DEATH = (EOFError, ConnectionError, FileNotFoundError)
-"""Errors of one who reads what a worker has sent, or the memory of its tensors, if it died."""
+"""Errors of one who reads the memory of a worker's tensors, if the worker died."""
 
 
 @final
 class Results:
-    """The results of all workers; PyTorch uses it as its queue in the training process."""
+    """The results of all workers; PyTorch uses it as its queue in the training process.
+
+    With pinned memory a thread of PyTorch's calls :meth:`get`, otherwise the main thread does.
+    """
 
     def __init__(self) -> None:
-        self._workers: dict[Connection, BaseProcess] = {}
-        self._bell, self._button = Pipe(duplex=False)
-        _close_in_children(self._bell)
-        _close_in_children(self._button)
+        self._incoming: dict[Connection, _Incoming] = {}
+        self._ready: deque[bytes] = deque()
+        self._is_ending = self._has_lost = False
+        self._wakeup, self._waker = Pipe(duplex=False)
+        for pipe in (self._wakeup, self._waker):
+            close_in_children(pipe)
 
-    def listen(self, pipe: Connection, worker: BaseProcess) -> None:
-        """Receive what a worker sends through a pipe, which no other process sends through."""
-        _close_in_children(pipe)
-        self._workers[pipe] = worker
+    def listen(self, pipe: Connection, sentinel: int) -> None:
+        """Receive what a worker sends.
 
-    def leave(self, worker: BaseProcess) -> None:
-        """Receive nothing more from a worker."""
-        for pipe, owner in list(self._workers.items()):
-            if owner is worker:
-                del self._workers[pipe]
-                pipe.close()
+        Args:
+            pipe: no other process sends through it.
+            sentinel: becomes ready when the worker ends.
+        """
+        self._incoming[pipe] = _Incoming(pipe, sentinel)
+        self._waker.send_bytes(b"")
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the next result.
@@ -54,47 +64,91 @@ class Results:
             queue.Empty: after the timeout, and as soon as a worker has ended: PyTorch looks then
                 whether all workers live.
         """
-        for pipe in wait([self._bell, *self._workers], timeout):
-            if pipe is self._bell:
-                self._bell.recv_bytes()
-            elif isinstance(pipe, Connection):
-                worker = self._workers[pipe]
-                try:
-                    return ForkingPickler.loads(_receive(pipe))
-                except OF_DEATH:
-                    # PyTorch must not find a process alive that has only closed its files yet.
-                    worker.join(_REAPING_SECONDS)
-                    if worker.is_alive():
-                        raise
-                    self.leave(worker)
-            break
-        raise queue.Empty
+        if self._has_lost and timeout is not None:
+            # Its end may not be known to the system yet.
+            timeout = min(timeout, _SHORT_SECONDS)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._ready:
+            rest = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            pipes = wait([self._wakeup, *self._incoming], rest)
+            for pipe in pipes:
+                if pipe is self._wakeup:
+                    self._wakeup.recv_bytes()
+                elif isinstance(pipe, Connection):
+                    self._read(self._incoming[pipe])
+            if not self._ready and (not pipes or self._is_ending or self._has_lost):
+                raise queue.Empty
+        try:
+            return ForkingPickler.loads(self._ready.popleft())
+        except OF_DEATH:
+            ended = wait([each.sentinel for each in self._incoming.values()], _END_SECONDS)
+            if not ended:
+                raise
+            self._has_lost = True
+            raise queue.Empty from None
+
+    def _read(self, incoming: _Incoming) -> None:
+        try:
+            self._ready += incoming.read()
+        except (EOFError, OSError):
+            wait([incoming.sentinel], _END_SECONDS)
+            del self._incoming[incoming.pipe]
+            incoming.pipe.close()
+            self._has_lost = True
 
     def put(self, item: object) -> None:
         """Let a thread return from :meth:`get`; PyTorch puts something when a pass ends."""
-        self._button.send_bytes(b"")
+        self._is_ending = True
+        self._waker.send_bytes(b"")
 
     def cancel_join_thread(self) -> None:
         """Do nothing: no thread sends what is put."""
 
     def close(self) -> None:
         """Close all pipes."""
-        for pipe in (self._bell, self._button, *self._workers):
+        for pipe in (self._wakeup, self._waker, *self._incoming):
             pipe.close()
-        self._workers.clear()
+        self._incoming.clear()
 
 
-def _receive(pipe: Connection) -> bytes:
-    try:
-        return pipe.recv_bytes()
-    except OSError as error:
-        # The rest of a message is missing; other errors of this class are not those of a pipe.
-        raise EOFError from error
-
-
-def _close_in_children(pipe: Connection) -> None:
+def close_in_children(pipe: Connection) -> None:
     """Let processes that are forked later not keep a pipe open."""
     register_after_fork(pipe, Connection.close)
+
+
+@final
+class _Incoming:
+    """What has come through the pipe of a worker.
+
+    Args:
+        pipe: leads from the worker.
+        sentinel: becomes ready when it ends.
+    """
+
+    def __init__(self, pipe: Connection, sentinel: int) -> None:
+        self.pipe, self.sentinel = pipe, sentinel
+        self._bytes = bytearray()
+
+    def read(self) -> list[bytes]:
+        """Return the messages that are complete by now; never waits if something has come.
+
+        Raises:
+            EOFError: if nothing will come any more.
+        """
+        if sys.platform == "win32":
+            return [self.pipe.recv_bytes()]
+        chunk = os.read(self.pipe.fileno(), _MOST_BYTES)
+        if not chunk:
+            raise EOFError
+        self._bytes += chunk
+        found = []
+        while len(self._bytes) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
+            if len(self._bytes) < end:
+                break
+            found.append(bytes(self._bytes[_LENGTH.size : end]))
+            del self._bytes[:end]
+        return found
 
 
 @final
@@ -110,12 +164,12 @@ class ResultSender:
         self._messages: queue.SimpleQueue[Any] | None = None
 
     def put(self, item: tuple[Any, Any]) -> None:
-        """Send a result, or the error if it cannot be pickled."""
-        number, _ = item
+        """Send a result, or an error if it cannot be pickled."""
         try:
             message = ForkingPickler.dumps(item)
         except Exception as error:
-            message = ForkingPickler.dumps((number, _wrap(error)))
+            number, result = item
+            message = ForkingPickler.dumps((number, _make_sendable(result, error)))
         if self._messages is None:
             self._messages = queue.SimpleQueue()
             threading.Thread(target=self._send, args=(self._messages,), daemon=True).start()
@@ -124,7 +178,7 @@ class ResultSender:
     def _send(self, messages: queue.SimpleQueue[Any]) -> None:
         try:
             while True:
-                self._pipe.send_bytes(messages.get())
+                _write(self._pipe, messages.get())
         except OSError:
             # The training process is gone, or needs nothing more.
             return
@@ -136,7 +190,22 @@ class ResultSender:
         """Do nothing; the pipe is closed when the worker ends."""
 
 
-def _wrap(cause: Exception) -> ExceptionWrapper:
+def _write(pipe: Connection, message: bytes) -> None:
+    if sys.platform == "win32":
+        pipe.send_bytes(message)
+        return
+    for part in (_LENGTH.pack(len(message)), message):
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(pipe.fileno(), rest) :]
+
+
+def _make_sendable(result: Any, cause: Exception) -> ExceptionWrapper:
+    """Return what is sent instead of a result that cannot be pickled."""
+    if isinstance(result, ExceptionWrapper):
+        # Its text has the name of the class.
+        result.exc_type = RuntimeError
+        return result
     try:
         raise UsageError(
             f"What a loader worker returns must be something that can be pickled, but: {cause}. "

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,22 +23,21 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext, Process
 from multiprocessing.process import BaseProcess
-from multiprocessing.util import register_after_fork
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, ClassVar, NamedTuple, Protocol, final, runtime_checkable
 from weakref import WeakSet
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
-from torch.utils.data.dataloader import _DatasetKind
 
 from helios.core import rng
 from helios.core.signal_watch import ignore_signals, noted_signals, signal_name
 from helios.core.text import size_text
 from helios.data.params import DataLoaderParams
-from helios.data.worker_results import OF_DEATH, Flag, Results, ResultSender
+from helios.data.worker_results import OF_DEATH, Flag, Results, ResultSender, close_in_children
 from helios.data.worker_start import naming_culprits
 from helios.distributed.collectives import get_global_rank
 from helios.errors import WorkerError
@@ -52,10 +52,11 @@ _SLOWER = 4
 """How many times as long as the slowest worker so far each one may take."""
 _ATTEMPTS = 4
 _PAUSE = 1.0
-_REAPING_SECONDS = 10.0
+_REAPING_SECONDS = _PINNING_SECONDS = 10.0
 # Hardly anything else uses it, and workers ignore those of schedulers.
 _STACKS = signal.Signals.__members__.get("SIGVTALRM")
 _LISTENING_SECONDS = 0.1
+_RERAISE = ExceptionWrapper.reraise.__code__
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped"}
 
 
@@ -77,10 +78,12 @@ class _IsWatched(Protocol):
 
 
 @runtime_checkable
-class _ReadsStream(Protocol):
-    """The iterator of a DataLoader, which knows whether its data set is an iterable one."""
+class _Pins(_HasWorkers, Protocol):
+    """The iterator of a DataLoader with a thread that pins batches."""
 
-    _dataset_kind: int
+    _pin_memory_thread: threading.Thread
+    _pin_memory_thread_done_event: threading.Event
+    _worker_result_queue: Any
 
 
 @contextmanager
@@ -145,11 +148,26 @@ def end_workers(iterator: object) -> None:
     Otherwise they end when the iterator is garbage-collected, which a traceback can delay.
     """
     if isinstance(iterator, _HasWorkers):
+        _end_pinning(iterator)
         iterator._shutdown_workers()  # noqa: SLF001 - PyTorch has no public way
         for worker in iterator._workers:  # noqa: SLF001
             # A hanging worker may ignore the SIGTERM that it got.
             if worker.is_alive():
                 worker.kill()
+                worker.join(_REAPING_SECONDS)
+
+
+def _end_pinning(iterator: _HasWorkers) -> None:
+    """End the thread that pins batches, for which PyTorch waits without a limit.
+
+    It may wait for the memory of a tensor of a worker that was stopped.
+    """
+    if isinstance(iterator, _Pins) and not iterator._shutdown:  # noqa: SLF001
+        iterator._pin_memory_thread_done_event.set()  # noqa: SLF001
+        iterator._worker_result_queue.put((None, None))  # noqa: SLF001
+        iterator._pin_memory_thread.join(_PINNING_SECONDS)  # noqa: SLF001
+        if iterator._pin_memory_thread.is_alive():  # noqa: SLF001
+            kill_workers(iterator)
 
 
 def leave_watch(iterator: object) -> None:
@@ -169,26 +187,34 @@ def kill_workers(iterator: object) -> None:
         worker.kill()
 
 
-def describe_deaths(iterator: object, error: Exception | None = None) -> str:
+def describe_deaths(
+    iterator: object, error: Exception | None = None, *, may_end: bool = False
+) -> str:
     """Say which workers of an iterator have ended by themselves, and how; empty if none has.
-
-    One that has served an ``IterableDataset`` to its end does not count.
 
     Args:
         iterator: an iterator of PyTorch's, or a similar one.
         error: what it has raised; a worker may be about to end.
+        may_end: whether a worker ends regularly, with code 0, at the end of its data.
     """
     if not isinstance(iterator, _HasWorkers) or iterator._shutdown:  # noqa: SLF001
         return ""
-    if isinstance(error, OF_DEATH):
-        wait([worker.sentinel for worker in iterator._workers], _REAPING_SECONDS)  # noqa: SLF001
-    ended = [worker for worker in iterator._workers if worker.exitcode is not None]  # noqa: SLF001
-    if isinstance(iterator, _ReadsStream) and iterator._dataset_kind == _DatasetKind.Iterable:  # noqa: SLF001
-        ended = [worker for worker in ended if worker.exitcode]
+    if isinstance(error, OF_DEATH) and not is_from_worker(error):
+        ready = wait([each.sentinel for each in iterator._workers], _REAPING_SECONDS)  # noqa: SLF001
+        for worker in iterator._workers:  # noqa: SLF001
+            if worker.sentinel in ready:
+                worker.join(_REAPING_SECONDS)
+    codes = (None, 0) if may_end else (None,)
+    ended = [each for each in iterator._workers if each.exitcode not in codes]  # noqa: SLF001
     if not ended:
         return ""
     texts = "; ".join(_describe_end(_process_of(worker)).text for worker in ended)
     return f"{'A loader worker' if len(ended) == 1 else 'Loader workers'} died: {texts}{_memory()}"
+
+
+def is_from_worker(error: Exception) -> bool:
+    """Whether an error was raised in a worker, by the user's code, and sent as its result."""
+    return any(frame.f_code is _RERAISE for frame, _ in walk_tb(error.__traceback__))
 
 
 def describe_silence(iterator: object, seconds: float) -> str:
@@ -219,7 +245,9 @@ def _memory() -> str:
 
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit
-        parts.append(f"no child used more than {size_text(peak)} of memory")
+        # Those that a server has started are not children.
+        if peak:
+            parts.append(f"no child used more than {size_text(peak)} of memory")
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found = next(line for line in lines if line.startswith("MemAvailable:"))
@@ -393,6 +421,7 @@ class Worker:
         self._process: Any = None
         self._link: Connection | None = None
         self._results: Results | None = None
+        self._reader: Any = None
         self._has_begun = False
         self.daemon = False
 
@@ -400,8 +429,9 @@ class Worker:
         """Start a process, without waiting: workers begin at the same time."""
         ours, theirs = multiprocessing.Pipe()
         reader, writer = multiprocessing.Pipe(duplex=False)
-        # Workers that are forked later inherit it.
-        register_after_fork(ours, Connection.close)
+        # Workers inherit it.
+        for pipe in (ours, reader):
+            close_in_children(pipe)
         target, args = self._job
         self._results = next((arg for arg in args if isinstance(arg, Results)), None)
         args = [ResultSender(writer) if isinstance(arg, Results) else arg for arg in args]
@@ -416,9 +446,7 @@ class Worker:
         finally:
             theirs.close()
             writer.close()
-        self._process, self._link = process, ours
-        if self._results is not None:
-            self._results.listen(reader, process)
+        self._process, self._link, self._reader = process, ours, reader
 
     def finish_start(self) -> None:
         """Wait until the worker has begun; another process takes the place of one that does not.
@@ -432,6 +460,10 @@ class Worker:
             if obstacle is None:
                 self._has_begun = True
                 self.begun.add(self)
+                # Not before: a thread of PyTorch's receives already, and one that has not begun may
+                # be replaced.
+                if self._results is not None:
+                    self._results.listen(self._reader, self.sentinel)
                 # The data set must not live as long as the worker's object.
                 self._job = ()
                 break
@@ -538,8 +570,7 @@ class Worker:
             if self._process.exitcode is not None:
                 self._process.close()
             self._link.close()
-            if self._results is not None:
-                self._results.leave(self._process)
+            self._reader.close()
             self._process = self._link = None
 
     def request_stacks(self) -> int | None:

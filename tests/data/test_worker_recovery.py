@@ -173,7 +173,8 @@ def test_a_batch_that_ends_every_worker_is_named(
     assert all("One new worker fetches" in line for line in others)
     assert 1 <= len(others) <= 2
     text = str(caught.value)
-    assert "a new one with this batch alone: samples 8, 9. A loader worker died: process " in text
+    assert "with nothing to fetch but the samples 8, 9. A loader worker died: process " in text
+    assert "worker_timeout" not in text
     assert text.count("SIGKILL") == len(others) + 2
     # The remedy works: what it says is what the batch is.
     [key] = [int(part.split(")")[0]) for part in text.split("rng.reseed(")[1:]]
@@ -188,7 +189,9 @@ def test_a_batch_that_ends_every_worker_is_named(
 @pytest.mark.shows("P141")
 def test_a_batch_that_never_comes_is_named(tmp_path: Path) -> None:
     data = Fatal(tmp_path, {9: (stuck_workers.hang, 9)})
-    with pytest.raises(WorkerError, match=r"samples 8, 9\. No batch came .* for 3 s"):
+    with pytest.raises(
+        WorkerError, match=r"samples 8, 9\. No batch came .* for 3 s.*raise worker_timeout\."
+    ):
         read(data, num_workers=2, shuffle=False, worker_timeout=PATIENT)
 
 
@@ -312,6 +315,159 @@ def test_an_idle_worker_that_died_between_passes_is_replaced(
     assert "New workers take their place." in line
 
 
+def test_an_idle_worker_that_was_stopped_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    source = make(Augmented(LENGTH), num_workers=1, persistent_workers=True, worker_timeout=PATIENT)
+    found = [batch.numpy().tobytes() for (batch,) in source.batches(0)]
+    kill_children(signal.SIGSTOP)
+    found += [batch.numpy().tobytes() for (batch,) in source.batches(1)]
+    source.close()
+    assert found == read(num_workers=0)
+    [line] = lines_of(caplog)
+    assert line.startswith("No batch came from the loader workers for 3 s: process ")
+
+
+def test_an_idle_worker_of_the_users_loader_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DataLoader(
+        Indices(8), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    source = open_source(loader, None, run_seed=7, purpose=FETCH)
+    first = [batch.tolist() for (batch,) in source.batches(0)]
+    [child] = multiprocessing.active_children()
+    kill_children()
+    child.join()
+    assert [batch.tolist() for (batch,) in source.batches(1)] == first
+    source.close()
+    [line] = lines_of(caplog)
+    assert line.endswith("New workers take their place.")
+
+
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PyTorch's thread pin batches, as with an accelerator; it does nothing to them."""
+    for name, value in (
+        ("is_available", True),
+        ("current_accelerator", torch.device("cuda")),
+        ("current_device_index", 0),
+        ("set_device_index", None),
+    ):
+        monkeypatch.setattr(torch.accelerator, name, lambda *args, value=value: value)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *args: tensor)
+
+
+@pytest.mark.usefixtures("pins")
+def test_workers_whose_batches_are_pinned_are_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread receives what they send, while this one may replace them."""
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
+    with stuck_workers.forks({1: stuck_workers.die, 4: stuck_workers.die}):
+        found = read(data, num_workers=2, pin_memory=True)
+    assert found == read(num_workers=0)
+    assert len(lines_of(caplog)) == 1
+
+
+@pytest.mark.usefixtures("pins")
+def test_a_pass_with_a_worker_that_was_stopped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_PINNING_SECONDS", 0.2)
+    data = Large(8)
+    source = make(data, num_workers=1, batch_size=1, collate_fn=unwrap, pin_memory=True)
+    batches = source.batches(0)
+    next(batches)
+    kill_children(signal.SIGSTOP)
+    batches.close()
+    assert multiprocessing.active_children() == []
+
+
+class Helped(Large):
+    """A worker has forked a helper, which has the worker's end of the pipe, too."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 0 and os.fork() == 0:
+            signal.pause()
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_dies_within_a_message_is_missed_also_beside_a_helper(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = make(
+        Helped(4), num_workers=1, batch_size=1, shuffle=False, collate_fn=unwrap, prefetch_factor=1
+    )
+    batches = source.batches(0)
+    first = next(batches)
+    [child] = multiprocessing.active_children()
+    helper = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()[0])
+    try:
+        await_write(child.pid or 0)
+        kill_children()
+        assert [int(batch[0]) for (batch,) in [first, *batches]] == [0, 1, 2, 3]
+        assert len(lines_of(caplog)) == 1
+    finally:
+        os.kill(helper, signal.SIGKILL)
+
+
+class Failing(Indices):
+    """One sample is missing, and once its worker dies with it."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        super().__init__(10)
+        self.mark = None if folder is None else folder / "died"
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5 and self.mark is not None and not self.mark.exists():
+            self.mark.touch()
+            stuck_workers.die()
+        if index == 2:
+            raise FileNotFoundError("sample 2")
+        return index
+
+
+def test_an_error_of_the_data_set_is_none_of_a_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is raised at once; whoever goes on gets each other batch once, after a death as well."""
+    loader, _ = create_dataloader(
+        Failing(tmp_path), num_workers=1, multiprocessing_context="fork", pin_memory=False
+    )
+    batches = iter(loader)
+    began = time.monotonic()
+    assert [int(next(batches)) for _ in range(2)] == [0, 1]
+    with pytest.raises(FileNotFoundError, match="sample 2"):
+        next(batches)
+    assert [*map(int, batches)] == [*range(3, 10)]
+    assert len(lines_of(caplog)) == 1
+    assert time.monotonic() - began < 10
+
+
+class Unsendable(Indices):
+    def __getitem__(self, index: int) -> int:
+        class MineError(Exception):
+            pass
+
+        raise MineError("the reason")
+
+
+def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)MineError.*the reason"):
+        read(Unsendable(4), num_workers=1)
+
+
+class Broken(Sampler[list[int]]):
+    """Fails in the middle of a pass, after a worker died."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([index] for index in range(4))
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGKILL)
+            child.join()
+        raise LookupError("no more")
+
+
+def test_an_error_of_a_sampler_ends_a_pass_also_beside_a_death() -> None:
+    with pytest.raises(LookupError, match="no more"):
+        read(num_workers=1, batch_sampler=Broken(), shuffle=False, batch_size=1)
+
+
 @pytest.mark.shows("P141")
 def test_a_death_raises_nothing_where_training_is(caplog: pytest.LogCaptureFixture) -> None:
     """PyTorch's own handler of SIGCHLD raises an error between any two lines."""
@@ -399,6 +555,40 @@ def test_the_workers_of_a_stream_are_replaced(
     assert second.endswith(f"New workers {how}.")
 
 
+class SlowPart:
+    """A part without a state, whose replay takes longer than workers may take for a batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for position in range(300):
+            time.sleep(0.02)
+            if position == 250 and not (self.folder / "left").exists():
+                (self.folder / "left").touch()
+                leave()
+            yield torch.tensor(float(position))
+
+
+def test_a_replay_may_take_longer_than_a_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def open_part(index: int, count: int) -> Any:
+        return SlowPart(tmp_path)
+
+    loader, _ = create_dataloader(
+        Stream(open_part),
+        batch_size=1,
+        num_workers=1,
+        multiprocessing_context="fork",
+        worker_timeout=PATIENT,
+        pin_memory=False,
+    )
+    batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
+    assert torch.cat([batch for (batch,) in batches]).tolist() == [*range(300)]
+    assert len(lines_of(caplog)) == 1
+
+
 def test_a_stream_that_ends_every_worker_is_an_error() -> None:
     def die(index: int, count: int) -> Any:
         stuck_workers.die()
@@ -407,7 +597,7 @@ def test_a_stream_that_ends_every_worker_is_an_error() -> None:
         Stream(die), batch_size=2, num_workers=1, multiprocessing_context="fork"
     )
     batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
-    with pytest.raises(WorkerError, match=r"died 3 times in a row at batch 0 of epoch 0"):
+    with pytest.raises(WorkerError, match=r"lost 3 times in a row at batch 0 of epoch 1"):
         next(batches)
 
 

@@ -173,7 +173,7 @@ def workers_that_did_not_answer_are_said_to_have_died(describe_silence, iterator
     "helios.data.worker_recovery:describe_deaths",
     f"{RECOVERY}::test_a_worker_that_dies_within_a_message_is_replaced",
 )
-def half_a_message_is_an_error_of_the_run(describe_deaths, iterator, error=None):
+def half_a_message_is_an_error_of_the_run(describe_deaths, iterator, error=None, **options):
     return ""
 
 
@@ -181,9 +181,9 @@ def half_a_message_is_an_error_of_the_run(describe_deaths, iterator, error=None)
     "helios.data.worker_recovery:WorkerItems._make_error",
     f"{RECOVERY}::test_a_batch_that_ends_every_worker_is_named",
 )
-def the_samples_that_end_every_worker_are_not_named(make_error, items):
+def the_samples_that_end_every_worker_are_not_named(make_error, items, **options):
     items._dealt.owed[0] = items._dealt.owed[0]._replace(indices=[])
-    return make_error(items)
+    return make_error(items, **options)
 
 
 HANG_ENDS = "tests/startup/test_hang_end.py"
