@@ -68,6 +68,8 @@ class Session(LiveRun):
         training_seed: seed of the training steps; ``None`` for that of the run.
         plugins: by id, in order of registration.
         schedulers: the learning-rate schedulers; ``None`` outside fit.
+        opens_early: whether an epoch's data is opened before ``on_training_epoch_start``, as in
+            runs that earlier versions began.
         trial_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
         refuses_incomplete: whether a checkpoint that lacks state is an error.
         note_last_safe_point: called before the save at a safe point that no batch follows.
@@ -90,6 +92,7 @@ class Session(LiveRun):
     training_seed: int | None = None
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
     schedulers: Schedulers | None = None
+    opens_early: bool = False
     trial_steps: int = 0
     refuses_incomplete: bool = False
     note_last_safe_point: Callable[[], None] = _do_nothing

@@ -24,7 +24,7 @@ class EpochLoop(Loop):
     """The default epoch loop."""
 
     _internals: ClassVar[str] = (
-        "_batches _boundary _has_left _is_complete _is_over _kind _ledger _num_done "
+        "_batches _boundary _has_left _is_complete _is_over _kind _ledger _must_open _num_done "
         "_tensors _timer batch_loop val_loop"
     )
 
@@ -36,6 +36,7 @@ class EpochLoop(Loop):
         self.batch_loop = batch_loop
         self.val_loop = val_loop
         self._batches: BatchIterator = _NONE
+        self._must_open = False
         self._kind = STEP
         self._timer = AverageTimer()
         self._ledger: LedgerWriter | None = None
@@ -60,7 +61,9 @@ class EpochLoop(Loop):
     def batches(self) -> BatchIterator:
         """The epoch's iterations from the cursor on: lists of one batch for each replica here.
 
-        Outside a run, there are none, and the first access raises ``UsageError``.
+        A new epoch has them after ``on_training_epoch_start``: read them in ``on_run_start``, after
+        that of the base, or in ``advance``. Before, and outside a run, the first access raises
+        ``UsageError``.
         """
         return self._batches
 
@@ -69,20 +72,32 @@ class EpochLoop(Loop):
         return self._num_done, self._batches.num_samples, self._batches.is_last
 
     def reset(self) -> None:
-        """Open the data at the cursor, without replaying or skipping batches."""
-        session, cursor = self._session, self._session.cursor
+        """Prepare the epoch; open its data at the cursor if no hook precedes the first batch."""
+        session = self._session
+        self._is_over = self._has_left = self._is_complete = False
+        self._num_done = 0
+        self._boundary = Boundary(session)
+        self._kind = WINDOW if session.schedule.is_by_epoch else STEP
+        self._ledger = ledger = None if session.recorder is None else session.recorder.ledger
+        self._tensors = ledger if ledger is not None and ledger.is_full else None
+        self._must_open = True
+        if session.is_in_epoch or session.opens_early:
+            self._open()
+
+    def _open(self) -> None:
+        """Open the data at the cursor, without replaying or skipping batches.
+
+        Workers start here, with a copy of the data set: what a hook changes in it later does not
+        reach them.
+        """
+        self._must_open = False
+        session, cursor, ledger = self._session, self._session.cursor, self._ledger
         source = session.training_source
         total, done = source.measure(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         if not source.ends_together:
             total = None
-        self._is_over = self._has_left = False
-        self._num_done = 0
-        self._boundary = Boundary(session)
-        self._kind = WINDOW if session.schedule.is_by_epoch else STEP
         self._is_complete = total == done
         session.num_skipped_batches = cursor.batch - done
-        self._ledger = ledger = None if session.recorder is None else session.recorder.ledger
-        self._tensors = ledger if ledger is not None and ledger.is_full else None
         self._batches = source.batches(
             cursor.epoch, batch=cursor.batch, sample=cursor.sample, is_noted=ledger is not None
         )
@@ -113,14 +128,19 @@ class EpochLoop(Loop):
         if session.is_in_epoch:
             if self._boundary.resume(self._kind):
                 self._leave()
-        else:
-            session.state.begin_epoch(session.cursor.epoch)
-            session.hooks.emit("on_training_epoch_start", session.state.global_epoch)
+            return
+        session.state.begin_epoch(session.cursor.epoch)
+        session.hooks.emit("on_training_epoch_start", session.state.global_epoch)
+        if self._must_open:
+            self._open()
 
     def advance(self) -> None:
         """Train on the batches of one iteration."""
         session = self._session
         state, context, turns = session.state, session.context, session.turns
+        if self._must_open:
+            # A subclass has an on_run_start of its own.
+            self._open()
         batches = self._batches
         found = next(batches)
         if batches.skipped[0]:
@@ -379,7 +399,7 @@ class EpochLoop(Loop):
 
     def _close_batches(self) -> None:
         self._batches.close()
-        self._batches = _NONE
+        self._batches, self._must_open = _NONE, False
         # An error in setup ends the call before there is a session.
         if "_session" in vars(self):
             self._session.context.training_batches = None

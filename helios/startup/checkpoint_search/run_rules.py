@@ -34,6 +34,8 @@ class Rule:
 
 NUMPY_GLOBAL = "numpy_global"
 """The rule that keys seed NumPy's global generator, too."""
+LATE_OPENING = "late_opening"
+"""The rule that an epoch's data is opened, and its workers start, after the hooks before it."""
 
 RULES = (
     Rule(
@@ -59,6 +61,12 @@ RULES = (
     Rule(
         NUMPY_GLOBAL,
         "NumPy's global generator (numpy.random) is neither seeded nor saved",
+        is_kept_out=True,
+    ),
+    Rule(
+        LATE_OPENING,
+        "the order of an epoch is fixed, and its loader workers start, before "
+        "on_training_epoch_start",
         is_kept_out=True,
     ),
 )

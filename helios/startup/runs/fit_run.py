@@ -352,6 +352,7 @@ class FitRun(Run):
             best=BestSoFar(find_best_rule(checkpoints, plugins, self.model)),
             recorder=self._recorder,
             can_save=self._can_save,
+            opens_early=not self._start.rules[run_rules.LATE_OPENING],
             trial_steps=self.options.trial.sanity_steps,
             loop_states=LoopStates(self.loop, _LOOP_PATH),
             owner_states=self.owners,

@@ -7,6 +7,7 @@ from tests.planted.planting import fault
 RESUMED = "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywhere[plain]"
 PERMUTATION = "tests/data/test_permutation.py"
 SHARDING = "tests/data/test_sharding_plan.py"
+CHANGED = "tests/integration/test_data_changed_by_hooks.py"
 
 
 @fault("helios.loops.epoch:EpochLoop._end_iteration", RESUMED)
@@ -108,3 +109,23 @@ def asking_for_indices_draws_from_the_generators_of_the_run(ask_twice, position,
 
     rng.reseed(position.order_key())
     return ask()
+
+
+@fault(
+    "helios.loops.epoch:EpochLoop.reset",
+    f"{CHANGED}::test_workers_get_what_the_start_of_an_epoch_and_of_a_validation_change[Changing]",
+)
+def workers_start_before_the_hook_that_changes_their_data_set(reset, loop):
+    reset(loop)
+    if loop._must_open:
+        loop._open()
+
+
+@fault(
+    "helios.loops.evaluation:EvaluationLoop._emit_start",
+    f"{CHANGED}::test_tests_and_predictions_get_it_too",
+)
+def workers_of_an_evaluation_start_before_its_first_hook(emit_start, loop):
+    loop._open_batches()
+    loop._open_batches = bool
+    emit_start(loop)

@@ -1,0 +1,519 @@
+"""What the last hook before a pass changes in a data set reaches loader workers at once.
+
+Losses have the samples in them, so equal ledgers are equal samples; these are compared by bytes
+besides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+import helios
+from helios.data import Stream, create_dataloader
+from helios.errors import UsageError
+from helios.ledger.book import FILE_NAME
+from helios.loops.epoch import EpochLoop
+from helios.state import TrainingState
+from helios.storage import codec
+from tests.support.quiet import Quiet
+from tests.support.ranks import FORKSERVER, run_ranks
+
+# Machines with few processors would have fewer workers.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+BATCH_SIZE = 2
+STEPS = 2
+"""Steps of an epoch."""
+
+
+class Changing(Dataset[torch.Tensor]):
+    """Samples that know in which version of the data they were fetched, with augmentation."""
+
+    unsaved = ("num_fetched", "cache")
+
+    def __init__(self, num_replicas: int = 1) -> None:
+        self.length = STEPS * BATCH_SIZE * num_replicas
+        self.version = 0
+        self.num_fetched = 0
+        self.cache: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return self.length
+
+    def change(self, version: int) -> None:
+        """Become another data set."""
+        self.version = version
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, self.version, float(torch.rand(1))])
+
+
+class Caching(Changing):
+    """Each sample is made once in a version."""
+
+    def change(self, version: int) -> None:
+        super().change(version)
+        self.cache = {}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index not in self.cache:
+            self.cache[index] = torch.tensor([index, self.version, float(index**self.version)])
+        return self.cache[index]
+
+
+class Counting(Changing):
+    """It counts its fetches in a version, of which there may be one for each sample."""
+
+    def change(self, version: int) -> None:
+        super().change(version)
+        self.num_fetched = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.num_fetched += 1
+        assert self.num_fetched <= self.length
+        return super().__getitem__(index)
+
+
+class Growing(Changing):
+    """Each version has more samples, so each epoch has more batches."""
+
+    def change(self, version: int) -> None:
+        super().change(version)
+        self.length = (STEPS + version % 10) * BATCH_SIZE
+
+
+KINDS = (Changing, Caching, Counting, Growing)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a run is made."""
+
+    kind: type[Changing] = Changing
+    unit: str = "iteration"
+    num_workers: int = 0
+    method: Any = "fork"
+    num_replicas: int = 1
+
+
+class Data(helios.DataModule):
+    """The data of a setting."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.setting = setting
+
+    def setup(self) -> None:
+        setting = self.setting
+        self.train, self.valid = (setting.kind(setting.num_replicas) for _ in range(2))
+        params = helios.DataLoaderParams(
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            num_workers=setting.num_workers,
+            multiprocessing_context=setting.method if setting.num_workers else None,
+        )
+        self._train_dataset = self._create_dataset(self.train, params)
+        self._valid_dataset = self._create_dataset(self.valid, params)
+        self._test_dataset = self._create_dataset(self.valid, params)
+        self._predict_dataset = self._create_dataset(self.valid, params)
+
+
+class Model(helios.Model):
+    """Writes each batch that it gets into ``<folder>/seen-<rank>.jsonl``, and changes the data."""
+
+    unsaved = ("data", "folder")
+
+    def __init__(self, data: Data, folder: Path) -> None:
+        super().__init__("model")
+        self.data, self.folder = data, folder
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.001)
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        super().on_training_epoch_start(current_epoch)
+        self.data.train.change(current_epoch)
+
+    def on_training_resume(self, state: TrainingState) -> None:
+        super().on_training_resume(state)
+        self.data.train.change(state.global_epoch)
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        super().on_validation_start(validation_cycle)
+        self.data.valid.change(10 + validation_cycle)
+
+    def on_testing_start(self) -> None:
+        super().on_testing_start()
+        self.data.valid.change(20)
+
+    def on_predicting_start(self) -> None:
+        super().on_predicting_start()
+        self.data.valid.change(30)
+
+    def _write(self, batch: torch.Tensor, *place: Any) -> None:
+        line = [*place, self.trainer._session.turns.replica, batch.numpy().tobytes().hex()]
+        with (self.folder / f"seen-{self.trainer.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def train_step(self, batch: torch.Tensor, state: TrainingState) -> torch.Tensor:
+        self._write(batch, "train", state.global_iteration)
+        return self.net(batch).square().mean()
+
+    def valid_step(self, batch: torch.Tensor, step: int) -> dict[str, tuple[Any, Any]]:
+        session = self.trainer._session
+        self._write(batch, session.phase.value, session.state.global_iteration, step)
+        return {"score": (batch.sum(), len(batch))}
+
+    test_step = valid_step
+
+    def predict_step(self, batch: torch.Tensor, step: int) -> torch.Tensor:
+        self.valid_step(batch, step)
+        return batch
+
+
+def make_trainer(folder: Path, setting: Setting, **options: Any) -> helios.Trainer:
+    usual: dict[str, Any] = {
+        "train_unit": setting.unit,
+        "total_steps": 5 if setting.unit == "iteration" else 2,
+        "valid_frequency": 2 if setting.unit == "iteration" else 1,
+        "chkpt_root": folder,
+        "chkpt_frequency": 1,
+        "num_replicas": setting.num_replicas,
+        "use_cpu": True,
+        "print_banner": False,
+    }
+    return helios.Trainer(**{**usual, **options})
+
+
+def train(folder: Path, setting: Setting, **options: Any) -> helios.Trainer:
+    """Train in a folder, from what lies there."""
+    folder.mkdir(exist_ok=True)
+    trainer, data = make_trainer(folder, setting, **options), Data(setting)
+    trainer.fit(Model(data, folder), data)
+    return trainer
+
+
+def read(folder: Path) -> tuple[dict[tuple[Any, ...], str], bytes]:
+    """Return the batches of a run by place, and its ledger; what came twice must be equal."""
+    found: dict[tuple[Any, ...], str] = {}
+    for path in sorted(folder.glob("seen-*.jsonl")):
+        for line in path.read_text().splitlines():
+            *place, batch = json.loads(line)
+            assert found.setdefault(tuple(place), batch) == batch
+    return found, (folder / "model" / FILE_NAME).read_bytes()
+
+
+def versions(folder: Path, phase: str = "train") -> list[int]:
+    """Return the version of the data in each batch of a phase, in order."""
+    batches = [(place, batch) for place, batch in read(folder)[0].items() if place[0] == phase]
+    numbers = [
+        torch.frombuffer(bytearray.fromhex(batch), dtype=torch.float32).view(-1, 3)[:, 1]
+        for _, batch in sorted(batches)
+    ]
+    assert all(len(set(each.tolist())) == 1 for each in numbers)
+    return [int(each[0]) for each in numbers]
+
+
+def resume(folder: Path, setting: Setting, stop: int) -> tuple[dict[tuple[Any, ...], str], bytes]:
+    """Train up to a step without workers and, with another start, to the end."""
+    train(folder, dataclasses.replace(setting, num_workers=0), total_steps=stop)
+    train(folder, setting)
+    return read(folder)
+
+
+@pytest.mark.shows("P143")
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_get_what_the_start_of_an_epoch_and_of_a_validation_change(
+    tmp_path: Path, kind: type[Changing]
+) -> None:
+    for count in (0, 2):
+        train(tmp_path / str(count), Setting(kind, num_workers=count))
+    assert read(tmp_path / "2") == read(tmp_path / "0")
+    is_growing = kind is Growing
+    assert versions(tmp_path / "0") == [1, 1, 1, 2, 2] if is_growing else [1, 1, 2, 2, 3]
+    assert set(versions(tmp_path / "0", "validation")) == {10, 11}
+
+
+@pytest.mark.shows("P143")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_gives_the_same_samples(
+    tmp_path: Path, kind: type[Changing], num_workers: int
+) -> None:
+    # At the end of an epoch, inside of one, and at the start of one.
+    stops = {"iteration": (3, 4) if kind is Growing else (2, 3), "epoch": (1,)}
+    for unit in stops:
+        setting = Setting(kind, unit, num_workers)
+        train(tmp_path / unit, dataclasses.replace(setting, num_workers=0))
+        for stop in stops[unit]:
+            assert resume(tmp_path / f"{unit} {stop}", setting, stop) == read(tmp_path / unit)
+
+
+@pytest.mark.shows("P143")
+@pytest.mark.parametrize(
+    ("method", "stop"),
+    [(FORKSERVER, 2), (FORKSERVER, 3), ("spawn", 2)],
+    ids=["forkserver", "forkserver inside", "spawn"],
+)
+def test_workers_that_are_not_forked_get_it_too(tmp_path: Path, method: Any, stop: int) -> None:
+    setting, options = Setting(method=method), {"total_steps": 4, "valid_frequency": 4}
+    for count in (0, 2):
+        folder = tmp_path / str(count)
+        train(folder, setting, **{**options, "total_steps": stop})
+        train(folder, dataclasses.replace(setting, num_workers=count), **options)
+    assert versions(tmp_path / "2") == [1, 1, 2, 2]
+    assert read(tmp_path / "2") == read(tmp_path / "0")
+
+
+def _work(rank: int, folder: Path, setting: Setting, is_alone: bool) -> None:
+    if is_alone:
+        dist.destroy_process_group()
+    train(folder, setting)
+    if is_alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.shows("P143")
+@pytest.mark.parametrize(("num_processes", "stop"), [(1, 2), (2, 2), (2, 3)])
+def test_processes_and_their_workers_get_it_too(
+    tmp_path: Path, num_processes: int, stop: int
+) -> None:
+    setting = Setting(num_replicas=2)
+    train(tmp_path / "whole", setting)
+    folder = tmp_path / "resumed"
+    train(folder, setting, total_steps=stop)
+    again = dataclasses.replace(setting, num_workers=2)
+    run_ranks(_work, num_processes, folder, again, num_processes == 1)
+    assert read(folder) == read(tmp_path / "whole")
+
+
+@pytest.mark.shows("P143")
+def test_tests_and_predictions_get_it_too(tmp_path: Path) -> None:
+    found = []
+    for count in (0, 2):
+        setting, folder = Setting(num_workers=count), tmp_path / str(count)
+        data, trainer = Data(setting), train(folder, setting, total_steps=1)
+        model = Model(data, folder)
+        trainer.validate(model, data)
+        trainer.test(model, data)
+        found.append(trainer.predict(model, data))
+        assert set(versions(folder, "testing")) == {20}
+        assert set(versions(folder, "prediction")) == {30}
+    assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
+    assert read(tmp_path / "2") == read(tmp_path / "0")
+
+
+class Logged:
+    """A loader that is no ``DataLoader``, and notes when a pass over it is opened.
+
+    Args:
+        name: what it notes.
+        tell: where.
+    """
+
+    def __init__(self, name: str, tell: Callable[[str], None]) -> None:
+        self.name, self.tell = name, tell
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.tell(self.name)
+        return iter([torch.ones(2, 3)] * 2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {}
+
+
+class LoggedData(helios.DataModule):
+    """Loaders, or streams, that note when their passes are opened."""
+
+    unsaved = ("tell",)
+
+    def __init__(self, tell: Callable[[str], None], *, streams: bool) -> None:
+        super().__init__()
+        self.tell, self.streams = tell, streams
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def _make(self, name: str) -> Any:
+        if not self.streams:
+            return Logged(name, self.tell)
+
+        def open_part(index: int, count: int) -> Iterator[torch.Tensor]:
+            self.tell(name)
+            return iter([torch.ones(3)] * 2)
+
+        return create_dataloader(Stream(open_part, replay=True))[0]
+
+    def train_dataloader(self) -> Any:
+        return self._make("train")
+
+    def valid_dataloader(self) -> Any:
+        return [self._make("valid 0"), self._make("valid 1")]
+
+    def test_dataloader(self) -> Any:
+        return self._make("test")
+
+    def predict_dataloader(self) -> Any:
+        return self._make("predict")
+
+
+class Noting(Quiet):
+    """Notes hooks."""
+
+    unsaved = ("tell",)
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__("noting")
+        self.tell = tell
+        for name in (
+            *("on_training_start", "on_training_resume", "on_training_epoch_start"),
+            *("on_training_batch_start", "on_sanity_check_start", "on_validation_start"),
+            *("on_validation_batch_end", "on_testing_start", "on_predicting_start"),
+        ):
+            setattr(self, name, self._make(name))
+
+    def _make(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.tell(name)
+
+
+class Silent(Model):
+    """Takes batches of the logged loaders."""
+
+    def __init__(self) -> None:
+        super().__init__(Data(Setting()), Path())
+
+    def _write(self, batch: torch.Tensor, *place: Any) -> None:
+        """Write nothing."""
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        """Change nothing."""
+
+    def on_training_resume(self, state: TrainingState) -> None:
+        """Change nothing."""
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        """Change nothing."""
+
+    def on_testing_start(self) -> None:
+        """Change nothing."""
+
+    def on_predicting_start(self) -> None:
+        """Change nothing."""
+
+
+@pytest.mark.shows("P143")
+@pytest.mark.parametrize("streams", [False, True], ids=["loaders", "streams"])
+def test_a_pass_is_opened_after_the_last_hook_before_it(tmp_path: Path, streams: bool) -> None:
+    def fit(total_steps: int) -> list[str]:
+        log: list[str] = []
+        trainer = make_trainer(
+            tmp_path,
+            Setting(),
+            total_steps=total_steps,
+            valid_frequency=total_steps + 1,
+            sanity_steps=1,
+            plugins=[Noting(log.append)],
+        )
+        trainer.fit(Silent(), LoggedData(log.append, streams=streams))
+        # The state of a loader is tried before.
+        return log[next(n for n, name in enumerate(log) if name.startswith("on_")) :]
+
+    validation = [
+        *("on_validation_start", "valid 0", "on_validation_batch_end"),
+        *("valid 1", "on_validation_batch_end"),
+    ]
+    batch, epoch = ["on_training_batch_start"], ["on_training_epoch_start", "train"]
+    expected = ["on_sanity_check_start", *validation, "on_training_start", *epoch, *batch * 2]
+    assert fit(3) == [*expected, *epoch, *batch]
+    begin = ["on_training_start", "on_training_resume", "train"]
+    assert fit(5) == [*begin, *batch, *epoch, *batch]
+
+
+@pytest.mark.shows("P143")
+def test_loops_get_their_batches_when_the_epoch_has_begun() -> None:
+    log: list[str] = []
+
+    class TooEarly(EpochLoop):
+        def reset(self) -> None:
+            super().reset()
+            next(self.batches)
+
+    class Reading(EpochLoop):
+        def on_run_start(self) -> None:
+            super().on_run_start()
+            next(self.batches)
+
+    class Alone(EpochLoop):
+        def on_run_start(self) -> None:
+            log.append("on_run_start")
+
+    def fit(loop: EpochLoop) -> list[str]:
+        log.clear()
+        trainer = helios.Trainer(
+            train_unit="iteration",
+            total_steps=2,
+            use_cpu=True,
+            print_banner=False,
+            plugins=[Noting(log.append)],
+        )
+        trainer.fit_loop.connect(epoch_loop=loop)
+        trainer.fit(Silent(), LoggedData(log.append, streams=False))
+        return log[1:]
+
+    with pytest.raises(UsageError, match="because the epoch was not started"):
+        fit(TooEarly())
+    batch = "on_training_batch_start"
+    assert fit(Reading()) == ["on_training_epoch_start", "train", batch] * 2
+    assert fit(Alone()) == ["on_run_start", "train", batch, batch]
+
+
+_NEWS = "An earlier version of Helios began this run."
+_STAYS = (
+    "As before: the order of an epoch is fixed, and its loader workers start, before "
+    "on_training_epoch_start."
+)
+
+
+@pytest.mark.shows("P120", "P143")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_run_that_began_without_the_rule_keeps_its_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_workers: int
+) -> None:
+    setting = Setting(num_workers=num_workers)
+    train(tmp_path, setting, total_steps=2)
+    newest = helios.find_last_checkpoint(tmp_path / "model")
+    assert newest is not None
+    for other in newest.parent.glob("*_iter_1.*"):
+        other.unlink()
+    payload = codec.read(newest)
+    assert payload["options"]["rules"].pop("late_opening") is True
+    with newest.open("wb") as handle:
+        codec.write_encoded(handle, codec.encode(payload, where=""))
+    newest.with_suffix(".json").unlink()
+    capsys.readouterr()
+    train(tmp_path, setting, total_steps=4)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if _NEWS in line]
+    assert line.endswith(f"{_NEWS} {_STAYS}")
+    train(tmp_path, setting)
+    assert _NEWS not in capsys.readouterr().err
+    assert versions(tmp_path) == ([1, 1, 1, 1, 2] if num_workers else [1, 1, 2, 2, 3])
+    data, trainer = Data(setting), make_trainer(tmp_path, setting)
+    assert trainer.replay(Model(data, tmp_path), data).is_equal
+    # Its workers, too, had a version that was late.
+    assert set(versions(tmp_path)) == ({1, 2} if num_workers else {1, 2, 3})
