@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, _utils
 
 from helios.core.signal_watch import SignalReceiver
 from helios.data import Stream, create_dataloader, workers
@@ -248,3 +250,25 @@ def _train_disturbed(rank: int, folder: Path, setting: Elastic) -> list[str]:
     with forks({1 + rank: stuck_workers.hang, 3: stuck_workers.die}):
         elastic.train(folder, setting)
     return lines
+
+
+def test_a_worker_that_ends_only_by_a_kill_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    loader, sampler = create_dataloader(
+        Augmented(LENGTH), num_workers=2, pin_memory=False, multiprocessing_context="fork"
+    )
+    source, before = open_source(loader, sampler, run_seed=7, purpose=FETCH), list_children()
+    batches = source.batches(0)
+    next(batches)
+    pids = list_children() - before
+    assert len(pids) == 2
+    os.kill(max(pids), signal.SIGSTOP)
+    batches.close()
+    source.close()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def list_children() -> set[int]:
+    return {each.pid for each in multiprocessing.active_children() if each.pid is not None}
