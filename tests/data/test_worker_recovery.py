@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -731,6 +732,8 @@ class LoseWorkers(Plugin):
 
 
 def _train_lossy(rank: int, folder: Path, setting: Lossy) -> list[str]:
+    # Marks of the test do not hold in a rank; PyTorch counts the cores of this machine.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     lines: list[str] = []
     logging.getLogger(LOGGER).addFilter(lambda record: lines.append(record.getMessage()) or True)
     elastic.train(folder, setting, LoseWorkers(setting.number))
