@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import log_loss
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanSquaredError
 
 import helios
 from helios.core.summands import as_summand
@@ -74,6 +72,8 @@ class _Coarse(helios.Model):
 @pytest.mark.shows("P118")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_scores_of_a_coarse_type_are_added_in_float64(dtype: torch.dtype) -> None:
+    from sklearn.metrics import log_loss  # imported slowly, in each process that collects tests
+
     length = 8_000
     model = _Coarse(dtype)
     _trainer().validate(model, _Classes(length))
@@ -209,6 +209,8 @@ class _Processed(helios.Model):
 
 
 def _error(model: _Processed, data: Tensor) -> float:
+    from torchmetrics import MeanSquaredError
+
     metric = MeanSquaredError()
     with torch.no_grad():
         metric.update(model.net(data), data)

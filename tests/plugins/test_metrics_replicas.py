@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score
-from torchmetrics.classification import MulticlassAccuracy
 
 import helios
 from helios.core import rng
@@ -287,6 +285,10 @@ class _Logged(Plugin):
 
 def _measure(data: _Noise, inputs: Callable[[Any], Any], length: int) -> tuple[list[float], float]:
     """Return the accuracy of each of two epochs, and that of scikit-learn."""
+    # Imported slowly, in each process that collects tests.
+    from sklearn.metrics import accuracy_score
+    from torchmetrics.classification import MulticlassAccuracy
+
     logged, model = _Logged(), _Still()
     accuracy = MulticlassAccuracy(num_classes=3, average="micro")
     metrics = Metrics({"accuracy": accuracy}, inputs=inputs, phase=Phase.TRAINING)
