@@ -218,6 +218,44 @@ def test_comments_and_docstrings_change_the_text_only(
     assert changed["code"] != first["code"]
 
 
+_BLOCKS = """
+if a:
+    class A:
+        {0}
+        def f(): {0}; return 1
+else:
+    async def f():
+        {0}
+        return 1
+try:
+    for x in a:
+        def f(): {0}; return 1
+    else:
+        while a:
+            def f(): {0}; return 1
+except E:
+    with a:
+        def f(): {0}; return 1
+finally:
+    match a:
+        case 1:
+            def f():
+                {0}
+                return lambda: "a"
+"""
+
+
+def test_docstrings_in_blocks_of_all_kinds_change_the_text_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _import(tmp_path / "net.py", _BLOCKS.format('"a text"'), monkeypatch)
+    other = _import(tmp_path / "net.py", _BLOCKS.format('"another text"'), monkeypatch)
+    assert first["text"] != other["text"]
+    assert first["code"] == other["code"]
+    text = _BLOCKS.format('"a text"').replace('lambda: "a"', 'lambda: "b"')
+    assert _import(tmp_path / "net.py", text, monkeypatch)["code"] != first["code"]
+
+
 def test_a_source_that_cannot_be_parsed_has_the_hash_of_its_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,11 +135,17 @@ def _list_distributions(folder: Path) -> list[tuple[re.Match[str], Path]]:
 
 def find_imported(folders: tuple[str, ...], modules: Iterable[str]) -> list[str]:
     """Return the normalized names of the distributions that some modules belong to."""
-    present = {name.partition(".")[0] for name in modules}
+    present = _find_packages(tuple(modules))
     owners: dict[str, frozenset[str]] = {}
     for match, path in _find_distributions(folders):
         owners.setdefault(_normalize(match[1]), _find_modules(path))
     return sorted(name for name, modules in owners.items() if not present.isdisjoint(modules))
+
+
+# Thousands of names, which stay from start to start.
+@functools.lru_cache(maxsize=1)
+def _find_packages(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name.partition(".")[0] for name in names)
 
 
 @functools.cache

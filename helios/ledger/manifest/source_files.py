@@ -14,13 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 _MOST_PARSED = 200_000
+_UNKNOWN: tuple[Any, None] = (object(), None)
+_Listed: TypeAlias = "tuple[list[str], list[Any], list[str | None], list[tuple[str, str]]]"
 _PACKAGE = __name__.partition(".")[0]
 # A rank that was started by the script has the script a second time; PyTorch writes the last one
 # into a temporary folder.
 _LEFT_OUT = (_PACKAGE, "__mp_main__", "_remote_module_non_scriptable")
+# Fields of syntax trees that hold statements, handlers of exceptions or cases.
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
@@ -127,24 +131,28 @@ class _Listing:
     """The source files of a process: thousands of modules, which stay from start to start."""
 
     def __init__(self) -> None:
-        self._last: tuple[list[str], list[Any], list[tuple[str, str]]] = ([], [], [])
+        self._last: _Listed = ([], [], [], [])
 
     def read(self, modules: Mapping[str, Any]) -> list[tuple[str, str]]:
         names, values = list(modules), list(modules.values())
-        known_names, known_values, sources = self._last
+        known_names, known_values, paths, sources = self._last
         if names != known_names or not all(map(operator.is_, values, known_values)):
-            sources = list(_search(modules))
-            self._last = names, values, sources
+            # A new module must not cost a look at all others.
+            known = dict(zip(known_names, zip(known_values, paths, strict=True), strict=True))
+            paths = []
+            for name, module in modules.items():
+                earlier, path = known.get(name, _UNKNOWN)
+                paths.append(path if earlier is module else _find_own_source(name, module))
+            sources = [(n, path) for n, path in zip(names, paths, strict=True) if path is not None]
+            self._last = names, values, paths, sources
         return sources
 
 
-def _search(modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, module in modules.items():
-        path = _find_source(module)
-        if path is None or _is_installed(path):
-            continue
-        if name.partition(".")[0] not in _LEFT_OUT:
-            yield name, path
+def _find_own_source(name: str, module: Any) -> str | None:
+    """Return the source file of a module that is not installed."""
+    path = _find_source(module)
+    is_left_out = path is None or _is_installed(path) or name.partition(".")[0] in _LEFT_OUT
+    return None if is_left_out else path
 
 
 @functools.lru_cache(maxsize=16384)
@@ -214,9 +222,20 @@ def _hash_code(path: str, text: str) -> dict[str, str]:
 
 
 def _drop_docstrings(tree: ast.Module) -> None:
-    for node in ast.walk(tree):
+    for node in _walk_statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
             if is_text and isinstance(first.value.value, str):  # type: ignore[union-attr]
                 node.body = node.body[1:]
+
+
+def _walk_statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and the statements in it; no expression holds one."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for name, value in ast.iter_fields(node):
+            if name in _BLOCKS:
+                waiting += value
