@@ -132,7 +132,7 @@ KEPT_BY_GETTERS = {
     *(("data/samplers.py", name) for name in ("_length", "num_samples", "total_size")),
     *(
         ("data/workers.py", name)
-        for name in ("_job", "_link", "_has_begun", "_process", "_results", "begun")
+        for name in ("_job", "_link", "_has_begun", "_process", "_reader", "begun")
     ),
     ("engines/engine.py", "_scaler"),
     ("run_state/discovery.py", "_named"),
