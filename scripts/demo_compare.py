@@ -79,7 +79,7 @@ class OneEpoch(Plugin):
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
         """Request the end."""
-        if state.global_step == train_digits.STEPS_PER_EPOCH:
+        if state.global_step + committed == train_digits.STEPS_PER_EPOCH:
             self.context.request_stop("one epoch is enough")
 
 
