@@ -420,7 +420,7 @@ class Worker:
         self._options = options
         self._process: Any = None
         self._link: Connection | None = None
-        self._results: Results | None = None
+        self._results = next((arg for arg in args if isinstance(arg, Results)), None)
         self._reader: Any = None
         self._has_begun = False
         self.daemon = False
@@ -433,7 +433,6 @@ class Worker:
         for pipe in (ours, reader):
             close_in_children(pipe)
         target, args = self._job
-        self._results = next((arg for arg in args if isinstance(arg, Results)), None)
         args = [ResultSender(writer) if isinstance(arg, Results) else arg for arg in args]
         make = self._context.make_process
         process = make(_work, theirs, target, args, daemon=self.daemon, **self._options)
