@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +30,7 @@ import torch  # noqa: E402 (found by the line above)
 
 import helios  # noqa: E402
 from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train  # noqa: E402
+from tests.support.started import interrupt_at_signals  # noqa: E402
 from tests.support.starts import SECONDS, Cold, Forked, Start  # noqa: E402
 
 NUM_REPLICAS = 3
@@ -203,9 +205,13 @@ class Trial:
     def _train_undisturbed(self) -> tuple[Bits, float]:
         """Train in this process, which imports what a training needs, and as the trial does."""
         folder = self._make_folder("undisturbed")
-        train(folder, setting_of(self.options, 0))
+        trainer, _ = train(folder, setting_of(self.options, 0))
+        if trainer.exit_code:
+            # A signal for this script has reached its own training.
+            raise KeyboardInterrupt
         again, begin = self._make_folder("again"), time.monotonic()
-        codes = self._begin(again, 0).wait()
+        with closing(self._begin(again, 0)) as start:
+            codes = start.wait()
         assert set(codes) == {0}, (again / "log-0").read_text()
         assert_same(read_bits(again), read_bits(folder))
         return read_bits(folder), time.monotonic() - begin
@@ -230,14 +236,14 @@ class Trial:
     def _start_once(self, folder: Path, num_workers: int, moment: Moment | None) -> bool:
         """Start once, perhaps kill; returns whether the run came to its end."""
         newest, lines = committed(folder), count_lines(folder)
-        start = self._begin(folder, num_workers)
         is_hit = False
-        if moment is not None:
-            moment.wait(folder, start, self.options.steps)
-            is_hit = start.is_running
-            if is_hit:
-                start.kill(self._random, have_met=count_lines(folder) > lines)
-        codes = start.wait()
+        with closing(self._begin(folder, num_workers)) as start:
+            if moment is not None:
+                moment.wait(folder, start, self.options.steps)
+                is_hit = start.is_running
+                if is_hit:
+                    start.kill(self._random, have_met=count_lines(folder) > lines)
+            codes = start.wait()
         first = first_iteration(folder, lines)
         if first not in (None, newest + 1):
             self._blame(folder, f"a start went on with {first}, and the newest was {newest}")
@@ -322,6 +328,7 @@ def main() -> int:
         setting = setting_of(options, given.workers)
         train(given.train, setting, nproc=options.processes)
         return 0
+    interrupt_at_signals()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         report = Trial(options, Path(folder)).run()

@@ -46,6 +46,10 @@ class Start(ABC):
     def wait(self) -> list[int | None]:
         """Return the exit codes, when all is gone; ``None`` for what did not end by itself."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Kill what still runs, after an interruption of the wait."""
+
 
 class Forked(Start):
     """Forks of this process, which has imported everything.
@@ -94,6 +98,11 @@ class Forked(Start):
             rank.join()
             rank.close()
         return codes
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(ValueError):  # it was closed by the wait
+                rank.kill()
 
 
 def _serve(work: Callable[[], None], rank: int, count: int, folder: Path, meeting: Path) -> None:
@@ -157,6 +166,10 @@ class Cold(Start):
             except ProcessLookupError:
                 return [self._process.returncode]
             time.sleep(0.01)
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self.close()
         return [None]
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
