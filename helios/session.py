@@ -82,6 +82,7 @@ class Session(LiveRun):
         beside: replicas, and the numbers that their steps have returned beside the loss in this
             iteration.
         num_evaluated: batches of evaluations so far.
+        num_read_again: steps of replays of the data so far.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
         context: what hooks may see of the run.
@@ -98,6 +99,7 @@ class Session(LiveRun):
     note_last_safe_point: Callable[[], None] = _do_nothing
     outside: Callable[[], str] = str
     num_evaluated: int = 0
+    num_read_again: int = 0
     saved_length: int | None = None
     allows_other_length: bool = False
     context: Context = field(init=False)

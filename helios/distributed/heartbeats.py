@@ -48,6 +48,15 @@ class Heartbeats:
         # The last words of each rank, and when they were new.
         self._last: dict[int, tuple[bytes, float]] = {}
 
+    def say(self, words: Mapping[str, Any]) -> None:
+        """Say something, for others that may wait for this rank.
+
+        Args:
+            words: plain values.
+        """
+        if not self._is_alone:
+            self._post(words, listens=False)
+
     def exchange(self, words: Mapping[str, Any], *, fresh: float) -> Heard:
         """Say something, and return what the others say.
 
@@ -78,7 +87,7 @@ class Heartbeats:
         mute = [rank for rank in range(self._info.world_size) if rank not in speaking]
         return Heard(speaking, mute, min(speaking))
 
-    def _post(self, words: Mapping[str, Any]) -> dict[int, bytes] | None:
+    def _post(self, words: Mapping[str, Any], *, listens: bool = True) -> dict[int, bytes] | None:
         """Return what each rank has said last; ``None`` if the store does not answer."""
         if self._asking is not None and self._asking.is_alive():
             return None
@@ -86,13 +95,13 @@ class Heartbeats:
         text = json.dumps({**words, "count": self._count})
         found: list[dict[int, bytes]] = []
         self._asking = threading.Thread(
-            target=self._talk, args=(text, found), name="helios-heartbeat", daemon=True
+            target=self._talk, args=(text, found, listens), name="helios-heartbeat", daemon=True
         )
         self._asking.start()
         self._asking.join(_STORE_SECONDS)
         return found[0] if found else None
 
-    def _talk(self, text: str, found: list[dict[int, bytes]]) -> None:
+    def _talk(self, text: str, found: list[dict[int, bytes]], listens: bool) -> None:
         try:
             if self._store is None:
                 self._store = open_store()
@@ -101,6 +110,8 @@ class Heartbeats:
                 self._is_alone = True
                 return
             store.set(f"{_TOPIC}/{self._info.rank}", text)
+            if not listens:
+                return
             keys = {rank: f"{_TOPIC}/{rank}" for rank in range(self._info.world_size)}
             said = {rank: key for rank, key in keys.items() if store.check([key])}
             found.append({rank: store.get(key) for rank, key in said.items()})

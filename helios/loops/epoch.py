@@ -81,6 +81,7 @@ class EpochLoop(Loop):
         self._ledger = ledger = None if session.recorder is None else session.recorder.ledger
         self._tensors = ledger if ledger is not None and ledger.is_full else None
         self._must_open = True
+        session.num_skipped_batches = 0
         if session.is_in_epoch or session.opens_early:
             self._open()
 
@@ -118,6 +119,7 @@ class EpochLoop(Loop):
             return
         display.start_evaluation("reading again", count)
         for _ in self._batches.catch_up():
+            self._session.num_read_again += 1
             display.advance_evaluation()
         display.end_evaluation()
         self._end_pause()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from helios.startup.runs import hang_end
 from tests.support import hanging
 from tests.support.hanging import list_workers, run_forked, survives
 from tests.support.signals import environment
@@ -259,3 +260,36 @@ def test_torchrun_passes_sigquit_on_and_kills_its_ranks_later(tmp_path: Path) ->
     assert log.count("Current thread ") == 2
     assert "forcefully exiting via 9" in log
     assert not any(map(survives, _list_ranks(tmp_path)))
+
+
+@pytest.mark.shows("P142")
+@pytest.mark.parametrize("act", ["evaluate_alone", "compile_alone"])
+def test_a_rank_that_is_busy_keeps_those_alive_that_wait_for_it(act: str, tmp_path: Path) -> None:
+    codes, [log, _] = run_forked(tmp_path, 2, act=act, at=7, late=1, **QUICK)
+    assert codes == [0, 0]
+    assert "does not answer" not in log
+    if act == "evaluate_alone":
+        progress = r"for rank 1, which makes progress: it is in train_step \(hanging\.py\)\."
+        assert re.search(progress, log)
+
+
+def test_a_run_that_hangs_with_the_lock_of_the_log_ends(tmp_path: Path) -> None:
+    codes, [log] = run_forked(tmp_path, act="hang_with_lock_of_log")
+    assert codes == [75]
+    assert re.search(rf"step 2: {STUCK}\. Nothing has moved for 2 s \(hang_timeout\)", log)
+    assert "in wait_in_user_code" in read_stacks(tmp_path)
+
+
+def test_a_run_that_goes_on_while_its_stacks_are_written_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = hang_end._write
+
+    def write_slowly(path: Path, text: str) -> bool:
+        time.sleep(2.0)
+        return write(path, text)
+
+    monkeypatch.setattr(hang_end, "_write", write_slowly)
+    codes, _ = run_forked(tmp_path, act="stand_for_a_while", at=8, **QUICK)
+    assert codes == [0]
+    assert not (tmp_path / "net" / "hang.json").exists()

@@ -261,7 +261,7 @@ def test_a_stopped_rank_is_said_not_to_answer(stopped: int, tmp_path: Path) -> N
 
 
 def _say(text: str, *, needs_others: bool = False) -> dict[str, Any]:
-    return {"text": text, "needs_others": needs_others, "since": "11:17:47"}
+    return {"text": text, "needs_others": needs_others, "since": "11:17:47", "moves": False}
 
 
 _GRADIENTS = _say("in the exchange of gradients", needs_others=True)

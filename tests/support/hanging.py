@@ -47,6 +47,38 @@ def hold_lock_of_log(model: Net) -> None:
     end_softly(model)
 
 
+def hang_with_lock_of_log(model: Net) -> None:
+    """Hang with the locks of all handlers, without a signal."""
+    for name in (None, "helios"):
+        for handler in logging.getLogger(name).handlers:
+            handler.acquire()
+    wait_in_user_code(model)
+
+
+def evaluate_alone(model: Net) -> None:
+    """Be busy longer than a run may stand still, and make progress all the time."""
+    for _ in range(40):
+        time.sleep(0.1)
+        model.trainer._session.num_evaluated += 1
+
+
+def compile_alone(model: Net) -> None:
+    """Be busy with what looks like a compilation, and then for a moment with something else."""
+    source = "import time\ndef compile_it():\n    time.sleep(4.0)\n"
+    scope: dict[str, Any] = {"__name__": "torch._inductor.codegen"}
+    exec(compile(source, torch.__file__, "exec"), scope)
+    scope["compile_it"]()
+    time.sleep(1.0)
+
+
+def stand_for_a_while(model: Net) -> None:
+    """Stand still once for longer than a run may, and go on while its stacks are written."""
+    mark = model.folder / "stood"
+    if not mark.exists():
+        mark.touch()
+        time.sleep(3.0)
+
+
 def end_softly(model: Net) -> None:
     """Hang after a SIGTERM."""
     os.kill(os.getpid(), signal.SIGTERM)
@@ -68,7 +100,8 @@ def fail(model: Net) -> None:
 ACTS = {
     act.__name__: act
     for act in (
-        *(wait_in_user_code, be_stopped, hold_lock_of_log),
+        *(wait_in_user_code, be_stopped, hold_lock_of_log, hang_with_lock_of_log),
+        *(evaluate_alone, compile_alone, stand_for_a_while),
         *(end_softly, end_all_softly, fail),
     )
 }

@@ -236,7 +236,8 @@ class Run(ABC):
             words = f"step {steps + 1}"
         elif is_training:
             words = f"{session.context.phase.value} after step {steps}"
-        return words, (session.state.global_iteration, session.num_evaluated)
+        done = session.num_evaluated, session.num_read_again
+        return words, (session.state.global_iteration, *done)
 
     def _report(self, error: BaseException) -> None:
         self.display.close()

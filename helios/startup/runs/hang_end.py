@@ -49,7 +49,9 @@ class HangEnd:
         self._rank = rank
         self._place = place
         self._folder = folder
-        self._before = None if folder is None else _read_before(folder)
+        # The disk may not answer, as in the run that this start follows.
+        before = None if folder is None else in_time(lambda: _read_before(folder), _FILE_SECONDS)
+        self._before = before
         self._is_in_file = False
 
     def write_stacks(self, words: str) -> None:
@@ -74,7 +76,8 @@ class HangEnd:
             f"Thread {names.get(ident, ident)} (most recent call first):\n{_describe_stack(frame)}"
             for ident, frame in sorted(frames.items(), key=lambda pair: pair[0] != main)
         ]
-        for pid, text in find_worker_stacks(_WORKER_SECONDS).items():
+        workers = in_time(lambda: find_worker_stacks(_WORKER_SECONDS), _FILE_SECONDS / 2) or {}
+        for pid, text in workers.items():
             parts.append(f"Loader worker, process {pid}:\n{text or '  It did not answer.'}\n")
         return "\n".join([head, *parts])
 

@@ -27,9 +27,8 @@ from typing import Any, NoReturn, final
 from helios.distributed.heartbeats import Heard, Heartbeats
 from helios.distributed.process_groups import DistributedInfo
 from helios.startup.runs.hang_end import HangEnd
-from helios.startup.runs.process_end import end_process
+from helios.startup.runs.process_end import end_process, say
 
-_LOGGER = logging.getLogger(__name__)
 _HELIOS = str(Path(__file__).parents[2])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 # What a module waits for, the innermost frame first. Modules that serve several of these, such as
@@ -177,6 +176,8 @@ class HangWatch:
         self._heard = Heard({})
         # Whether this process ends, and has written its stacks.
         self._ends = self._has_written = False
+        # Held by who decides that the run is over, or that the process ends.
+        self._deciding = threading.Lock()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -189,7 +190,8 @@ class HangWatch:
         try:
             yield
         finally:
-            self._is_over = True
+            with self._deciding:
+                self._is_over = True
             self._wakes.set()
             thread.join(_END_SECONDS)
 
@@ -209,7 +211,9 @@ class HangWatch:
         here = self._find_here()
         is_known = (here, progress) == (self._here, self._progress)
         heard, rank = self._heard, self._info.rank
-        words = {**heard.words, rank: self._word(here, self._clock if is_known else "")}
+        known = {**heard.words, rank: self._word(here, self._clock if is_known else "")}
+        # Who is asked to end is not to say that it makes progress.
+        words = {each: {**word, "moves": False} for each, word in known.items()}
         # Others say something when they have stood still for a while.
         is_sure = self._now - self._moved >= self._first or not self._knows_all(heard)
         heard = Heard(dict(sorted(words.items())), heard.mute if is_sure else [], heard.speaker)
@@ -227,10 +231,17 @@ class HangWatch:
             self._now += min(now - before, 2 * self._pause)
             before = now
             step = self._update()
-            # Others may wait for this rank, even if it is never where it was.
-            if self._is_hurried or self._now - self._moved >= self._first / 2:
-                self._heard = self._exchange()
+            if self._moves and not self._is_hurried:
+                # Others may wait for this rank.
+                self._heartbeats.say(self._word(self._here, self._clock))
+                continue
+            self._heard = self._exchange()
+            if not self._is_over:
                 self._act(f"{step}: {describe_ranks(self._heard, self._info.world_size)}")
+
+    @property
+    def _moves(self) -> bool:
+        return self._now - self._moved < self._first / 2
 
     def _update(self) -> str:
         """Note where this rank is; returns the step in words."""
@@ -247,8 +258,10 @@ class HangWatch:
         return find_whereabouts(sys._current_frames().get(self._thread))  # noqa: SLF001 - documented
 
     def _word(self, here: Whereabouts, since: str) -> dict[str, Any]:
-        ends = {"ends": self._ends, "has_written": self._has_written}
-        return {**dataclasses.asdict(here), "since": since, **ends}
+        end = self._end
+        is_due = end is not None and self._now - self._arrived >= end.seconds * here.patience
+        ends = {"is_due": is_due, "ends": self._ends, "has_written": self._has_written}
+        return {**dataclasses.asdict(here), "since": since, "moves": self._moves, **ends}
 
     def _exchange(self) -> Heard:
         return self._heartbeats.exchange(self._word(self._here, self._clock), fresh=3 * self._pause)
@@ -262,8 +275,9 @@ class HangWatch:
         heard, stood = self._heard, self._now - self._arrived
         patience = max(words["patience"] for words in heard.words.values())
         if self._end is not None:
+            # A rank that moves, or compiles, keeps those alive that wait for it.
             is_asked = any(words["ends"] for words in heard.words.values())
-            if is_asked or stood >= self._end.seconds * patience:
+            if is_asked or all(words["is_due"] for words in heard.words.values()):
                 self._leave(self._end, text)
         if self._seconds is None:
             return
@@ -272,14 +286,24 @@ class HangWatch:
             self._warned = due
             if heard.speaker == self._info.rank:
                 # The screen has nothing else of the other ranks than errors.
-                level = logging.ERROR if self._info.rank else logging.WARNING
-                _LOGGER.log(level, "%s.", text)
+                say(f"{text}.", level=logging.ERROR if self._info.rank else logging.WARNING)
 
-    def _leave(self, end: HangEnd, text: str) -> NoReturn:
-        """End this process when all ranks that can speak have written their stacks."""
+    def _leave(self, end: HangEnd, text: str) -> None:
+        """End this process, unless its run has ended or gone on in the meantime."""
         self._ends = True
         was_known = self._knows_all(self._exchange())
         end.write_stacks(text)
+        with self._deciding:
+            is_alone = self._info.world_size == 1
+            before = self._here, self._progress
+            self._update()
+            if self._is_over or (is_alone and before != (self._here, self._progress)):
+                self._ends = False
+            else:
+                self._end_with_others(end, text, was_known=was_known)
+
+    def _end_with_others(self, end: HangEnd, text: str, *, was_known: bool) -> NoReturn:
+        """End this process when all ranks that can speak have written their stacks."""
         count = self._info.world_size
         # When others see that all have written, this one has spoken.
         code = end.finish(text, num_ranks=count, speaks=self._heard.speaker == self._info.rank)
@@ -331,6 +355,8 @@ def describe_ranks(heard: Heard, num_ranks: int) -> str:
 
 
 def _phrase(words: Mapping[str, Any]) -> str:
+    if words["moves"]:
+        return f"makes progress: it {words['text']}"
     verb = "waits " if words["needs_others"] else ""
     return f"{verb}{words['text']}{_say_since(words['since'])}"
 

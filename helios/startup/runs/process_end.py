@@ -42,11 +42,11 @@ def write_to_stderr(text: str) -> None:
     in_time(lambda: os.write(2, f"{text}\n".encode("utf-8", "backslashreplace")), _PRINT_SECONDS)
 
 
-def say(text: str) -> None:
-    """Log text as an error, or write it to stderr if that takes too long."""
+def say(text: str, *, level: int = logging.ERROR) -> None:
+    """Log text, or write it to stderr if that takes too long."""
 
     def log() -> bool:
-        _LOGGER.error("%s", text)
+        _LOGGER.log(level, "%s", text)
         flush_outputs()
         return True
 
@@ -60,6 +60,8 @@ def end_process(code: int) -> NoReturn:
     Args:
         code: the exit code.
     """
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(code)
+    try:
+        for child in multiprocessing.active_children():
+            child.kill()
+    finally:
+        os._exit(code)

@@ -200,8 +200,9 @@ class UnsavedEnd:
     def look(self) -> None:
         """Find out in a thread whether another rank has failed; called at the first signal."""
         threading.Thread(target=self._look, name="helios-lost-ranks", daemon=True).start()
-        if self.watch is not None:
-            self.watch.hurry(self._grace)
+        watch = self.watch
+        if watch is not None:
+            watch.hurry(self._grace)
 
     def _look(self) -> None:
         self._has_lost_rank = has_lost_rank()
@@ -213,7 +214,8 @@ class UnsavedEnd:
             name: the signal that was not handled in time.
         """
         code = 1 if self._has_lost_rank else TRY_AGAIN
-        place = "" if self.watch is None else in_time(self.watch.describe, _PLACE_SECONDS)
+        watch = self.watch
+        place = "" if watch is None else in_time(watch.describe, _PLACE_SECONDS)
         advice = (
             "Run the same command again to resume from the newest checkpoint. For longer steps and "
             "validations, set Trainer(signals=Signals(grace=...))."
