@@ -96,6 +96,10 @@ class WorkerItems(Iterator[Any]):
                 if not loss or self._dealt.has_failed:
                     if is_from_worker(error):
                         self._hand_out()
+                    else:
+                        # Now, not by the garbage collector: it may close the pipes of PyTorch's
+                        # queues first, which a thread of theirs then closes once more.
+                        self.close()
                     raise
                 self._recover(loss, is_late=bool(silence))
             else:
@@ -132,6 +136,7 @@ class WorkerItems(Iterator[Any]):
         kill_workers(self._iterator)
         self._losses.append(loss)
         if self._is_careful and self._is_fresh:
+            self.close()
             raise self._make_error(is_late=is_late)
         self._num_suspects = count = len(self._dealt.owed)
         one_by_one = len(self._losses) > 1

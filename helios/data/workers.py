@@ -109,7 +109,10 @@ def starting_workers(
             yield
     except BaseException as error:
         for frame, _ in walk_tb(error.__traceback__):
-            _end_begun(frame.f_locals.get("self"))
+            found = frame.f_locals.get("self")
+            # Persistent workers can be used again.
+            if found is not loader._iterator:  # noqa: SLF001 - PyTorch has no public way
+                _end_begun(found)
         raise
 
 
@@ -134,11 +137,11 @@ def reporting(loader: DataLoader[Any]) -> Iterator[None]:
 
 def _end_begun(iterator: object) -> None:
     """End the workers of an iterator in whose making an error was raised."""
-    if isinstance(iterator, _HasWorkers) and "_workers_status" not in vars(iterator):
+    if isinstance(iterator, _HasWorkers):
         for worker in iterator._workers:  # noqa: SLF001 - PyTorch has no public way
             worker.kill()
         # PyTorch's own way reads what it would have set next.
-        vars(iterator)["_workers_status"] = [False] * len(iterator._workers)  # noqa: SLF001
+        vars(iterator).setdefault("_workers_status", [False] * len(iterator._workers))  # noqa: SLF001
         end_workers(iterator)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -79,10 +80,12 @@ def make(data: Any, *, num_workers: int, method: Any = "fork", **options: Any) -
 def read(data: Any = None, **options: Any) -> list[bytes]:
     """Return two epochs as bytes, batch by batch."""
     source = make(Augmented(LENGTH) if data is None else data, **options)
-    try:
-        return [batch.numpy().tobytes() for epoch in (0, 1) for (batch,) in source.batches(epoch)]
-    finally:
-        source.close()
+    found = []
+    with contextlib.closing(source):
+        for epoch in (0, 1):
+            with contextlib.closing(source.batches(epoch)) as batches:
+                found += [batch.numpy().tobytes() for (batch,) in batches]
+    return found
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
