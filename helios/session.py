@@ -36,10 +36,10 @@ from helios.plugins.plugin_states import PluginStates
 from helios.protocols import GradientAudit
 from helios.replicas.turns import make_turns
 from helios.requests import make_agreement
-from helios.run_state.consistency import check_alike
-from helios.run_state.idle_watch import IdleWatch
-from helios.run_state.replica_watch import ReplicaWatch
 from helios.state import Phase
+from helios.state_graph.consistency import check_alike
+from helios.state_graph.idle_watch import IdleWatch
+from helios.state_graph.replica_watch import ReplicaWatch
 from helios.terminal.progress import Display
 
 _LOGGER = logging.getLogger(__name__)

@@ -41,14 +41,14 @@ SIGNALS = "tests/integration/test_signals.py"
 BUCKETS = "tests/distributed/test_buckets.py"
 EXCHANGES = "tests/distributed/test_exchanges.py"
 COMMANDS = "tests/cli/test_commands.py"
-ALIASES = "tests/run_state/test_aliases.py"
-BLOCKS = "tests/run_state/test_shared_views.py"
-BLOCK_SIZES = "tests/run_state/test_shared_view_sizes.py"
-FORMS = "tests/run_state/test_tensor_formats.py"
-OPTIMIZERS = "tests/run_state/test_optimizers.py"
-PARTIAL = "tests/run_state/test_partial_networks.py"
-EXTRA_STATES = "tests/run_state/test_extra_states.py"
-PARTIAL_OPTIMIZERS = "tests/run_state/test_partial_optimizers.py"
+ALIASES = "tests/state_graph/test_aliases.py"
+BLOCKS = "tests/state_graph/test_shared_views.py"
+BLOCK_SIZES = "tests/state_graph/test_shared_view_sizes.py"
+FORMS = "tests/state_graph/test_tensor_formats.py"
+OPTIMIZERS = "tests/state_graph/test_optimizers.py"
+PARTIAL = "tests/state_graph/test_partial_networks.py"
+EXTRA_STATES = "tests/state_graph/test_extra_states.py"
+PARTIAL_OPTIMIZERS = "tests/state_graph/test_partial_optimizers.py"
 MIGRATIONS = "tests/migration/test_migrations.py"
 LEVELS = "tests/startup/test_levels.py"
 TRIAL = "tests/data/test_loader_state_check.py"
@@ -138,7 +138,7 @@ FAULTS = (
     ),
     Fault(
         "units that processes initialize in different ways are not compared",
-        "helios/run_state/consistency.py",
+        "helios/state_graph/consistency.py",
         "    own = {**(marks or {}), **_marks_of(discovery, loose)}",
         "    own = _marks_of(discovery, loose)",
         f"{KEYED_RUNS}::test_processes_that_initialize_in_different_ways_are_named",
@@ -155,7 +155,7 @@ FAULTS = (
     ),
     Fault(
         "an attribute with a sharded tensor is only said to be broken",
-        "helios/run_state/value_scan.py",
+        "helios/state_graph/value_scan.py",
         "        if is_sharded(part):",
         "        if False:",
         f"{UNREAD}::test_an_attribute_that_holds_shards_is_named_with_a_remedy",
@@ -177,7 +177,7 @@ FAULTS = (
     ),
     Fault(
         "values of sharded modules beside their state_dict are not saved",
-        "helios/run_state/attribute_rules.py",
+        "helios/state_graph/attribute_rules.py",
         "    return not class_of(module).__module__",
         "    return not type(module).__module__",
         f"{USER_STEPS}::test_values_of_modules_are_saved_on_several_processes_too",
@@ -511,96 +511,96 @@ FAULTS = (
     ),
     Fault(
         "an object takes the path of the first place that names it now",
-        "helios/run_state/walk.py",
+        "helios/state_graph/walk.py",
         "            path = self._rules.known.get(identity, slot.path)",
         "            path = slot.path",
-        "tests/run_state/test_aliases.py::test_an_attribute_names_the_network_that_it_named",
+        "tests/state_graph/test_aliases.py::test_an_attribute_names_the_network_that_it_named",
     ),
     Fault(
         "the order of dicts is not restored",
-        "helios/run_state/restoring.py",
+        "helios/state_graph/restoring.py",
         '            restore_orders(state["orders"], containers)',
         "            pass",
-        "tests/run_state/test_aliases.py::test_the_order_of_dicts_with_objects_comes_back",
+        "tests/state_graph/test_aliases.py::test_the_order_of_dicts_with_objects_comes_back",
     ),
     Fault(
         "keys that are parameters have the text that Python prints",
-        "helios/run_state/walk.py",
+        "helios/state_graph/walk.py",
         "        if isinstance(value, dict) and has_odd_keys(value):",
         "        if False:",
-        "tests/run_state/test_aliases.py::test_dicts_keyed_by_parameters_resume",
+        "tests/state_graph/test_aliases.py::test_dicts_keyed_by_parameters_resume",
     ),
     Fault(
         "objects are not looked into",
-        "helios/run_state/walk.py",
+        "helios/state_graph/walk.py",
         "        self.enter(parent, left_out(part))",
         "        self.enter(parent, [])",
-        "tests/run_state/test_inner.py::test_wrappers_around_optimizers_resume_to_the_same_bits",
+        "tests/state_graph/test_inner.py::test_wrappers_around_optimizers_resume_to_the_same_bits",
     ),
     Fault(
         "optimizers that shared their groups go separate ways",
-        "helios/run_state/optimizer_tables.py",
+        "helios/state_graph/optimizer_tables.py",
         "        view.holder[view.attribute] = getattr(view.optimizer, view.table)",
         "        pass",
-        "tests/run_state/test_inner.py"
+        "tests/state_graph/test_inner.py"
         "::test_optimizers_that_share_their_groups_share_them_after_a_resume",
     ),
     Fault(
         "what the state_dict of a network leaves out is not filled in",
-        "helios/run_state/custom_state_dicts.py",
+        "helios/state_graph/custom_state_dicts.py",
         '            _put(f"{path}.{name}", pieces[name], saved)',
         "            pass",
         f"{PARTIAL}::test_what_a_network_leaves_out_resumes_to_the_same_bits",
     ),
     Fault(
         "a frozen backbone is saved beside the state that leaves it out",
-        "helios/run_state/custom_state_dicts.py",
+        "helios/state_graph/custom_state_dicts.py",
         "if name not in before or is_sharded(value) or before[name] != self._mark(value)",
         "if True",
         f"{PARTIAL}::test_a_frozen_backbone_is_neither_saved_nor_named",
     ),
     Fault(
         "a name that the state lacked is looked for in it",
-        "helios/run_state/module_state.py",
+        "helios/state_graph/module_state.py",
         "    missing, unexpected = value.load_state_dict(state, strict=False)",
         "    missing, unexpected = value.load_state_dict(state)",
         f"{PARTIAL}::test_what_a_network_leaves_out_resumes_to_the_same_bits",
     ),
     Fault(
         "any name may be lacking in the state of a network",
-        "helios/run_state/module_state.py",
+        "helios/state_graph/module_state.py",
         "    if lacking or unknown:",
         "    if False:",
         f"{PARTIAL}::test_a_state_that_lacks_a_name_that_was_saved_is_refused",
     ),
     Fault(
         "published wrappers lack what torch relies on",
-        "helios/run_state/module_state.py",
+        "helios/state_graph/module_state.py",
         "            table.setdefault(name, OrderedDict())",
         "            pass",
         f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
     ),
     Fault(
         "values go into the dict that loading has replaced",
-        "helios/run_state/restoring.py",
+        "helios/state_graph/restoring.py",
         "        containers = _containers_of(self._look())",
         "        containers = _containers_of(scene)",
         f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits[Plain]",
     ),
     Fault(
         "a tie is restored with a buffer that was replaced",
-        "helios/run_state/walk_result.py",
+        "helios/state_graph/walk_result.py",
         "        return replace(self, networks=Networks())",
         "        return self",
-        "tests/run_state/test_tied_tensors.py"
+        "tests/state_graph/test_tied_tensors.py"
         "::test_a_buffer_shares_the_memory_of_one_that_was_parted_from_another",
     ),
     Fault(
         "weights that training unties are saved as they are",
-        "helios/run_state/tied_tensors.py",
+        "helios/state_graph/tied_tensors.py",
         '            misfits[name] = f"it was {_text(old)}, now {_text(new)}"',
         "            changed[name] = new",
-        "tests/run_state/test_tied_tensors.py::test_parameters_that_training_ties_or_unties_fit_no_resume",
+        "tests/state_graph/test_tied_tensors.py::test_parameters_that_training_ties_or_unties_fit_no_resume",
     ),
     Fault(
         "a run that begins in a place where no folder can be made prepares its data first",
@@ -620,42 +620,42 @@ FAULTS = (
     ),
     Fault(
         "a part of a network that an attribute comes to name is a network of its own",
-        "helios/run_state/walk.py",
+        "helios/state_graph/walk.py",
         "                self._paths[identity] = names[identity]",
         "                pass",
         f"{ALIASES}::test_members_of_a_list_change_places_and_an_attribute_names_one_or_a_part_of_it",
     ),
     Fault(
         "what networks share is looked at in the one that comes first by now",
-        "helios/run_state/walk.py",
+        "helios/state_graph/walk.py",
         "        ordered = {path: objects[path] for path in earlier if path in objects} | objects",
         "        ordered = dict(objects)",
         f"{ALIASES}::test_a_part_that_members_of_a_list_share_is_looked_at_where_it_was",
     ),
     Fault(
         "tensors that setup lets overlap, and training parts, are loaded into one memory",
-        "helios/run_state/shared_views.py",
+        "helios/state_graph/shared_views.py",
         "                parted |= {id(part): part for part in leaving}",
         "                pass",
         f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfABufferParted]",
     ),
     Fault(
         "a view of a tensor whose memory moves counts as unchanged",
-        "helios/run_state/value_hash.py",
+        "helios/state_graph/value_hash.py",
         "        self.tokens += (_SHARES, *target, *_form_of(held))",
         "        self.tokens += (_SHARES, *target)",
         f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfAShiftedOne]",
     ),
     Fault(
         "what a value sees beyond a buffer is not saved",
-        "helios/run_state/value_hash.py",
+        "helios/state_graph/value_hash.py",
         "            self.look.reached.add(storage_of(held))",
         "            pass",
         f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfATensorSinceSetup]",
     ),
     Fault(
         "memory is restored over a tensor that has memory of its own by now",
-        "helios/run_state/shared_views.py",
+        "helios/state_graph/shared_views.py",
         """            if anchor in blocks and _may_stay(blocks[anchor], members)
         }
 """,
@@ -667,70 +667,70 @@ FAULTS = (
     ),
     Fault(
         "memory that setup made and nobody has changed is saved",
-        "helios/run_state/shared_views.py",
+        "helios/state_graph/shared_views.py",
         "        is_changed = mark is None or mark != _mark(members, mark)",
         "        is_changed = True",
         f"{BLOCK_SIZES}::test_what_is_around_a_view_is_not_saved_unless_it_changes",
     ),
     Fault(
         "memory that several look at does not count in the limit of plain values",
-        "helios/run_state/shared_views.py",
+        "helios/state_graph/shared_views.py",
         "            if size > room:",
         "            if False:",
         f"{BLOCK_SIZES}::test_memory_beyond_the_limit_is_named_and_tensors_resume",
     ),
     Fault(
         "changes between the elements of a view with a step are not seen",
-        "helios/run_state/shared_views.py",
+        "helios/state_graph/shared_views.py",
         "            yield _without(looking, whole, first - start, end - start)",
         "            pass",
         f"{BLOCK_SIZES}::test_what_is_around_a_view_is_not_saved_unless_it_changes",
     ),
     Fault(
         "what a network of a plugin shares with the model is lost",
-        "helios/run_state/shared_views.py",
+        "helios/state_graph/shared_views.py",
         "            if max(begin, first) < min(end, last):",
         "            if False:",
         f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "tensors that overlap in one array, which torch does not know, are lost",
-        "helios/run_state/tied_tensors.py",
+        "helios/state_graph/tied_tensors.py",
         "            if storage_of(tensor) != storage_of(last[1]):",
         "            if False:",
         f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "an array around the memory of a buffer is saved as its own",
-        "helios/run_state/value_hash.py",
+        "helios/state_graph/value_hash.py",
         "            self._refuse(unsupported_values.AROUND.format(within))",
         "            pass",
         f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "what a plugin sees beyond a buffer of the model is lost",
-        "helios/run_state/value_hash.py",
+        "helios/state_graph/value_hash.py",
         "            self._refuse(unsupported_values.BEYOND.format(target.name))",
         "            pass",
         f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "attributes of modules with an extra state are not looked at",
-        "helios/run_state/attribute_rules.py",
+        "helios/state_graph/attribute_rules.py",
         "    return not class_of(module).__module__.startswith(_WRAPPERS)",
         '    return "get_extra_state" not in vars(type(module))',
         f"{EXTRA_STATES}::test_attributes_that_an_extra_state_leaves_out_come_back",
     ),
     Fault(
         "what an extra state holds is saved twice",
-        "helios/run_state/state_dict_coverage.py",
+        "helios/state_graph/state_dict_coverage.py",
         "                self._of |= _extra_states(path, state, mark)",
         "                pass",
         f"{EXTRA_STATES}::test_a_copy_in_an_extra_state_is_not_saved_twice",
     ),
     Fault(
         "an extra state that stays the same is trusted",
-        "helios/run_state/extra_states.py",
+        "helios/state_graph/extra_states.py",
         "    telling = {path for path in lacking & now.keys() if now[path] != before.get(path)}",
         "    telling = lacking & now.keys()",
         f"{EXTRA_STATES}"
@@ -746,7 +746,7 @@ FAULTS = (
     ),
     Fault(
         "an optimizer in the state of a model may move other parameters",
-        "helios/run_state/restoring.py",
+        "helios/state_graph/restoring.py",
         "            check_covered(scene.found, state, scene.parameters)",
         "            pass",
         "tests/integration/test_own_states.py"
@@ -754,45 +754,45 @@ FAULTS = (
     ),
     Fault(
         "an equal value under any key counts as a copy",
-        "helios/run_state/state_dict_coverage.py",
+        "helios/state_graph/state_dict_coverage.py",
         "        known = [self._state[name] for name in names if name in self._state]",
         "        known = [*self._state.values()]",
-        "tests/run_state/test_inner.py::test_a_state_dict_of_the_owner_covers_what_it_holds",
+        "tests/state_graph/test_inner.py::test_a_state_dict_of_the_owner_covers_what_it_holds",
     ),
     Fault(
         "hooks of the start count as changes",
-        "helios/run_state/unsavable.py",
+        "helios/state_graph/unsavable.py",
         "    baseline.hooks = hooks_of(scene.found)",
         "    pass",
-        "tests/run_state/test_named.py::test_hooks_that_are_registered_after_the_start_are_named",
+        "tests/state_graph/test_named.py::test_hooks_that_are_registered_after_the_start_are_named",
     ),
     Fault(
         "class attributes are not looked at",
-        "helios/run_state/unsavable.py",
+        "helios/state_graph/unsavable.py",
         "    lost |= _changed(baseline.classes, marks, unsupported_values.OF_CLASS)",
         "    pass",
-        "tests/run_state/test_named.py::test_class_attributes_that_training_changes_are_named",
+        "tests/state_graph/test_named.py::test_class_attributes_that_training_changes_are_named",
     ),
     Fault(
         "scripted networks are not looked at",
-        "helios/run_state/unsavable.py",
+        "helios/state_graph/unsavable.py",
         "    lost |= _changed(baseline.scripts, scripts, unsupported_values.OF_SCRIPT)",
         "    pass",
-        "tests/run_state/test_named.py::test_attributes_of_scripted_and_traced_networks_are_named",
+        "tests/state_graph/test_named.py::test_attributes_of_scripted_and_traced_networks_are_named",
     ),
     Fault(
         "attributes of Helios' own classes count as the user's",
-        "helios/run_state/owner_states.py",
+        "helios/state_graph/owner_states.py",
         '    return frozenset(" ".join(declared).split())',
         "    return frozenset()",
-        "tests/run_state/test_owner_states.py::test_attributes_of_base_classes_do_not_count",
+        "tests/state_graph/test_owner_states.py::test_attributes_of_base_classes_do_not_count",
     ),
     Fault(
         "a data set is read",
-        "helios/run_state/dataset_attributes.py",
+        "helios/state_graph/dataset_attributes.py",
         "        if left < 0:",
         "        if False:",
-        "tests/run_state/test_owner_states.py::test_of_a_data_set_only_small_values_and_generators_count",
+        "tests/state_graph/test_owner_states.py::test_of_a_data_set_only_small_values_and_generators_count",
     ),
     Fault(
         "what differs between processes is taken for the same",
@@ -811,7 +811,7 @@ FAULTS = (
     ),
     Fault(
         "what replicas change in plugins is not looked for",
-        "helios/run_state/replica_watch.py",
+        "helios/state_graph/replica_watch.py",
         "        for name, watch in self._others:",
         "        for name, watch in ():",
         "tests/integration/test_matrix.py::test_what_training_changed_is_saved_or_named",
@@ -960,14 +960,14 @@ FAULTS = (
     ),
     Fault(
         "the storage of a lazy parameter is measured",
-        "helios/run_state/state_size.py",
+        "helios/state_graph/state_size.py",
         "    if is_lazy(tensor):",
         "    if False:",
         "tests/integration/test_odd_tensors.py",
     ),
     Fault(
         "a look at the state begins a run",
-        "helios/run_state/discovery.py",
+        "helios/state_graph/discovery.py",
         "            unchanged = copy.copy(self)",
         "            unchanged = self",
         "tests/model/test_model.py::test_the_state_before_any_run_is_what_there_is",
@@ -1102,10 +1102,10 @@ FAULTS = (
     ),
     Fault(
         "a large tensor is known by its version",
-        "helios/run_state/value_hash.py",
+        "helios/state_graph/value_hash.py",
         "self.tokens.append(tensor_sum(part))",
         "self.tokens.append(part._version)",
-        "tests/run_state/test_changes.py::test_a_write_through_data_is_seen_whatever_the_size",
+        "tests/state_graph/test_changes.py::test_a_write_through_data_is_seen_whatever_the_size",
     ),
     Fault(
         "a checksum is a plain sum",
@@ -1125,10 +1125,10 @@ FAULTS = (
     ),
     Fault(
         "a member of a data set that grows drops out unnamed",
-        "helios/run_state/discovery.py",
+        "helios/state_graph/discovery.py",
         "MissingState(Changes(changes.values), {}, lost | grown)",
         "MissingState(Changes(changes.values), {}, lost)",
-        "tests/run_state/test_owner_states.py"
+        "tests/state_graph/test_owner_states.py"
         "::test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once",
     ),
     Fault(
@@ -1155,18 +1155,18 @@ FAULTS = (
     ),
     Fault(
         "the element at fault is not named",
-        "helios/run_state/value_scan.py",
+        "helios/state_graph/value_scan.py",
         '"" if part is None else unsupported_values.way_to([*open_parts, part])',
         '""',
-        "tests/run_state/test_remedies.py"
+        "tests/state_graph/test_remedies.py"
         "::test_an_element_of_a_container_is_named_where_it_is_at_fault",
     ),
     Fault(
         "a parameter of an optimizer is named by numbers",
-        "helios/run_state/object_names.py",
+        "helios/state_graph/object_names.py",
         """    return f'{path}.param_groups[{place[0]}]["params"][{place[1]}]'""",
         "    return name",
-        "tests/run_state/test_remedies.py"
+        "tests/state_graph/test_remedies.py"
         "::test_a_parameter_that_only_an_optimizer_holds_is_named_as_it_is_written",
     ),
     Fault(
@@ -1185,34 +1185,34 @@ FAULTS = (
     ),
     Fault(
         "what is lost is missing in the first state only",
-        "helios/run_state/changes.py",
+        "helios/state_graph/changes.py",
         "        missing = {slot.path: self._lost[where][1] for where, slot in lost.items()}",
         "        missing: dict[str, str] = {}",
-        "tests/run_state/test_limits.py"
+        "tests/state_graph/test_limits.py"
         "::test_what_is_too_large_is_missing_at_every_capture_and_named_once",
     ),
     Fault(
         "an enum that setup does not know is saved",
-        "helios/run_state/changes.py",
+        "helios/state_graph/changes.py",
         "look.obstacle or _unknown(look.types - known)",
         "look.obstacle",
-        "tests/run_state/test_user_types_in_state.py"
+        "tests/state_graph/test_user_types_in_state.py"
         "::test_a_member_found_late_of_an_unknown_type_is_named_with_the_remedy",
     ),
     Fault(
         "attributes that are no fields are lost with a dataclass",
-        "helios/run_state/plain_values.py",
+        "helios/state_graph/plain_values.py",
         "    return contents if attributes.keys() <= contents.keys() else None",
         "    return contents",
-        "tests/run_state/test_user_types_in_state.py"
+        "tests/state_graph/test_user_types_in_state.py"
         "::test_an_attribute_that_is_no_field_makes_a_dataclass_one_to_be_named",
     ),
     Fault(
         "the constructor of a dataclass runs",
-        "helios/run_state/rebuild.py",
+        "helios/state_graph/rebuild.py",
         "            memo[id(part)] = object.__new__(kind)",
         "            memo[id(part)] = kind(**part.fields)",
-        "tests/run_state/test_user_types_in_state.py"
+        "tests/state_graph/test_user_types_in_state.py"
         "::test_a_dataclass_comes_back_with_its_fields_and_no_constructor_runs",
     ),
     Fault(
@@ -1220,30 +1220,30 @@ FAULTS = (
         "helios/storage/shared_storages.py",
         "            if arrays and len(group) > 1:",
         "            if False:",
-        "tests/run_state/test_shared_memory.py::test_views_of_one_array_are_views_of_one_array_again",
+        "tests/state_graph/test_shared_memory.py::test_views_of_one_array_are_views_of_one_array_again",
     ),
     Fault(
         "an alias is copied",
-        "helios/run_state/changes.py",
+        "helios/state_graph/changes.py",
         "    named = [value for value in kept if value.look.records or value.look.aliases]",
         "    named = [value for value in kept if value.look.records]",
-        "tests/run_state/test_shared_memory.py"
+        "tests/state_graph/test_shared_memory.py"
         "::test_an_alias_that_training_moved_looks_at_its_target_again",
     ),
     Fault(
         "an alias may reach beyond its target",
-        "helios/run_state/rebuild.py",
+        "helios/state_graph/rebuild.py",
         "    if begin % size or (reach + 1) * size + begin > storage.nbytes():",
         "    if begin % size:",
-        "tests/run_state/test_shared_memory.py"
+        "tests/state_graph/test_shared_memory.py"
         "::test_an_alias_of_what_is_not_there_is_refused_before_anything_changes",
     ),
     Fault(
         "attributes that come to name one list are no change",
-        "helios/run_state/changes.py",
+        "helios/state_graph/changes.py",
         "            has_changed |= links.get(where) != before.links.get(where)\n",
         "",
-        "tests/run_state/test_changes.py::test_two_lists_that_become_one_stay_one_though_they_are_equal",
+        "tests/state_graph/test_changes.py::test_two_lists_that_become_one_stay_one_though_they_are_equal",
     ),
     Fault(
         "a training that only loads ends the run",
@@ -1351,49 +1351,49 @@ FAULTS = (
     ),
     Fault(
         "groups stay in the order of setup",
-        "helios/run_state/optimizers.py",
+        "helios/state_graph/optimizers.py",
         "    groups[:] = [group for group in chosen if group is not None]",
         "    pass",
         f"{OPTIMIZERS}::test_an_optimizer_gets_the_order_that_was_saved[_groups]",
     ),
     Fault(
         "what setup gave an optimizer is not known after a change",
-        "helios/run_state/optimizers.py",
+        "helios/state_graph/optimizers.py",
         '        built = state["built"].get(path, saved) if has_names else now',
         "        built = saved if has_names else now",
         f"{OPTIMIZERS}::test_what_training_puts_into_other_groups_is_resumed",
     ),
     Fault(
         "an optimizer of other parameters is taken",
-        "helios/run_state/optimizers.py",
+        "helios/state_graph/optimizers.py",
         "        _refuse(path, optimizer, known[1], tensors)",
         "        pass",
         f"{OPTIMIZERS}::test_an_optimizer_of_other_parameters_is_refused_by_name",
     ),
     Fault(
         "functions of groups are given to other groups",
-        "helios/run_state/optimizers.py",
+        "helios/state_graph/optimizers.py",
         "        _check_functions(path, part, plans[path], found)",
         "        pass",
         f"{OPTIMIZERS}::test_a_function_for_each_group_holds_the_groups_in_their_order",
     ),
     Fault(
         "a scheduler may move another optimizer after a resume",
-        "helios/run_state/optimizers.py",
+        "helios/state_graph/optimizers.py",
         "        if now[path] != saved[path]:",
         "        if False:",
         f"{OPTIMIZERS}::test_a_scheduler_of_another_optimizer_is_refused",
     ),
     Fault(
         "buffers that training registered are not registered again",
-        "helios/run_state/tensor_formats.py",
+        "helios/state_graph/tensor_formats.py",
         '            _register(module, changed[path]["buffers"], saved)',
         "            pass",
         f"{FORMS}::test_what_training_makes_of_tensors_is_resumed",
     ),
     Fault(
         "a type that setup changed is not named",
-        "helios/run_state/restoring.py",
+        "helios/state_graph/restoring.py",
         "            self._warn_of_casts(casts(scene.found, state))",
         "            pass",
         f"{FORMS}::test_another_type_built_by_setup_is_named_and_the_values_are_cast",
@@ -1408,15 +1408,15 @@ FAULTS = (
     ),
     Fault(
         "each look at a network walks it anew",
-        "helios/run_state/network_parts.py",
+        "helios/state_graph/network_parts.py",
         "        if known is None:",
         "        if True:",
-        "tests/run_state/test_network_parts.py::"
+        "tests/state_graph/test_network_parts.py::"
         "test_a_capture_walks_a_network_once_for_each_thing_that_torch_lists",
     ),
     Fault(
         "a shared parameter has one name",
-        "helios/run_state/module_state.py",
+        "helios/state_graph/module_state.py",
         "module.named_parameters(remove_duplicate=False):",
         "module.named_parameters():",
         f"{OPTIMIZERS}::test_a_shared_parameter_is_found_under_each_of_its_names",
@@ -1701,7 +1701,7 @@ FAULTS = (
     ),
     Fault(
         "orders of optimizers are not compared over processes",
-        "helios/run_state/consistency.py",
+        "helios/state_graph/consistency.py",
         "        _compare_orders(rank, found[0], first[0])",
         "        pass",
         "tests/distributed/test_orders.py"
@@ -1709,7 +1709,7 @@ FAULTS = (
     ),
     Fault(
         "tensors of no network are not compared over processes",
-        "helios/run_state/consistency.py",
+        "helios/state_graph/consistency.py",
         "    tensors = dict(loose)",
         "    tensors = dict[str, Tensor]()",
         "tests/distributed/test_orders.py"
@@ -1724,7 +1724,7 @@ FAULTS = (
     ),
     Fault(
         "only the first turn is watched",
-        "helios/run_state/replica_watch.py",
+        "helios/state_graph/replica_watch.py",
         "        if self._has_reported and iteration & (iteration - 1):\n            return None",
         "        if self._has_reported:\n            return None",
         "tests/loops/test_replicas.py",
@@ -1946,7 +1946,7 @@ FAULTS = (
     ),
     Fault(
         "several processes begin with lazy layers",
-        "helios/run_state/consistency.py",
+        "helios/state_graph/consistency.py",
         "    refuse_lazy_layers(discovery)\n",
         "",
         "tests/loops/test_replicas.py"

@@ -39,30 +39,30 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "data": _TOOLS,
     "init": (*_VALUES, "core"),
     "launch": _TOOLS,
-    "run_state": _TOOLS,
-    "replicas": (*_TOOLS, "run_state"),
+    "state_graph": _TOOLS,
+    "replicas": (*_TOOLS, "state_graph"),
     "ledger": _TOOLS,
     "tracking": (*_TOOLS, "ledger"),
     "sharding": (*_TOOLS, "replicas"),
     "engines": (*_TOOLS, "replicas", "launch", "sharding"),
-    "hooks": (*_TOOLS, "data", "replicas", "run_state", "ledger", "engines"),
-    "model": (*_TOOLS, "hooks", "data", "run_state", "sharding", "engines"),
-    "checkpoint": (*_TOOLS, "replicas", "run_state", "hooks", "model"),
+    "hooks": (*_TOOLS, "data", "replicas", "state_graph", "ledger", "engines"),
+    "model": (*_TOOLS, "hooks", "data", "state_graph", "sharding", "engines"),
+    "checkpoint": (*_TOOLS, "replicas", "state_graph", "hooks", "model"),
     "migration": (*_TOOLS, "checkpoint"),
-    "plugins": (*_TOOLS, "hooks", "run_state", "tracking", "model"),
+    "plugins": (*_TOOLS, "hooks", "state_graph", "tracking", "model"),
     "session": (
-        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "run_state", "checkpoint", "engines"),
+        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "state_graph", "checkpoint", "engines"),
         *("model", "plugins"),
     ),
     "loops": (
-        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "run_state", "ledger", "engines"),
+        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "state_graph", "ledger", "engines"),
         *("model", "plugins", "session"),
     ),
     "audit": (
-        *(*_TOOLS, "terminal", "replicas", "run_state", "engines", "model", "session", "loops"),
+        *(*_TOOLS, "terminal", "replicas", "state_graph", "engines", "model", "session", "loops"),
     ),
     "trainer": (
-        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "init", "launch", "run_state"),
+        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "init", "launch", "state_graph"),
         *("checkpoint", "ledger", "sharding", "engines", "model", "plugins"),
         *("session", "loops", "audit"),
     ),
@@ -123,8 +123,8 @@ NUMBERS = {"num_replicas", "num_processes", "world_size"}
 GETTERS = {"state_dict", "get_extra_state", "capture", "collect_states", "snapshot"}
 PROPERTIES = {"property", "cached_property", "functools.cached_property"}
 # What getters keep for themselves: a generator that is set when it is asked for, a length that is
-# counted again, an object that is made late, what was warned of, a table that is found again, the
-# process that takes the place of one that hangs.
+# counted again, an object that is made late, what was warned of, a table that is found again, what
+# the next owner refers to, the process that takes the place of one that hangs.
 KEPT_BY_GETTERS = {
     ("core/rng.py", "is_taken"),
     ("core/rng.py", "pending"),
@@ -135,8 +135,10 @@ KEPT_BY_GETTERS = {
         for name in ("_job", "_link", "_has_begun", "_process", "_reader", "begun")
     ),
     ("engines/engine.py", "_scaler"),
-    ("run_state/discovery.py", "_named"),
-    ("run_state/owner_states.py", "_shared"),
+    ("state_graph/discovery.py", "_named"),
+    ("state_graph/discovery.py", "_nodes"),
+    ("state_graph/owner_states.py", "_outside"),
+    ("state_graph/owner_states.py", "_others()"),
 }
 OWNERS_OF_TRAINER = ("data/datamodule.py", "model/model.py", "plugins/plugin.py")
 

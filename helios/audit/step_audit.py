@@ -32,10 +32,10 @@ from helios.loops.step_trace import (
 )
 from helios.model.snapshot import Snapshot
 from helios.replicas.assignment import blocks
-from helios.run_state.consistency import find_lazy
-from helios.run_state.replica_watch import TurnWatch
 from helios.session import Session
 from helios.state import TrainingState
+from helios.state_graph.consistency import find_lazy
+from helios.state_graph.replica_watch import TurnWatch
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_KEPT = 10
@@ -151,7 +151,7 @@ class StepAudit:
         return TurnWatch(
             self._session.model.discovery,
             self._session.owner_states,
-            lambda found, **_: changed.update(found),
+            lambda found, *_, **__: changed.update(found),
             reads_weights=True,
             sees_unsaved=True,
         )

@@ -21,12 +21,12 @@ from helios.errors import StateError
 from helios.hooks.live_run import LiveRun, States
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.run_state.owner_states import Owners
 from helios.state import Cursor, TrainingState
+from helios.state_graph.owner_states import Owners
 
 _LOGGER = logging.getLogger(__name__)
 
-_OWN_PLACES = ("inner", "generators", "aliases", "orders")
+_OWN_PLACES = ("inner",)
 """Parts of the model's state that each process saves if replicas change them on their own."""
 
 
@@ -42,13 +42,15 @@ def capture(run: LiveRun) -> Record:
     misfits = model.pop("misfits", {}) if run.is_discovered else {}
     own_missing = {**run.missing, **source.missing, **lost, **lacking}
     missing, misfits, claims = _join(run, own_missing, misfits)
+    if run.is_discovered:
+        del own["model"]
     # In all processes: if only one raised, the others would wait forever.
     _refuse_misfits(misfits)
     return Record(
         training_state=run.state.dict(),
         cursor=run.cursor.dict(),
         model=model,
-        by_rank=_gather_own_parts(run, model, owners),
+        by_rank=_gather_own_parts(run, model, owners, own),
         tables=_capture_tables(run.model),
         is_manual=run.is_manual,
         plugins=plugins,
@@ -173,7 +175,11 @@ def apply_trained(trained: Trained, model: Model, plugins: States, owners: Owner
 
 def _named(kind: str, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return states under the names of their owners."""
-    return {f"{kind} {name!r}": state for name, state in states.items()}
+    return {_owner_name(kind, name): state for name, state in states.items()}
+
+
+def _owner_name(kind: str, name: str) -> str:
+    return f"{kind} {name!r}"
 
 
 def _capture_tables(model: Model) -> dict[str, dict[str, Any]]:
@@ -210,14 +216,30 @@ def _join(
 
 
 def _gather_own_parts(
-    run: LiveRun, model: dict[str, Any], owners: dict[str, dict[str, Any]]
+    run: LiveRun,
+    model: dict[str, Any],
+    owners: dict[str, dict[str, Any]],
+    own_states: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return what differs between processes of the same run, by rank; empty for one process."""
+    """Return what differs between processes of the same run, by rank; empty for one process.
+
+    Args:
+        run: the run.
+        model: the state of the model.
+        owners: what training has changed of the others besides their own states.
+        own_states: what ``state_dict`` of user code has returned, by owner.
+    """
     source = run.training_source
     if run.replicas.has_single_process:
         return []
     owners = refer_to_sharded(owners, root="owners")
-    differing = _find_differing(run, owners)
+    # Sharded tensors are no process's own.
+    of_users = {
+        name: refer_to_sharded(state, root=name)
+        for name, state in own_states.items()
+        if run.owner_states.has_own_state(name)
+    }
+    differing = _find_differing(run, owners, of_users)
     if not (run.unshared or source.state_is_per_process or differing):
         return []
     # What an overridden state_dict of the model omits is among the owners.
@@ -235,13 +257,17 @@ def _gather_own_parts(
         },
         "data": source.state_dict() if source.state_is_per_process else None,
         "owners": {name: owners[name] for name in differing if name in owners},
+        "states": {name: of_users[name] for name in differing if name in of_users},
     }
     return run.replicas.gather_objects(own)
 
 
-def _find_differing(run: LiveRun, owners: dict[str, dict[str, Any]]) -> list[str]:
+def _find_differing(
+    run: LiveRun, owners: dict[str, dict[str, Any]], states: dict[str, dict[str, Any]]
+) -> list[str]:
     """Return the owners whose state differs between processes, which binds the run to these."""
-    tables = run.replicas.gather_objects(run.owner_states.marks(owners))
+    parts = {name: (owners.get(name), states.get(name)) for name in owners | states}
+    tables = run.replicas.gather_objects(run.owner_states.marks(parts))
     names = sorted({name for table in tables for name in table})
     differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
     texts = [f"the state of {name} differs between processes" for name in differing]
@@ -275,7 +301,25 @@ def _take_own_part(record: Record, replicas: Replicas) -> Record:
     if own["data"] is not None:
         data = {**data, "state": own["data"]}
     owners = record.owners | own.get("owners", {})
-    return dataclasses.replace(record, model=model, data=data, owners=owners)
+    record = dataclasses.replace(record, model=model, data=data, owners=owners)
+    return _with_states(record, own.get("states", {}))
+
+
+def _with_states(record: Record, states: Mapping[str, Any]) -> Record:
+    """Return a record with what ``state_dict`` of user code has returned in this process."""
+    parts = {
+        "model": states.get("model", record.model),
+        "engine": states.get("engine", record.engine),
+        "plugins": {
+            name: states.get(_owner_name("plugin", name), state)
+            for name, state in record.plugins.items()
+        },
+        "loops": {
+            name: states.get(_owner_name("loop", name), state)
+            for name, state in record.loops.items()
+        },
+    }
+    return dataclasses.replace(record, **parts) if states else record
 
 
 def detach(record: Record, *, keeps_model: bool, is_shown: bool) -> Record:

@@ -62,7 +62,29 @@ def _add_what_is_missing(old: dict[str, Any]) -> dict[str, Any]:
     return old | {f"{key}_of_hooks": old[key] for key in taken} | new
 
 
-STEPS: Mapping[int, Step] = {1: _add_what_is_missing}
+def _name_nodes(old: dict[str, Any]) -> dict[str, Any]:
+    """Schema 2 to 3: values are nodes of a graph, instead of members of containers."""
+    # What only lists checkpoints uses this module, and needs no PyTorch.
+    from helios.checkpoint.state_upgrade import upgrade_state, upgrade_values
+
+    def upgrade_part(own: dict[str, Any]) -> dict[str, Any]:
+        places = own.get("places", {})
+        values = own.get("values")
+        return own | {
+            "values": None if values is None else upgrade_values(values, places),
+            "places": {key: part for key, part in places.items() if key == "inner"},
+            "owners": {name: upgrade_state(part) for name, part in own.get("owners", {}).items()},
+        }
+
+    new = dict(old)
+    if "model" in old:
+        new["model"] = upgrade_state(old["model"])
+    new["owners"] = {name: upgrade_state(part) for name, part in old["owners"].items()}
+    new["by_rank"] = [upgrade_part(part) for part in old.get("by_rank", ())]
+    return new
+
+
+STEPS: Mapping[int, Step] = {1: _add_what_is_missing, 2: _name_nodes}
 """The step from each schema; that from helios-ml is in :mod:`helios.migration`."""
 
 

@@ -6,8 +6,9 @@ under names without these parts, so that a run with another wrapper, or none, ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, overload
+import functools
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from typing import Any, cast, overload
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -33,7 +34,13 @@ def inside(module: nn.Module) -> nn.Module | None:
 
 def class_of(module: nn.Module) -> type:
     """Return the class of a module as the user knows it; FSDP gives it a derived one."""
-    return next(k for k in type(module).__mro__ if not k.__module__.startswith(_FSDP))
+    return _class_without_fsdp(cast("Hashable", type(module)))
+
+
+@functools.cache
+def _class_without_fsdp(kind: Any) -> type:
+    bases: tuple[type, ...] = kind.__mro__
+    return next(base for base in bases if not base.__module__.startswith(_FSDP))
 
 
 @overload
@@ -89,8 +96,8 @@ class BareNames:
     def __init__(self, module: nn.Module, parts: Iterable[nn.Module] | None = None) -> None:
         parts = module.modules() if parts is None else parts
         holders = (part for part in parts if vars(part).get("_modules"))
-        has_wrapper = any(inside(part) is not None for part in holders)
-        self._table = dict(_prefixes(module)) if has_wrapper else {}
+        self.has_wrappers = any(inside(part) is not None for part in holders)
+        self._table = dict(_prefixes(module)) if self.has_wrappers else {}
 
     def of(self, name: str) -> str:
         """Return a name without the parts that wrappers add."""

@@ -23,9 +23,9 @@ from helios.ledger.writer import LedgerWriter
 from helios.replicas.replicas import Replicas
 from helios.replicas.turns import Turns
 from helios.requests import Agreement, Requests
-from helios.run_state.owner_states import Owners
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
+from helios.state_graph.owner_states import Owners
 
 if TYPE_CHECKING:
     from helios import Model

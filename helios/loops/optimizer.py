@@ -14,7 +14,7 @@ from helios.core.signatures import read_signature
 from helios.errors import UsageError
 from helios.ledger.writer import LedgerWriter
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.step import end_forward, loss_of, take_step
+from helios.loops.step import end_forward, loss_of, record_changes, take_step
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -178,9 +178,11 @@ class OptimizerLoop(Loop):
         engine, hooks = self._session.engine, self._session.hooks
         if "on_backward_start" in hooks.active:
             hooks.emit("on_backward_start", loss)
+            record_changes(self._session, "on_backward_start")
         (do or engine.backward_loss)(loss, inputs)
         if "on_backward_end" in hooks.active:
             hooks.emit("on_backward_end")
+            record_changes(self._session, "on_backward_end")
 
     def _make_generator_error(self) -> UsageError:
         name = type(self._session.model).__name__

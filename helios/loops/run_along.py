@@ -14,9 +14,9 @@ from torch import Tensor
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.loops.step_trace import StepTrace
 from helios.model.snapshot import Snapshot
-from helios.run_state.replica_watch import TurnWatch
 from helios.session import Session
 from helios.state import TrainingState
+from helios.state_graph.replica_watch import TurnWatch
 
 
 @final
@@ -80,7 +80,7 @@ class RunningAlong:
             assert loss is not None, "a step is automatic or manual, never both"
             session.engine.backward_loss(loss)
 
-    def _note(self, found: list[str], *, is_manual: bool) -> None:
+    def _note(self, found: list[str], hook: str, *, is_manual: bool) -> None:
         self._keeps_attributes = bool(found)
 
 

@@ -43,7 +43,14 @@ def begin_forward(session: Session, batch: Any) -> Any:
     context.batch = batch
     if "on_forward_start" in session.hooks.active:
         session.hooks.emit("on_forward_start", context)
+        record_changes(session, "on_forward_start")
     return batch
+
+
+def record_changes(session: Session, hook: str) -> None:
+    """Note what a hook has changed in the turn of a replica, if that is watched."""
+    if session.turns.watch is not None:
+        session.turns.watch.conclude(hook)
 
 
 def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
@@ -53,6 +60,7 @@ def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
     context.attached_loss = loss
     if "on_forward_end" in session.hooks.active:
         session.hooks.emit("on_forward_end", context)
+        record_changes(session, "on_forward_end")
 
 
 def loss_of(result: Any) -> Tensor | None:

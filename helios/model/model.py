@@ -25,10 +25,10 @@ from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
 from helios.hooks.interface import Hooks
 from helios.model.processor import BatchProcessor, Processed
-from helios.run_state.discovery import Discovery
-from helios.run_state.owner_states import internals_of
 from helios.sharding.units import Unit
 from helios.state import Phase, TrainingState
+from helios.state_graph.discovery import Discovery
+from helios.state_graph.owner_states import internals_of
 
 if TYPE_CHECKING:
     from helios import Trainer

@@ -24,7 +24,7 @@ from helios.core.generators import is_generator, load_generator, state_of_genera
 from helios.core.memory import storage_bytes, storage_of
 from helios.data.keyed import KeyedDataset
 from helios.errors import UsageError
-from helios.run_state.plain_values import ATOMS
+from helios.state_graph.values import ATOMS
 
 Restore: TypeAlias = Callable[[], object]
 
@@ -40,7 +40,7 @@ _MACHINERY = ("logging", "weakref", "_weakref", "ctypes", "_ctypes", "importlib"
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.distributed")
 _HOUSE = (
     *("helios.trainer", "helios.startup", "helios.session", "helios.loops", "helios.hooks"),
-    *("helios.checkpoint", "helios.data.datamodule", "helios.run_state.discovery"),
+    *("helios.checkpoint", "helios.data.datamodule", "helios.state_graph.discovery"),
     "helios.sharding",
 )
 """Objects that a model or plugin refers to without owning them."""

@@ -22,8 +22,8 @@ from helios.replicas.gradients import FindNetworks
 from helios.replicas.replicas import Replicas
 from helios.replicas.window_exchange import WindowExchange, make_loss_error
 from helios.requests import Agreement
-from helios.run_state.discovery import Discovery
-from helios.run_state.replica_watch import ReplicaWatch, TurnWatch
+from helios.state_graph.discovery import Discovery
+from helios.state_graph.replica_watch import ReplicaWatch, TurnWatch
 
 Seed = Callable[[int | None], None]
 
@@ -78,6 +78,7 @@ class Turns(ABC):
         means: the losses of the iteration as float64 means over replicas, after its last turn;
             ``None`` with one replica, whose table holds its losses as they are.
         keeps_batches: whether this process may have to repeat a step of an evaluation.
+        watch: watches what the turn changes; ``None`` in most iterations.
     """
 
     replica: int = 0
@@ -89,6 +90,7 @@ class Turns(ABC):
     totals: Sequence[float] = ()
     means: Mapping[str, float] | None = None
     keeps_batches: bool = False
+    watch: TurnWatch | None = None
 
     def add_with_losses(self, numbers: Sequence[float]) -> None:
         """Add whole numbers over all processes, together with the losses of this iteration.
@@ -117,7 +119,7 @@ class Turns(ABC):
         """Begin a step of the current turn. A batch may have several steps.
 
         Returns:
-            The watcher of the changes that the step makes, or ``None`` if it is not watched.
+            The watcher of the changes that the turn makes, or ``None`` if it is not watched.
 
         Raises:
             UsageError: for a second step if other replicas of this process are still to run.
@@ -295,6 +297,7 @@ class SharedTurns(Turns):
             self._buffers.enter(replica)
         rng.reseed(self._own[replica].at(self._iteration))
         self._model.loss_items.clear()
+        self.watch = self._watch.begin(self._iteration)
 
     def begin_step(self) -> TurnWatch | None:
         """Seed again for a further step, which must not repeat what the last one has drawn."""
@@ -312,7 +315,9 @@ class SharedTurns(Turns):
             self._num_reopened += 1
             fields = ("train", self._iteration, self.replica, self._num_reopened)
             rng.reseed(rng.key(self._seed, *fields))
-        return self._watch.begin(self._iteration)
+        if self.watch is not None:
+            self.watch.conclude("process_training_batch")
+        return self.watch
 
     def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Send the gradients of the last replica, together with what is added to them."""
@@ -349,6 +354,7 @@ class SharedTurns(Turns):
     def end(self, *, ends_window: bool) -> None:
         """Keep the losses and buffers of a turn. After the last one put the means in place."""
         table = self._model.loss_items
+        self.watch = None
         if not self.is_last:
             self._exchange.keep_losses(table)
             if self._buffers.is_exchanged:

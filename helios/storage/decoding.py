@@ -12,12 +12,14 @@ from helios.storage import type_converters
 from helios.storage.type_converters import is_native
 from helios.storage.user_types import (
     Alias,
+    HeldTensor,
     NamedFields,
     NamedMember,
+    Reference,
     ShardedValue,
     in_every_process,
 )
-from helios.storage.weights_only import FACTORIES, SHARDED, TAG, index_types
+from helios.storage.weights_only import FACTORIES, HELD, REFERENCE, SHARDED, TAG, index_types
 
 FindSharded: TypeAlias = Callable[[str], Any]
 
@@ -123,6 +125,8 @@ class Decoder:
             return self._build_enum(_ENUMS[tag], code)
         if tag == SHARDED:
             return self._find_sharded(code["name"])
+        if tag in (REFERENCE, HELD):
+            return (Reference if tag == REFERENCE else HeldTensor)(code["name"])
         if tag == "member":
             return NamedMember(in_every_process(code["type"]), code["names"], code["is_flag"])
         return _OF_PARTS[tag](self.decode(code["value"]))

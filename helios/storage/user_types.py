@@ -67,6 +67,26 @@ class NamedFields:
     fields: dict[str, Any]
 
 
+class Reference(NamedTuple):
+    """Another node of a saved graph, or an object that is saved elsewhere.
+
+    Attributes:
+        name: its name.
+    """
+
+    name: str
+
+
+class HeldTensor(NamedTuple):
+    """A tensor or array of a saved graph, which several nodes may refer to.
+
+    Attributes:
+        name: its name there.
+    """
+
+    name: str
+
+
 class Alias(NamedTuple):
     """A tensor or array that shares its memory with a saved tensor.
 

@@ -22,8 +22,10 @@ from helios.storage.shared_storages import SharedStorages
 from helios.storage.type_converters import is_native, is_native_key
 from helios.storage.user_types import (
     Alias,
+    HeldTensor,
     NamedFields,
     NamedMember,
+    Reference,
     ShardedValue,
     step_to,
     type_name,
@@ -31,6 +33,8 @@ from helios.storage.user_types import (
 
 TAG = "__helios__"
 SHARDED = "sharded"
+REFERENCE = "node"
+HELD = "held"
 
 FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind
@@ -84,6 +88,8 @@ class Encoder:
             NamedMember: self._encode_member,
             NamedFields: self._encode_fields,
             Alias: self._encode_alias,
+            Reference: lambda value: {TAG: REFERENCE, "name": value.name},
+            HeldTensor: lambda value: {TAG: HELD, "name": value.name},
             ShardedValue: lambda value: {TAG: SHARDED, "name": value.name},
             torch.Tensor: self._encode_tensor,
             torch.nn.Parameter: self._encode_tensor,

@@ -33,7 +33,7 @@ from torch import nn
 
 from helios.data.datamodule import DataLoaderParams, DataModule
 from helios.model.model import Model
-from helios.run_state.discovery import Discovery
+from helios.state_graph.discovery import Discovery
 
 HERE = Path(__file__).resolve().parents[2]
 NUM_MODULES = 10_000

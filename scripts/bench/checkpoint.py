@@ -121,7 +121,7 @@ class Ours(Way):
         super().__init__(training, folder)
         from helios.checkpoint.saver import Saver
         from helios.checkpoint.store import CheckpointStore, RunFolder
-        from helios.run_state.state_size import storage_sizes
+        from helios.state_graph.state_size import storage_sizes
 
         options = CheckpointStore(is_async=self.is_async)
         self.saver = Saver(RunFolder(folder / "run", options))

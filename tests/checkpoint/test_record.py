@@ -24,8 +24,8 @@ from helios.checkpoint.reproducibility import Level
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.loss_means import LossMeans, Viewer
 from helios.errors import StateError
-from helios.run_state import owner_states
 from helios.state import Cursor, TrainingState
+from helios.state_graph import owner_states
 from helios.version import __version__
 
 LEAST: dict[str, Any] = {

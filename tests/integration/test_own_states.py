@@ -15,8 +15,8 @@ from helios.errors import StateError
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.ordinary.harness import WIDTH, Case, Outcome, Regression, cut_off, train
-from tests.run_state.test_partial_networks import OnlyHead
-from tests.run_state.test_partial_optimizers import Published, SlowInState, Stateless
+from tests.state_graph.test_partial_networks import OnlyHead
+from tests.state_graph.test_partial_optimizers import Published, SlowInState, Stateless
 
 _SINCE = 6
 

@@ -459,8 +459,8 @@ def test_few_turns_are_watched() -> None:
     model = Sums()
     model.asked = Asked()
     run_sums(model, rows=[[1.0, 2.0]] * 6)
-    text = "before the first step, and around three turns in iterations 1 and 2, not in 3"
-    assert model.asked.times == 1 + 2 * 3 * 2, text
+    text = "before the first step, and three times in three turns of iterations 1 and 2, not of 3"
+    assert model.asked.times == 1 + 3 * 3 * 2, text
 
 
 def test_an_obstacle_that_is_known_is_not_noted_again() -> None:
@@ -620,7 +620,7 @@ def test_a_record_holds_what_differs_between_processes() -> None:
         assert record.obstacles == ["train_step changes history, teacher.weight"]
         assert record.num_replicas == 2
         for rank, own in enumerate(record.by_rank):
-            assert own["values"]["changed"][""]["history"] == [1.0 + rank, 10.0 * (1 + rank)]
+            assert own["values"]["nodes"]["history"]["content"] == [1.0 + rank, 10.0 * (1 + rank)]
             assert own["objects"]["teacher"]["weight"].tolist() == [[11.0 * (1 + rank)]]
             assert own["data"] is None
 
@@ -664,7 +664,7 @@ def test_what_manual_steps_leave_on_each_process_is_saved_too() -> None:
     for is_manual, obstacles, by_rank in run_ranks(_capture_manual, 2):
         assert is_manual is True
         assert obstacles == [], "manual steps bind a run by themselves"
-        histories = [own["values"]["changed"][""]["history"] for own in by_rank]
+        histories = [own["values"]["nodes"]["history"]["content"] for own in by_rank]
         assert histories == [[1.0, 10.0], [2.0, 20.0]]
 
 
@@ -744,7 +744,7 @@ def _capture_yields(rank: int) -> list[Any]:
         rows = [[1.0, 2.0], [10.0, 20.0]]
         session = run_sums(model, replicas=here, rows=rows, loop=make_fit_loop(YieldLoop()))
         record = session.capture()
-        return [own["values"]["changed"][""]["history"] for own in record.by_rank]
+        return [own["values"]["nodes"]["history"]["content"] for own in record.by_rank]
 
 
 def test_what_a_yield_loop_leaves_on_each_process_is_saved_too() -> None:

@@ -316,8 +316,7 @@ def test_the_tables_and_internals_of_a_model_are_no_discovered_state() -> None:
     model.map_loc = "cpu"
     model.eval()
     values = model.state_dict()["values"]
-    assert not values["changed"]
-    assert not values["deleted"]
+    assert not values["nodes"]
 
 
 def test_defaults_are_the_historical_ones() -> None:

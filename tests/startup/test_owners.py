@@ -21,8 +21,8 @@ from helios.loops.epoch import EpochLoop
 from helios.plugins import Plugin
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import HookContext
-from helios.run_state.owner_states import internals_of
 from helios.state import TrainingState
+from helios.state_graph.owner_states import internals_of
 
 pytestmark = pytest.mark.filterwarnings("error")
 

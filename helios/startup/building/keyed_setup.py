@@ -15,12 +15,13 @@ from helios.errors import UsageError
 from helios.init.keyed_init import KeyedInit
 from helios.init.values_of_setup import without_values
 from helios.model.model import Model
-from helios.run_state.consistency import check_alike
-from helios.run_state.owner_states import internals_of
-from helios.run_state.walk import walk_all
-from helios.run_state.walk_result import Rules
 from helios.sharding.requirements import check_shardable
 from helios.sharding.units import Unit, find_units, modules_of_units
+from helios.state_graph.consistency import check_alike
+from helios.state_graph.graph import Graph
+from helios.state_graph.object_names import Rules
+from helios.state_graph.owner_states import internals_of
+from helios.state_graph.values import Identities
 from helios.storage.checksums import bit_sum
 
 AskForUnits: TypeAlias = Callable[[], Sequence[nn.Module | Unit] | None]
@@ -147,12 +148,12 @@ def _begin_again(optimizer: optim.Adagrad) -> None:
 
 def _refuse_left_over(model: Model, list_left: Callable[[], list[str]]) -> None:
     """Refuse tensors without values that are in no network."""
-    found, _ = walk_all(model, Rules(internals_of(model)))
-    tensors = {slot.path: slot.value for slot in found.slots.values()} | found.leaves()
+    graph = Graph(model, Rules(internals_of(model)), Identities())
+    tensors = {name: cell.part for name, cell in graph.opaque.items()} | graph.found.leaves
     named = sorted(
         path for path, value in tensors.items() if isinstance(value, Tensor) and value.is_meta
     )
-    del tensors, found
+    del tensors, graph
     if named:
         what = ", ".join(named[:3])
     elif places := list_left():

@@ -17,12 +17,12 @@ from helios.engines.engine import Engine
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
-from helios.run_state.consistency import check_alike
 from helios.sharding.recomputation import recomputed
 from helios.sharding.requirements import check_checkpointable, check_shardable
 from helios.sharding.units import Unit, find_in_networks, find_units
 from helios.startup.building.keyed_setup import set_up_keyed
 from helios.startup.options.trainer_options import RunOptions
+from helios.state_graph.consistency import check_alike
 
 _LOGGER = logging.getLogger(__name__)
 

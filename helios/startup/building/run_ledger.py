@@ -20,8 +20,8 @@ from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.run_state.network_parts import name_buffers, name_weights
 from helios.startup.checkpoint_search.resume_point import Start
+from helios.state_graph.network_parts import name_buffers, name_weights
 
 _LOGGER = logging.getLogger(__name__)
 

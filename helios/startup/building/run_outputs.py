@@ -23,7 +23,6 @@ from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
 from helios.plugins.plugin import Plugin
-from helios.run_state.state_size import shard_sizes, storage_sizes
 from helios.schedule import Schedule, count_saves
 from helios.session import Session
 from helios.startup.building.run_evidence import RunEvidence
@@ -35,6 +34,7 @@ from helios.startup.reporting.banner import machine
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_compiled
 from helios.startup.reporting.score_log import ScoreLog, describe_progress
 from helios.state import Phase, TrainingState
+from helios.state_graph.state_size import shard_sizes, storage_sizes
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, NullDisplay, create_display
 

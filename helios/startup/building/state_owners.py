@@ -20,8 +20,8 @@ from helios.model.model import Model
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import keeps_state
 from helios.plugins.plugin import Plugin
-from helios.run_state.dataset_attributes import generators_in
-from helios.run_state.owner_states import Owner, Owners
+from helios.state_graph.dataset_attributes import generators_in
+from helios.state_graph.owner_states import Owner, Owners
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def find_owners(
     others = {"<model>": model} | {f"<data {place}>": part for place, part in enumerate(claimed)}
     found = Owners(
         owners,
-        lambda: {**others, **model.discovery.named_objects()},
+        lambda: {**others, **_saved_by(model)},
         safe_types=model.types_for_safe_load(),
     )
     found.take_baseline()
@@ -94,6 +94,15 @@ def find_stranded_generators(source: Source) -> dict[str, str]:
             num_workers,
         )
     return dict.fromkeys(names, _IN_WORKERS)
+
+
+def _saved_by(model: Model) -> dict[str, object]:
+    """Return what a model saves by itself, by the names that other owners use."""
+    nodes = model.discovery.pop_nodes()
+    return {
+        **model.discovery.named_objects(),
+        **{f"<model>.{name}": part for name, part in nodes.items()},
+    }
 
 
 def _has_own(part: Any, base: type) -> bool:

@@ -21,8 +21,8 @@ from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
 from helios.plugins.plugin import Plugin
 from helios.plugins.plugin_states import PluginStates
-from helios.run_state.baseline import Baseline
-from helios.run_state.owner_states import internals_of
+from helios.state_graph.baseline import Baseline
+from helios.state_graph.owner_states import internals_of
 from helios.storage.content_hash import Fingerprint, fingerprint
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), *(list, tuple, dict, set))

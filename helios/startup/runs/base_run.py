@@ -35,7 +35,6 @@ from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.plugins.plugin_states import PluginStates
 from helios.replicas.replicas import Replicas
-from helios.run_state.owner_states import Owners
 from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.model_preparation import (
@@ -64,6 +63,7 @@ from helios.startup.options.object_checks import (
 from helios.startup.runs.hang_end import HangEnd
 from helios.startup.runs.hang_watch import HangWatch, showing_stacks
 from helios.state import Phase
+from helios.state_graph.owner_states import Owners
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display
 

@@ -256,21 +256,20 @@ def the_collector_goes_through_a_tree_that_is_encoded(collector_at_rest):
 
 
 @fault(
-    "helios.run_state.changes:PlainValues.changes",
-    "tests/run_state/test_save_times.py::test_a_run_on_a_slow_clock_saves_what_a_fast_one_saves",
+    "helios.state_graph.discovery:Discovery._compare",
+    "tests/state_graph/test_save_times.py::test_a_run_on_a_slow_clock_saves_what_a_fast_one_saves",
 )
-def a_clock_decides_what_is_saved(changes, values, found, surroundings):
-    from helios.run_state.changes import place_of
-
-    result = changes(values, found, surroundings)
-    slow = {place for place, seconds in values.times._seconds.items() if seconds > 1}
-    result.drop([where for where, slot in found.slots.items() if place_of(slot) in slow])
-    return result
+def a_clock_decides_what_is_saved(compare, discovery, graph, *args):
+    changes = compare(discovery, graph, *args)
+    slow = [name for name, seconds in discovery.values.times._seconds.items() if seconds > 1]
+    for name in slow:
+        changes.nodes.pop(name, None)
+    return changes
 
 
 @fault(
-    "helios.run_state.save_times:SaveTimes.end",
-    "tests/run_state/test_save_times.py::test_a_slow_attribute_is_named_once_with_its_seconds",
+    "helios.state_graph.save_times:SaveTimes.end",
+    "tests/state_graph/test_save_times.py::test_a_slow_attribute_is_named_once_with_its_seconds",
 )
 def what_makes_saves_slow_is_not_named(end, times):
     return {}
@@ -278,7 +277,7 @@ def what_makes_saves_slow_is_not_named(end, times):
 
 @fault(
     "helios.core.equality:_bits",
-    "tests/run_state/test_partial_optimizers.py::test_a_zero_gets_the_sign_that_it_had",
+    "tests/state_graph/test_partial_optimizers.py::test_a_zero_gets_the_sign_that_it_had",
 )
 def zeros_of_both_signs_are_the_same(bits, tensor):
     return tensor

@@ -33,12 +33,12 @@ def samples_of_longer_parts_are_left_out_in_silence(count_unused, source):
 IDLE = "tests/integration/test_idle_steps.py"
 
 
-@fault("helios.run_state.idle_watch:IdleWatch.refuse", IDLE)
+@fault("helios.state_graph.idle_watch:IdleWatch.refuse", IDLE)
 def a_run_that_learns_nothing_is_saved(refuse, watch, iteration):
     pass
 
 
-@fault("helios.run_state.idle_watch:IdleWatch._mark_buffers", IDLE)
+@fault("helios.state_graph.idle_watch:IdleWatch._mark_buffers", IDLE)
 def tables_in_buffers_do_not_count_as_learned(mark_buffers, watch):
     return {}
 

@@ -6,8 +6,9 @@ from tests.planted.planting import fault
 
 RESUME = "tests/integration/test_resume.py"
 RESUMED = f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]"
-ALIASES = "tests/run_state/test_aliases.py::test_an_attribute_names_the_network_that_it_named"
-VIEWS = "tests/run_state/test_shared_views.py"
+ALIASES = "tests/state_graph/test_aliases.py::test_an_attribute_names_the_network_that_it_named"
+VIEWS = "tests/state_graph/test_shared_views.py"
+GRAPH = "tests/state_graph/test_graph.py"
 
 
 @fault("helios.session:Session.capture", RESUMED)
@@ -60,7 +61,7 @@ def generators_are_not_restored(restore_randomness, session):
     session.saved_randomness = None
 
 
-@fault("helios.run_state.module_state:load_state", RESUMED)
+@fault("helios.state_graph.module_state:load_state", RESUMED)
 def schedulers_are_not_loaded(load_state, value, *args):
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -68,7 +69,7 @@ def schedulers_are_not_loaded(load_state, value, *args):
         load_state(value, *args)
 
 
-@fault("helios.run_state.module_state:load_state", RESUMED)
+@fault("helios.state_graph.module_state:load_state", RESUMED)
 def optimizers_are_not_loaded(load_state, value, *args):
     from torch.optim import Optimizer
 
@@ -89,99 +90,187 @@ def plugins_are_not_restored(restore, states, saved):
     return None
 
 
-@fault("helios.run_state.module_state:load_flags", RESUMED)
+@fault("helios.state_graph.module_state:load_flags", RESUMED)
 def frozen_layers_are_not_frozen_again(load_flags, flags, found, parameters):
     return None
 
 
 @fault(
-    "helios.run_state.module_state:load_grads",
+    "helios.state_graph.module_state:load_grads",
     f"{RESUME}::test_every_safe_point_inside_an_epoch_resumes[manual with open gradients]",
 )
 def gradients_of_an_open_window_are_lost(load_grads, grads, found, parameters):
     return None
 
 
-@fault("helios.run_state.aliases:restore_aliases", ALIASES)
-def a_place_names_the_object_that_setup_has_put_there(restore_aliases, *args):
+@fault("helios.state_graph.nodes:Nodes._resolve", ALIASES)
+def a_place_names_the_object_that_setup_has_put_there(resolve, nodes, name):
+    return resolve(nodes, "nets.1" if name == "nets.2" else name)
+
+
+@fault(
+    "helios.state_graph.nodes:copies_of",
+    f"{GRAPH}::test_memory_that_training_shares_is_shared_again",
+)
+def arrays_that_shared_memory_are_restored_one_by_one(copies_of, parts):
+    return {name: copies_of({name: part})[name] for name, part in parts.items()}
+
+
+@fault(
+    "helios.state_graph.nodes:Nodes._part_of",
+    f"{GRAPH}::test_an_object_of_attributes_comes_back_in_place",
+)
+def an_object_is_replaced_where_closures_refer_to_it(part_of, nodes, name):
+    return part_of(nodes, name) if name in ("", "part") else None
+
+
+@fault(
+    "helios.state_graph.nodes:_fits",
+    f"{GRAPH}::test_an_array_or_tensor_of_the_same_form_is_written_in_place",
+)
+def an_array_is_replaced_where_closures_refer_to_it(fits, *args):
+    return False
+
+
+@fault(
+    "helios.state_graph.nodes:order_modules",
+    f"{GRAPH}::test_a_submodule_that_is_exchanged_for_a_sibling_is_exchanged_again",
+)
+def a_network_keeps_the_submodules_of_setup(order_modules, *args):
     return None
 
 
 @fault(
-    "helios.run_state.rebuild:_copied_memory",
-    "tests/run_state/test_shared_memory.py::test_arrays_and_tensors_share_memory_again",
+    "helios.state_graph.nodes:link_again",
+    f"{GRAPH}::test_what_loading_replaces_is_linked_again",
 )
-def arrays_that_shared_memory_are_restored_one_by_one(copied_memory, *args, **more):
+def an_attribute_keeps_the_tensor_that_loading_has_replaced(link_again, *args):
+    return False
+
+
+@fault(
+    "helios.state_graph.nodes:make_bare",
+    f"{GRAPH}::test_building_an_object_runs_no_code_of_its_class",
+)
+def building_an_object_calls_its_constructor(make_bare, kind):
+    return kind()
+
+
+@fault(
+    "helios.state_graph.nodes:Nodes.find_lacking",
+    f"{GRAPH}::test_another_structure_is_refused_before_anything_changes",
+)
+def a_missing_object_is_noticed_when_half_is_restored(find_lacking, nodes):
+    return []
+
+
+@fault(
+    "helios.state_graph.graph:attributes_of_tensor",
+    f"{GRAPH}::test_attributes_of_parameters_and_of_hooks_come_back",
+)
+def attributes_of_parameters_are_passed_over(attributes_of_tensor, tensor):
+    return []
+
+
+@fault(
+    "helios.state_graph.discovery:Discovery.pop_nodes",
+    f"{GRAPH}::test_what_two_owners_share_stays_shared",
+)
+def each_owner_has_a_copy_of_what_two_share(pop_nodes, discovery):
     return {}
 
 
 @fault(
-    "helios.run_state.tied_tensors:restore_ties",
-    "tests/run_state/test_tied_tensors.py::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
+    "helios.state_graph.values:Identities.knows",
+    f"{GRAPH}::test_a_state_is_a_function_of_what_is_there_and_not_of_how_it_came_there",
+)
+def what_a_resume_has_restored_is_saved_for_ever(knows, identities, value):
+    return True
+
+
+@fault(
+    "helios.loops.step:record_changes",
+    "tests/integration/test_turns_of_replicas.py::test_what_an_event_of_a_turn_changes_is_named_with_the_event",
+)
+def only_the_step_of_a_replica_is_watched(record_changes, session, hook):
+    return None
+
+
+@fault(
+    "helios.state_graph.owner_states:Owners.has_own_state",
+    "tests/integration/test_turns_of_replicas.py::test_a_state_dict_that_differs_between_processes_is_saved_by_rank",
+)
+def what_a_state_dict_returns_is_that_of_rank_0(has_own_state, owners, name):
+    return False
+
+
+@fault(
+    "helios.state_graph.tied_tensors:restore_ties",
+    "tests/state_graph/test_tied_tensors.py::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
 )
 def weights_that_training_has_tied_are_parted(restore_ties, changed, found):
     return None
 
 
 @fault(
-    "helios.run_state.shared_views:restore_blocks",
-    "tests/run_state/test_shared_views.py::test_tensors_of_networks_look_where_they_looked[OfABuffer]",
+    "helios.state_graph.shared_views:restore_blocks",
+    "tests/state_graph/test_shared_views.py::test_tensors_of_networks_look_where_they_looked[OfABuffer]",
 )
 def views_of_a_larger_tensor_get_memory_of_their_own(restore_blocks, *args):
     return None
 
 
 @fault(
-    "helios.run_state.tensor_formats:restore_forms",
-    "tests/run_state/test_tensor_formats.py::test_what_training_makes_of_tensors_is_resumed",
+    "helios.state_graph.tensor_formats:restore_forms",
+    "tests/state_graph/test_tensor_formats.py::test_what_training_makes_of_tensors_is_resumed",
 )
 def tensors_keep_the_form_that_setup_gave_them(restore_forms, *args):
     return None
 
 
 @fault(
-    "helios.run_state.changes:PlainValues.restore",
-    "tests/run_state/test_changes.py::test_every_plain_kind_comes_back_through_a_file",
+    "helios.state_graph.nodes:Nodes.restore",
+    "tests/state_graph/test_changes.py::test_every_plain_kind_comes_back_through_a_file",
 )
-def plain_values_are_not_restored(restore, values, *args):
+def plain_values_are_not_restored(restore, nodes):
     return None
 
 
 @fault(
-    "helios.run_state.changes:_with_aliases",
-    "tests/run_state/test_shared_memory.py::test_a_changed_array_takes_what_looks_at_it_along",
+    "helios.state_graph.changes:Comparison._join_groups",
+    "tests/state_graph/test_shared_memory.py::test_a_changed_array_takes_what_looks_at_it_along",
 )
-def a_value_is_saved_without_what_looks_at_its_memory(with_aliases, changed, unchanged):
-    return changed
+def a_value_is_saved_without_what_looks_at_its_memory(join_groups, comparison):
+    return None
 
 
 @fault(
     "helios.core.generators:load_generator",
-    "tests/run_state/test_held_generators.py::test_a_generator_goes_on_where_it_was",
+    "tests/state_graph/test_held_generators.py::test_a_generator_goes_on_where_it_was",
 )
 def generators_of_the_model_are_not_restored(load_generator, value, state):
     return None
 
 
 @fault(
-    "helios.run_state.optimizer_tables:restore_tables",
-    "tests/run_state/test_partial_optimizers.py::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
+    "helios.state_graph.optimizer_tables:restore_tables",
+    "tests/state_graph/test_partial_optimizers.py::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
 )
 def what_an_optimizer_leaves_out_of_its_state_is_lost(restore_tables, *args):
     return None
 
 
 @fault(
-    "helios.run_state.optimizers:arrange",
-    "tests/run_state/test_optimizers.py::test_networks_that_are_built_in_another_order_keep_their_moments",
+    "helios.state_graph.optimizers:arrange",
+    "tests/state_graph/test_optimizers.py::test_networks_that_are_built_in_another_order_keep_their_moments",
 )
 def the_state_of_an_optimizer_follows_positions(arrange, found, state, parameters):
     return None
 
 
 @fault(
-    "helios.run_state.changes:Changes.refuse",
-    "tests/run_state/test_limits.py::test_what_is_too_large_is_missing_at_every_capture_and_named_once",
+    "helios.state_graph.changes:Changes.refuse",
+    "tests/state_graph/test_limits.py::test_what_is_too_large_is_missing_at_every_capture_and_named_once",
 )
 def what_is_too_large_to_save_is_not_named(refuse, changes, slots, limit):
     return None
@@ -257,8 +346,8 @@ def a_plateau_forgets_its_reductions(reduce, plateau, times):
 
 
 @fault(
-    "helios.run_state.save_times:SaveTimes.end",
-    "tests/run_state/test_save_times.py::test_one_slow_save_names_nothing",
+    "helios.state_graph.save_times:SaveTimes.end",
+    "tests/state_graph/test_save_times.py::test_one_slow_save_names_nothing",
 )
 def one_slow_look_names_an_attribute(end, times):
     times._slow_before = set(times._seconds)

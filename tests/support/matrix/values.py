@@ -7,9 +7,10 @@ import random
 import tempfile
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -55,6 +56,32 @@ class Bare:
 
     def __init__(self) -> None:
         self.count = 0
+
+
+class Slotted:
+    """An object of slots, which takes no weak reference."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Hiding(Bare):
+    """An object that tells pickle nothing of what it holds."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class Replay:
+    """An object that can be iterated over, and is no iterator."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items)
 
 
 class Value(ABC):
@@ -246,7 +273,19 @@ VALUES: dict[str, Value] = {
         lambda value: str([str(part) for part in value.get_state()]),
     ),
     "object with state_dict": Alone(Tally, _count, lambda value: value.count),
-    "object without state_dict": Alone(Bare, _count, lambda value: value.count, is_savable=False),
+    "object without state_dict": Alone(Bare, _count, lambda value: value.count),
+    "object of slots": Alone(Slotted, _count, lambda value: value.count),
+    "object that hides": Alone(Hiding, _count, lambda value: value.count),
+    "replay buffer": Alone(Replay, lambda value: value.items.append(len(value.items)), list),
+    "partial": Alone(
+        lambda: partial(_add, [0]), lambda value: value([1]), lambda value: list(value.args[0])
+    ),
+    "iterator": Alone(
+        lambda: (number for number in range(1, 100)),
+        lambda value: next(value) and None,
+        next,
+        is_savable=False,
+    ),
     "lambda": Alone(
         lambda: _returns(0),
         lambda value: _returns(value() + 1),

@@ -1,0 +1,91 @@
+"""Selects the attributes of an object that count as state beside its ``state_dict``, by type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.core.wrappers import class_of
+
+_OF_MODULES = frozenset(vars(nn.Module())) | {
+    *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
+    *("_load_hook", "_initialize_hook"),
+    *("_fsdp_use_orig_params", "_is_fsdp_managed_module"),
+}
+"""Attributes of modules that torch handles itself: of all, recurrent, lazy and sharded modules."""
+
+_OF_FSDP = "__composable_api_state_key_"
+"""How the names of further ones begin, of sharded modules."""
+
+_OF_OTHERS: dict[type, frozenset[str]] = {
+    Optimizer: frozenset(
+        (
+            *("defaults", "param_groups", "state", "step", "_opt_called"),
+            *("_optimizer_load_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
+            *("_optimizer_state_dict_post_hooks", "_optimizer_state_dict_pre_hooks"),
+            *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
+            *("_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"),
+            *("_params", "_numel_cache"),
+        )
+    ),
+    LRScheduler: frozenset(("optimizer", "lr_lambdas", "_schedulers")),
+    GradScaler: frozenset(
+        (
+            *("_backoff_factor", "_device", "_enabled", "_growth_factor", "_growth_interval"),
+            *("_growth_tracker", "_init_growth_tracker", "_init_scale", "_per_optimizer_states"),
+            "_scale",
+        )
+    ),
+}
+"""The same for optimizers (LBFGS has two more), schedulers and scalers."""
+
+_WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
+"""Modules of torch that wrap modules, and whose own attributes are not state."""
+
+
+def may_hold_more(module: nn.Module) -> bool:
+    """Return whether a module may hold state beside its ``state_dict``."""
+    return not class_of(module).__module__.startswith(_WRAPPERS)
+
+
+def left_out(part: object) -> list[tuple[str, Any]]:
+    """Return the attributes of an object with a state that its ``state_dict`` may leave out."""
+    if isinstance(part, nn.Module):
+        return _left_out_of_module(part)
+    table = getattr(part, "__dict__", {})
+    known = next((keys for kind, keys in _OF_OTHERS.items() if isinstance(part, kind)), frozenset())
+    return [(key, table[key]) for key in sorted(table.keys() - known)]
+
+
+def _left_out_of_module(module: nn.Module) -> list[tuple[str, Any]]:
+    table = vars(module)
+    parameters, buffers = table["_parameters"], table["_buffers"]
+    hidden = table["_non_persistent_buffers_set"]
+    own = sorted([key for key in table if key not in _OF_MODULES and not key.startswith(_OF_FSDP)])
+    if any(name.endswith(("_orig", "_v")) for name in parameters):
+        # Pruning and the older norms compute this weight from saved ones.
+        own = [key for key in own if not {f"{key}_orig", f"{key}_v"} & parameters.keys()]
+    values = [(key, table[key]) for key in own]
+    return [*((key, buffers[key]) for key in sorted(hidden & buffers.keys())), *values]
+
+
+_HOUSE = (
+    *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
+    *("helios.engines", "helios.replicas", "helios.launch", "helios.plugins", "helios.checkpoint"),
+    *(
+        "helios.data",
+        "helios.state_graph",
+        "helios.terminal.root_logger",
+        "helios.terminal.progress",
+    ),
+    *("helios.storage.tensorboard_writer", "helios.sharding"),
+)
+
+
+def is_of_the_house(value: object) -> bool:
+    """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
+    return any(base.__module__.startswith(_HOUSE) for base in type(value).__mro__)

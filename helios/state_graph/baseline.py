@@ -1,0 +1,134 @@
+"""What an owner holds after setup, before training: whatever changes afterwards is state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from helios.state_graph.changes import Made
+from helios.state_graph.class_attributes import class_marks
+from helios.state_graph.extra_states import extra_marks
+from helios.state_graph.graph import Graph
+from helios.state_graph.module_state import Shape, shape_of
+from helios.state_graph.object_names import References, as_written
+from helios.state_graph.optimizers import Roster, roster_of
+from helios.state_graph.registered_hooks import hooks_of
+from helios.state_graph.scanning import mark_of_state
+from helios.state_graph.shared_views import block_marks, crossings
+from helios.state_graph.tensor_formats import Forms, forms_of
+from helios.state_graph.tied_tensors import Ties
+from helios.state_graph.torchscript import script_marks
+from helios.state_graph.values import Identities
+
+
+@dataclass
+class Baseline:
+    """What setup made.
+
+    Attributes:
+        made: the nodes of the graph.
+        references: its objects, as far as they are still alive.
+        paths: paths of objects and loose parameters.
+        tops: paths of objects in attributes.
+        inner: paths of objects that only other objects hold.
+        shapes: what a state must match, by path of the object.
+        forms: types, shapes and memory formats of tensors.
+        roster: which parameters optimizers update.
+        ties: which tensors are the same or share memory.
+        marks: digests of the states of objects that only other objects hold, or that the owner's
+            own ``state_dict`` may leave out.
+        hooks: hooks on networks, parameters and optimizers, by name.
+        classes: marks of the attributes of classes.
+        scripts: marks of the attributes of scripted networks.
+        extra: marks of what modules return from ``get_extra_state``.
+        blocks: marks of memory that several tensors or values view.
+        crossings: which tensors share memory with those of other owners.
+        started: marks of what start events have created.
+    """
+
+    made: Made
+    references: References
+    paths: frozenset[str]
+    tops: frozenset[str]
+    inner: frozenset[str]
+    shapes: dict[str, Shape]
+    forms: dict[str, Forms]
+    roster: Roster
+    ties: Ties
+    marks: dict[str, bytes]
+    hooks: dict[str, frozenset[int]]
+    classes: dict[str, bytes]
+    scripts: dict[str, bytes]
+    extra: dict[str, bytes]
+    blocks: dict[str, Any]
+    crossings: dict[str, Any]
+    started: dict[str, bytes] = field(default_factory=dict)
+
+    def known(self) -> dict[int, str]:
+        """Return the names of the objects of setup that are still alive, by id."""
+        return {number: name for number, refer, name in self.references if refer() is not None}
+
+    def late(self, graph: Graph) -> dict[str, Any]:
+        """Return the objects and loose parameters that were created after setup, by path."""
+        parts = {**graph.found.objects, **graph.found.inner, **graph.parameters.loose}
+        known = self.paths | self.inner
+        return {path: part for path, part in parts.items() if path not in known}
+
+    def come_or_gone(self, graph: Graph, known: str) -> dict[str, str]:
+        """Return the objects that setup did not make or that are gone, unless a text names them."""
+        names = {as_written(path, graph.found.objects) for path in graph.paths() ^ self.paths}
+        return {name: "" for name in names if name not in known}
+
+    def distrust(self, state: Mapping[str, Any]) -> None:
+        """Treat what was restored as changed: the next checkpoint needs it too."""
+        self.made.distrust(state["values"]["nodes"])
+        for anchor, block in (state["blocks"] or {}).items():
+            if block["memory"] is not None:
+                self.blocks.pop(anchor, None)
+        for path in state["inner"]:
+            self.marks.pop(path, None)
+
+
+def take_baseline(
+    owner: object, graph: Graph, identities: Identities, *, states_too: bool
+) -> Baseline:
+    """Record what an owner holds. The graph is released.
+
+    Args:
+        owner: the owner.
+        graph: what it holds.
+        identities: numbers for values that cannot be pickled.
+        states_too: whether to digest the states of all objects, for an owner whose own
+            ``state_dict`` may leave some out.
+    """
+    found = graph.found
+    marked = {**found.inner, **(found.objects if states_too else {})}
+    reached = {storage for cell in graph.all_cells for storage in cell.reached}
+    known: dict[str, Any] = {
+        "references": found.references(),
+        "paths": graph.paths(),
+        "tops": frozenset(found.objects),
+        "inner": frozenset(found.inner),
+        "shapes": {path: shape_of(part, found.networks) for path, part in found.objects.items()},
+        "forms": forms_of(found, graph.parameters),
+        "roster": roster_of(found, graph.parameters),
+        "ties": graph.ties,
+        "marks": {path: mark_of_object(part, identities) for path, part in marked.items()},
+        "hooks": hooks_of(found),
+        "classes": class_marks(owner, found, graph.content),
+        "scripts": script_marks(found, graph.content),
+        "extra": extra_marks(found, identities),
+        "blocks": block_marks(graph, graph.ties.overlapping.union(reached)),
+        "crossings": crossings(graph),
+    }
+    return Baseline(Made(graph), **known)
+
+
+def mark_of_object(part: Any, identities: Identities) -> bytes:
+    """Return the mark of an object's state; empty if it cannot return one yet."""
+    try:
+        state = part.state_dict()
+    except Exception:  # user code, which may need a first step
+        return b""
+    return mark_of_state(state, identities)

@@ -1,0 +1,75 @@
+"""Selects the attributes of a data set or collate function that count: generators, small values.
+
+The data itself is not read; anything else in such an object is a cache or an open file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, final
+
+import numpy as np
+from torch import Tensor
+
+from helios.core.generators import is_generator
+from helios.core.text import size_text
+from helios.core.utils import unsaved_of
+from helios.state_graph.values import ATOMS
+
+_SMALL = 1 << 16
+"""Maximum bytes of a member that is compared."""
+
+_GROWN = (
+    f"an attribute of a data set that has changed and grown beyond {size_text(_SMALL)}: keep it in "
+    "the data module, or declare it in the class of the data set: unsaved = (...,)"
+)
+
+PLAIN = (*ATOMS, list, tuple, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor)
+
+
+def large_members(part: object) -> frozenset[str]:
+    """Return the attributes that hold data."""
+    return frozenset(name for name, value in vars(part).items() if _is_large(value))
+
+
+def _is_large(value: Any) -> bool:
+    """Return whether a value takes more than 64 KiB, without reading all of it."""
+    left, waiting = _SMALL, [value]
+    while waiting:
+        part = waiting.pop()
+        left -= part.nbytes if isinstance(part, Tensor | np.ndarray) else sys.getsizeof(part, 0)
+        if left < 0:
+            return True
+        if isinstance(part, dict):
+            waiting += (*part.keys(), *part.values())
+        elif isinstance(part, list | tuple | set | frozenset):
+            waiting += part
+    return False
+
+
+def generators_in(part: object) -> list[str]:
+    """Return the attributes of an object that hold a generator and are not declared unsaved."""
+    members = getattr(part, "__dict__", {})
+    return sorted(
+        name
+        for name, value in members.items()
+        if type(value) not in ATOMS and is_generator(value) and name not in unsaved_of(part)
+    )
+
+
+@final
+class Grown:
+    """Records which members checkpoints have held, and reports those that have grown too large."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def note(self, paths: Iterable[str]) -> None:
+        """Record that training has changed the members that contain these paths."""
+        self._known |= {path.partition(".")[0] for path in paths}
+
+    def losses(self, large: Iterable[str]) -> dict[str, str]:
+        """Return what checkpoints no longer hold, with the reason."""
+        return dict.fromkeys(sorted(self._known.intersection(large)), _GROWN)

@@ -1,0 +1,544 @@
+"""Turns what an owner reaches into a graph of nodes that refer to each other by name.
+
+Networks and the like keep the name that they had after setup. Containers, objects of attributes,
+arrays and loose tensors are named anew in each walk, by the first path that leads to them. So two
+graphs are equal if and only if their nodes are equal name by name: aliases, cycles, order and
+sharing need no code of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import cached_property
+from types import FunctionType, MethodType
+from typing import Any, TypeAlias, final
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.core.generators import Generator, is_generator
+from helios.core.memory import extent_of, fills_its_reach, has_plain_bytes, span_of, storage_of
+from helios.state_graph import unsupported_values
+from helios.state_graph.attribute_rules import is_of_the_house
+from helios.state_graph.memory_groups import Group, groups_of
+from helios.state_graph.module_state import Parameters, sort_parameters, storages_of
+from helios.state_graph.object_names import ObjectNames, Rules, has_state, members_of, path_of
+from helios.state_graph.registered_hooks import user_hooks_of
+from helios.state_graph.scanning import (
+    CODE,
+    OPAQUE,
+    REF,
+    ContentScanner,
+    Scanner,
+    TooDeepError,
+    digest_of,
+    is_dense,
+)
+from helios.state_graph.storages import Storages, Target
+from helios.state_graph.tied_tensors import Ties, ties_of
+from helios.state_graph.values import ATOMS, Identities, attributes_of, is_plain_object
+from helios.storage.checksums import array_sum, tensor_sum
+from helios.storage.user_types import Alias
+
+OF_GRAPH = "<"
+"""How the names of nodes begin that other owners save."""
+
+_LONG_TEXT, _LONG_PATH = 1 << 6, 1 << 10
+_NEW, _SHARES = bytearray(b"new"), bytearray(b"shares")
+
+
+@final
+class Cell:
+    """The unit of comparison: a container, or the value of one attribute.
+
+    Attributes:
+        name: its path.
+        part: the container or the value; ``None`` once the graph is released.
+        kind: its type.
+        place: the attribute whose size it counts for, and under which it is reported.
+        digest, size: of its own content, without that of the nodes that it refers to.
+        views: the tensors and arrays that were met first in it, with memory of their own.
+        reached: storages of which it sees more than what is saved of them.
+    """
+
+    __slots__ = ("digest", "kind", "name", "part", "place", "reached", "size", "views")
+
+    def __init__(self, name: str, part: Any, place: str) -> None:
+        self.name, self.part, self.place, self.kind = name, part, place, type(part)
+        self.digest, self.size = b"", 0
+        self.views: list[Any] = []
+        self.reached: set[int] = set()
+
+
+Slot: TypeAlias = Any
+"""What an attribute holds: an atom itself, or a :class:`Cell`."""
+
+
+@final
+class Table:
+    """The attributes of the owner or of an object, or members of a dict of which only some count.
+
+    Attributes:
+        name: its path; empty for the owner.
+        part: the object; ``None`` once the graph is released.
+        kind: its type.
+        slots: atoms and cells, by attribute. A key that is a tuple stands for what torch keeps in
+            tables of its own, such as ``("_modules",)``.
+    """
+
+    __slots__ = ("kind", "name", "part", "slots")
+
+    def __init__(self, name: str, part: Any) -> None:
+        self.name, self.part, self.kind = name, part, type(part)
+        self.slots: dict[Any, Slot] = {}
+
+
+@final
+class Graph(Scanner):
+    """What an owner reaches.
+
+    Args:
+        owner: the object whose attributes are walked.
+        rules: what is left out, and what is known from setup.
+        identities: numbers for what is compared by identity.
+
+    Attributes:
+        found: the objects with a state, and all names.
+        generators: random number generators by name.
+        cells: containers by name.
+        tables: attributes of objects by name.
+        opaque: objects that no checkpoint can hold, by name; they are only compared.
+        soft: the names of containers, by id.
+        num_references: how often a container is referred to, by name.
+        view_names: the names of tensors and arrays with memory of their own, by id.
+        aliases: what stands in a file for a tensor or array in memory that is saved elsewhere.
+        obstacles: why a tensor or array cannot be saved, by id.
+        types: classes of the enums and objects that were met.
+    """
+
+    def __init__(self, owner: object, rules: Rules, identities: Identities) -> None:
+        super().__init__()
+        self.rules = rules
+        self.found = ObjectNames(owner, rules)
+        self.generators: dict[str, Generator] = {}
+        self.cells: dict[str, Cell] = {}
+        self.tables: dict[str, Table] = {}
+        self.opaque: dict[str, Cell] = {}
+        self.soft: dict[int, str] = dict(self.found.tables)
+        self.num_references: dict[str, int] = {}
+        self.aliases: dict[int, Alias] = {}
+        self.obstacles: dict[int, str] = {}
+        self.types: set[type] = set()
+        self._identities = identities
+        self.view_names: dict[int, str] = {}
+        self._holders = rules.holders()
+        self._way: list[Any] = []
+        self._base = self._place = self._unit = ""
+        self._cell = Cell("", None, "")
+        self._waiting: deque[tuple[Callable[[], object], str, str]] = deque()
+        self._num_deep = 0
+        self._entered: set[int] = set()
+        # Temporary objects must live as long as their ids are remembered.
+        self._kept: list[Any] = []
+        self._scan_table("", owner, members_of(owner, rules))
+        for path, part in (*self.found.objects.items(), *self.found.inner.items()):
+            self._enter(path, part)
+        self._work()
+
+    # ---- what surrounds a value
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """The tensors that training updates."""
+        return sort_parameters(self.found)
+
+    @cached_property
+    def others(self) -> dict[str, Tensor]:
+        """The tensors that other owners save."""
+        outside = self.rules.outside.parts.items()
+        return {
+            name: part
+            for name, part in outside
+            if isinstance(part, Tensor) and not name.startswith(OF_GRAPH)
+        }
+
+    def nodes(self) -> dict[str, Any]:
+        """Return what this graph names besides networks and the like, for other owners."""
+        known = self.found.tables.values()
+        named = {name: self.found.parts[name] for name in self.soft.values() if name not in known}
+        return named | self.generators | self.views
+
+    @cached_property
+    def ties(self) -> Ties:
+        """Which tensors share memory."""
+        return ties_of(self.found, self.parameters)
+
+    @cached_property
+    def storages(self) -> Storages:
+        """The tensors that are saved elsewhere."""
+        return storages_of(self.found, self.parameters, self.others)
+
+    def content(self) -> ContentScanner:
+        """Return what compares values by content, with the names of objects."""
+        return ContentScanner(self._identities, self.found.name_of)
+
+    def find(self, name: str) -> Any:
+        """Return the object or container with a name, of this owner or of another one."""
+        return self.found.find(name)
+
+    def target_of(self, slot: Cell) -> str | None:
+        """Return the name of the container or object that an attribute refers to."""
+        return self.soft.get(id(slot.part)) or self.found.names.get(id(slot.part))
+
+    def paths(self) -> frozenset[str]:
+        """Return the paths of the objects and of the parameters that no network holds."""
+        return frozenset((*self.found.objects, *self.parameters.loose))
+
+    @cached_property
+    def all_cells(self) -> list[Cell]:
+        """The containers and the values of attributes."""
+        slots = [slot for table in self.tables.values() for slot in table.slots.values()]
+        return [*self.cells.values(), *(slot for slot in slots if type(slot) is Cell)]
+
+    @cached_property
+    def views(self) -> dict[str, Any]:
+        """The tensors and arrays with memory of their own, by name."""
+        return {self.view_names[id(part)]: part for cell in self.all_cells for part in cell.views}
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """Which of them share memory, by name."""
+        return groups_of(self.views)
+
+    def release(self) -> None:
+        """Forget the objects themselves, so that they can be freed; names and digests stay."""
+        for table in self.tables.values():
+            table.part = None
+        for cell in (*self.all_cells, *self.opaque.values()):
+            cell.part = None
+            cell.views = []
+        held: tuple[Any, ...] = (self.generators, self.soft, self.aliases, self.obstacles)
+        for each in (*held, self.view_names, self._kept):
+            each.clear()
+        del self.found
+        for name in ("parameters", "others", "ties", "storages", "all_cells", "views", "groups"):
+            vars(self).pop(name, None)
+        self.rules = Rules()
+
+    # ---- attributes
+
+    def _work(self) -> None:
+        """Scan what was met, one node after another: nothing is read recursively."""
+        while self._waiting:
+            scan, self._place, self._unit = self._waiting.popleft()
+            begin = self.rules.clock()
+            scan()
+            if self._unit:
+                self.rules.add_time(self._unit, self.rules.clock() - begin)
+            self._place = self._unit = ""
+
+    def _later(self, scan: Callable[[], object]) -> None:
+        self._waiting.append((scan, self._place, self._unit))
+
+    def _scan_table(self, name: str, part: Any, members: Iterable[tuple[Any, Any]]) -> Table:
+        table = self.tables[name] = Table(name, part)
+        place, unit, unsaved = self._place, self._unit, self.rules.unsaved
+        for key, value in members:
+            kind = type(value)
+            if kind in ATOMS and (kind not in (str, bytes) or len(value) < _LONG_TEXT):
+                if not unsaved or path_of(name, key) not in unsaved:
+                    table.slots[key] = value
+                continue
+            path = path_of(name, key)
+            if path in unsaved or self._is_left_to_helios(value):
+                continue
+            begin = self.rules.clock()
+            self._place, self._unit = place or path, unit or path
+            table.slots[key] = self._scan_slot(path, value)
+            if not unit:
+                self.rules.add_time(path, self.rules.clock() - begin)
+            self._place, self._unit = place, unit
+        return table
+
+    def _is_left_to_helios(self, value: Any) -> bool:
+        return is_of_the_house(value) and self.found.name_of(id(value)) is None
+
+    def _scan_slot(self, path: str, value: Any) -> Cell:
+        cell = Cell(path, value, self._place)
+        self._fill_cell(cell, functools.partial(self.scan, value))
+        return cell
+
+    def _fill_cell(self, cell: Cell, scan: Callable[[list[Any]], object]) -> None:
+        """Compute the digest of a cell from the tokens that are appended."""
+        before = self._cell, self._base, self._way
+        self._cell, self._base, self._way = cell, cell.name, []
+        tokens: list[Any] = []
+        try:
+            scan(tokens)
+            cell.digest, size = digest_of(tokens)
+            cell.size += size
+        except Exception as error:  # user code, called while a value is taken apart
+            self.obstacles[id(cell)] = _obstacle(error)
+            # What cannot be read counts as changed, if it is another object.
+            cell.digest = b"%d" % self._identities.number(cell.part)
+        finally:
+            self._cell, self._base, self._way = before
+
+    def _enter(self, path: str, part: Any) -> None:
+        """Walk over the attributes of an object with a state, beside its ``state_dict``."""
+        if id(part) in self._entered:
+            return
+        self._entered.add(id(part))
+        if isinstance(part, nn.Module):
+            self._enter_network(path, part)
+        elif not self.rules.is_declared(path):
+            self._unit = path
+            self._scan_table(path, part, self.found.members.get(id(part), ()))
+            functions = getattr(part, "lr_lambdas", ()) if isinstance(part, LRScheduler) else ()
+            for number, function in enumerate(functions):
+                if isinstance(function, FunctionType):
+                    self._scan_function(f"{path}.lr_lambdas.{number}", function)
+            self._unit = ""
+
+    def _scan_function(self, name: str, function: FunctionType) -> None:
+        self.found.parts.setdefault(name, function)
+        self._scan_table(name, function, sorted(vars(function).items()))
+
+    def _enter_network(self, path: str, network: nn.Module) -> None:
+        for place, part in self.found.networks.of(network).modules:
+            name = f"{path}.{place}" if place else path
+            if (place and id(part) in self._entered) or self.rules.is_declared(name):
+                continue
+            self._entered.add(id(part))
+            begin, self._unit = self.rules.clock(), name
+            self._enter_module(self.found.names.get(id(part), name), part)
+            self._unit = ""
+            self.rules.add_time(name, self.rules.clock() - begin)
+
+    def _enter_module(self, name: str, part: nn.Module) -> None:
+        table = self._scan_table(name, part, self.found.members.get(id(part), ()))
+        held, names = vars(part), self.found.names
+        if isinstance(held.get("_modules"), dict) and held["_modules"]:
+            kids = held["_modules"].items()
+            table.slots["_modules",] = tuple(
+                (key, None if kid is None else names.get(id(kid))) for key, kid in kids
+            )
+        for key, hook in user_hooks_of(part):
+            self._place = ".".join([name, *map(str, key)])
+            table.slots[key] = self._scan_slot(self._place, hook)
+            self._place = ""
+        parameters = held.get("_parameters")
+        for tensor in parameters.values() if isinstance(parameters, dict) else ():
+            attributes = () if tensor is None else attributes_of_tensor(tensor)
+            place = names.get(id(tensor))
+            if attributes and place is not None and place not in self.tables:
+                self._scan_table(place, tensor, attributes)
+
+    # ---- values
+
+    def _path(self) -> str:
+        path = ".".join([self._base, *map(str, self._way)])
+        if len(path) > _LONG_PATH:
+            # What is nested thousands of levels deep would have names as long.
+            self._num_deep += 1
+            path = f"{path[:_LONG_PATH]}~{self._num_deep}"
+        return path
+
+    def scan_at(self, key: Any, member: Any, tokens: list[Any]) -> None:
+        """Append what describes a member, which has the key in its path."""
+        self._way.append(key)
+        self.scan(member, tokens)
+        self._way.pop()
+
+    def name_key(self, key: Any) -> Any:
+        """Return what stands for the key of a dict in paths."""
+        return self.found.name_key(key)
+
+    def scan_member(self, part: Enum, tokens: list[Any]) -> None:
+        """Append what describes a member of an enum, whose type is known from now on."""
+        self.types.add(type(part))
+        super().scan_member(part, tokens)
+
+    def scan_container(self, part: Any, tokens: list[Any]) -> None:
+        """Append the name of a container, whose content is a node of its own."""
+        if type(part) is frozenset:
+            self.describe(part, tokens)
+            return
+        name = self.soft.get(id(part)) or self.found.outside_names.get(id(part))
+        if name is None:
+            name = self._name_container(part)
+        self.num_references[name] = self.num_references.get(name, 0) + 1
+        tokens += (REF, name, type(part).__name__)
+
+    def _name_soft(self, part: Any) -> str:
+        name = self.soft[id(part)] = self.found.free(self._path())
+        self.found.parts[name] = part
+        self._kept.append(part)
+        return name
+
+    def _name_container(self, part: Any) -> str:
+        name = self._name_soft(part)
+        if name in self._holders and isinstance(part, dict):
+            self._later(functools.partial(self._scan_table, name, part, list(part.items())))
+        else:
+            cell = self.cells[name] = Cell(name, part, self._place)
+            self._later(
+                functools.partial(self._fill_cell, cell, functools.partial(self.describe, part))
+            )
+        return name
+
+    def add_view(self, part: Any, tokens: list[Any]) -> bool:
+        """Note a tensor or array; return whether its content is described elsewhere."""
+        number = id(part)
+        name = self.view_names.get(number) or self.found.outside_names.get(number)
+        if name is not None:
+            tokens += (REF, name)
+            return True
+        if self.storages.may_contain(part) and self._add_alias(part, tokens):
+            return True
+        cell = self._cell
+        self.view_names[number] = f"{cell.name}#{len(cell.views)}"
+        cell.views.append(part)
+        cell.size += part.nbytes
+        self._kept.append(part)
+        return False
+
+    def _add_alias(self, part: Any, tokens: list[Any]) -> bool:
+        """Describe a view of memory that is saved elsewhere by its position there."""
+        target = self.storages.find(part)
+        if target is None:
+            if isinstance(part, np.ndarray) and (near := self.storages.find_within(part)):
+                self.obstacles[id(part)] = unsupported_values.AROUND.format(near)
+            return False
+        held = self.storages.tensor(target.name)
+        assert held is not None
+        is_array = isinstance(part, np.ndarray)
+        kind = np.lib.format.dtype_to_descr(part.dtype) if is_array else part.dtype
+        strides = part.strides if is_array else part.stride()
+        flag = bool(part.flags.writeable) if is_array else part.requires_grad
+        place = tuple(part.shape), tuple(strides), target.offset
+        way = "array" if is_array else "tensor"
+        self.aliases[id(part)] = Alias(target.name, way, kind, *place, flag)
+        self._kept.append(part)
+        tokens += (_SHARES, target.name, str(kind), *place, flag, *_form_of(held))
+        self._add_reach(part, held, target, tokens)
+        return True
+
+    def _add_reach(self, part: Any, held: Tensor, target: Target, tokens: list[Any]) -> None:
+        begin, end = extent_of(part) if isinstance(part, np.ndarray) else span_of(part)
+        first, last = span_of(held)
+        if begin >= end or (first <= begin and end <= last and fills_its_reach(held)):
+            return
+        if target.name in self.storages.others:
+            self.obstacles[id(part)] = unsupported_values.BEYOND.format(target.name)
+            is_array = isinstance(part, np.ndarray)
+            tokens.append(array_sum(part) if is_array else tensor_sum(part))
+        else:
+            self._cell.reached.add(storage_of(held))
+
+    def scan_object(self, part: Any, tokens: list[Any]) -> None:
+        """Append the name of an object, or what describes a tensor."""
+        name = self.soft.get(id(part)) or self.found.name_of(id(part))
+        if name is not None:
+            tokens += (REF, name, type(part).__qualname__)
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                # A resume creates a buffer of another form again, but keeps parameters.
+                tokens += _form_of(part)
+        elif isinstance(part, Tensor) and is_dense(part):
+            self.scan_tensor(part, tokens)
+        elif has_state(part) and not self.rules.data_types:
+            tokens += (REF, self._add_inner(part))
+        elif is_of_the_house(part):
+            tokens += (OPAQUE, self._identities.number(part))
+        elif is_plain_object(type(part)):
+            tokens += (REF, self._name_plain(part), type(part).__qualname__)
+        else:
+            tokens += self._token_of(part)
+
+    def _name_plain(self, part: Any) -> str:
+        """Name an object of attributes, as a container: by the first path that leads to it."""
+        name = self._name_soft(part)
+        self.types.add(type(part))
+        members = attributes_of(part).items()
+        self._later(functools.partial(self._scan_table, name, part, members))
+        return name
+
+    def _add_inner(self, part: Any) -> str:
+        """Name an object that only objects without a state lead to."""
+        name = self.found.add_inner(self._path(), part)
+        self.soft |= self.found.tables
+        for path, held in self.found.inner.items():
+            if id(held) not in self._entered:
+                self._waiting.append((functools.partial(self._enter, path, held), "", ""))
+        return name
+
+    def _token_of(self, part: Any) -> tuple[Any, ...]:
+        """Name an object without a state, and describe it by itself."""
+        is_known = self.rules.tops is None or id(part) in self.rules.known
+        name = self.found.name_any(part, self._path())
+        self._kept.append(part)
+        if is_generator(part):
+            self.generators[name] = part
+            return REF, name
+        if isinstance(part, type):
+            self.types.add(part)
+        cell = self.opaque[name] = Cell(name, part, self._place)
+        scan = functools.partial(self._scan_opaque, cell)
+        self._later(functools.partial(self._fill_cell, cell, scan))
+        if isinstance(part, FunctionType) and vars(part):
+            self._later(functools.partial(self._scan_function, name, part))
+        # What setup made is compared by its content, and anything else by being another object.
+        return (REF, name) if is_known else (_NEW, self._identities.number(part))
+
+    def _scan_opaque(self, cell: Cell, tokens: list[Any]) -> None:
+        """Append what describes an object that no checkpoint can hold."""
+        part = cell.part
+        if isinstance(part, functools.partial | MethodType):
+            # What they refer to is found, and restored in place.
+            tokens.append(self._identities.number(getattr(part, "__func__", type(part))))
+            self.scan_members(enumerate(parts_of_call(part)), tokens)
+        elif isinstance(part, CODE):
+            tokens.append(self._identities.number(part))
+        else:
+            name_of, number = self.found.name_of, id(part)
+            content = ContentScanner(
+                self._identities, lambda each: None if each == number else name_of(each)
+            )
+            tokens.append(content.mark(part))
+
+
+def parts_of_call(part: Any) -> tuple[Any, ...]:
+    """Return what a partial or a bound method refers to."""
+    if isinstance(part, functools.partial):
+        return part.func, part.args, part.keywords
+    return (part.__self__,)
+
+
+def attributes_of_tensor(tensor: Tensor) -> list[tuple[str, Any]]:
+    """Return the attributes that users have given a parameter."""
+    table = tensor.__dict__
+    if not table:
+        return []
+    return [(key, table[key]) for key in sorted(table) if not key.startswith(_OF_OTHERS)]
+
+
+_OF_OTHERS = ("_dynamo", "_fsdp", "_inductor", "_aot", "_is_param", "_helios", "cls_to_become")
+"""How the names of attributes begin that torch and Helios give to parameters."""
+
+
+def _obstacle(error: Exception) -> str:
+    if isinstance(error, TooDeepError | RecursionError):
+        return unsupported_values.TOO_DEEP.format(100)
+    return unsupported_values.BROKEN.format(type(error).__name__)
+
+
+def _form_of(tensor: Tensor) -> tuple[Any, ...]:
+    if not has_plain_bytes(tensor):
+        return ()
+    size = tensor.untyped_storage().nbytes()
+    geometry = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return (str(tensor.dtype), *geometry, size)

@@ -1,0 +1,117 @@
+"""Finds which tensors and arrays share memory, and copies them without separating them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helios.core.memory import (
+    address_of,
+    copied_together,
+    extent_of,
+    overlapping,
+    root_of,
+    span_of,
+    storage_of,
+)
+
+Group: TypeAlias = tuple[tuple[Any, ...], ...]
+"""For each tensor or array in one memory: its name, its distance in bytes, and its form."""
+
+
+def groups_of(views: Mapping[str, Any]) -> dict[str, Group]:
+    """Return the group of each tensor or array that shares memory with others, by its name."""
+    groups: dict[str, Group] = {}
+    for names in _overlaps(views):
+        spans = {name: _span(views[name]) for name in names}
+        begin = min(spans.values())[0]
+        group = tuple(
+            (name, _address(views[name]) - begin, *layout_of(views[name])) for name in sorted(names)
+        )
+        groups |= dict.fromkeys(names, group)
+    return groups
+
+
+def _overlaps(views: Mapping[str, Any]) -> list[list[str]]:
+    """Return the names of those that overlap, in lists of two and more."""
+    pools: dict[Any, list[str]] = {}
+    lends = False
+    for name, part in views.items():
+        if isinstance(part, Tensor):
+            key: Any = (part.device, storage_of(part))
+            lends |= part.is_cpu and not part.untyped_storage().resizable()
+        else:
+            root = part if part.base is None else root_of(part)
+            key = id(root)
+            lends |= root is not part and not isinstance(root, np.ndarray | bytes)
+        pools.setdefault(key, []).append(name)
+    if lends:
+        # torch and NumPy may share memory without knowing of each other.
+        on_host = [name for name, part in views.items() if _is_on_host(part)]
+        apart = set(on_host)
+        pools = {key: names for key, names in pools.items() if apart.isdisjoint(names)}
+        pools["host"] = on_host
+    found: list[list[str]] = []
+    for names in pools.values():
+        if len(names) > 1:
+            spans = [_span(views[name]) for name in names]
+            groups = overlapping(spans)
+            found += [[names[number] for number in group] for group in groups if len(group) > 1]
+    return found
+
+
+def _is_on_host(part: Any) -> bool:
+    return not isinstance(part, Tensor) or part.is_cpu
+
+
+def _span(part: Any) -> tuple[int, int]:
+    return span_of(part) if isinstance(part, Tensor) else extent_of(part)
+
+
+def _address(part: Any) -> int:
+    return part.data_ptr() if isinstance(part, Tensor) else address_of(part)
+
+
+def layout_of(part: Any) -> tuple[Any, ...]:
+    """Return what a tensor or array must have in common with another one to take its content."""
+    if isinstance(part, Tensor):
+        return Tensor, part.dtype, tuple(part.shape), part.stride(), part.requires_grad
+    kind = repr(part.dtype)
+    return np.ndarray, kind, part.shape, part.strides, bool(part.flags.writeable)
+
+
+def write_elements(target: Any, content: Any) -> None:
+    """Write the elements of a tensor or array into another one of the same form."""
+    if not isinstance(target, Tensor):
+        np.copyto(target, content)
+        return
+    # Of an expanded tensor, each element in memory once.
+    seen = tuple(slice(None) if step else slice(1) for step in target.stride())
+    with torch.no_grad():
+        target[seen].copy_(content[seen])
+
+
+def copies_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of tensors and arrays by name; those that share memory share it again."""
+    copies: dict[str, Any] = {}
+    for names in _overlaps(parts):
+        members = [parts[name] for name in names]
+        if all(map(_is_on_host, members)):
+            copies |= zip(names, copied_together(members)[1], strict=True)
+    for name, part in parts.items():
+        if name not in copies:
+            copies[name] = _copy(part)
+    return copies
+
+
+def _copy(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        return copy.deepcopy(part.detach()).requires_grad_(part.requires_grad)
+    twin = part.copy(order="K")
+    twin.flags.writeable = part.flags.writeable
+    return twin

@@ -1,0 +1,359 @@
+"""Tracks which parameters an optimizer updates, by name and in order.
+
+torch saves the state of an optimizer by position, and gradients are clipped in that order. A set of
+names in ``setup`` orders parameters differently at every start, so positions are saved with names,
+and a resume brings the groups into the saved order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.core.utils import parameters_of
+from helios.errors import StateError
+from helios.state_graph.module_state import Parameters
+from helios.state_graph.object_names import ObjectNames, as_written
+
+Members: TypeAlias = list[list[str]]
+"""The names of an optimizer's parameters by group, in order."""
+
+_Tensors: TypeAlias = list[list[Tensor]]
+
+_LOGGER = logging.getLogger(__name__)
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Which optimizer updates which parameters at one time.
+
+    Attributes:
+        members: names of the parameters of each optimizer, by path.
+        strangers: those of them that no attribute of the model holds, by path of the optimizer.
+        abandoned: names of parameters that an optimizer has state of but no longer updates.
+        drivers: the path of the optimizer whose learning rates a scheduler sets, by its path.
+    """
+
+    members: dict[str, Members]
+    strangers: dict[str, set[str]]
+    abandoned: dict[str, list[str]]
+    drivers: dict[str, str]
+
+
+def roster_of(found: ObjectNames, parameters: Parameters) -> Roster:
+    """Return which optimizer updates which parameters now."""
+    names = names_of(found)
+    optimizers = optimizers_of(found)
+    members = {
+        path: [[names[id(tensor)] for tensor in group["params"]] for group in part.param_groups]
+        for path, part in optimizers.items()
+    }
+    nameless = {
+        found.names[id(tensor)]
+        for part in optimizers.values()
+        for tensor in parameters_of(part)
+        if found.names.get(id(tensor)) in found.nameless
+    }
+    strangers = (parameters.loose.keys() - parameters.leaves.keys()) | nameless
+    paths = {id(part): path for path, part in optimizers.items()}
+    drivers = {
+        path: paths[id(part.optimizer)]
+        for path, part in found.objects.items()
+        if isinstance(part, LRScheduler) and id(part.optimizer) in paths
+    }
+    return Roster(
+        members,
+        {path: strangers.intersection(_flat(each)) for path, each in members.items()},
+        {path: _abandoned(part, names) for path, part in optimizers.items()},
+        drivers,
+    )
+
+
+def _abandoned(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return []
+    # torch's own error shows only the address of such a parameter.
+    moved = set(map(id, parameters_of(optimizer)))
+    held = [id(part) for part in optimizer.state if isinstance(part, Tensor)]
+    return sorted(names.get(part, "an unnamed one") for part in held if part not in moved)
+
+
+def changes_of_optimizers(
+    before: Roster, found: ObjectNames, parameters: Parameters
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what is saved of optimizers besides their own state, and what a resume cannot rebuild.
+
+    Args:
+        before: the roster after ``setup``.
+        found: what the owner holds now.
+        parameters: its parameters.
+
+    Returns:
+        ``members``: the names of parameters by group; ``built``: those that setup gave to
+        optimizers that training has changed since, to recognize them in a resume; ``drivers``: the
+        optimizer of each scheduler. And what does not match setup, by path.
+
+    Raises:
+        StateError: if an optimizer has state that its ``state_dict`` cannot return.
+    """
+    now = roster_of(found, parameters)
+    for path, left in now.abandoned.items():
+        if left:
+            raise StateError(
+                f"{path} must have all parameters in its groups that it has state of, to return "
+                f"its state_dict, but it has none of these: {_some(left)}. Delete their state when "
+                "they leave a group: del optimizer.state[parameter]."
+            )
+    built: dict[str, Members] = {}
+    misfits: dict[str, str] = {}
+    for path in sorted(before.members.keys() & now.members.keys()):
+        if _unordered(before.members[path]) != _unordered(now.members[path]):
+            built[path] = before.members[path]
+        if new := sorted(now.strangers[path] - before.strangers[path]):
+            shown = [as_written(name, optimizers_of(found)) for name in new]
+            misfits[path] = f"updates what no attribute of the model holds: {_some(shown)}"
+    for path in sorted(before.drivers.keys() & found.objects.keys()):
+        if before.drivers[path] != (driven := now.drivers.get(path, "another optimizer")):
+            misfits[path] = f"set the learning rates of {before.drivers[path]}, now {driven}"
+    return {"members": now.members, "built": built, "drivers": now.drivers}, misfits
+
+
+def arrange(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -> None:
+    """Bring the parameters of optimizers into the saved groups and order.
+
+    A state of format 1 has no names: its positions are taken as the current ones, and only groups
+    that training added to the optimizers are added.
+
+    Raises:
+        StateError: if an optimizer has other parameters, or they cannot be brought into that order;
+            then nothing is changed.
+    """
+    present = roster_of(found, parameters)
+    states = {**state["objects"], **state.get("inner", {})}
+    has_names = "members" in state
+    tensors = tensors_of(found)
+    arrange_covered(found, state, parameters)
+    plans: dict[str, _Tensors] = {}
+    for path, part in optimizers_of(found).items():
+        if path not in states:
+            continue
+        now = present.members[path]
+        saved = state["members"].get(path, now) if has_names else _completed(path, now, state)
+        built = state["built"].get(path, saved) if has_names else now
+        plans[path] = _plan(path, part, [saved, built], tensors)
+        _check_functions(path, part, plans[path], found)
+    _check_drivers(present.drivers, state["drivers"] if has_names else {})
+    for path, part in optimizers_of(found).items():
+        if path in plans:
+            _regroup(part, plans[path], {id(tensor): name for name, tensor in tensors.items()})
+    if plans and not has_names:
+        _LOGGER.warning(
+            "This checkpoint was written by an earlier version of Helios and does not name the "
+            "parameters of %s: their state is matched by position. From the next checkpoint on it "
+            "is matched by name.",
+            ", ".join(plans),
+        )
+
+
+def arrange_covered(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -> None:
+    """Bring optimizers whose state another ``state_dict`` contains into the saved order.
+
+    Its loading is by position. An optimizer with other groups now is left to it, and checked by
+    :func:`check_covered`.
+    """
+    tensors = tensors_of(found)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for path, part, saved in _covered(found, state):
+        if set(_flat(saved)) <= tensors.keys():
+            plan = [[tensors[name] for name in group] for group in saved]
+            if _keys(group["params"] for group in part.param_groups) == _keys(plan):
+                _check_functions(path, part, plan, found)
+                _regroup(part, plan, names)
+
+
+def check_covered(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -> None:
+    """Reject optimizers whose state user code has loaded for other parameters.
+
+    Raises:
+        StateError: if an optimizer does not have the saved parameters in the saved order.
+    """
+    tensors = tensors_of(found)
+    for path, part, saved in _covered(found, state):
+        now = [[id(tensor) for tensor in group["params"]] for group in part.param_groups]
+        if now != [[id(tensors.get(name)) for name in group] for group in saved]:
+            _refuse(path, part, saved, tensors)
+
+
+def _covered(found: ObjectNames, state: dict[str, Any]) -> Iterator[tuple[str, Optimizer, Members]]:
+    members = state.get("members", {})
+    states = {**state["objects"], **state.get("inner", {})}
+    for path, part in optimizers_of(found).items():
+        if path in members and path not in states:
+            yield path, part, members[path]
+
+
+def names_of(found: ObjectNames) -> dict[int, str]:
+    """Return the name of each tensor that an optimizer may update, by id."""
+    return {**found.outside_names, **found.names}
+
+
+def tensors_of(found: ObjectNames) -> dict[str, Tensor]:
+    """Return the tensors that an optimizer may update, by each of their names."""
+    named = {**found.rules.outside.parts, **found.shared, **found.parts}
+    return {name: part for name, part in named.items() if isinstance(part, Tensor)}
+
+
+def optimizers_of(found: ObjectNames) -> dict[str, Optimizer]:
+    """Return the optimizers by path, with those within other objects first."""
+    parts = {**found.inner, **found.objects}
+    return {path: part for path, part in parts.items() if isinstance(part, Optimizer)}
+
+
+def _unordered(groups: Members) -> Members:
+    return sorted(map(sorted, groups))
+
+
+def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    return [member for group in groups for member in group]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _completed(path: str, now: Members, state: dict[str, Any]) -> Members:
+    added = state["groups"].get(path, [])
+    missing = len(state["objects"][path]["param_groups"]) - len(now) if added else 0
+    return [*now, *added[len(added) - missing :]] if 0 < missing <= len(added) else now
+
+
+def _plan(
+    path: str, optimizer: Optimizer, known: list[Members], tensors: dict[str, Tensor]
+) -> _Tensors:
+    """Return the tensors of each group as they were saved.
+
+    Args:
+        path: path of the optimizer.
+        optimizer: the optimizer as ``setup`` made it.
+        known: the saved names, and those that setup gave it when it was saved.
+        tensors: all parameters, by each of their names.
+    """
+    saved, _ = known
+    if unknown := sorted(set(_flat(saved)) - tensors.keys()):
+        raise StateError(
+            f"{path} had a group of parameters that do not exist: {_some(unknown)}. "
+            "Build the networks in setup() as they were when the state was saved."
+        )
+    now = _keys(group["params"] for group in optimizer.param_groups)
+    if not any(
+        now == _keys([tensors[name] for name in group if name in tensors] for group in groups)
+        for groups in known
+    ):
+        _refuse(path, optimizer, known[1], tensors)
+    return [[tensors[name] for name in group] for group in saved]
+
+
+def _keys(groups: Iterable[Iterable[Tensor]]) -> list[tuple[int, ...]]:
+    """Return the groups without order, for comparison."""
+    return sorted(tuple(sorted(map(id, group))) for group in groups)
+
+
+def _refuse(path: str, optimizer: Optimizer, known: Members, tensors: dict[str, Tensor]) -> None:
+    names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    now = [names.get(id(part), "") for part in parameters_of(optimizer)]
+    saved = [names[id(tensors[name])] if name in tensors else name for name in _flat(known)]
+    missing, left_over = sorted(set(saved) - set(now)), sorted(set(now) - set(saved))
+    found = (
+        f"Saved, but not in it now: {_some(missing) or 'nothing'}. In it now, but not saved: "
+        f"{_some(left_over) or 'nothing'}."
+        if missing or left_over
+        else f"The saved groups were {known}, and the same parameters are in other groups now, or "
+        "in another order."
+    )
+    raise StateError(
+        f"{path} must have the parameters that it had when the state was saved, since its state "
+        f"belongs to them. {found} Give it the same parameters in setup(); if their order comes "
+        "from a set, sort it."
+    )
+
+
+def _check_functions(path: str, optimizer: Optimizer, plan: _Tensors, found: ObjectNames) -> None:
+    """Reject another order of groups if a scheduler has a function for each group."""
+    order = [sorted(map(id, group)) for group in plan]
+    now = [sorted(map(id, group["params"])) for group in optimizer.param_groups]
+    if order[: len(now)] == now:
+        return
+    for name, part in found.objects.items():
+        if (
+            isinstance(part, LRScheduler)
+            and part.optimizer is optimizer
+            and _has_functions_by_group(part)
+        ):
+            raise StateError(
+                f"The groups of {path} must be in the order in which they were saved, since "
+                f"{name} has a function for each of them, but their order is different now. Build "
+                "them in setup() in a fixed order: sort what comes from a set."
+            )
+
+
+def _has_functions_by_group(scheduler: LRScheduler) -> bool:
+    attributes = vars(scheduler)
+    functions = attributes.get("lr_lambdas", ())
+    return len(set(map(id, functions))) > 1 or any(
+        map(_has_functions_by_group, attributes.get("_schedulers", ()))
+    )
+
+
+def _check_drivers(now: dict[str, str], saved: dict[str, str]) -> None:
+    for path in sorted(now.keys() & saved.keys()):
+        if now[path] != saved[path]:
+            raise StateError(
+                f"{path} must set the learning rates of {saved[path]}, as when the state was "
+                f"saved, but sets those of {now[path]}. Build schedulers in setup() in a fixed "
+                "order: sort what comes from a set."
+            )
+
+
+def _regroup(optimizer: Optimizer, plan: _Tensors, names: dict[int, str]) -> None:
+    """Put tensors into groups, in place: some optimizers keep the list of their first group."""
+    groups = optimizer.param_groups
+    is_named = any("param_names" in group for group in groups)
+    names = names | {
+        id(part): name
+        for group in groups
+        for part, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+    chosen = _choose(groups, plan)
+    for group, tensors in zip(chosen, plan, strict=True):
+        if group is not None:
+            group["params"][:] = tensors
+            if is_named:
+                group["param_names"] = [names[id(tensor)] for tensor in tensors]
+    groups[:] = [group for group in chosen if group is not None]
+    for position, tensors in enumerate(plan):
+        if chosen[position] is None:
+            pairs = [(names[id(tensor)], tensor) for tensor in tensors]
+            # Its settings are in the state; only the parameters must exist.
+            optimizer.add_param_group({"params": pairs if is_named else list(tensors)})
+            groups.insert(position, groups.pop())
+
+
+def _choose(groups: list[dict[str, Any]], plan: _Tensors) -> list[dict[str, Any] | None]:
+    """Return the current group for each planned one: that with its parameters if there is one."""
+    alike: defaultdict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)
+    for group in reversed(groups):
+        alike[tuple(sorted(map(id, group["params"])))].append(group)
+    keys = [tuple(sorted(map(id, tensors))) for tensors in plan]
+    chosen = [alike[key].pop() if alike[key] else None for key in keys]
+    taken = set(map(id, chosen))
+    rest: Iterator[dict[str, Any]] = (group for group in groups if id(group) not in taken)
+    return [next(rest, None) if group is None else group for group in chosen]

@@ -1,0 +1,231 @@
+"""Restores a saved state into the objects that ``setup`` has made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.errors import StateError
+from helios.protocols import Stateful
+from helios.state_graph.custom_state_dicts import restore_omitted
+from helios.state_graph.graph import Graph
+from helios.state_graph.module_state import (
+    kind_of,
+    load_flags,
+    load_grads,
+    load_state,
+    state_of,
+)
+from helios.state_graph.nodes import Nodes, link_again, order_modules
+from helios.state_graph.object_names import Rules, as_written, path_of
+from helios.state_graph.optimizer_tables import restore_tables, share_tables, shared_tables
+from helios.state_graph.optimizers import arrange, arrange_covered, check_covered
+from helios.state_graph.shared_views import part_memory, restore_blocks
+from helios.state_graph.tensor_formats import casts, fill, restore_forms
+from helios.state_graph.tied_tensors import restore_ties
+
+_LOGGER = logging.getLogger(__name__)
+_TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
+
+
+@final
+class Restoring:
+    """Restores a captured state.
+
+    Args:
+        look: returns what the owner holds now.
+        find_types: returns types that may be built besides those of the values that setup made.
+        exclude: attributes of the owner that never count.
+        unsaved: names and paths that are declared as not to be saved.
+        name: the name of the owner in messages.
+        is_data: whether what a data set no longer has is passed over.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Graph],
+        find_types: Callable[[], Iterable[Any]],
+        exclude: frozenset[str],
+        unsaved: frozenset[str],
+        name: str,
+        is_data: bool,
+    ) -> None:
+        self._look = look
+        self._find_types = find_types
+        self._exclude = exclude
+        self._rules = Rules(unsaved=unsaved)
+        self._name = name
+        self._is_data = is_data
+
+    def run(self, state: dict[str, Any], *, is_inference: bool) -> Graph:
+        """Restore everything, and return what the owner holds then; see ``Discovery.restore``."""
+        live = self._look()
+        found = live.found
+        objects = {**found.objects, **found.inner}
+        states = {**state["objects"], **state["inner"]}
+        if is_inference:
+            objects = {
+                path: part for path, part in objects.items() if not isinstance(part, _TRAINING_ONLY)
+            }
+            self._warn_of_untrained(found.objects, state["objects"])
+        else:
+            self._check(live, state)
+            live = self._restructure(live, state)
+            found = live.found
+            arrange(found, state, live.parameters)
+        restore_forms(state["forms"], found, live.parameters, state)
+        restore_ties(state["ties"], found)
+        homes = self._part_memory(live, state)
+        if not is_inference:
+            self._warn_of_casts(casts(found, state))
+        shared = shared_tables(objects)
+        # Networks first: an object that tracks one may read its weights.
+        for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
+            if path in states:
+                _load_state(path, objects[path], states[path], state["omitted"].get(path))
+        share_tables(shared)
+        if not is_inference:
+            check_covered(found, state, live.parameters)
+        restore_omitted(state["omitted"], found)
+        restore_blocks(state["blocks"] or {}, found, live.parameters, homes)
+        if not is_inference:
+            restore_tables(state["tables"], found)
+        self._restore_nodes(live, state["values"])
+        share_tables(shared)
+        # A restored value may be another tensor than before.
+        last = self._look()
+        parameters = last.parameters
+        for name, tensor in {**parameters.leaves, **parameters.loose}.items():
+            if name in state["parameters"]:
+                fill(as_written(name, found.objects), tensor, state["parameters"][name])
+        if not is_inference:
+            load_flags(state["flags"], found, parameters)
+            load_grads(state["grads"], found, parameters)
+        return last
+
+    def _restructure(self, live: Graph, state: Mapping[str, Any]) -> Graph:
+        """Give networks the parts that they had, and return what the owner holds then."""
+        nodes = state["values"]["nodes"]
+        if not any("modules" in record or "order" in record for record in nodes.values()):
+            return live
+        order_modules(nodes, live)
+        return self._look()
+
+    @staticmethod
+    def _part_memory(live: Graph, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        # Files from before blocks existed do not say which ones are gone.
+        blocks = state["blocks"]
+        return {} if blocks is None else part_memory(live.found, live.parameters, blocks)
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Reorder the parameters of optimizers as saved; see ``Discovery.prepare``."""
+        live = self._look()
+        arrange_covered(live.found, state, live.parameters)
+
+    def _restore_nodes(self, before: Graph, values: Mapping[str, Any]) -> None:
+        """Restore values, generators and references to objects."""
+        live = self._look()
+        # Loading may have assigned other lists and dicts to attributes, and other tensors.
+        if link_again(before, live):
+            live = self._look()
+        self._nodes(values, live).restore()
+
+    def _nodes(self, values: Mapping[str, Any], live: Graph) -> Nodes:
+        is_declared = self._rules.is_declared
+        nodes = {name: record for name, record in values["nodes"].items() if not is_declared(name)}
+        generators = {
+            name: saved for name, saved in values["generators"].items() if not is_declared(name)
+        }
+        saved = {**values, "nodes": nodes, "generators": generators}
+        types = {*live.types, *self._find_types()}
+        return Nodes(saved, live, types, self._may_set)
+
+    def _check(self, live: Graph, state: dict[str, Any]) -> None:
+        """Reject a state of other objects before anything is changed."""
+        found = live.found
+        for path, part in {**found.objects, **found.inner}.items():
+            kind = state["kinds"].get(path, kind_of(part))
+            if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
+                raise StateError(
+                    f"{path} was saved by {kind}, but is {kind_of(part)} now, which cannot load "
+                    "that state. Build it in setup() as it was when the state was saved."
+                )
+        present = live.paths()
+        saved = self._undeclared({*state["objects"], *state["parameters"]})
+        saved |= self._undeclared(state["inner"].keys() - found.inner.keys() - present)
+        lacking = self._undeclared(self._nodes(state["values"], live).find_lacking())
+        missing = sorted(as_written(path, found.objects) for path in present - saved)
+        left_over = sorted(as_written(path, found.objects) for path in (saved - present) | lacking)
+        if state["is_partial"]:
+            missing = []
+        if missing or left_over:
+            raise StateError(
+                f"The saved state is not that of this {self._name}. Without saved state: "
+                f"{', '.join(missing) or 'nothing'}. Saved, but missing now: "
+                f"{', '.join(left_over) or 'nothing'}. Create all networks, optimizers and "
+                "schedulers in setup(), under the names that they had when the state was saved."
+            )
+
+    def _undeclared(self, paths: Iterable[str]) -> set[str]:
+        """Return the paths that are not declared as unsaved, directly or by a parent."""
+        return {path for path in paths if not self._rules.is_declared(path)}
+
+    def _warn_of_untrained(self, objects: dict[str, Stateful], saved: dict[str, Any]) -> None:
+        untrained = [
+            path
+            for path, part in objects.items()
+            if path not in saved and isinstance(part, nn.Module) and part.state_dict()
+        ]
+        if untrained:
+            _LOGGER.warning(
+                "The %s holds networks without saved state, which keep the weights of setup(): %s.",
+                self._name,
+                ", ".join(untrained),
+            )
+
+    def _warn_of_casts(self, texts: list[str]) -> None:
+        if texts:
+            _LOGGER.warning(
+                "setup() of the %s builds tensors of another type than was saved, and the saved "
+                "values are cast to it: %s. Build them as they were to resume with the same bits.",
+                self._name,
+                "; ".join(texts),
+            )
+
+    def _may_set(self, name: str, key: Any) -> bool:
+        if not name and key in self._exclude:
+            return False
+        return not self._rules.is_declared(path_of(name, key))
+
+
+def read_state(path: str, part: Stateful) -> dict[str, Any]:
+    """Return the state of an object.
+
+    Raises:
+        StateError: if ``state_dict`` fails.
+    """
+    try:
+        return state_of(part)
+    except Exception as error:
+        raise StateError(
+            f"{path} ({type(part).__name__}) failed to return its state: {error!r}. Correct its "
+            "state_dict()."
+        ) from error
+
+
+def _load_state(
+    path: str, part: Stateful, state: dict[str, Any], omitted: Mapping[str, Any] | None
+) -> None:
+    try:
+        load_state(part, state, omitted)
+    except Exception as error:
+        raise StateError(
+            f"{path} ({type(part).__name__}) rejected its saved state: {error} Build it in setup() "
+            "as it was when the state was saved."
+        ) from error

@@ -1,0 +1,191 @@
+"""Defines which values a checkpoint can hold, and what they consist of."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from decimal import Decimal
+from enum import Enum, Flag
+from fractions import Fraction
+from functools import cache, reduce
+from operator import or_
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from types import MemberDescriptorType, SimpleNamespace
+from typing import Any, cast, final
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+LIMIT = 64 << 20
+"""Bytes of plain values that a checkpoint holds by default."""
+
+ATOMS: frozenset[type] = frozenset(
+    (
+        *(type(None), bool, int, float, complex, str, bytes, range, slice),
+        *(Decimal, Fraction, UUID, ZoneInfo),
+        *(datetime.date, datetime.timedelta, datetime.timezone),
+        *(PosixPath, WindowsPath, PurePosixPath, PureWindowsPath),
+        *(torch.dtype, torch.device, torch.Size),
+    )
+)
+"""Types of values without members; exact types, since a subclass may have attributes."""
+
+SCALARS: frozenset[type] = frozenset({*np.sctypeDict.values()} - {np.object_})
+CONTAINERS = frozenset((list, dict, OrderedDict, defaultdict, Counter, deque, set, frozenset))
+LEAVES = ATOMS | SCALARS | {np.ndarray}
+"""Types whose values hold no objects, unless an array does."""
+
+FACTORIES = (
+    *(None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset),
+    *(OrderedDict, Counter, deque),
+)
+
+_OUTSIDE = frozenset(
+    (
+        *("threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"),
+        *("_asyncio", "socket", "_socket", "subprocess", "io", "_io", "sqlite3", "_sqlite3"),
+        *("logging", "weakref", "_weakref", "ctypes", "_ctypes", "importlib", "inspect"),
+    )
+)
+"""Modules whose objects use resources outside the process's memory, or belong to other threads."""
+
+
+def are_atoms(values: Iterable[Any]) -> bool:
+    """Return whether no value has members."""
+    return ATOMS.issuperset(map(type, values))
+
+
+def is_single(value: Any) -> bool:
+    """Return whether a value without members is plain, if its type has variants."""
+    return type(value) in (datetime.datetime, datetime.time) and type(value.tzinfo) in ATOMS
+
+
+def flags_in(member: Flag) -> list[str] | None:
+    """Return the names of the set flags, or ``None`` if they do not describe the value fully."""
+    kind = type(member)
+    names = [part.name for part in kind if part.value and part in member]
+    again = reduce(or_, (kind[name] for name in names if name), kind(0))
+    return [str(name) for name in names] if again == member else None
+
+
+def is_plain_object(kind: type) -> bool:
+    """Return whether instances of a class consist of attributes alone.
+
+    These can be read and set without running a method of the class. Samplers, data sets and
+    iterators are not among them: what they hold may have been read ahead.
+    """
+    return _is_plain_object(cast("Hashable", kind))
+
+
+@cache
+def _is_plain_object(kind: type) -> bool:
+    if issubclass(kind, Dataset | DataLoader | Sampler | Iterator | type | Enum | BaseException):
+        return False
+    if any(base.__module__.partition(".")[0] in _OUTSIDE for base in kind.__mro__):
+        return False
+    try:
+        make_bare(kind)
+    except TypeError:
+        return False
+    return kind.__module__ != "builtins"
+
+
+def make_bare(kind: type) -> Any:
+    """Return an instance of a plain class without attributes; no method of the class runs.
+
+    Raises:
+        TypeError: if a base class in C has memory of its own, as those of arrays and dicts have.
+    """
+    base = SimpleNamespace if issubclass(kind, SimpleNamespace) else object
+    return base.__new__(kind)
+
+
+@cache
+def _slots_of(kind: type) -> tuple[tuple[str, MemberDescriptorType], ...]:
+    return tuple(
+        (name, guard)
+        for base in kind.__mro__
+        for name, guard in vars(base).items()
+        if isinstance(guard, MemberDescriptorType) and base.__module__ != "builtins"
+    )
+
+
+def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    """Return the members that a class and its bases declare in ``__slots__``."""
+    return dict(reversed(_slots_of(cast("Hashable", kind))))
+
+
+def attributes_of(part: Any) -> dict[str, Any]:
+    """Return the attributes of an object, including those in slots, by name."""
+    table = getattr(part, "__dict__", None)
+    found = dict(table) if isinstance(table, dict) else {}
+    for name, guard in slots_of(type(part)).items():
+        try:
+            found[name] = guard.__get__(part)
+        except AttributeError:
+            continue
+    return dict(sorted(found.items()))
+
+
+def set_attribute(part: Any, name: str, value: Any) -> None:
+    """Set an attribute of a plain object without running a method of its class."""
+    guard = slots_of(type(part)).get(name)
+    if guard is None:
+        vars(part)[name] = value
+    else:
+        guard.__set__(part, value)
+
+
+def delete_attribute(part: Any, name: str) -> None:
+    """Delete an attribute of a plain object, if it is there."""
+    guard = slots_of(type(part)).get(name)
+    if guard is None:
+        vars(part).pop(name, None)
+    elif name in attributes_of(part):
+        guard.__delete__(part)
+
+
+@final
+class Identities:
+    """Numbers for objects that are compared by identity. No number is given twice.
+
+    An address alone is not enough: a new object may have the address of a deleted one.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._given = 0  # Not an itertools.count, which Python 3.14 can neither copy nor pickle.
+
+    def number(self, value: object) -> int:
+        """Return the number of an object, which is new if the object is.
+
+        An iterator gets a new one in each call, because its position is unknown.
+        """
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            return self._give()
+        if not self.knows(value):
+            self._numbers[id(value)] = (refer_to(value), self._give())
+        return self._numbers[id(value)][1]
+
+    def knows(self, value: object) -> bool:
+        """Return whether an object has a number."""
+        entry = self._numbers.get(id(value))
+        return entry is not None and entry[0]() is value
+
+    def _give(self) -> int:
+        self._given += 1
+        return self._given
+
+
+def refer_to(value: object) -> Callable[[], Any]:
+    """Return a weak reference; what takes none is kept, so that its address stays its own."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value

@@ -1,0 +1,105 @@
+"""Generators of random numbers are state wherever they are held, and stay the objects they are."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.state_graph.owners import Owner, resumed, started, through_a_file
+
+_MAKERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch": (
+        lambda: torch.Generator().manual_seed(3),
+        lambda g: torch.rand(2, generator=g).tolist(),
+    ),
+    "random": (lambda: random.Random(3), lambda g: g.gauss(0, 1)),
+    "numpy": (lambda: np.random.default_rng(3), lambda g: g.integers(9, size=3).tolist()),
+    "numpy, another algorithm": (
+        lambda: np.random.Generator(np.random.MT19937(3)),
+        lambda g: g.normal(size=3).tolist(),
+    ),
+    "numpy, the old interface": (
+        lambda: np.random.RandomState(3),
+        lambda g: g.normal(size=3).tolist(),
+    ),
+}
+
+
+@pytest.mark.shows("S67")
+@pytest.mark.parametrize("name", _MAKERS)
+def test_a_generator_goes_on_where_it_was(name: str, tmp_path: Path, said: list[str]) -> None:
+    make_one, draw = _MAKERS[name]
+
+    def make() -> Any:
+        one = make_one()
+        return Owner(rng=one, parts={"same": one, "own": make_one()})
+
+    owner = make()
+    discovery = started(owner)
+    draw(owner.rng)
+    draw(owner.parts["own"])
+    draw(owner.parts["own"])
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = resumed(make, state)
+    assert again.parts["same"] is again.rng
+    assert draw(again.rng) == draw(owner.rng)
+    assert draw(again.parts["own"]) == draw(owner.parts["own"])
+    assert not said
+
+
+@pytest.mark.shows("S67")
+@pytest.mark.parametrize("name", _MAKERS)
+def test_one_that_was_made_in_training_is_made_again(name: str) -> None:
+    make_one, draw = _MAKERS[name]
+    owner = Owner(rng=None)
+    discovery = started(owner)
+    owner.rng = make_one()
+    draw(owner.rng)
+    again = resumed(lambda: Owner(rng=None), discovery.capture())
+    assert draw(again.rng) == draw(owner.rng)
+
+
+@pytest.mark.shows("S67")
+def test_one_of_another_kind_takes_the_place_of_setups() -> None:
+    owner = Owner(rng=random.Random(1))
+    discovery = started(owner)
+    owner.rng = np.random.default_rng(4)
+    owner.rng.random()
+    again = resumed(lambda: Owner(rng=random.Random(1)), discovery.capture())
+    assert again.rng.random() == owner.rng.random()
+
+
+@pytest.mark.shows("S67")
+@pytest.mark.parametrize("kind", [list, tuple, deque])
+def test_one_in_a_list_that_setup_does_not_make_comes_back(kind: Any, said: list[str]) -> None:
+    owner = Owner(rngs=kind())
+    discovery = started(owner)
+    owner.rngs = kind([random.Random(1)])
+    again = resumed(lambda: Owner(rngs=kind()), discovery.capture())
+    assert type(again.rngs) is kind
+    assert again.rngs[0].random() == owner.rngs[0].random()
+    assert not said
+
+
+def test_one_under_a_key_that_is_no_text_comes_back_under_that_key() -> None:
+    owner = Owner(gens={0: random.Random(1)})
+    discovery = started(owner)
+    owner.gens[1] = random.Random(2)
+    again = resumed(lambda: Owner(gens={0: random.Random(1)}), discovery.capture())
+    assert list(again.gens) == [0, 1]
+    assert again.gens[1].random() == owner.gens[1].random()
+
+
+def test_one_that_draws_from_the_system_has_no_state(said: list[str]) -> None:
+    owner = Owner(rng=random.SystemRandom())
+    discovery = started(owner)
+    owner.rng.random()
+    assert discovery.capture()["values"]["generators"] == {}
+    assert not said

@@ -1,0 +1,257 @@
+"""What an object holds and its ``state_dict`` leaves out is saved, or named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
+
+from tests.state_graph.owners import Owner, bits, resumed, saved_attributes, started, through_a_file
+
+
+class Sam(Optimizer):
+    """A sharpness-aware optimizer as people write it: the inner one's state is nobody's."""
+
+    def __init__(self, params: Any, rho: float = 0.5) -> None:
+        super().__init__(params, {"rho": rho, "lr": 0.5, "momentum": 0.5})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.5, momentum=0.5)
+        self.param_groups = self.base_optimizer.param_groups
+        self.num_ascents = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_ascents += 1
+        self.base_optimizer.step()
+
+
+class Lookahead:
+    """Slow weights beside fast ones, with a ``state_dict`` that leaves the slow ones out."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.slow = [p.detach().clone() for g in inner.param_groups for p in g["params"]]
+        self.count = 0
+
+    def step(self) -> None:
+        self.inner.step()
+        self.count += 1
+        fast = [p for g in self.inner.param_groups for p in g["params"]]
+        for slow, part in zip(self.slow, fast, strict=True):
+            slow.add_(part.detach() - slow, alpha=0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def _net() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(2, 2)
+
+
+def _with_sam() -> Any:
+    net = _net()
+    sam = Sam(net.parameters())
+    return Owner(net=net, optimizer=sam, schedule=StepLR(sam, 1, gamma=0.5))
+
+
+def _with_lookahead() -> Any:
+    net = _net()
+    return Owner(net=net, optimizer=Lookahead(torch.optim.Adam(net.parameters(), lr=0.5)))
+
+
+def _train(owner: Any, number: int) -> None:
+    owner.net(torch.full((1, 2), float(number))).sum().backward()
+    owner.optimizer.step()
+    owner.net.zero_grad()
+    if "schedule" in vars(owner):
+        owner.schedule.step()
+
+
+@pytest.mark.shows("S54")
+@pytest.mark.parametrize("make", [_with_sam, _with_lookahead])
+def test_wrappers_around_optimizers_resume_to_the_same_bits(
+    make: Callable[[], Any], tmp_path: Path, said: list[str]
+) -> None:
+    owner = make()
+    discovery = started(owner)
+    for number in range(3):
+        _train(owner, number)
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = make()
+    other = started(again)
+    other.restore(state)
+    for number in range(3, 6):
+        _train(owner, number)
+        _train(again, number)
+    assert bits(other.capture()) == bits(discovery.capture())
+    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
+    assert not said
+
+
+@pytest.mark.shows("S54")
+def test_optimizers_that_share_their_groups_share_them_after_a_resume() -> None:
+    owner = _with_sam()
+    discovery = started(owner)
+    _train(owner, 1)
+    again = resumed(_with_sam, discovery.capture())
+    assert again.optimizer.param_groups is again.optimizer.base_optimizer.param_groups
+    assert again.optimizer.num_ascents == 1
+
+
+@pytest.mark.shows("S54")
+def test_what_a_state_dict_holds_is_not_saved_twice() -> None:
+    class Whole(Lookahead):
+        def state_dict(self) -> dict[str, Any]:
+            slow = [part.clone() for part in self.slow]
+            inner = copy.deepcopy(self.inner.state_dict())
+            return {"inner": inner, "slow": slow, "count": self.count}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.inner.load_state_dict(state_dict["inner"])
+            self.slow, self.count = state_dict["slow"], state_dict["count"]
+
+    net = _net()
+    owner = Owner(net=net, optimizer=Whole(torch.optim.Adam(net.parameters())))
+    discovery = started(owner)
+    _train(owner, 1)
+    state = discovery.capture()
+    assert state["inner"] == {}
+    assert state["values"]["nodes"] == {}
+
+
+# PyTorch 2.6 warns of what its own SequentialLR does.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
+def test_the_stock_sequence_of_schedulers_is_saved_once(said: list[str]) -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    parts = [StepLR(optimizer, 1), StepLR(optimizer, 2)]
+    owner = Owner(net=net, optimizer=optimizer, schedule=SequentialLR(optimizer, parts, [2]))
+    discovery = started(owner)
+    for number in range(4):
+        _train(owner, number)
+    state = discovery.capture()
+    assert state["inner"] == {}
+    assert state["values"]["nodes"] == {}
+    assert not said
+
+
+@pytest.mark.shows("S54")
+def test_plain_attributes_of_optimizers_and_schedulers_come_back() -> None:
+    def make() -> Any:
+        net = _net()
+        optimizer = torch.optim.Adam(net.parameters())
+        optimizer.count = 0  # type: ignore[attr-defined]
+        return Owner(net=net, optimizer=optimizer, schedule=StepLR(optimizer, 2))
+
+    owner = make()
+    discovery = started(owner)
+    owner.optimizer.count = 5
+    owner.optimizer.late = [1, 2]
+    owner.schedule.note = "warm"
+    again = resumed(make, discovery.capture())
+    assert (again.optimizer.count, again.optimizer.late) == (5, [1, 2])
+    assert again.schedule.note == "warm"
+
+
+@pytest.mark.shows("S54")
+def test_attributes_of_the_function_of_a_scheduler_come_back() -> None:
+    def make() -> Any:
+        def scale(epoch: int) -> float:
+            scale.calls += 1  # type: ignore[attr-defined]
+            return float(0.5**scale.calls)  # type: ignore[attr-defined]
+
+        scale.calls = 0  # type: ignore[attr-defined]
+        net = _net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        return Owner(net=net, optimizer=optimizer, schedule=LambdaLR(optimizer, scale))
+
+    owner = make()
+    discovery = started(owner)
+    for number in range(3):
+        _train(owner, number)
+    again = resumed(make, discovery.capture())
+    _train(owner, 3)
+    _train(again, 3)
+    assert again.schedule.get_last_lr() == owner.schedule.get_last_lr()
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict["values"]
+
+
+@pytest.mark.shows("S54")
+def test_an_object_in_an_attribute_of_a_network_comes_back(said: list[str]) -> None:
+    def make() -> Any:
+        net = nn.Sequential(_net())
+        net[0].tracker = Tracker()  # type: ignore[assignment]
+        return Owner(net=net)
+
+    owner = make()
+    discovery = started(owner)
+    owner.net[0].tracker.values.append(1.5)
+    state = copy.deepcopy(discovery.capture())
+    assert resumed(make, state).net[0].tracker.values == [1.5]
+    assert not said
+
+
+def test_a_value_that_an_object_shares_with_the_owner_stays_shared() -> None:
+    def make() -> Any:
+        tracker = Tracker()
+        return Owner(tracker=tracker, values=tracker.values)
+
+    owner = make()
+    discovery = started(owner)
+    owner.values.append(1.0)
+    again = resumed(make, discovery.capture())
+    assert again.values == [1.0]
+    assert again.values is again.tracker.values
+
+
+def test_a_state_dict_of_the_owner_covers_what_it_holds() -> None:
+    owner = Owner(net=_net(), teacher=_net(), count=0, seen=[])
+    own = {"net": owner.net.state_dict(), "n": 0}
+    discovery = started(owner)
+    discovery.take_baseline(states_too=True)
+    with torch.no_grad():
+        owner.net.weight.add_(1)
+    owner.seen.append(3)
+    own["net"] = owner.net.state_dict()
+    state = discovery.capture(own)
+    assert state["objects"] == {}
+    assert saved_attributes(state) == {"seen": [3]}
+    with torch.no_grad():
+        # Equal by chance, as a target network is that has just been synchronised.
+        owner.teacher.weight.add_(1)
+    assert list(discovery.capture(own)["objects"]) == ["teacher"]
+
+
+def test_an_inner_network_without_a_change_is_not_saved() -> None:
+    class Distiller(Tracker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = _net()
+            self.ema: Tensor | None = None
+
+    owner = Owner(distiller=Distiller())
+    discovery = started(owner)
+    owner.distiller.values.append(1.0)
+    assert discovery.capture()["inner"] == {}
+    with torch.no_grad():
+        owner.distiller.teacher.weight.add_(1)
+    assert list(discovery.capture()["inner"]) == ["distiller.teacher"]

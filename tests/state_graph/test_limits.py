@@ -1,0 +1,58 @@
+"""What is too large is named at every capture."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from helios.checkpoint.options import CheckpointStore
+from helios.errors import ArgumentError
+from helios.state_graph.values import LIMIT
+from tests.state_graph.owners import Owner, changed, started
+
+
+@pytest.mark.shows("S50")
+def test_what_is_too_large_is_missing_at_every_capture_and_named_once(said: list[str]) -> None:
+    owner = Owner(big=b"", helper=threading.Lock())
+    discovery = started(owner)
+    discovery.values.limit = 2**20
+    owner.big, owner.helper = b"x" * 2**21, threading.Lock()
+    for _ in range(3):
+        missing = discovery.capture()["missing"]
+        assert list(missing) == ["big", "helper"]
+        assert missing["big"].startswith("plain values are saved up to a total of 1 MiB: register ")
+        assert "lock" in missing["helper"]
+    assert len(said) == 1
+    owner.big, owner.helper = b"x", None
+    assert not discovery.capture()["missing"]
+    assert sorted(changed(discovery)) == ["big", "helper"]
+
+
+@pytest.mark.parametrize(("limit", "text"), [(1000, "1000 bytes"), (3 << 19, "1.5 MiB")])
+def test_a_limit_is_named_in_the_unit_that_suits_it(limit: int, text: str, said: list[str]) -> None:
+    owner = Owner(big=b"")
+    discovery = started(owner)
+    discovery.values.limit = limit
+    owner.big = b"x" * (limit + 1)
+    expected = f"plain values are saved up to a total of {text}"
+    assert discovery.capture()["missing"]["big"].startswith(f"{expected}: ")
+    assert expected in said[0]
+
+
+@pytest.mark.shows("S50")
+def test_the_limit_is_that_of_the_store() -> None:
+    assert CheckpointStore().max_plain_bytes == LIMIT == 64 * 2**20
+    with pytest.raises(ArgumentError, match=r"max_plain_bytes=.* must be a non-negative int"):
+        CheckpointStore(max_plain_bytes=-1)
+    with pytest.raises(ArgumentError, match="max_plain_bytes"):
+        CheckpointStore(max_plain_bytes=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.shows("S50")
+def test_the_disk_estimate_counts_plain_values_up_to_the_limit() -> None:
+    discovery = started(Owner(table=np.zeros(1000), helper=object()))
+    assert 8000 <= discovery.values.num_bytes < 9000
+    discovery.values.limit = 100
+    assert discovery.values.num_bytes == 100

@@ -1,0 +1,589 @@
+"""The state of an optimizer follows its parameters by name, whatever order setup gives them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR
+
+from helios.errors import StateError
+from helios.state_graph.owner_states import Owner as Holder
+from helios.state_graph.owner_states import Owners
+from tests.state_graph.owners import Owner, Recorded, bits, resumed, started, through_a_file
+
+_NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    """What is said of optimizers, text by text."""
+    logger = logging.getLogger("helios.state_graph.optimizers")
+    recorded = Recorded()
+    logger.addHandler(recorded)
+    yield recorded.texts
+    logger.removeHandler(recorded)
+
+
+def _nets(order: list[str] = _NAMES) -> nn.ModuleDict:
+    torch.manual_seed(4)
+    nets = {name: nn.Linear(2, 2) for name in _NAMES}
+    return nn.ModuleDict({name: nets[name] for name in order})
+
+
+def _train(owner: Any, num_steps: int = 1) -> None:
+    """Step every optimizer; each parameter has gradients of its own, in whatever order it is."""
+    for _ in range(num_steps):
+        parameters = dict(owner.nets.named_parameters())
+        for number, name in enumerate(sorted(parameters), 1):
+            parameters[name].grad = torch.sin(number * parameters[name].detach() + number)
+        for optimizer in vars(owner).values():
+            if isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.step(None)
+
+
+def _check(make: Callable[[], Any], remake: Callable[[], Any], path: Path) -> Any:
+    """Resume in what another setup makes; both then train to the same bits."""
+    owner = make()
+    discovery = started(owner)
+    _train(owner, 2)
+    state = through_a_file(discovery.capture(), path / "state.pth")
+    again = remake()
+    other = started(again)
+    other.restore(state)
+    assert bits(other.capture()) == bits(discovery.capture())
+    for each in (owner, again):
+        _train(each)
+    assert bits(dict(sorted(again.nets.state_dict().items()))) == bits(
+        dict(sorted(owner.nets.state_dict().items()))
+    )
+    assert bits(other.capture()["objects"]["optimizer"]) == bits(
+        discovery.capture()["objects"]["optimizer"]
+    )
+    return again
+
+
+def _one_group(order: list[str], kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> Any:
+    nets = _nets()
+    parameters = [part for name in order for part in nets[name].parameters()]
+    return Owner(nets=nets, optimizer=kind(parameters, lr=0.1))  # type: ignore[call-arg]
+
+
+def _named(order: list[str]) -> Any:
+    nets = _nets()
+    named = [pair for name in order for pair in nets[name].named_parameters(prefix=f"my-{name}")]
+    return Owner(nets=nets, optimizer=torch.optim.Adam(named, lr=0.1))
+
+
+def _groups(order: list[str], **options: Any) -> Any:
+    nets = _nets()
+    groups = [{"params": nets[name].parameters(), "tag": name} for name in order]
+    return Owner(nets=nets, optimizer=torch.optim.Adam(groups, lr=0.1), **options)
+
+
+@pytest.mark.shows("S52")
+@pytest.mark.parametrize("make", [_one_group, _named, _groups])
+def test_an_optimizer_gets_the_order_that_was_saved(
+    make: Callable[[list[str]], Any], tmp_path: Path
+) -> None:
+    again = _check(lambda: make(["a", "b", "c"]), lambda: make(["c", "a", "b"]), tmp_path)
+    groups = again.optimizer.param_groups
+    assert [id(part) for group in groups for part in group["params"]] == [
+        id(part) for name in _NAMES for part in again.nets[name].parameters()
+    ]
+
+
+def test_an_optimizer_that_flattens_its_parameters_gets_the_order_too(tmp_path: Path) -> None:
+    """LBFGS keeps the list of its first group, and vectors over all parameters in that order."""
+
+    class Stepper(torch.optim.LBFGS):
+        def step(self, closure: Any) -> Any:
+            return super().step(lambda: torch.zeros(()))
+
+    _check(
+        lambda: _one_group(_NAMES, Stepper), lambda: _one_group(["b", "c", "a"], Stepper), tmp_path
+    )
+
+
+def test_a_compiled_network_has_the_names_of_the_network(tmp_path: Path) -> None:
+    def compiled() -> Any:
+        owner = _one_group(["c", "b", "a"])
+        owner.nets["a"] = torch.compile(owner.nets["a"], backend="eager")
+        return owner
+
+    state = started(compiled()).capture()
+    assert state["members"]["optimizer"][0][-1] == "nets.a.bias"
+    resumed(lambda: _one_group(_NAMES), state)
+
+
+@pytest.mark.shows("S52")
+def test_networks_that_are_built_in_another_order_keep_their_moments(tmp_path: Path) -> None:
+    def make(order: list[str]) -> Any:
+        nets = _nets(order)
+        return Owner(nets=nets, optimizer=torch.optim.Adam(nets.parameters(), lr=0.1))
+
+    owner, again = make(_NAMES), make(["b", "c", "a"])
+    discovery = started(owner)
+    _train(owner, 2)
+    started(again).restore(discovery.capture())
+    for each in (owner, again):
+        _train(each)
+    for name in _NAMES:
+        assert bits(again.nets[name].state_dict()) == bits(owner.nets[name].state_dict())
+
+
+def test_a_shared_parameter_is_found_under_each_of_its_names() -> None:
+    def make(order: list[str]) -> Any:
+        nets = _nets(order)
+        nets["b"].weight = nets["a"].weight
+        return Owner(nets=nets, optimizer=torch.optim.Adam(nets.parameters(), lr=0.1))
+
+    owner = make(["b", "a", "c"])
+    discovery = started(owner)
+    _train(owner)
+    owner.nets["b"].weight.requires_grad_(False)
+    state = discovery.capture()
+    assert state["members"]["optimizer"][0][0] == "nets.b.weight"
+    again = resumed(lambda: make(["c", "a", "b"]), state)
+    moments = [each.optimizer.state[each.nets["a"].weight]["exp_avg"] for each in (owner, again)]
+    assert bits(moments[0]) == bits(moments[1])
+    assert not again.nets["a"].weight.requires_grad
+    assert bits(again.nets["a"].weight.grad) == bits(owner.nets["a"].weight.grad)
+
+
+@pytest.mark.shows("S52")
+def test_networks_reversed_in_training_keep_their_moments() -> None:
+    def make() -> Any:
+        torch.manual_seed(4)
+        owner = Owner(nets=[nn.Linear(2, 2), nn.Linear(2, 2)])
+        owner.one = torch.optim.Adam(owner.nets[0].parameters(), lr=0.1)
+        owner.other = torch.optim.Adam(owner.nets[1].parameters(), lr=0.1)
+        return owner
+
+    def train(owner: Any) -> None:
+        for number, net in enumerate(owner.nets, 1):
+            for part in net.parameters():
+                part.grad = torch.full_like(part, number)
+        owner.one.step()
+        owner.other.step()
+
+    owner = make()
+    discovery = started(owner)
+    train(owner)
+    owner.nets.reverse()
+    train(owner)
+    state = copy.deepcopy(discovery.capture())
+    again = resumed(make, state)
+    for each in (owner, again):
+        train(each)
+    for path in (0, 1):
+        assert bits(again.nets[path].state_dict()) == bits(owner.nets[path].state_dict())
+
+
+def _replace(owner: Any) -> None:
+    del owner.optimizer.state[owner.nets["a"].weight]
+    owner.optimizer.param_groups[0]["params"][0] = owner.nets["c"].weight
+
+
+def _regroup(owner: Any) -> None:
+    groups = owner.optimizer.param_groups
+    groups[1]["params"].append(groups[0]["params"].pop())
+
+
+def _remove(owner: Any) -> None:
+    for part in owner.optimizer.param_groups.pop(0)["params"]:
+        del owner.optimizer.state[part]
+
+
+def _split(owner: Any) -> None:
+    part = owner.optimizer.param_groups[0]["params"].pop()
+    owner.optimizer.add_param_group({"params": [part, owner.nets["c"].bias]})
+    owner.optimizer.param_groups.reverse()
+
+
+@pytest.mark.shows("S52")
+@pytest.mark.parametrize("change", [_replace, _regroup, _remove, _split])
+@pytest.mark.parametrize("order", [["a", "b"], ["b", "a"]], ids=str)
+def test_what_training_puts_into_other_groups_is_resumed(
+    change: Callable[[Any], None], order: list[str], tmp_path: Path, said: list[str]
+) -> None:
+    owner = _groups(["a", "b"])
+    discovery = started(owner)
+    _train(owner)
+    change(owner)
+    _train(owner)
+    state = through_a_file(discovery.capture(), tmp_path / "state.pth")
+    again = resumed(lambda: _groups(order), state)
+    for each in (owner, again):
+        _train(each)
+    assert bits(again.optimizer.state_dict()) == bits(owner.optimizer.state_dict())
+    assert bits(again.nets.state_dict()) == bits(owner.nets.state_dict())
+    assert not said
+
+
+def test_state_of_a_parameter_that_left_its_group_is_refused_by_name() -> None:
+    owner = _groups(["a", "b"])
+    discovery = started(owner)
+    _train(owner)
+    owner.optimizer.param_groups.pop()
+    with pytest.raises(StateError, match=r"has none of these: nets\.b\.bias, nets\.b\.weight"):
+        discovery.capture()
+
+
+def _exchanged(*, is_other: bool) -> Any:
+    nets = _nets()
+    one, other = (torch.optim.Adam(nets[name].parameters()) for name in "ab")
+    return Owner(nets=nets, one=other if is_other else one, other=one if is_other else other)
+
+
+@pytest.mark.shows("S52")
+@pytest.mark.parametrize(
+    ("make", "remake", "words"),
+    [
+        (
+            lambda: _exchanged(is_other=False),
+            lambda: _exchanged(is_other=True),
+            r"one must .* not in it now: nets\.a\.bias, nets\.a\.weight\. .* saved: nets\.b\.bias",
+        ),
+        (
+            lambda: _one_group(["a", "b"]),
+            lambda: _one_group(["a", "c"]),
+            r"now: nets\.b\.bias, nets\.b\.weight\. .* not saved: nets\.c\.bias, nets\.c\.weight",
+        ),
+        (
+            lambda: _one_group(["a", "b", "c"]),
+            lambda: _one_group(["a", "b"]),
+            r"now: nets\.c\.bias, nets\.c\.weight\. .* not saved: nothing",
+        ),
+        (
+            lambda: _groups(["a", "b"]),
+            lambda: _one_group(["a", "b"]),
+            "the same parameters are in other groups now",
+        ),
+    ],
+    ids=["exchanged", "another network", "a network less", "other groups"],
+)
+def test_an_optimizer_of_other_parameters_is_refused_by_name(
+    make: Callable[[], Any], remake: Callable[[], Any], words: str
+) -> None:
+    state = started(make()).capture()
+    again = remake()
+    discovery = started(again)
+    before = bits(discovery.capture())
+    with pytest.raises(StateError, match=words):
+        discovery.restore(state)
+    assert bits(discovery.capture()) == before
+
+
+def test_a_function_for_each_group_holds_the_groups_in_their_order() -> None:
+    def make(order: list[str], *, is_same: bool, is_chained: bool) -> Any:
+        owner = _groups(order)
+        functions: list[Any] = [lambda n: 1.0, lambda n: 0.5**n]
+        chosen = functions[1] if is_same else functions
+        scheduler: Any = LambdaLR(owner.optimizer, chosen)
+        owner.scheduler = ChainedScheduler([scheduler]) if is_chained else scheduler
+        return owner
+
+    for is_chained in (False, True):
+        state = started(make(["a", "b"], is_same=True, is_chained=is_chained)).capture()
+        resumed(lambda: make(["b", "a"], is_same=True, is_chained=is_chained), state)  # noqa: B023
+        state = started(make(["a", "b"], is_same=False, is_chained=is_chained)).capture()
+        resumed(lambda: make(["a", "b"], is_same=False, is_chained=is_chained), state)  # noqa: B023
+        with pytest.raises(StateError, match="scheduler has a function for each of them"):
+            resumed(lambda: make(["b", "a"], is_same=False, is_chained=is_chained), state)  # noqa: B023
+
+
+def _scheduled(order: list[str]) -> Any:
+    owner = _exchanged(is_other=False)
+    owner.schedulers = [ExponentialLR(vars(owner)[name], 0.5) for name in order]
+    return owner
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    state = started(_scheduled(["one", "other"])).capture()
+    assert state["drivers"] == {"schedulers.0": "one", "schedulers.1": "other"}
+    with pytest.raises(
+        StateError, match=r"schedulers\.0 must set the learning rates of one, .* other"
+    ):
+        resumed(lambda: _scheduled(["other", "one"]), state)
+
+
+def test_a_scheduler_that_was_given_another_optimizer_is_named(said: list[str]) -> None:
+    owner = _scheduled(["one", "other"])
+    discovery = started(owner)
+    owner.schedulers[0].optimizer = owner.other
+    discovery.capture()
+    (text,) = said
+    assert "schedulers.0 (set the learning rates of one, now other)" in text
+
+
+def test_a_scheduler_of_an_optimizer_that_was_rebuilt_is_named(said: list[str]) -> None:
+    owner = _scheduled(["one", "other"])
+    discovery = started(owner)
+    owner.one = torch.optim.Adam(owner.nets["a"].parameters())
+    discovery.capture()
+    (text,) = said
+    assert "schedulers.0 (set the learning rates of one, now another optimizer)" in text
+
+
+@pytest.mark.shows("S52")
+def test_optimizers_exchanged_in_training_are_resumed(said: list[str]) -> None:
+    def make() -> Any:
+        return _scheduled(["one", "other"])
+
+    def train(owner: Any) -> None:
+        _train(owner)
+        owner.schedulers[0].step()
+
+    owner = make()
+    discovery = started(owner)
+    train(owner)
+    owner.one, owner.other = owner.other, owner.one
+    train(owner)
+    again = resumed(make, copy.deepcopy(discovery.capture()))
+    for each in (owner, again):
+        train(each)
+    assert bits(again.nets.state_dict()) == bits(owner.nets.state_dict())
+    assert bits(again.one.state_dict()) == bits(owner.one.state_dict())
+    assert not said
+
+
+class _Around(torch.optim.Optimizer):
+    """Has another optimizer, of a tensor that nothing else holds, beside its own groups."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.hidden = torch.ones(2, requires_grad=True)
+        self.inner = torch.optim.Adam([self.hidden, *self.param_groups[0]["params"]], lr=lr)
+
+    def step(self, closure: Any = None) -> None:
+        self.hidden.grad = torch.ones(2)
+        self.inner.step()
+
+
+def test_an_optimizer_inside_of_another_gets_the_order_too() -> None:
+    owner = _one_group(_NAMES, _Around)
+    discovery = started(owner)
+    _train(owner, 2)
+    state = copy.deepcopy(discovery.capture())
+    members = state["members"]["optimizer.inner"][0]
+    assert members[:2] == ["optimizer.inner.0.0", "nets.a.weight"]
+    again = resumed(lambda: _one_group(["c", "b", "a"], _Around), state)
+    for each in (owner, again):
+        _train(each)
+    assert bits(again.nets.state_dict()) == bits(owner.nets.state_dict())
+
+
+def test_parameters_that_nobody_names_are_matched_by_position(tmp_path: Path) -> None:
+    def make() -> Any:
+        hidden = [torch.full((2,), number, requires_grad=True) for number in (1.0, 2.0)]
+        nets = _nets()
+        optimizer = torch.optim.Adam([hidden[0], *nets["a"].parameters(), hidden[1]], lr=0.1)
+        return Owner(nets=nets, optimizer=optimizer)
+
+    _check(make, make, tmp_path)
+
+
+def _of_format_1(state: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: part for key, part in state.items() if key not in ("members", "built", "drivers")}
+    added = {path: state["members"][path][len(names) :] for path, names in state["built"].items()}
+    return kept | {"groups": added}
+
+
+@pytest.mark.shows("S52")
+def test_a_state_without_names_is_matched_by_position_and_that_is_said_once(
+    warned: list[str],
+) -> None:
+    owner = _exchanged(is_other=False)
+    discovery = started(owner)
+    _train(owner)
+    owner.one.add_param_group({"params": owner.nets["c"].parameters()})
+    _train(owner)
+    state = _of_format_1(copy.deepcopy(discovery.capture()))
+    assert state["groups"] == {"one": [["nets.c.weight", "nets.c.bias"]]}
+    again = resumed(lambda: _exchanged(is_other=False), state)
+    assert bits(again.one.state_dict()) == bits(owner.one.state_dict())
+    (text,) = warned
+    assert text.startswith("WARNING")
+    assert "one, other: their state is matched by position" in text
+
+
+def test_a_state_without_optimizers_needs_no_names(warned: list[str]) -> None:
+    state = _of_format_1(started(Owner(nets=_nets())).capture())
+    resumed(lambda: Owner(nets=_nets()), state)
+    assert not warned
+
+
+def _two(*, is_named: bool = False, backbone: str = "backbone") -> Any:
+    torch.manual_seed(4)
+    owner = Owner(head=nn.Linear(2, 1), **{backbone: nn.Linear(2, 2)})
+    params = owner.head.named_parameters() if is_named else owner.head.parameters()
+    owner.optimizer = torch.optim.Adam(params, lr=0.1)
+    return owner
+
+
+def _step_both(owner: Any) -> None:
+    owner.optimizer.zero_grad()
+    owner.head(owner.backbone(torch.ones(3, 2))).sum().backward()
+    owner.optimizer.step()
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_groups_that_an_optimizer_got_in_training_are_resumed(
+    is_named: bool, said: list[str]
+) -> None:
+    def make() -> Any:
+        return _two(is_named=is_named)
+
+    owner = make()
+    discovery = started(owner)
+    _step_both(owner)
+    named = owner.backbone.named_parameters()
+    for name, part in named:
+        owner.optimizer.add_param_group(
+            {"params": [(name, part)] if is_named else [part], "lr": 0.01, "tag": name}
+        )
+    _step_both(owner)
+    state = copy.deepcopy(discovery.capture())
+    head = ["head.weight", "head.bias"]
+    assert state["members"] == {"optimizer": [head, ["backbone.weight"], ["backbone.bias"]]}
+    assert state["built"] == {"optimizer": [head]}
+    again = make()
+    other = started(again)
+    other.restore(state)
+    assert bits(other.capture()) == bits(state)
+    _step_both(owner)
+    _step_both(again)
+    assert bits(other.capture()) == bits(discovery.capture())
+    assert not said
+
+
+def test_a_group_of_parameters_that_do_not_exist_is_refused_by_name() -> None:
+    owner = _two()
+    discovery = started(owner)
+    owner.optimizer.add_param_group({"params": owner.backbone.weight})
+    state = discovery.capture()
+    state["members"]["optimizer"][1] = ["elsewhere.weight"]
+    with pytest.raises(StateError, match=r"do not exist: elsewhere\.weight"):
+        started(_two()).restore(state)
+
+
+def test_setup_may_build_the_groups_itself_from_now_on() -> None:
+    owner = _two()
+    discovery = started(owner)
+    owner.optimizer.add_param_group({"params": owner.backbone.parameters()})
+    _step_both(owner)
+    again = _two()
+    again.optimizer.add_param_group({"params": again.backbone.parameters()})
+    started(again).restore(discovery.capture())
+    assert bits(again.optimizer.state_dict()) == bits(owner.optimizer.state_dict())
+
+
+class _Wrapped:
+    """Holds an optimizer, whose state its own has in it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+def _moments(nets: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return {name: bits(optimizer.state[part]) for name, part in sorted(nets.named_parameters())}
+
+
+def _wrapped(order: list[str]) -> Any:
+    owner = _one_group(order)
+    return Owner(nets=owner.nets, wrapper=_Wrapped(owner.optimizer))
+
+
+def test_an_optimizer_inside_of_another_object_gets_the_order_too() -> None:
+    owner = _wrapped(["a", "b", "c"])
+    discovery = started(owner)
+    _train(Owner(nets=owner.nets, optimizer=owner.wrapper.inner), 2)
+    again = resumed(lambda: _wrapped(["c", "a", "b"]), discovery.capture())
+    assert _moments(again.nets, again.wrapper.inner) == _moments(owner.nets, owner.wrapper.inner)
+
+
+def test_an_inner_optimizer_that_nobody_uses_may_be_built_otherwise() -> None:
+    class Holding(_Wrapped):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    def make(order: list[str]) -> Any:
+        owner = _one_group(order)
+        return Owner(nets=owner.nets, wrapper=Holding(owner.optimizer))
+
+    assert not started(make(["a", "b"])).capture()["members"]
+
+
+def _own(order: list[str]) -> tuple[Any, Owners]:
+    model = _one_group(order)
+    owners = Owners([Holder("model", model, has_own_state=True, is_model=True)])
+    owners.take_baseline()
+    return model, owners
+
+
+def _own_state(model: Any) -> dict[str, Any]:
+    return {"nets": model.nets.state_dict(), "opt": model.optimizer.state_dict()}
+
+
+def _load_own(model: Any, owners: Owners, own: dict[str, Any], states: Any) -> None:
+    owners.prepare(states)
+    model.nets.load_state_dict(own["nets"])
+    model.optimizer.load_state_dict(copy.deepcopy(own["opt"]))
+    owners.restore(states)
+
+
+def test_an_optimizer_in_the_state_of_a_model_gets_the_order_that_was_saved(tmp_path: Path) -> None:
+    model, owners = _own(["a", "b", "c"])
+    _train(model, 2)
+    states, missing = owners.capture({"model": _own_state(model)})
+    assert missing == {}
+    own, states = through_a_file([_own_state(model), states], tmp_path / "state")
+    again, others = _own(["c", "a", "b"])
+    _load_own(again, others, own, states)
+    assert _moments(again.nets, again.optimizer) == _moments(model.nets, model.optimizer)
+    for each in (model, again):
+        _train(each)
+    assert bits(again.nets.state_dict()) == bits(model.nets.state_dict())
+
+
+def test_an_optimizer_in_the_state_of_a_model_must_move_the_same_parameters() -> None:
+    model, owners = _own(["a", "b"])
+    _train(model, 1)
+    own = _own_state(model)
+    states, _ = owners.capture({"model": own})
+    again, others = _own(["a", "c"])
+    with pytest.raises(StateError, match=r"Saved, but not in it now: nets.b.bias, nets.b.weight"):
+        _load_own(again, others, own, states)
+
+
+def test_a_model_that_builds_its_optimizer_in_loading_resumes() -> None:
+    """Its own ``load_state_dict`` adds the group that training had added."""
+
+    def thaw(model: Any) -> None:
+        model.optimizer.add_param_group({"params": list(model.nets["c"].parameters())})
+
+    model, owners = _own(["a", "b"])
+    thaw(model)
+    _train(model, 2)
+    own = _own_state(model)
+    states, _ = owners.capture({"model": own})
+    again, others = _own(["a", "b"])
+    others.prepare(states)
+    again.nets.load_state_dict(own["nets"])
+    thaw(again)
+    again.optimizer.load_state_dict(copy.deepcopy(own["opt"]))
+    others.restore(states)
+    assert _moments(again.nets, again.optimizer) == _moments(model.nets, model.optimizer)

@@ -1,0 +1,260 @@
+"""Plugins, data modules, loops and engines are looked through as the model is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from helios.core.utils import unsaved_of
+from helios.errors import ArgumentTypeError
+from helios.state_graph.owner_states import Owner, Owners, internals_of
+from tests.state_graph.owners import saved_attributes
+from tests.state_graph.test_inner import Tracker
+
+
+class Base:
+    _internals = "owner counter"
+
+
+class Part(Base):
+    """Stands for a plugin, with an attribute of its base and some of its own."""
+
+    _internals = "cache"
+
+    def __init__(self, **attributes: Any) -> None:
+        self.counter, self.cache = 0, [0]
+        vars(self).update(attributes)
+
+
+def _started(*owners: Owner, **outside: object) -> Owners:
+    found = Owners(owners, lambda: outside)
+    found.take_baseline()
+    return found
+
+
+def test_attributes_of_base_classes_do_not_count() -> None:
+    part = Part(seen=[])
+    assert internals_of(part) == {"owner", "counter", "cache"}
+    owners = _started(Owner("plugin 'a'", part))
+    part.counter += 1
+    part.cache.append(1)
+    assert owners.capture({}) == ({}, {})
+
+
+@pytest.mark.shows("S42")
+def test_plain_values_come_back_by_owner() -> None:
+    def make() -> tuple[Part, Part]:
+        return Part(count=0, seen=[]), Part(rate=1.0)
+
+    first, second = make()
+    owners = _started(Owner("plugin 'a'", first), Owner("data", second))
+    first.count, second.rate = 3, 0.5  # type: ignore[attr-defined]
+    first.seen.append(1)  # type: ignore[attr-defined]
+    states, missing = owners.capture({})
+    assert (list(states), missing) == (["plugin 'a'", "data"], {})
+    first, second = make()
+    again = _started(Owner("plugin 'a'", first), Owner("data", second))
+    again.restore(copy.deepcopy(states))
+    assert (vars(first)["count"], vars(first)["seen"], vars(second)["rate"]) == (3, [1], 0.5)
+
+
+@pytest.mark.shows("S55")
+def test_attributes_of_an_owner_that_is_gone_are_carried_along(said: list[str]) -> None:
+    part = Part(count=0)
+    owners = _started(Owner("plugin 'a'", part))
+    vars(part)["count"] = 1
+    states, _ = owners.capture({})
+    again = _started()
+    again.restore(states)
+    assert again.capture({})[0] == states
+    assert "attributes of plugin 'a', which this run does not have" in said[0]
+
+
+@pytest.mark.shows("S55")
+def test_what_no_checkpoint_holds_is_missing_under_the_owners_name() -> None:
+    part = Part(run=None)
+    owners = _started(Owner("plugin 'a'", part))
+    vars(part)["run"] = lambda: 1
+    assert list(owners.capture({})[1]) == ["plugin 'a': run"]
+    declared = _started(Owner("plugin 'a'", part, unsaved=("run",)))
+    vars(part)["run"] = lambda: 2
+    assert declared.capture({}) == ({}, {})
+
+
+@pytest.mark.shows("S55")
+def test_what_a_state_dict_of_its_own_leaves_out_is_saved() -> None:
+    part = Part(count=0, extra=[])
+    owners = _started(Owner("plugin 'a'", part, has_own_state=True))
+    vars(part)["count"] = 1
+    part.extra.append(2)  # type: ignore[attr-defined]
+    states, _ = owners.capture({"plugin 'a'": {"extra": part.extra}})  # type: ignore[attr-defined]
+    assert saved_attributes(states["plugin 'a'"]) == {"count": 1}
+
+
+@pytest.mark.shows("S42")
+def test_networks_of_the_model_are_named_and_not_saved_again() -> None:
+    nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    part = Part(net=nets[0], own=nn.Linear(1, 1))
+    outside = {"nets.0": nets[0], "nets.1": nets[1]}
+    owners = Owners([Owner("plugin 'a'", part)], lambda: outside)
+    owners.take_baseline()
+    assert list(owners.capture({})[0]["plugin 'a'"]["objects"]) == ["own"]
+    vars(part)["net"] = nets[1]
+    states, _ = owners.capture({})
+    again = Part(net=nets[0], own=nn.Linear(1, 1))
+    other = Owners([Owner("plugin 'a'", again)], lambda: outside)
+    other.take_baseline()
+    other.restore(copy.deepcopy(states))
+    assert vars(again)["net"] is nets[1]
+
+
+@pytest.mark.shows("S51")
+def test_an_object_that_a_start_event_creates_is_missing_once_it_changes() -> None:
+    part = Part(tracker=None)
+    owners = _started(Owner("plugin 'a'", part))
+    vars(part)["tracker"] = tracker = Tracker()
+    owners.begin_training()
+    assert owners.capture({})[1] == {}
+    tracker.values.append(1.0)
+    states, missing = owners.capture({})
+    assert list(missing) == ["plugin 'a': tracker"]
+    assert not states or "tracker" not in states["plugin 'a'"]["objects"]
+
+
+@pytest.mark.shows("S66")
+def test_of_a_data_set_only_small_values_and_generators_count() -> None:
+    class Images:
+        def __init__(self) -> None:
+            self.paths = [f"{number}.png" for number in range(20_000)]
+            self.level = 0
+            self.rng = np.random.default_rng(1)
+            self.handle: Any = None
+            self.transform = nn.Linear(1, 1)
+            self.cache: dict[int, Any] = {}
+
+    images = Images()
+    owners = _started(Owner("data set", images, is_data=True))
+    images.level = 2
+    images.rng.random()
+    images.handle = lambda: 1
+    images.paths.reverse()
+    images.cache |= {number: torch.zeros(1000) for number in range(20)}
+    with torch.no_grad():
+        images.transform.weight.add_(1)
+    states, missing = owners.capture({})
+    assert saved_attributes(states["data set"]) == {"level": 2}
+    assert not states["data set"]["objects"]
+    assert missing == {}
+    again = Images()
+    other = _started(Owner("data set", again, is_data=True))
+    other.restore(copy.deepcopy(states))
+    assert (again.level, again.rng.random()) == (2, images.rng.random())
+
+
+class Mined:
+    """A data set with a small list that training makes long, and a cache."""
+
+    def __init__(self) -> None:
+        self.hard: list[int] = []
+        self.cache: dict[int, Any] = {}
+        self.images = [f"{number}.png" for number in range(20_000)]
+
+
+class Declaring(Mined):
+    unsaved = ("hard",)
+
+
+def _grow(part: Mined) -> None:
+    part.hard += range(20_000)
+    part.images.append("")
+
+
+@pytest.mark.shows("S74")
+def test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once(
+    said: list[str],
+) -> None:
+    mined = Mined()
+    owners = _started(Owner("data set", mined, is_data=True))
+    mined.hard.append(1)
+    states, missing = owners.capture({})
+    assert (saved_attributes(states["data set"]), missing) == ({"hard": [1]}, {})
+    _grow(mined)
+    mined.cache |= {number: torch.zeros(1000) for number in range(20)}
+    for _ in range(2):
+        missing = owners.capture({})[1]
+        assert list(missing) == ["data set: hard"], "a cache that was never saved is data"
+        assert "64 KiB" in missing["data set: hard"]
+    assert len(said) == 1
+    assert "unsaved = (...,)" in said[0]
+    del mined.hard[2:]
+    states, missing = owners.capture({})
+    assert (saved_attributes(states["data set"])["hard"], missing) == ([1, 0], {})
+
+
+@pytest.mark.shows("S74")
+def test_a_member_that_was_restored_or_named_at_the_load_counts_as_saved() -> None:
+    mined = Mined()
+    owners = _started(Owner("data set", mined, is_data=True))
+    mined.hard.append(1)
+    states, _ = owners.capture({})
+    again, third = Mined(), Mined()
+    other = _started(Owner("data set", again, is_data=True))
+    other.restore(copy.deepcopy(states))
+    last = _started(Owner("data set", third, is_data=True))
+    last.note_named(["data set: hard"])
+    for owner, part in ((other, again), (last, third)):
+        _grow(part)
+        assert list(owner.capture({})[1]) == ["data set: hard"]
+
+
+@pytest.mark.shows("S74")
+def test_what_the_class_of_a_data_set_declares_is_neither_saved_nor_named() -> None:
+    mined = Declaring()
+    owner = Owner("data set", mined, unsaved_of(mined), is_data=True)
+    owners = _started(owner)
+    mined.hard.append(1)
+    assert owners.capture({}) == ({}, {})
+    owners.note_named(["data set: hard"])
+    _grow(mined)
+    assert owners.capture({}) == ({}, {})
+
+
+@pytest.mark.shows("S74")
+def test_what_is_called_unsaved_for_another_purpose_declares_nothing() -> None:
+    class Edited(Mined):
+        @property
+        def unsaved(self) -> bool:
+            return True
+
+    class Single(Mined):
+        unsaved = "hard"
+
+    assert unsaved_of(Edited()) == unsaved_of(Mined()) == ()
+    with pytest.raises(ArgumentTypeError, match=r"Single.unsaved must be a tuple.*with a comma"):
+        unsaved_of(Single())
+
+
+def test_a_network_that_a_start_event_creates_does_not_stop_a_resume() -> None:
+    part = Part(net=None)
+    owners = _started(Owner("plugin 'a'", part))
+    vars(part)["net"] = net = nn.Linear(1, 1)
+    vars(part)["scale"] = nn.Parameter(torch.ones(1))
+    owners.begin_training()
+    with torch.no_grad():
+        net.weight.add_(1)
+    states, missing = owners.capture({})
+    assert list(missing) == ["plugin 'a': net"]
+    again = _started(Owner("plugin 'a'", Part(net=None)))
+    again.restore(copy.deepcopy(states))
+
+
+def test_one_network_more_than_was_saved_keeps_what_setup_makes() -> None:
+    owners = _started(Owner("plugin 'a'", Part(net=nn.Linear(1, 1), count=0)))
+    states, _ = owners.capture({})
+    again = _started(Owner("plugin 'a'", Part(net=nn.Linear(1, 1), more=nn.Linear(1, 1))))
+    again.restore(copy.deepcopy(states))

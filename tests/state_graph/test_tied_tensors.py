@@ -1,0 +1,174 @@
+"""Which tensors are one: what training ties or unties is restored, or fits no resume."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helios.errors import StateError
+from tests.ordinary.harness import WIDTH, Case, Regression, train
+from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
+
+
+def _net(*, is_tied: bool) -> nn.Module:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    if is_tied:
+        net[1].weight = net[0].weight
+    return net
+
+
+def _two_networks(*, is_tied: bool) -> Any:
+    owner = Owner(first=_net(is_tied=False), second=_net(is_tied=False))
+    if is_tied:
+        owner.second[0].weight = owner.first[0].weight
+    return owner
+
+
+def _untie(owner: Any) -> None:
+    owner.net[1].weight = nn.Parameter(owner.net[1].weight.detach().clone())
+
+
+def _tie(owner: Any) -> None:
+    owner.net[1].weight = owner.net[0].weight
+
+
+@pytest.mark.parametrize(("is_tied", "change"), [(True, _untie), (False, _tie)])
+def test_parameters_that_training_ties_or_unties_fit_no_resume(
+    is_tied: bool, change: Callable[[Any], None], said: list[str]
+) -> None:
+    owner = Owner(net=_net(is_tied=is_tied))
+    discovery = started(owner)
+    assert discovery.capture()["misfits"] == {}
+    change(owner)
+    state = discovery.capture()
+    assert list(state["misfits"]) == ["net.1.weight"]
+    assert "net.1.weight" in said[0]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_ties_between_networks_count_too(is_tied: bool) -> None:
+    owner = _two_networks(is_tied=is_tied)
+    discovery = started(owner)
+    assert discovery.capture()["misfits"] == {}
+    weight = owner.first[0].weight
+    owner.second[0].weight = nn.Parameter(weight.detach().clone()) if is_tied else weight
+    assert list(discovery.capture()["misfits"]) == ["second.0.weight"]
+
+
+def test_tied_weights_that_stay_tied_resume(tmp_path: Path, said: list[str]) -> None:
+    owner = Owner(net=_net(is_tied=True))
+    discovery = started(owner)
+    with torch.no_grad():
+        owner.net[0].weight.add_(1)
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    assert (state["ties"], state["misfits"]) == ({}, {})
+    again = resumed(lambda: Owner(net=_net(is_tied=True)), state)
+    assert again.net[1].weight is again.net[0].weight
+    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
+    assert not said
+
+
+def test_lazy_networks_are_tied_before_and_after_their_first_batch(said: list[str]) -> None:
+    net = nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2))
+    net[1].weight = net[0].weight
+    owner = Owner(net=net)
+    discovery = started(owner)
+    net[0](torch.ones(1, 2))
+    assert discovery.capture()["misfits"] == {}
+    assert not said
+    net[1].weight = nn.Parameter(net[0].weight.detach().clone())
+    assert list(discovery.capture()["misfits"]) == ["net.1.weight"]
+
+
+def _share_memory(net: Any) -> None:
+    net[1].weight.data = net[0].weight.data
+    net[3].running_mean = net[2].running_mean
+
+
+def _part_memory(net: Any) -> None:
+    net[1].weight.data = net[1].weight.data.clone()
+    net[3].running_mean = net[3].running_mean.clone()
+
+
+@pytest.mark.parametrize("begins_tied", [True, False])
+def test_memory_that_training_shares_or_parts_is_shared_as_it_was(
+    begins_tied: bool, tmp_path: Path, said: list[str]
+) -> None:
+    def make() -> Any:
+        net = _net(is_tied=False)
+        if begins_tied:
+            _share_memory(net)
+        return Owner(net=net)
+
+    def train_both(owner: Any) -> None:
+        with torch.no_grad():
+            owner.net[0].weight.mul_(3)
+            owner.net[2].running_mean.add_(5)
+
+    owner = make()
+    discovery = started(owner)
+    (_part_memory if begins_tied else _share_memory)(owner.net)
+    train_both(owner)
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = make()
+    other = started(again)
+    other.restore(state)
+    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
+    for each in (owner, again):
+        train_both(each)
+    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
+    # The first resume and the second one give the same.
+    third = make()
+    started(third).restore(through_a_file(other.capture(), tmp_path / "second"))
+    assert bits(third.net.state_dict()) == bits(owner.net.state_dict())
+    for each in (owner, third):
+        train_both(each)
+    assert bits(third.net.state_dict()) == bits(owner.net.state_dict())
+    assert not said
+
+
+def _three_buffers() -> Owner:
+    net = nn.Module()
+    for name in ("first", "second", "third"):
+        net.register_buffer(name, torch.ones(2))
+    net.register_buffer("second", net.first)
+    return Owner(net=net)
+
+
+def test_a_buffer_shares_the_memory_of_one_that_was_parted_from_another(tmp_path: Path) -> None:
+    owner = _three_buffers()
+    discovery = started(owner)
+    owner.net.second = torch.full((2,), 2.0)
+    owner.net.third = owner.net.second
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = resumed(_three_buffers, state)
+    assert again.net.third is again.net.second
+    again.net.second.add_(1)
+    assert [part.tolist() for part in again.net.buffers()] == [[1.0, 1.0], [3.0, 3.0]]
+
+
+class Untying(Regression):
+    """Gives its second layer a weight of its own in the middle of the training."""
+
+    def make_net(self) -> nn.Module:
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        net[1].weight = net[0].weight
+        return net
+
+    def train_step(self, batch: Any, state: Any) -> Any:
+        if state.global_iteration == 4:
+            self.net[1].weight = nn.Parameter(self.net[1].weight.detach().clone())
+        return super().train_step(batch, state)
+
+
+def test_a_checkpoint_of_untied_weights_is_refused(tmp_path: Path) -> None:
+    message = re.escape("net.1.weight (it was net.0.weight, now a tensor of its own)")
+    with pytest.raises(StateError, match=message):
+        train(Case(Untying), tmp_path)
