@@ -70,7 +70,11 @@ class _Total:
 
     def clear(self, viewer: int) -> None:
         """Begin anew for a viewer."""
-        self.sums[viewer] = 0.0
+        sums = self.sums
+        if isinstance(sums, Tensor):
+            sums[viewer].zero_()  # to assign a number waits for an accelerator
+        else:
+            sums[viewer] = 0.0
         self.begins[viewer] = self.count
 
 

@@ -14,7 +14,8 @@ from helios.replicas.assignment import assign, block_of
 from helios.replicas.messages import PointToPoint
 from helios.replicas.reduction_tree import tree_sum
 
-_Scores: TypeAlias = dict[str, tuple[float, float]]
+# Sums are floats, or tensors of a GPU that is not waited for.
+_Scores: TypeAlias = dict[str, tuple[Any, float]]
 
 
 def _add_scores(left: _Scores, right: _Scores) -> _Scores:
@@ -34,14 +35,26 @@ def _add_up(tables: list[_Scores]) -> _Scores:
     return found
 
 
-def _as_scores(tables: Sequence[Mapping[str, Any]]) -> list[_Scores]:
-    """Return losses as sums with weight 1."""
+def _as_scores(tables: Sequence[Mapping[str, Any]], *, waits: bool = True) -> list[_Scores]:
+    """Return losses as sums with weight 1.
+
+    Args:
+        tables: losses by name.
+        waits: whether those on a GPU are read; otherwise they stay there, in float64.
+    """
     scores: list[_Scores] = []
     for table in tables:
         scores.append({})
         for name, loss in table.items():
-            scores[-1][name] = (float(loss), 1.0)
+            stays = not waits and isinstance(loss, Tensor) and loss.is_cuda
+            number = loss.double().reshape(()) if stays else float(loss)
+            scores[-1][name] = (number, 1.0)
     return scores
+
+
+def _divide(total: Any, weight: float) -> Any:
+    # A GPU multiplies by the reciprocal of a number of the host, which rounds twice.
+    return total / (torch.full_like(total, weight) if isinstance(total, Tensor) else weight)
 
 
 class NumberReducer:
@@ -62,7 +75,7 @@ class NumberReducer:
         numbers: whole numbers of this process that are added over all processes, exactly, with the
             next losses; as many on all processes.
         totals: their sums, after the losses were added.
-        means: the last mean losses, before they were rounded to torch's default type.
+        means: the last mean losses in float64, before they were rounded to torch's default type.
 
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
@@ -89,7 +102,7 @@ class NumberReducer:
         self._names: list[str] = []
         self.numbers: Sequence[float] = ()
         self.totals: Sequence[float] = ()
-        self.means: Mapping[str, float] = {}
+        self.means: Mapping[str, Any] = {}
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all replicas in order, exactly.
@@ -141,9 +154,10 @@ class NumberReducer:
                 element.
 
         Returns:
-            Tensors without dimensions, of torch's default type, summed in float64.
+            Tensors without dimensions, of torch's default type, summed in float64. Where there is
+            nothing to exchange, means of losses on a GPU are there, and nothing waits for it.
         """
-        return self._average(self._exchange(_as_scores(tables)))
+        return self._average(self._exchange(_as_scores(tables, waits=bool(self._ranks.others))))
 
     def write_losses(self, tables: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return losses as a row of numbers for a message, of the same length on all processes.
@@ -165,9 +179,12 @@ class NumberReducer:
 
     def _average(self, tables: list[_Scores]) -> dict[str, Tensor]:
         sums, dtype, rounded = _add_up(tables), torch.get_default_dtype(), {}
-        self.means = means = {name: total / weight for name, (total, weight) in sums.items()}
+        self.means = means = {
+            name: _divide(total, weight) for name, (total, weight) in sums.items()
+        }
         for name, mean in means.items():
-            rounded[name] = torch.tensor(mean, dtype=dtype)
+            is_far = isinstance(mean, Tensor)
+            rounded[name] = mean.to(dtype) if is_far else torch.tensor(mean, dtype=dtype)
         return rounded
 
     def _exchange(self, tables: list[_Scores]) -> list[_Scores]:
@@ -213,7 +230,7 @@ class NumberReducer:
             rows.append(row)
         return torch.tensor(rows, dtype=torch.float64, device=self._device)
 
-    def _as_table(self, row: list[float]) -> dict[str, tuple[float, float]]:
+    def _as_table(self, row: list[float]) -> _Scores:
         there, sums, weights = row[::3], row[1::3], row[2::3]
         columns = zip(self._names, there, sums, weights, strict=True)
         return {name: (total, weight) for name, is_there, total, weight in columns if is_there}

@@ -260,7 +260,7 @@ class Replicas:
         self._losses.numbers = numbers
 
     @property
-    def added(self) -> tuple[Sequence[float], Mapping[str, float]]:
+    def added(self) -> tuple[Sequence[float], Mapping[str, Any]]:
         """The sums of :meth:`add_with_losses`, and the last mean losses as float64."""
         return self._losses.totals, self._losses.means
 

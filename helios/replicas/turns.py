@@ -88,7 +88,7 @@ class Turns(ABC):
     is_over: bool = False
     has_message: bool = False
     totals: Sequence[float] = ()
-    means: Mapping[str, float] | None = None
+    means: Mapping[str, Any] | None = None
     keeps_batches: bool = False
     watch: TurnWatch | None = None
 
