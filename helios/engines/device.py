@@ -1,10 +1,11 @@
-"""Selects the device of a training, and moves batches to it."""
+"""Selects the device of a training, makes it the current one, and moves batches to it."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,18 @@ def device_of_rank(gpus: list[int], local_rank: int) -> torch.device:
             f"{len(gpus)}, {gpus}. Start at most one process per GPU, or train on the CPU."
         )
     return torch.device("cuda", gpus[local_rank])
+
+
+def as_current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is the current one, for whatever names no number.
+
+    Such are ``torch.zeros(1, device="cuda")``, kernels of a user's own, events and streams. The
+    first GPU is the current one anyway, so CUDA is not started for it.
+    """
+    is_by_default = not device.index and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if device.type != "cuda" or device.index is None or is_by_default:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def sync_to_device(value: Any, device: torch.device) -> Any:

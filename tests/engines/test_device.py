@@ -6,8 +6,10 @@ Batches go to the meta device here, where movement shows on any machine.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from helios.engines.device import move_to_device, select_gpus
+from helios.engines.device import as_current, move_to_device, select_gpus
 from helios.errors import ArgumentError, UsageError
 
 META = torch.device("meta")
@@ -50,6 +52,37 @@ def test_the_arguments_and_the_machine_decide_which_gpus_are_used(
     """H46, H47."""
     set_gpus(monkeypatch, count)
     assert select_gpus(use_cpu, gpus) == selected
+
+
+@pytest.mark.parametrize(
+    ("device", "has_begun", "entered"),
+    [
+        ("cuda:1", False, ["cuda:1"]),
+        ("cuda:1", True, ["cuda:1"]),
+        ("cuda:0", True, ["cuda:0"]),
+        ("cuda:0", False, []),
+        ("cuda", True, []),
+        ("cpu", False, []),
+        ("meta", False, []),
+    ],
+)
+def test_the_gpu_of_a_run_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_begun: bool, entered: list[str]
+) -> None:
+    """What names no number, as the events of the ledger, would else be of the first GPU."""
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def make_current(chosen: torch.device) -> Iterator[None]:
+        seen.append(str(chosen))
+        yield
+        seen.append("end")
+
+    monkeypatch.setattr(torch.cuda, "device", make_current)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_begun)
+    with as_current(torch.device(device)):
+        assert seen == entered
+    assert seen == [*entered, *(["end"] if entered else [])]
 
 
 def test_the_list_of_the_user_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:

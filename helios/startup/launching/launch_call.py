@@ -16,6 +16,7 @@ import torch
 
 from helios.checkpoint.capture import Trained
 from helios.checkpoint.record import Record
+from helios.engines.device import as_current
 from helios.launch.ipc import LaunchQueue
 from helios.launch.launcher import LaunchKind, spawn
 from helios.launch.worker import end_with_launcher
@@ -155,7 +156,9 @@ def _make_run(call: Call, plan: Plan, process: ThisProcess) -> Run:
 
 
 def _run_here(call: Call, plan: Plan, process: ThisProcess) -> Any:
-    return _make_run(call, plan, process).execute()
+    run = _make_run(call, plan, process)
+    with as_current(run.engine.device):
+        return run.execute()
 
 
 @dataclass(frozen=True)
