@@ -23,6 +23,7 @@ from helios.ledger.manifest.environment import (
     describe_environment,
     describe_switches,
     describe_variables,
+    driver_version,
     find_distributions,
     find_imported,
 )
@@ -458,3 +459,20 @@ def test_git_is_started_without_a_pipe_that_a_forked_worker_would_keep_open(
         for name in names:
             monkeypatch.setattr(module, name, fork)
     assert describe_git(repository)["is_dirty"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+            "GCC version:  gcc version 13.3.0 (GCC)\n",
+            "580.159.04",
+        ),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54  Tue\n", "535.54"),
+        ("something else\nand more\n", "something else"),
+        ("", ""),
+    ],
+)
+def test_the_driver_is_named_by_its_number(text: str, version: str) -> None:
+    assert driver_version(text) == version

@@ -120,6 +120,39 @@ def test_what_may_change_the_training_is_warned_of(
     assert "environment.MKL_CBWR: - -> AVX" in rounding
 
 
+def test_a_reason_that_several_changes_share_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, SETTING)
+    for name in ("MKL_CBWR", "MKL_DYNAMIC", "ONEDNN_VERBOSE"):
+        monkeypatch.setenv(name, "1")
+    with collect_warnings() as said:
+        train(tmp_path, LONGER)
+    (line,) = said
+    reason = "(the order of samples and random numbers stay, but rounding may differ)"
+    assert line.count(reason) == 1
+    assert line.endswith(f"environment.ONEDNN_VERBOSE: - -> 1 {reason}.")
+
+
+@pytest.mark.parametrize("comes_from_gpu", [False, True])
+def test_another_device_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes_from_gpu: bool
+) -> None:
+    """The line of the checkpoint's machine names it; all else about GPUs follows from it."""
+    gather = run_manifest.describe_environment
+
+    def gather_on_gpu(modules: Any) -> dict[str, Any]:
+        return gather(modules) | {"gpu": {"devices": ["H200"], "cuda": "13.0", "driver": "580.1"}}
+
+    for is_on_gpu, setting in ((comes_from_gpu, SETTING), (not comes_from_gpu, LONGER)):
+        with monkeypatch.context() as patch, collect_warnings() as said:
+            if is_on_gpu:
+                patch.setattr(run_manifest, "describe_environment", gather_on_gpu)
+                patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            train(tmp_path, setting)
+    assert said == []
+
+
 def test_what_may_change_the_training_is_said_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

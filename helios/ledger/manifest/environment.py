@@ -33,6 +33,7 @@ _PREFIXES = (
 _NAMES = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "LD_PRELOAD", "NCCL_ALGO", "NCCL_PROTO")
 _ADDRESSES = re.compile(r"_(?:ADDR|HOST|HOSTID|PORT|DIR|PATH|HOME|FILE|KEY|TOKEN|ID|IFNAME)$")
 _FLAGS = re.compile(r"(?:avx|amx|fma|f16c|sse4|bmi|asimd|sve|bf16|fphp)\w*")
+_DRIVER = Path("/proc/driver/nvidia/version")
 _DISTRIBUTION = re.compile(r"(.+?)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 
@@ -219,10 +220,14 @@ def _find_gpu_versions() -> Iterator[tuple[str, str]]:
         yield "cudnn", str(cudnn)
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         yield "nccl", ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    try:
-        yield "driver", Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        return
+    with contextlib.suppress(OSError):
+        yield "driver", driver_version(_DRIVER.read_text())
+
+
+def driver_version(text: str) -> str:
+    """Return the number in what NVIDIA's driver says of itself; its first line without one."""
+    number = re.search(r"\b\d+\.\d+(\.\d+)*\b", text)
+    return number[0] if number else text.strip().partition("\n")[0]
 
 
 def describe_variables() -> dict[str, str]:

@@ -38,6 +38,8 @@ _COMPARED_ELSEWHERE = ("params", "found")
 _SAID_ELSEWHERE = ("command.arguments", "versions.torch", "libraries.torch")
 # What another version of PyTorch brings along, and imports itself: its own line covers them.
 _COME_WITH_TORCH = ("triton", "sympy", "mpmath", "setuptools")
+# Set where exact arithmetic goes to a GPU, or comes from one: the device is named already.
+_WITH_A_GPU = ("environment.CUBLAS_WORKSPACE_CONFIG",)
 # The training has the processor for most of the time while files are parsed.
 _REST = 4.0
 _LEAST_REST = 1e-3
@@ -266,6 +268,9 @@ class RunManifest:
         if any(each.name == "versions.torch" for each in self.changes):
             told.add("versions.torch_build")
             told.update(f"libraries.{name}" for name in _COME_WITH_TORCH)
+        gpus = [each for each in self.changes if each.topic == "gpu"]
+        if any(each.name == "gpu.devices" and None in (each.before, each.after) for each in gpus):
+            told.update(_WITH_A_GPU, (each.name for each in gpus))
         parts = []
         for effect, text in (
             (Effect.TRAJECTORY, "what may change the training"),
@@ -336,7 +341,14 @@ def report_changed_start(
 
 
 def _list(changes: Sequence[ManifestChange]) -> str:
-    """Return changes as text, with their reasons."""
-    shown = "; ".join(f"{each} ({each.reason})" for each in changes[:_MOST_NAMED])
+    """Return changes as text, with the reason of each, or of several one after another."""
+    named = changes[:_MOST_NAMED]
+    reasons = [each.reason for each in named]
+    ends = [one != other for one, other in zip(reasons, [*reasons[1:], ""], strict=True)]
+    texts = [
+        f"{each} ({each.reason})" if ends_here else f"{each}"
+        for each, ends_here in zip(named, ends, strict=True)
+    ]
+    shown = "; ".join(texts)
     more = len(changes) - _MOST_NAMED
     return f"{shown}; and {more} more" if more > 0 else shown
