@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -614,6 +615,8 @@ def _work(
     theirs: Connection, target: Callable[..., object], args: Sequence[Any], **kwargs: Any
 ) -> None:
     """Be a worker: report, and then do its work."""
+    # What the training process has dropped is not freed here: a tensor on a GPU would end this one.
+    gc.freeze()
     if sys.platform != "win32" and _STACKS is not None:
         # In C, so that a worker shows them that hangs while it holds the interpreter lock.
         faulthandler.register(_STACKS, theirs.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import helios
+from helios.core.utils import collector_at_rest
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from tests.support.models import Fitting
@@ -43,6 +45,24 @@ def test_a_device_that_makes_new_parameters_is_told_of() -> None:
     """Torch's device without memory is such a one."""
     with pytest.raises(UsageError, match=r"'net' gets new parameters on meta.*to\(self\.device\)"):
         train(engine=Engine("meta"))
+
+
+@pytest.mark.shows("P144")
+def test_the_memory_of_a_run_that_was_dropped_is_free_before_the_next_model_is_built() -> None:
+    """A trainer and its model are in a cycle, and an accelerator's memory is scarce."""
+    with collector_at_rest():
+        dropped = weakref.ref(train(use_cpu=True).net)
+        found = []
+
+        class Looking(Plain):
+            def make_net(self) -> nn.Module:
+                found.append(dropped())
+                return super().make_net()
+
+        trainer = helios.Trainer(total_steps=0, print_banner=False, engine=Engine("meta"))
+        with pytest.raises(UsageError):
+            trainer.fit(Looking("plain"), IndexModule(Setting()))
+    assert found == [None]
 
 
 def test_on_a_cpu_nothing_is_moved() -> None:

@@ -5,6 +5,7 @@ Whatever happens, everything that was set up is torn down, and changed settings 
 
 from __future__ import annotations
 
+import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -409,6 +410,9 @@ class Run(ABC):
         take_own_processor(self.model)
         for table in self.model.tables.values():
             table.clear()
+        if self.engine.device.type != "cpu":
+            # A trainer and its model know each other, so a run that was dropped keeps its memory.
+            gc.collect()
         if "init" in run.seeds:
             rng.seed_setup(run.seed_of("init"))
         with self._constructor_calls.recording():

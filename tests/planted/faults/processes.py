@@ -227,3 +227,11 @@ def ranks_that_got_a_signal_do_not_ask_where_the_others_are(hurry, watch, second
 )
 def a_process_ends_in_silence_that_holds_the_lock_of_the_log(write_to_stderr, text):
     return None
+
+
+@fault(
+    "helios.data.workers:gc.freeze",
+    f"{WORKERS}::test_a_worker_frees_nothing_that_the_training_process_has_dropped",
+)
+def a_loader_worker_frees_what_its_parent_has_dropped(freeze):
+    return None
