@@ -5,6 +5,7 @@ Each runs in a process of its own, since deterministic algorithms must be chosen
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import signal
 from pathlib import Path
@@ -16,17 +17,17 @@ import torch
 import helios
 from tests.distributed.test_elastic import Interrupt
 from tests.support.elastic import Elastic, KillRank, assert_same, read_bits, train
+from tests.support.token_run import EXACT_GPU
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 
-_EXACT: dict[str, Any] = {"use_cpu": None, "gpus": [0], "enable_deterministic": True}
-
 
 def make_setting(num_replicas: int, **options: Any) -> Elastic:
-    return Elastic(num_replicas=num_replicas, total_steps=9, options={**_EXACT, **options})
+    given = {"use_cpu": None, **EXACT_GPU, **options}
+    return Elastic(num_replicas=num_replicas, total_steps=9, options=given)
 
 
 def start(folder: Path, setting: Elastic, *plugins: Any) -> int:
@@ -60,8 +61,8 @@ def test_the_level_is_elastic_with_deterministic_algorithms_only(tmp_path: Path)
         assert start(tmp_path / name, setting) == 0
         newest = helios.find_last_checkpoint(tmp_path / name / "elastic")
         assert newest is not None
-        levels.append('"elastic"' in newest.with_suffix(".json").read_text())
-    assert levels == [True, False]
+        levels.append(json.loads(newest.with_suffix(".json").read_text())["level"])
+    assert levels == ["elastic", "order"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -74,3 +75,10 @@ def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
     assert start(tmp_path / "both", two, Interrupt(3, 1)) == 0
     assert start(tmp_path / "both", one) == 0
     assert_same(read_bits(tmp_path / "both"), read_bits(tmp_path / "one"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_second_gpu_gives_the_bits_of_the_first(tmp_path: Path) -> None:
+    for number in (0, 1):
+        assert start(tmp_path / str(number), make_setting(2, gpus=[number])) == 0
+    assert_same(read_bits(tmp_path / "1"), read_bits(tmp_path / "0"))

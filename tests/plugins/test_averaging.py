@@ -825,6 +825,7 @@ def test_an_average_that_has_moved_for_an_evaluation_is_the_one_that_goes_on() -
     assert same(averages.state_dict()["averages"]["net"], expected)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_an_average_follows_its_network_to_another_device() -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))

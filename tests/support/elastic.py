@@ -106,7 +106,8 @@ class ElasticModel(helios.Model):
         if isinstance(batch, int):
             batch = torch.tensor([2 * batch, 2 * batch + 1]), torch.rand(2, 1, SIDE, SIDE)
         ids, images = batch
-        features = self.body(images + 0.01 * torch.rand(1) + 0.01 * float(np.random.normal()))
+        noise = 0.01 * torch.rand(1).to(images.device)
+        features = self.body(images + noise + 0.01 * float(np.random.normal()))
         scores = self.head(features)
         if (ids % 5 == 0).any():
             scores = scores + 0.1 * self.branch(features)
@@ -141,7 +142,7 @@ class ElasticModel(helios.Model):
 
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
         ids, images = batch
-        noise = torch.rand(1) + float(np.random.normal())
+        noise = torch.rand(1).to(images.device) + float(np.random.normal())
         scores = self.head(self.body(images + 0.01 * noise))
         losses = nn.functional.cross_entropy(scores, ids % CLASSES, reduction="none")
         with (self.log / f"valid-{self.trainer.rank}.jsonl").open("a") as file:
