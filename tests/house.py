@@ -42,6 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "state_graph": _TOOLS,
     "replicas": (*_TOOLS, "state_graph"),
     "ledger": _TOOLS,
+    "reports": (*_TOOLS, "ledger"),
     "tracking": (*_TOOLS, "ledger"),
     "sharding": (*_TOOLS, "replicas"),
     "engines": (*_TOOLS, "replicas", "launch", "sharding"),
@@ -71,9 +72,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *(*_TOOLS, "hooks", "data", "checkpoint", "sharding", "engines", "model", "plugins"),
         "trainer",
     ),
-    "doctor": (*_TOOLS, "ledger"),
     "chkpt_migrator": (*_TOOLS, "migration"),
-    "cli": (*_TOOLS, "checkpoint", "ledger", "tracking", "trainer", "doctor", "chkpt_migrator"),
+    "cli": (*_TOOLS, "checkpoint", "ledger", "reports", "tracking", "trainer", "chkpt_migrator"),
     "__main__": ("cli",),
 }
 # The trainer and what starts its runs are one room, and so are replicas and the requests that their
@@ -86,6 +86,7 @@ PUBLISHED = {
     ("core/distributed.py", "distributed"),
     ("core/logging.py", "storage"),
     ("core/logging.py", "terminal"),
+    ("ledger/exports.py", "reports"),
 }
 # The types that users read are recursive: the trainer of a model has a model, whose context has it
 # again. These files name a published class that stands above them, in annotations only and as users
@@ -98,10 +99,31 @@ TYPE_ONLY = {
     ("model/processor.py", FACADE),
     ("plugins/plugin.py", FACADE),
 }
+# What reports are made with, directly and by way of other modules: values, storage, and what reads
+# the files of a run. Nothing in here trains.
+READ_BY_REPORTS = {
+    *("best.py", "errors.py", "protocols.py", "state.py", "version.py"),
+    *("core/local_paths.py", "core/text.py", "storage/digest.py", "storage/files.py"),
+    *(
+        f"ledger/{name}.py"
+        for name in (
+            *("book", "differences", "event_file", "line", "lineage", "reading", "run_facts"),
+            *("timing", "validation_scores", "verification"),
+        )
+    ),
+    *(
+        f"ledger/manifest/{name}.py"
+        for name in (
+            *("environment", "git_state", "manifest_changes", "manifest_file", "scrubbing"),
+            "source_files",
+        )
+    ),
+}
 # Files that share their name with another one, each with the reason.
 SAME_FILE_NAME = {
     "__init__.py": "what a package exports",
-    "exports.py": "names that a package defers: its own, and those of core/",
+    "doctor.py": "cli/doctor is the command that shows what reports/doctor has found",
+    "exports.py": "names that a package defers: its own, those of core/ and of ledger/",
     "export.py": "cli/export is the command that calls checkpoint/export, and has its name",
 }
 # Public functions that share their name with another function or class, each with the reason.
@@ -112,7 +134,7 @@ SAME_FUNCTION_NAME = {
 }
 # Packages that import their names when they are first used, so that commands that only read text
 # start without PyTorch.
-DEFERRED = ("__init__.py", "core/__init__.py")
+DEFERRED = ("__init__.py", "core/__init__.py", "ledger/__init__.py")
 INTERCEPTORS = {
     *("__getattr__", "__setattr__", "__getattribute__", "__delattr__"),
 }
@@ -273,6 +295,25 @@ def cycle_faults(files: Mapping[str, str]) -> list[str]:
     except graphlib.CycleError as error:
         return [f"Files import each other: {' <- '.join(error.args[1])}."]
     return []
+
+
+def report_faults(files: Mapping[str, str]) -> list[str]:
+    """Modules that reports import, directly or by way of others, besides those that only read."""
+    seen = {path for path in files if room_of(path) == "reports"}
+    waiting, faults = sorted(seen), []
+    while waiting:
+        path = waiting.pop()
+        found = {_imported_file(name, files) for _, name, _ in _imported_names(path, files[path])}
+        new = sorted(found - seen - {f"{FACADE}.py"})
+        seen.update(new)
+        waiting += new
+        faults += [
+            f"{path}: reports only read files, and must not get to {other}."
+            for other in new
+            if other not in READ_BY_REPORTS
+        ]
+    idle = sorted(READ_BY_REPORTS - seen)
+    return faults + [f"No report needs {path} any more." for path in idle]
 
 
 def _may_import(path: str, other: str, *, is_type_only: bool) -> bool:

@@ -11,8 +11,10 @@ import pytest
 
 import helios
 import helios.core
+import helios.ledger
 from helios import exports
 from helios.core import exports as core_exports
+from helios.ledger import exports as ledger_exports
 from tests import house
 
 _HEAVY = "print([name for name in ('torch', 'numpy', 'tqdm') if name in sys.modules])"
@@ -31,7 +33,10 @@ def _run(code: str) -> str:
 
 
 @pytest.mark.shows("P73")
-@pytest.mark.parametrize(("package", "found"), [(helios, exports), (helios.core, core_exports)])
+@pytest.mark.parametrize(
+    ("package", "found"),
+    [(helios, exports), (helios.core, core_exports), (helios.ledger, ledger_exports)],
+)
 def test_a_package_shows_the_names_that_its_exports_import(package: object, found: object) -> None:
     names = {name for name in vars(found) if not name.startswith("__")}
     assert {*package.__all__} - {"__version__"} == names
@@ -49,6 +54,18 @@ helios.Model
 print({{*helios.__all__}} <= {{*vars(helios)}}, helios.plugins.EMA.__name__)
 """
     assert _run(code).splitlines() == ["[]", "False True", "True EMA"]
+
+
+@pytest.mark.shows("P73")
+def test_a_training_imports_no_reports() -> None:
+    code = """
+from helios import Trainer
+print([name for name in sys.modules if name.startswith("helios.reports")])
+from helios.ledger import compare, pack, report
+print(report.__module__, compare.__module__, pack.__module__)
+"""
+    modules = "helios.reports.run_report helios.reports.run_comparison helios.reports.packing"
+    assert _run(code).splitlines() == ["[]", modules]
 
 
 @pytest.mark.shows("P73")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -57,6 +58,7 @@ def test_a_fault_or_a_test_that_is_gone_is_reported(target: str, test: str, said
 
 
 def test_what_is_not_there_cannot_be_planted() -> None:
+    importlib.import_module("helios.core.rng")
     with pytest.raises(PlantingError, match="gone is not there"):
         Fault("a fault", "helios.core.rng:gone", "", print).plant()
 

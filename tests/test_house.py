@@ -86,6 +86,24 @@ def test_a_circle_through_the_facade_is_closed_by_the_listed_annotations_only() 
     assert len(house.cycle_faults(other)) == 1
 
 
+def test_reports_only_read_files() -> None:
+    assert not (faults := house.report_faults(_FILES)), "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("reports/packing.py", "from helios.ledger.writer import LedgerWriter"),
+        ("reports/packing.py", "def f():\n    from helios.core import rng"),
+        ("ledger/reading.py", "from helios.storage import codec"),
+    ],
+)
+def test_a_report_that_gets_to_what_trains_is_seen(path: str, text: str) -> None:
+    faults = house.report_faults({**_FILES, path: f"{_FILES[path]}\n{text}\n"})
+    assert faults
+    assert f"{path}: reports only read files" in "\n".join(faults)
+
+
 def test_every_exception_of_the_table_is_needed() -> None:
     assert not (idle := house.idle_exceptions(_FILES)), "\n".join(idle)
     assert len(house.idle_exceptions({})) == len(house.PUBLISHED) + len(house.TYPE_ONLY)

@@ -9,10 +9,11 @@ from pathlib import Path
 from helios.cli import output
 from helios.cli.output import Column
 from helios.cli.report import find_target
-from helios.ledger import compare
-from helios.ledger.run_comparison import RunComparison
-from helios.ledger.summary.comparison_page import (
+from helios.reports.factors import is_repeated
+from helios.reports.run_comparison import (
     HEAD,
+    RunComparison,
+    compare,
     describe_estimate,
     describe_pairs,
     describe_sweep,
@@ -21,7 +22,6 @@ from helios.ledger.summary.comparison_page import (
     list_sweep,
     write_comparison,
 )
-from helios.ledger.summary.factors import is_repeated
 from helios.storage import files
 
 DESCRIPTION = """\

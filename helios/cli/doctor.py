@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import helios.reports.doctor as machine
 from helios.cli import output
 from helios.core.local_paths import as_local_path
 from helios.core.text import size_text
-from helios.doctor.diagnosis import Diagnosis, Severity
-
-if TYPE_CHECKING:
-    from helios.doctor.examination import Examination
+from helios.reports.doctor import Diagnosis, Examination, Severity
 
 DESCRIPTION = """\
 Show what of this machine changes the bits of a training, and what is wrong with
@@ -43,10 +42,10 @@ def run(namespace: argparse.Namespace) -> int:
     if folder.exists():
         folder = output.existing_folder(namespace.folder)
     try:
-        from helios.doctor.examination import examine_machine
+        importlib.import_module("torch")
     except (ImportError, OSError) as error:
         return _refuse(error, is_json=namespace.json)
-    found = examine_machine(folder)
+    found = machine.examine_machine(folder)
     if namespace.json:
         output.print_json(found.as_dict())
     else:

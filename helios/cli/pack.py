@@ -14,8 +14,8 @@ from helios.cli import output
 from helios.cli.report import find_target
 from helios.core.text import size_text
 from helios.errors import CheckpointError
-from helios.ledger import pack
-from helios.ledger.summary.run_facts import find_run
+from helios.ledger.run_facts import find_run
+from helios.reports.packing import pack
 
 DESCRIPTION = """\
 Pack ledger, manifest, lineage, times, source files, local changes and the

@@ -11,8 +11,8 @@ from helios.checkpoint.status import Condition, Status
 from helios.cli import output
 from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError
-from helios.ledger import report
-from helios.ledger.summary.run_facts import find_run
+from helios.ledger.run_facts import find_run
+from helios.reports.run_report import report
 from helios.storage import files
 
 DESCRIPTION = """\

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from helios.ledger import line
+import helios.ledger.line as line
 from helios.ledger.line import STEPS
 from helios.storage import files
 

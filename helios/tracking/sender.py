@@ -13,7 +13,7 @@ from helios.best import BestValidation
 from helios.errors import LedgerError
 from helios.ledger.manifest import manifest_file
 from helios.ledger.manifest.manifest_file import Manifest, read_manifest
-from helios.ledger.summary.run_facts import read_run
+from helios.ledger.run_facts import read_run
 from helios.tracking.targets import Delivery, Destination, Rows
 from helios.tracking.tracker_folder import SEALED, TrackedRun, TrackerFolder
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from helios.cli import main
-from helios.doctor import examination
-from helios.doctor.diagnosis import Diagnosis, Severity
 from helios.ledger.manifest.environment import describe_switches
+from helios.reports import doctor
+from helios.reports.doctor import Diagnosis, Severity
 
 
 @pytest.mark.shows("P74")
@@ -36,11 +36,9 @@ def test_the_exit_code_is_that_of_the_worst_finding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     note = Diagnosis("gpu", Severity.NOTE, "It is old.", "Buy a new one.")
-    facts = examination.examine_machine(tmp_path).facts
+    facts = doctor.examine_machine(tmp_path).facts
     findings = [Diagnosis("gpu", severity, "It is hot.", "Cool it."), note]
-    monkeypatch.setattr(
-        examination, "examine_machine", lambda path: examination.Examination(facts, findings)
-    )
+    monkeypatch.setattr(doctor, "examine_machine", lambda path: doctor.Examination(facts, findings))
     assert main(["doctor", str(tmp_path)]) == severity.exit_code
     shown = capsys.readouterr().out.splitlines()
     last = "no problems found" if severity is Severity.NOTE else "1 wrong"
@@ -54,7 +52,7 @@ def test_the_exit_code_is_that_of_the_worst_finding(
 def test_without_pytorch_the_command_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "helios.doctor.examination", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert found["findings"][0]["severity"] == "unusable"

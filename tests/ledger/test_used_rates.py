@@ -14,9 +14,9 @@ from torch.optim import lr_scheduler as schedulers
 
 import helios
 from helios.ledger import report
-from helios.ledger.summary.curves import read_curves
 from helios.ledger.timing import FILE_NAME, read_timing
 from helios.plugins import Plugin
+from helios.reports.curves import read_curves
 from helios.state import TrainingState
 
 _LENGTH, _EPOCH = 24, 6

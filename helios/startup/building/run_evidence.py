@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import helios.ledger.lineage as lineage
 from helios.best import BestValidation
 from helios.checkpoint import loading
 from helios.errors import CheckpointError, LedgerError
-from helios.ledger import lineage
 from helios.ledger.event_file import now
 from helios.ledger.lineage import Lineage
 from helios.ledger.manifest.scrubbing import scrub

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import helios.ledger.timing as timing
 from helios.best import BestRule, BestSoFar, Validation
 from helios.errors import LedgerError
-from helios.ledger import timing
 from helios.replicas.replicas import Replicas
 from helios.startup.launching.on_all_ranks import on_first
 

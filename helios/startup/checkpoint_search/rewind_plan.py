@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import helios.ledger.lineage as lineage
 from helios.checkpoint import file_names, loading
 from helios.core.text import with_step
 from helios.errors import CheckpointError, LedgerError
-from helios.ledger import lineage
 from helios.storage import files
 
 FILE_NAME = "rewinds.json"

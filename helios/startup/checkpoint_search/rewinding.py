@@ -14,12 +14,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import helios.ledger.book as book
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.core.text import with_step
 from helios.data.source import Source
 from helios.errors import ArgumentError, CheckpointError, LedgerError, RunMismatchError
-from helios.ledger import book
 from helios.ledger.reading import read_lines
 from helios.startup.checkpoint_search.rewind_plan import (
     FILE_NAME,

@@ -14,9 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from helios.doctor import folder_checks
-from helios.doctor.diagnosis import Diagnosis
-from helios.doctor.folder_checks import examine_run_folder
+from helios.reports import doctor
+from helios.reports.doctor import Diagnosis, examine_run_folder
 from helios.storage import files
 
 
@@ -106,4 +105,4 @@ def test_locks_must_keep_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fcntl, "lockf", fail(errno.ENOLCK))
     monkeypatch.setattr(subprocess, "run", fail(errno.ENOENT))
     assert "does not lock" in examine(tmp_path)[0].text
-    assert folder_checks._TRY_LOCK.count("LOCK_NB") == 1, "the other process must not wait"
+    assert doctor._TRY_LOCK.count("LOCK_NB") == 1, "the other process must not wait"

@@ -7,12 +7,15 @@ from datetime import datetime, timezone
 
 import pytest
 
-from helios.doctor.diagnosis import Diagnosis, Severity
-from helios.doctor.examination import check_clock
-from helios.doctor.hardware_checks import check_cpu, check_gpus, check_shared_memory
-from helios.doctor.software_checks import (
+from helios.reports.doctor import (
     NEWEST_TORCH,
     OLDEST_TORCH,
+    Diagnosis,
+    Severity,
+    check_clock,
+    check_cpu,
+    check_gpus,
+    check_shared_memory,
     check_variables,
     check_versions,
 )

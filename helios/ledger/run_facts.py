@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import helios.ledger.book as book
+import helios.ledger.lineage as lineage
+import helios.ledger.timing as timing
 from helios.best import BestRule, BestSoFar, BestValidation, Validation
 from helios.core.local_paths import as_local_path
 from helios.errors import LedgerError
-from helios.ledger import book, lineage, timing
 from helios.ledger.lineage import read_lineage
 from helios.ledger.manifest import manifest_file
 from helios.ledger.manifest.manifest_file import Manifest, read_manifest

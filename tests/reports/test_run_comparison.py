@@ -16,14 +16,13 @@ import pytest
 from helios.cli import main
 from helios.errors import ArgumentError, LedgerError
 from helios.ledger import compare
-from helios.ledger.summary.curves import (
+from helios.reports.curves import (
     read_last_iteration,
     read_last_line,
     read_last_losses,
 )
-from helios.ledger.summary.estimates import find_crossing_fault, split_variance
-from helios.ledger.summary.student import find_quantile
-from tests.ledger.test_reports import Page
+from helios.reports.estimates import find_crossing_fault, find_quantile, split_variance
+from tests.reports.test_run_reports import Page
 from tests.support.synthetic_run import write_ledger, write_run
 
 BASE = {"options": {"precision": "fp32"}, "seeds": {"random_seed": 1}}

@@ -12,8 +12,8 @@ from pathlib import PurePath
 from typing import Any
 
 from helios.core.text import number_text, with_step
-from helios.ledger.summary.document import Checklist, Question
-from helios.ledger.summary.run_facts import RunFacts
+from helios.ledger.run_facts import RunFacts
+from helios.reports.document import Checklist, Question
 
 # What Python names instead of a script for -c, for its prompt, and for standard input.
 _NO_FILES = ("", "-", "-c")

@@ -15,17 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+import helios.ledger.book as book
+import helios.ledger.lineage as lineage
+import helios.ledger.timing as timing
 from helios.core.local_paths import as_local_path
 from helios.errors import LedgerError
-from helios.ledger import book, lineage, timing
-from helios.ledger.anonymizing import Anonymizer, make_anonymizer
 from helios.ledger.event_file import read_event_file
 from helios.ledger.line import stated_hash
 from helios.ledger.manifest import manifest_file
 from helios.ledger.manifest.scrubbing import scrub
-from helios.ledger.summary.checklist import command_text, git_text
-from helios.ledger.summary.curves import read_last_line
-from helios.ledger.summary.run_facts import RunFacts, read_run
+from helios.ledger.run_facts import RunFacts, read_run
+from helios.reports.anonymizing import Anonymizer, make_anonymizer
+from helios.reports.checklist import command_text, git_text
+from helios.reports.curves import read_last_line
 from helios.storage import files
 from helios.storage.digest import digest_file
 from helios.version import __version__
@@ -58,27 +60,41 @@ class Pack:
     digests: dict[str, str] = field(default_factory=dict)
 
 
-def pack_run(
+def pack(
     run: str | Path,
     target: str | Path,
     *,
-    weights: Path | None,
-    notes: Sequence[str],
-    is_anonymous: bool,
+    weights: Path | None = None,
+    notes: Sequence[str] = (),
+    is_anonymous: bool = False,
 ) -> Pack:
-    """Pack the evidence of a run; see ``helios.ledger.pack``."""
+    """Pack the evidence of a run into one archive, with the commands that check it.
+
+    Args:
+        run: the folder of the run, or its ledger.
+        target: the zip file; an old one is replaced.
+        weights: a file of weights to add, such as one that ``helios export`` has written.
+        notes: sentences for the README of the archive.
+        is_anonymous: whether to remove names of hosts and users, absolute paths, and the remote,
+            branch, commit and author of the git repository.
+
+    Raises:
+        LedgerError: if there is no run, if its files cannot be read, or if the archive would not be
+            anonymous.
+        OSError: if the disk fails; an old archive stays.
+    """
     facts, anonymizer = read_run(run), None
     if is_anonymous:
         events = [*lineage.read_lineage(facts.folder), *facts.times.starts]
         anonymizer = make_anonymizer(facts.manifest, events)
-    pack = gather(facts, anonymizer)
-    pack.notes += notes if anonymizer is None else map(anonymizer.replace, notes)
+    packed = gather(facts, anonymizer)
+    packed.notes += notes if anonymizer is None else map(anonymizer.replace, notes)
     if weights is not None:
-        pack.paths[f"weights{weights.suffix}"] = weights
+        packed.paths[f"weights{weights.suffix}"] = weights
     if anonymizer is not None:
-        check_anonymous(pack, anonymizer)
-    write_archive(as_local_path("pack(target=...)", target), pack, facts, anonymizer)
-    return pack
+        check_anonymous(packed, anonymizer)
+    write_archive(as_local_path("pack(target=...)", target), packed, facts, anonymizer)
+    return packed
 
 
 def gather(run: RunFacts, anonymizer: Anonymizer | None = None) -> Pack:

@@ -1,1 +1,0 @@
-"""What of a machine matters to reproducibility, and what is wrong with it."""

@@ -1,1 +1,0 @@
-"""What a report or a comparison says of runs, and how it is written as HTML and Markdown."""
