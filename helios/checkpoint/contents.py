@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -36,11 +37,13 @@ class Contents(ABC):
     Attributes:
         path: as given.
         record_path: the file of the record.
+        watch: called with numbers of bytes while they are compared; ``None`` if nobody asks.
     """
 
     def __init__(self, path: Path, record_path: Path) -> None:
         self.path = path
         self.record_path = record_path
+        self.watch: Callable[[int], object] | None = None
 
     @property
     @abstractmethod
@@ -124,7 +127,7 @@ class WholeFile(Contents):
         """Compare the file with its digest; see the base."""
         path = self.path
         if sidecar is not None and sidecar.digest:
-            found = digest_file(path)
+            found = digest_file(path, self.watch)
             if found != sidecar.digest:
                 if found == sidecar.extra.get(file_names.SOURCE_DIGEST):
                     # The old file was put back: it is intact, and must not be renamed.
@@ -134,7 +137,7 @@ class WholeFile(Contents):
                     "Remove it, or use another checkpoint."
                 )
             return True
-        check_container(path)
+        check_container(path, self.watch)
         return False
 
     def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
@@ -211,14 +214,14 @@ class ShardedFolder(Contents):
                 "Remove the checkpoint, or use another one."
             )
         digests = self.index.record.digests
-        if digests and (digest_file(self.record_path),) != digests:
+        if digests and (digest_file(self.record_path, self.watch),) != digests:
             raise DamagedCheckpointError(
                 f"{self.record_path} is damaged: its bytes do not match the digest in the index. "
                 "Remove the checkpoint, or use another one."
             )
         if not digests:
-            check_container(self.record_path)
-        self.reader.verify(share)
+            check_container(self.record_path, self.watch)
+        self.reader.verify(share, self.watch)
         return is_confirmed and bool(digests)
 
     def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:

@@ -7,7 +7,7 @@ meanwhile.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,13 @@ class ShardReader:
         self._folder = folder
         self._files: dict[int, _MappedFile] = {}
 
-    def verify(self, share: RowShare | None) -> None:
+    def verify(self, share: RowShare | None, watch: Callable[[int], object] | None = None) -> None:
         """Compare bytes with their digests.
 
         Args:
             share: only what one process reads, and its share of the files' headers; ``None`` for
                 every byte.
+            watch: called with numbers of bytes that were compared, if every byte is.
 
         Raises:
             DamagedCheckpointError: if some differ.
@@ -47,7 +48,12 @@ class ShardReader:
         """
         if share is None:
             for number, file in enumerate(self.index.files):
-                self._open(number).verify(0, file.size)
+                mapped = self._open(number)
+                for begin in range(0, file.size, BLOCK_BYTES):
+                    end = min(begin + BLOCK_BYTES, file.size)
+                    mapped.verify(begin, end)
+                    if watch is not None:
+                        watch(end - begin)
             return
         ends = [file.size for file in self.index.files]
         for name, tensor in self.index.tensors.items():

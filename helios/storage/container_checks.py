@@ -6,7 +6,7 @@ import contextlib
 import errno
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from helios.errors import DamagedCheckpointError
@@ -28,10 +28,14 @@ def check_directory(path: Path) -> None:
             _check_form(record)
 
 
-def check_container(path: Path) -> None:
+def check_container(path: Path, watch: Callable[[int], object] | None = None) -> None:
     """Verify the checksums of the records in a ZIP archive.
 
     This finds most damage if there is no digest, and keeps torch from reading damaged bytes.
+
+    Args:
+        path: the archive.
+        watch: called with the number of bytes of each chunk that was read.
 
     Raises:
         DamagedCheckpointError: if it is not a ZIP archive, or a record is damaged.
@@ -39,7 +43,7 @@ def check_container(path: Path) -> None:
     """
     with _container(path) as container:
         for record in container.infolist():
-            _check_record(container, record)
+            _check_record(container, record, watch)
 
 
 @contextlib.contextmanager
@@ -61,14 +65,19 @@ def _check_form(record: zipfile.ZipInfo) -> None:
         raise zipfile.BadZipFile(f"the record {record.filename} is not as torch writes them")
 
 
-def _check_record(container: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+def _check_record(
+    container: zipfile.ZipFile,
+    record: zipfile.ZipInfo,
+    watch: Callable[[int], object] | None,
+) -> None:
     _check_form(record)
     # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
     if not record.CRC:
         return
     with container.open(record) as handle:
-        while handle.read(_CHUNK_BYTES):
-            pass
+        while data := handle.read(_CHUNK_BYTES):
+            if watch is not None:
+                watch(len(data))
 
 
 def reraise_os_error(error: Exception) -> None:

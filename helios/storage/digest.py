@@ -130,8 +130,12 @@ class DigestWriter:
         return "" if self._hash is None else _PREFIX + self._hash.hexdigest()
 
 
-def digest_file(path: Path) -> str:
+def digest_file(path: Path, watch: Callable[[int], object] | None = None) -> str:
     """Return the digest of a file, read in chunks of 1 MiB.
+
+    Args:
+        path: the file.
+        watch: called with the number of bytes of each chunk.
 
     Raises:
         OSError: if the file cannot be read.
@@ -141,4 +145,6 @@ def digest_file(path: Path) -> str:
     with path.open("rb", buffering=0) as handle:
         while count := handle.readinto(chunk):
             result.update(chunk[:count])
+            if watch is not None:
+                watch(count)
     return _PREFIX + result.hexdigest()

@@ -303,7 +303,7 @@ def test_a_disk_that_fails_is_not_called_damage(
 ) -> None:
     before = names(folder.path)
 
-    def fail(path: Path) -> str:
+    def fail(path: Path, watch: object) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(contents, "digest_file", fail)

@@ -58,7 +58,9 @@ def test_how_far_a_file_was_checked_is_said(tmp_path: Path) -> None:
     path = save(RunFolder(tmp_path), 1, 1)
     looks = {depth: status.examine(path, depth).checked for depth in Depth}
     assert looks == {
-        Depth.GLANCE: Checked.CONTAINER,
+        Depth.NAMES: Checked.NOTHING,
+        Depth.SIDECAR: Checked.NOTHING,
+        Depth.HEADER: Checked.CONTAINER,
         Depth.STRUCTURE: Checked.STRUCTURE,
         Depth.BYTES: Checked.DIGEST,
     }
