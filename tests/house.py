@@ -72,8 +72,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *(*_TOOLS, "hooks", "data", "checkpoint", "sharding", "engines", "model", "plugins"),
         "trainer",
     ),
-    "chkpt_migrator": (*_TOOLS, "migration"),
-    "cli": (*_TOOLS, "checkpoint", "ledger", "reports", "tracking", "trainer", "chkpt_migrator"),
+    "cli": (*_TOOLS, "checkpoint", "ledger", "reports", "tracking", "trainer", "migration"),
+    "chkpt_migrator": (*_TOOLS, "migration", "cli"),
     "__main__": ("cli",),
 }
 # The trainer and what starts its runs are one room, and so are replicas and the requests that their
@@ -128,8 +128,6 @@ SAME_FILE_NAME = {
 }
 # Public functions that share their name with another function or class, each with the reason.
 SAME_FUNCTION_NAME = {
-    "add_arguments": "each command of the command line has one; cli/commands calls it by this name",
-    "run": "each command of the command line has one; cli/commands calls it by this name",
     "main": "where a program starts: the command line, the migrator, the process that sends",
 }
 # Packages that import their names when they are first used, so that commands that only read text

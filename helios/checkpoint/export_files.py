@@ -66,7 +66,9 @@ def refuse_checkpoint_name(path: Path) -> None:
 
 def already_there(path: Path) -> ArgumentError:
     """Return the error for an export that is there already."""
-    return ArgumentError(f"{path} exists already. Choose another name, or allow overwriting.")
+    return ArgumentError(
+        f"{path} exists already. Choose another name, or overwrite it with --force."
+    )
 
 
 def _write_pt(path: Path, weights: Weights) -> None:

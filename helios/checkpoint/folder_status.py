@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 
 from helios.checkpoint import file_names
-from helios.checkpoint.status import Condition, Depth, Status, examine
+from helios.checkpoint.status import Condition, Status, examine
 from helios.errors import CheckpointError
 
 _MOVED_ASIDE = "before-"
@@ -49,28 +49,28 @@ def _is_before(name: str) -> bool:
     return name.startswith(_MOVED_ASIDE)
 
 
-def examine_folder(folder: Path, depth: Depth = Depth.GLANCE) -> FolderStatus:
+def examine_folder(folder: Path, look: Callable[[Path], Status] = examine) -> FolderStatus:
     """Examine the checkpoints directly in a folder.
 
     Args:
         folder: the folder of one run.
-        depth: as in :func:`examine`. What a start would do is determined as far as it allows.
+        look: examines a file. What a start would do is determined as far as it looks.
 
     Raises:
         CheckpointError: if a running training deletes the checkpoints faster than they can be read.
     """
-    files = _examine_all(folder, depth)
+    files = _examine_all(folder, look)
     damaged = filter(file_names.is_damaged_checkpoint, sorted(folder.iterdir()))
     aside = list(map(_put_aside, damaged))
     start, outcome = _find_start(files, has_damaged=bool(aside))
     return FolderStatus(folder, (*files, *aside), start, outcome)
 
 
-def _examine_all(folder: Path, depth: Depth) -> list[Status]:
+def _examine_all(folder: Path, look: Callable[[Path], Status]) -> list[Status]:
     """Examine all checkpoints of a folder, and again if a run has deleted one meanwhile."""
     known: dict[Path, Status] = {}
     for paths in file_names.listings(folder):
-        known |= {path: examine(path, depth) for path in paths if path not in known}
+        known |= {path: look(path) for path in paths if path not in known}
         files = [known[path] for path in paths]
         # A file that was intact when it was examined is reported, even if it was deleted since.
         if all(status.is_good or not file_names.is_gone(status.path) for status in files):
@@ -96,13 +96,13 @@ def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None,
 
 
 def survey(
-    root: Path, depth: Depth = Depth.GLANCE, *, with_moved_aside: bool = True
+    root: Path, look: Callable[[Path], Status] = examine, *, with_moved_aside: bool = True
 ) -> Iterator[FolderStatus]:
     """Examine a folder and all folders below it, and yield those that hold checkpoints.
 
     Args:
         root: the folder of a run, or ``chkpt_root``.
-        depth: as in :func:`examine`.
+        look: as in :func:`examine_folder`.
         with_moved_aside: include folders below it with files that were moved aside.
 
     Raises:
@@ -121,7 +121,7 @@ def survey(
         present = [folder / part for part in (*names, *below)]
         below[:] = [part for part in below if not file_names.is_folder(folder / part)]
         if any(map(_is_shown, present)):
-            yield examine_folder(folder, depth)
+            yield examine_folder(folder, look)
 
 
 def _is_shown(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The command line: one parser, a module for each command, and one place that handles errors.
+"""The command line: one parser, a table of commands, and one place that handles errors.
 
 Exit codes are 0 for success, 1 for a checkpoint that is not good or could not be used, 2 for wrong
 usage; 130 after Ctrl-C and 141 after a broken pipe, as in shells.
@@ -19,19 +19,23 @@ from helios.version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
+# The module in which a command is found when it is used, and what it does.
 _COMMANDS = {
-    "ls": "list the checkpoints of a folder and of the folders below it",
-    "inspect": "show the sidecar, the counters and the tensors of a checkpoint",
-    "verify": "verify every byte of checkpoints and ledgers",
-    "diff": "find the first difference between two runs or two checkpoints",
-    "replay": "repeat a part of a run, and compare it with its ledger",
-    "report": "write a report of a run, with a reproducibility checklist",
-    "compare": "mean, deviation and interval of the results of several runs",
-    "pack": "pack the evidence of a run into one archive, for reviewers",
-    "send": "send the stored points of a tracker",
-    "export": "write the weights of a checkpoint to a separate file",
-    "doctor": "show what of this machine changes bits, and what is wrong with it",
-    "migrate": "migrate checkpoints of helios-ml and of older formats to the current one",
+    "ls": ("checkpoints", "list the checkpoints of a folder and of the folders below it"),
+    "inspect": ("checkpoints", "show the sidecar, the counters and the tensors of a checkpoint"),
+    "verify": ("checkpoints", "verify every byte of checkpoints and ledgers"),
+    "diff": ("runs", "find the first difference between two runs or two checkpoints"),
+    "replay": ("runs", "repeat a part of a run, and compare it with its ledger"),
+    "report": ("runs", "write a report of a run, with a reproducibility checklist"),
+    "compare": ("runs", "mean, deviation and interval of the results of several runs"),
+    "pack": ("runs", "pack the evidence of a run into one archive, for reviewers"),
+    "send": ("runs", "send the stored points of a tracker"),
+    "export": ("export", "write the weights of a checkpoint to a separate file"),
+    "doctor": ("doctor", "show what of this machine changes bits, and what is wrong with it"),
+    "migrate": (
+        "migrate",
+        "migrate checkpoints of helios-ml and of older formats to the current one",
+    ),
 }
 _WIDTH = 80
 _EPILOG = """\
@@ -50,7 +54,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, width=width, max_help_position=24)
 
 
-class _Command(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     """The parser of a command; its module is imported only when the command is used."""
 
     _is_complete = False
@@ -58,10 +62,9 @@ class _Command(argparse.ArgumentParser):
     def _complete(self) -> None:
         if not self._is_complete:
             self._is_complete = True
-            module = importlib.import_module(f"helios.cli.{self.prog.split()[-1]}")
-            self.description = module.DESCRIPTION
-            module.add_arguments(self)
-            self.set_defaults(run=module.run)
+            name = self.prog.split()[-1]
+            module = importlib.import_module(f"helios.cli.{_COMMANDS[name][0]}")
+            module.COMMANDS[name].add_to(self)
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
         self._complete()
@@ -73,7 +76,7 @@ class _Command(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; each command stores its ``run`` in the result."""
+    """Return the parser of the command line; each command stores what it does in the result."""
     parser = argparse.ArgumentParser(
         prog="helios",
         description="Work with checkpoints and runs; only replay needs the code that made them.",
@@ -82,9 +85,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"helios {__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", parser_class=_Command
+        dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser
     )
-    for name, summary in _COMMANDS.items():
+    for name, (_, summary) in _COMMANDS.items():
         commands.add_parser(name, help=summary, formatter_class=_Formatter)
     return parser
 
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     namespace = build_parser().parse_args(words)
     namespace.rest = rest
     try:
-        code: int = namespace.run(namespace)
+        code: int = namespace.run(namespace).show(as_json=namespace.json)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail(namespace, "interrupted.", INTERRUPTED)

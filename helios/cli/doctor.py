@@ -9,11 +9,12 @@ from typing import Any
 
 import helios.reports.doctor as machine
 from helios.cli import output
+from helios.cli.output import Answer, Command, argument
 from helios.core.local_paths import as_local_path
 from helios.core.text import size_text
 from helios.reports.doctor import Diagnosis, Examination, Severity
 
-DESCRIPTION = """\
+_DOCTOR = """\
 Show what of this machine changes the bits of a training, and what is wrong with
 it: versions, processor and threads, GPUs, environment variables, the settings
 of PyTorch, shared memory, the clock, and whether files in a folder can be
@@ -25,15 +26,8 @@ Exit code 0: nothing is wrong, there may be notes. 1: something is wrong.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
-    text = "folder of a run, or chkpt_root; files are tried in it, and removed (default: .)"
-    parser.add_argument("folder", metavar="DIR", nargs="?", default=".", help=text)
-    output.add_json_option(parser)
-
-
-def run(namespace: argparse.Namespace) -> int:
-    """Examine the machine; 0 if nothing is wrong, 1 if something is, 2 if it cannot be used.
+def examine_here(namespace: argparse.Namespace) -> Answer:
+    """Examine the machine; the code is 0 if nothing is wrong, 1 if something is, 2 if unusable.
 
     Raises:
         ArgumentError: if the folder is a file.
@@ -44,16 +38,16 @@ def run(namespace: argparse.Namespace) -> int:
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        return _refuse(error, is_json=namespace.json)
+        return _refuse(error)
     found = machine.examine_machine(folder)
-    if namespace.json:
-        output.print_json(found.as_dict())
-    else:
-        output.print_lines(*output.facts(dict(_facts(found))), "", *_lines(found.findings))
-    return found.exit_code
+    return Answer(
+        [*output.facts(dict(_facts(found))), "", *_lines(found.findings)],
+        found.as_dict,
+        lambda: found.exit_code,
+    )
 
 
-def _refuse(error: Exception, *, is_json: bool) -> int:
+def _refuse(error: Exception) -> Answer:
     """Say that PyTorch cannot be imported: nothing else can be found out then."""
     finding = Diagnosis(
         "versions",
@@ -61,11 +55,11 @@ def _refuse(error: Exception, *, is_json: bool) -> int:
         f"PyTorch or NumPy cannot be imported: {error}.",
         "Install it for this Python, as pytorch.org says.",
     )
-    if is_json:
-        output.print_json({"is_good": False, "findings": [finding.as_dict()]})
-    else:
-        output.print_lines(*_lines([finding]))
-    return finding.severity.exit_code
+    return Answer(
+        _lines([finding]),
+        lambda: {"is_good": False, "findings": [finding.as_dict()]},
+        lambda: finding.severity.exit_code,
+    )
 
 
 def _facts(found: Examination) -> Iterator[tuple[str, str]]:
@@ -104,3 +98,21 @@ def _lines(findings: list[Diagnosis]) -> Iterator[str]:
         yield f"  {finding.remedy}"
     count = sum(finding.severity is not Severity.NOTE for finding in findings)
     yield f"{count} wrong" if count else "no problems found"
+
+
+COMMANDS = {
+    "doctor": Command(
+        _DOCTOR,
+        (
+            argument(
+                "folder",
+                metavar="DIR",
+                nargs="?",
+                default=".",
+                help="folder of a run, or chkpt_root; files are tried in it, and removed "
+                "(default: .)",
+            ),
+        ),
+        examine_here,
+    )
+}

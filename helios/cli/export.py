@@ -19,16 +19,16 @@ from helios.checkpoint.export_folders import (
     HuggingFace,
     write_folder,
 )
-from helios.checkpoint.folder_status import examine_folder
-from helios.checkpoint.retention import Ranking, rank_files
+from helios.checkpoint.retention import Ranking
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
+from helios.cli.output import Answer, Command, argument
 from helios.core.local_paths import as_local_path
 from helios.core.text import parse_size, size_text
 from helios.errors import ArgumentError, CheckpointError
 from helios.version import __version__
 
-DESCRIPTION = """\
+_EXPORT = """\
 Write only the weights of a checkpoint, to be read without Helios: to a file
 for safetensors and pt, to a folder for huggingface (from_pretrained loads it)
 and dcp (torch.distributed.checkpoint loads it).
@@ -38,7 +38,8 @@ names one; those of several networks begin with the model's attribute:
 encoder.layer.weight. If the model overrides state_dict, all tensors outside
 optimizers are exported, by the keys that lead to them.
 
-With --best, FILE is the folder of a run, and its best checkpoint is exported.
+Of a run's folder, the checkpoint from which fit would resume is exported, or
+with --best the best one.
 
 The checkpoint is verified first. An existing file is overwritten only with
 --force, and so is a folder if it holds nothing but an export.
@@ -48,58 +49,18 @@ FORMATS = (*FILE_FORMATS, "huggingface", "dcp")
 _MAX_SHARD_SIZE = "5GB"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
-    # Versions of Python wrap a generated usage line at different places.
-    parser.usage = "%(prog)s FILE --to FORMAT [options]"
-    parser.add_argument("file", metavar="FILE", help="a checkpoint; with --best, a run's folder")
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=FORMATS,
-        metavar="FORMAT",
-        help="safetensors; pt, which torch.load reads; huggingface; or dcp",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="PATH",
-        help="the file or folder (default: beside the checkpoint, same stem)",
-    )
-    parser.add_argument(
-        "--best", action="store_true", help="the best checkpoint in the folder of a run"
-    )
-    parser.add_argument(
-        "--network", metavar="NAME", help="only this network, by the model's attribute"
-    )
-    parser.add_argument(
-        "--average",
-        metavar="ID",
-        help='averages instead of weights, by the id of the plugin: "ema" or "swa"',
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="for huggingface: copied into the folder as config.json"
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        help=f"for huggingface: the size of a file, such as 500MB (default: {_MAX_SHARD_SIZE})",
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite an existing file or export")
-    output.add_json_option(parser)
-
-
-def run(namespace: argparse.Namespace) -> int:
-    """Export; 0 when all is on the disk.
+def export_weights(namespace: argparse.Namespace) -> Answer:
+    """Export; returns when all is on the disk.
 
     Raises:
         CheckpointError: if the checkpoint is not good.
         ArgumentError: for a network or average that is not in it, for an option that the format
             does not have, or if the file exists.
     """
-    ranking = _rank(namespace.file) if namespace.best else None
-    source = output.existing_checkpoint(namespace.file) if ranking is None else _best_of(ranking)
+    source = output.find_checkpoint(namespace.path, takes_best=namespace.best)
     layout = _layout(namespace)
-    status, tree = look_into(source, Depth.BYTES)
+    with output.progress(source.name, output.size_of(source)) as watch:
+        status, tree = look_into(source, Depth.BYTES, watch)
     if not status.is_good:
         raise CheckpointError(f"{status.reason} Nothing was exported.")
     weights = select_weights(tree, network=namespace.network, average=namespace.average)
@@ -112,15 +73,12 @@ def run(namespace: argparse.Namespace) -> int:
         write_weights(target, weights, kind=kind, metadata=metadata, replaces=replaces)
     else:
         names = write_folder(target, weights, layout, metadata=metadata, replaces=namespace.force)
-    if namespace.json:
-        document = _document(target, status, weights, metadata)
-        output.print_json(document | {"files": names})
-    else:
-        if ranking is not None and ranking.lacks_best:
-            output.print_lines(f"The best validation has no checkpoint: {ranking.best}.")
-        lacks_config = namespace.to == "huggingface" and CONFIG_NAME not in names
-        output.print_lines(*_lines(target, weights, lacks_config=lacks_config))
-    return 0
+    lacks_config = namespace.to == "huggingface" and CONFIG_NAME not in names
+    ranking = output.rank_folder(namespace.path) if namespace.best else None
+    return Answer(
+        _lines(target, weights, ranking, lacks_config=lacks_config),
+        lambda: {**_document(target, status, weights, metadata), "files": names},
+    )
 
 
 def _warn_of_average(status: Status, tree: Any, namespace: argparse.Namespace) -> None:
@@ -135,26 +93,6 @@ def _warn_of_average(status: Status, tree: Any, namespace: argparse.Namespace) -
                 f"helios export: warning: the scores of {status.path.name} are those of the "
                 f"average of plugin {name!r}, which is not exported: --average {name}\n"
             )
-
-
-def _rank(path: str) -> Ranking:
-    """Return the good checkpoints of a run's folder by their scores."""
-    root = output.existing_folder(path)
-    ranking = rank_files(examine_folder(root).files)
-    if ranking.rule is None:
-        raise CheckpointError(
-            f"Nothing says which checkpoint in {root} is the best: no KeepBest, no single "
-            "EarlyStopping, and no have_metrics_improved of the model. Pass a file."
-        )
-    if ranking.path is None:
-        best = "" if ranking.best is None else f" The best validation: {ranking.best}."
-        raise CheckpointError(f"No checkpoint in {root} has a score.{best} Pass a file.")
-    return ranking
-
-
-def _best_of(ranking: Ranking) -> Path:
-    assert ranking.path is not None
-    return ranking.path
 
 
 def _layout(namespace: argparse.Namespace) -> FolderFormat | None:
@@ -228,9 +166,14 @@ def _document(
     }
 
 
-def _lines(target: Path, weights: Weights, *, lacks_config: bool) -> list[str]:
+def _lines(
+    target: Path, weights: Weights, ranking: Ranking | None, *, lacks_config: bool
+) -> list[str]:
     size = size_text(weights.num_bytes)
-    lines = [f"Wrote {len(weights.tensors)} tensors, {size}, to {target}."]
+    lines = []
+    if ranking is not None and ranking.lacks_best:
+        lines.append(f"The best validation has no checkpoint: {ranking.best}.")
+    lines += [f"Wrote {len(weights.tensors)} tensors, {size}, to {target}."]
     if weights.left_out:
         lines.append(f"Not exported, because not tensors: {', '.join(weights.left_out)}.")
     if lacks_config:
@@ -239,3 +182,49 @@ def _lines(target: Path, weights: Weights, *, lacks_config: bool) -> list[str]:
             f"config.save_pretrained({str(target)!r})."
         )
     return lines
+
+
+COMMANDS = {
+    "export": Command(
+        _EXPORT,
+        (
+            argument("path", metavar="FILE|DIR", help="a checkpoint, or the folder of a run"),
+            argument(
+                "--to",
+                required=True,
+                choices=FORMATS,
+                metavar="FORMAT",
+                help="safetensors; pt, which torch.load reads; huggingface; or dcp",
+            ),
+            argument(
+                "--out",
+                metavar="PATH",
+                help="the file or folder (default: beside the checkpoint, same stem)",
+            ),
+            argument("--best", action="store_true", help="the best checkpoint of the folder"),
+            argument(
+                "--network", metavar="NAME", help="only this network, by the model's attribute"
+            ),
+            argument(
+                "--average",
+                metavar="ID",
+                help='averages instead of weights, by the id of the plugin: "ema" or "swa"',
+            ),
+            argument(
+                "--config",
+                metavar="FILE",
+                help="for huggingface: copied into the folder as config.json",
+            ),
+            argument(
+                "--max-shard-size",
+                metavar="SIZE",
+                help="for huggingface: the size of a file, such as 500MB (default: "
+                f"{_MAX_SHARD_SIZE})",
+            ),
+            argument("--force", action="store_true", help="overwrite an existing file or export"),
+        ),
+        export_weights,
+        # Versions of Python wrap a generated usage line at different places.
+        usage="%(prog)s FILE|DIR --to FORMAT [options]",
+    )
+}

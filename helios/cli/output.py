@@ -1,4 +1,4 @@
-"""Output of the commands: aligned tables for people, one JSON document for programs.
+"""What a command is, and its output: aligned tables for people, one JSON document for programs.
 
 Names come from files of unknown origin: non-printable characters are escaped, so that no file can
 move the cursor of a terminal or forge a line.
@@ -7,34 +7,88 @@ move the cursor of a terminal or forge a line.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names
+from helios.checkpoint.folder_status import examine_folder
+from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
 from helios.core.local_paths import as_local_path
-from helios.core.text import number_text, with_step
-from helios.errors import ArgumentError
-from helios.ledger.differences import LineComparison
+from helios.core.text import number_text
+from helios.errors import ArgumentError, CheckpointError
 
 _GAP = "  "
 _MIN_TEXT = 20
-_MOST_SHOWN = 20
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """Give a command the option ``--json``."""
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document instead of text"
-    )
+def _return_zero() -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command has found or done, which prints itself.
+
+    Attributes:
+        lines: the text for people; each line is printed as soon as it is known.
+        document: returns the JSON document for programs; ``None`` if another process prints.
+        exit_code: returns the exit code, after either of them.
+    """
+
+    lines: Iterable[str]
+    document: Callable[[], Mapping[str, Any]] | None
+    exit_code: Callable[[], int] = _return_zero
+
+    def show(self, *, as_json: bool) -> int:
+        """Print it, and return the exit code."""
+        if as_json and self.document is not None:
+            print_json(self.document())
+        if not as_json:
+            print_lines(self.lines)
+        return self.exit_code()
+
+
+Argument = tuple[tuple[str, ...], Mapping[str, Any]]
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """Return an argument of a command, as ``ArgumentParser.add_argument`` takes it."""
+    return names, options
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it takes, and what it does.
+
+    Attributes:
+        description: the help text.
+        arguments: all but ``--json``, which every command has.
+        run: does the work; what is wrong is an error that names the remedy.
+        usage: the usage line, where that of argparse differs between versions of Python.
+    """
+
+    description: str
+    arguments: Sequence[Argument]
+    run: Callable[[argparse.Namespace], Answer]
+    usage: str | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Give a parser the help and the arguments of the command."""
+        parser.description, parser.usage = self.description, self.usage
+        for names, options in self.arguments:
+            parser.add_argument(*names, **options)
+        text = "print one JSON document instead of text"
+        parser.add_argument("--json", action="store_true", help=text)
+        parser.set_defaults(run=self.run)
 
 
 def existing_file(path: str) -> Path:
@@ -69,11 +123,111 @@ def existing_folder(path: str) -> Path:
     """
     found = as_local_path("DIR", path)
     if not found.is_dir():
+        if found.is_file():
+            raise ArgumentError(f"{path} must be a folder, but it is a file. Pass its folder.")
         raise ArgumentError(f"No such folder: {path}.")
     return found
 
 
-def print_lines(*lines: str) -> None:
+def find_checkpoint(place: str, *, takes_best: bool) -> Path:
+    """Return a checkpoint that is named, or the one of a run's folder that counts.
+
+    Args:
+        place: a checkpoint, or the folder of a run.
+        takes_best: whether to take the best one of the folder, not the one that a start of ``fit``
+            would resume from.
+
+    Raises:
+        ArgumentError: if there is none.
+        CheckpointError: if nothing says which one is the best.
+    """
+    path = as_local_path("FILE|DIR", place)
+    is_folder = path.is_dir() and not file_names.is_folder(path)
+    if takes_best:
+        found = rank_folder(place).path
+        assert found is not None
+        return found
+    if not is_folder:
+        return existing_checkpoint(place)
+    folder = examine_folder(path)
+    if folder.start is not None:
+        return folder.start
+    if folder.files:
+        return folder.files[-1].path
+    raise ArgumentError(
+        f"There is no checkpoint directly in {path}. Pass a checkpoint, or the folder of a run "
+        "(helios ls lists those below a folder)."
+    )
+
+
+def rank_folder(place: str) -> Ranking:
+    """Return the good checkpoints of a run's folder by their scores; there is at least one.
+
+    Raises:
+        ArgumentError: if there is no such folder.
+        CheckpointError: if nothing says which one is the best, or none has a score.
+    """
+    root = existing_folder(place)
+    ranking = rank_files(examine_folder(root).files)
+    if ranking.rule is None:
+        raise CheckpointError(
+            f"Nothing says which checkpoint in {root} is the best: no KeepBest, no single "
+            "EarlyStopping, and no have_metrics_improved of the model. Pass a file."
+        )
+    if ranking.path is None:
+        best = "" if ranking.best is None else f" The best validation: {ranking.best}."
+        raise CheckpointError(f"No checkpoint in {root} has a score.{best} Pass a file.")
+    return ranking
+
+
+def size_of(path: Path) -> int | None:
+    """Return the bytes of a file, or of the files in a folder; ``None`` if unknown."""
+    try:
+        parts = path.iterdir() if path.is_dir() else [path]
+        return sum(part.stat().st_size for part in parts)
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def progress(
+    what: str, total: int | None = None, *, unit: str = "B"
+) -> Iterator[Callable[[int], object]]:
+    """Show on a terminal how far something is, for a block; nothing anywhere else.
+
+    Args:
+        what: what is read or written.
+        total: its size; ``None`` if it is not known.
+        unit: what is counted.
+
+    Yields:
+        A function to call with what is done.
+    """
+    if not sys.stderr.isatty():
+        yield _ignore
+        return
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no monitor thread
+
+    divisor = 1024 if unit == "B" else 1000
+    with Bar(
+        desc=what,
+        total=total,
+        unit=unit,
+        unit_scale=unit == "B",
+        unit_divisor=divisor,
+        leave=False,
+    ) as bar:
+        yield bar.update
+
+
+def _ignore(count: int) -> None:
+    """Take no notice."""
+
+
+def print_lines(lines: Iterable[str]) -> None:
     """Print lines of text; characters that the terminal does not support are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     for line in lines:
@@ -195,7 +349,7 @@ def status_document(status: Status) -> dict[str, Any]:
     sidecar = status.sidecar
     return {
         "path": str(status.path),
-        "state": status.condition.value,
+        "state": status.state,
         "reason": status.reason,
         "size": status.size,
         "epoch": epoch,
@@ -211,37 +365,3 @@ def status_document(status: Status) -> dict[str, Any]:
         "finished": None if sidecar is None else sidecar.finished,
         "is_migrated": None if sidecar is None else sidecar.is_migrated,
     }
-
-
-def comparison_lines(found: LineComparison) -> list[str]:
-    """Return which scores are equal, and what was not compared, as lines of text."""
-    count = found.num_scored
-    scored = [f"equal: the scores of {count} validation{'s' if count > 1 else ''}"] if count else []
-    return [*scored, *found.not_compared]
-
-
-def difference_lines(found: LineComparison) -> list[str]:
-    """Return the first iteration that differs, in what, and possible causes, as lines of text."""
-    begin = "they differ at the latest" if found.may_begin_earlier else "different"
-    assert found.iteration is not None
-    place = with_step(found.iteration, found.steps.get("iteration"))
-    lines = [f"{begin} from iteration {place} on, first in: {found.what[0]}"]
-    if found.what[1:]:
-        lines.append(f"then in: {', '.join(found.what[1:])}")
-    if found.tensors:
-        rest = len(found.tensors) - 1
-        lines.append(f"first tensor: {found.tensors[0]}" + (f", and {rest} more" if rest else ""))
-    lines += [
-        f"  {name}: {_show(one)} | {_show(other)}" for name, (one, other) in found.details.items()
-    ]
-    return [*lines, "possible causes:", *(f"  - {cause}" for cause in found.causes)]
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, dict):
-        shown = [f"{name} {number!r}" for name, number in islice(value.items(), _MOST_SHOWN)]
-        rest = len(value) - len(shown)
-        return ", ".join([*shown, f"and {rest} more"] if rest else shown)
-    if isinstance(value, list):
-        return ", ".join(map(repr, value))
-    return "-" if value is None else str(value)

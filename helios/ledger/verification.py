@@ -59,7 +59,7 @@ def verify(
     ended_at: Mapping[str, Any] | None = None,
     scores: Mapping[str, Mapping[int, Mapping[str, float]]] | None = None,
     hash_buffers: Callable[[str, Collection[str]], Mapping[str, str | None]] | None = None,
-    watch: Callable[[dict[str, Any]], None] | None = None,
+    watch: Callable[[dict[str, Any]], object] | None = None,
 ) -> LedgerStatus:
     """Verify the ledger of a run.
 
@@ -177,7 +177,7 @@ class _Reader:
     """
 
     def __init__(
-        self, status: LedgerStatus, watch: Callable[[dict[str, Any]], None] | None
+        self, status: LedgerStatus, watch: Callable[[dict[str, Any]], object] | None
     ) -> None:
         self.chain = self.tail = ""
         self.version = OLDEST

@@ -81,6 +81,12 @@ class Report:
     reason: str = ""
     backup: Path | None = None
 
+    def __str__(self) -> str:
+        """Return the path, and what there is to say of it."""
+        notes = [self.reason] if self.reason else []
+        notes += [f"the old file is {self.backup}"] if self.backup is not None else []
+        return f"{self.path}{': ' if notes else ''}{'; '.join(notes)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Migration:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -67,6 +66,7 @@ def pack(
     weights: Path | None = None,
     notes: Sequence[str] = (),
     is_anonymous: bool = False,
+    watch: Callable[[int], object] | None = None,
 ) -> Pack:
     """Pack the evidence of a run into one archive, with the commands that check it.
 
@@ -77,6 +77,7 @@ def pack(
         notes: sentences for the README of the archive.
         is_anonymous: whether to remove names of hosts and users, absolute paths, and the remote,
             branch, commit and author of the git repository.
+        watch: called with numbers of bytes that were packed.
 
     Raises:
         LedgerError: if there is no run, if its files cannot be read, or if the archive would not be
@@ -93,7 +94,8 @@ def pack(
         packed.paths[f"weights{weights.suffix}"] = weights
     if anonymizer is not None:
         check_anonymous(packed, anonymizer)
-    write_archive(as_local_path("pack(target=...)", target), packed, facts, anonymizer)
+    target = as_local_path("pack(target=...)", target)
+    write_archive(target, packed, facts, anonymizer, watch)
     return packed
 
 
@@ -232,7 +234,11 @@ def check_anonymous(pack: Pack, anonymizer: Anonymizer) -> None:
 
 
 def write_archive(
-    target: Path, pack: Pack, run: RunFacts, anonymizer: Anonymizer | None = None
+    target: Path,
+    pack: Pack,
+    run: RunFacts,
+    anonymizer: Anonymizer | None = None,
+    watch: Callable[[int], object] | None = None,
 ) -> None:
     """Write an archive with a README and the digests of all files.
 
@@ -241,6 +247,7 @@ def write_archive(
         pack: what goes into it.
         run: what is known of the run.
         anonymizer: as in :func:`gather`.
+        watch: as in :func:`pack`.
 
     Raises:
         OSError: if the disk fails; an old archive stays.
@@ -251,23 +258,28 @@ def write_archive(
         **{name: text.encode("utf-8", "replace") for name, text in pack.texts.items()},
         **pack.paths,
     }
-    pack.digests = {name: _hash(contents[name]) for name in sorted(contents)}
+    pack.digests = {name: _hash(contents[name], watch) for name in sorted(contents)}
     sums = "".join(f"{digest}  {name}\n" for name, digest in pack.digests.items())
     contents[SUMS] = sums.encode()
     with files.replacing(target) as partial, files.create(partial) as handle:
         with zipfile.ZipFile(handle, "w", zipfile.ZIP_DEFLATED) as archive:
             for name in sorted(contents):
-                _add(archive, f"{pack.name}/{name}", contents[name])
+                _add(archive, f"{pack.name}/{name}", contents[name], watch)
         files.fsync(handle)
 
 
-def _hash(content: bytes | Path) -> str:
+def _hash(content: bytes | Path, watch: Callable[[int], object] | None) -> str:
     if isinstance(content, Path):
-        return digest_file(content).partition(":")[2]
+        return digest_file(content, watch).partition(":")[2]
     return hashlib.sha256(content).hexdigest()
 
 
-def _add(archive: zipfile.ZipFile, name: str, content: bytes | Path) -> None:
+def _add(
+    archive: zipfile.ZipFile,
+    name: str,
+    content: bytes | Path,
+    watch: Callable[[int], object] | None,
+) -> None:
     info = zipfile.ZipInfo(name, _TIME)
     info.external_attr, info.create_system = _MODE, _UNIX
     info.compress_type = zipfile.ZIP_DEFLATED
@@ -277,7 +289,10 @@ def _add(archive: zipfile.ZipFile, name: str, content: bytes | Path) -> None:
     is_large = content.stat().st_size >= _LARGE
     source: BinaryIO
     with content.open("rb") as source, archive.open(info, "w", force_zip64=is_large) as copy:
-        shutil.copyfileobj(source, copy, 1 << 20)
+        while data := source.read(1 << 20):
+            copy.write(data)
+            if watch is not None:
+                watch(len(data))
 
 
 def _write_readme(pack: Pack, run: RunFacts, anonymizer: Anonymizer | None) -> Iterator[str]:

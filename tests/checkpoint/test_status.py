@@ -195,5 +195,5 @@ def test_looking_changes_no_name(tmp_path: Path) -> None:
     run = make_folder(tmp_path / "run")
     damage(run.entries()[2].path)
     before = names(run.path)
-    list(folder_status.survey(tmp_path, Depth.BYTES))
+    list(folder_status.survey(tmp_path, lambda path: status.examine(path, Depth.BYTES)))
     assert names(run.path) == before

@@ -90,7 +90,7 @@ def test_ls_lists_and_marks_where_a_start_goes_on(
     assert lines[0] == str(root / "run")
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines[2:5]]
     assert rows[1][:4] == ["*", "run_epoch_1_iter_2.pth", "1", "2"]
-    assert rows[1][5:7] == ["good", "loss=0.3333"]
+    assert rows[1][5:7] == ["not verified", "loss=0.3333"]
     assert rows[2][0] == "run_epoch_1_iter_3.pth"
     assert rows[2][4] == "damaged"
     assert "run_epoch_1_iter_3.pth is not a complete archive" in lines[5]
@@ -117,7 +117,7 @@ def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]
     assert now["start_path"] == str(root / "run" / "run_epoch_1_iter_7.pth")
     assert now["files"][0] | {"size": 0} == {
         "path": str(root / "run" / "run_epoch_1_iter_7.pth"),
-        "state": "good",
+        "state": "not verified",
         "reason": "",
         "size": 0,
         "epoch": 1,
@@ -211,9 +211,11 @@ def test_verify_reads_a_ledger_without_checkpoints(
 
 
 def test_migrate_is_the_migrator(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    namespace = commands.build_parser().parse_args(["migrate", str(root), "--dry-run"])
-    assert namespace.run is chkpt_migrator.run
-    assert namespace.dry_run
+    parsers = (commands.build_parser(), chkpt_migrator.build_migrator_parser())
+    words = [str(root), "--dry-run"]
+    first, second = parsers[0].parse_args(["migrate", *words]), parsers[1].parse_args(words)
+    assert first.run is second.run
+    assert first.dry_run
     ran = Ran(capsys, "migrate", root / "none")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("helios migrate: No such folder or file: ")
@@ -384,7 +386,8 @@ def test_export_of_a_damaged_file_writes_nothing(
 WRONG = {
     "no command": [],
     "an unknown command": ["list"],
-    "ls of a file": ["ls", "FILE"],
+    "the best of a file": ["inspect", "FILE", "--best"],
+    "watch as JSON": ["ls", "ROOT", "--watch", "--json"],
     "ls of nothing": ["ls", "ROOT/none"],
     "inspect a folder": ["inspect", "ROOT"],
     "inspect a pipe": ["inspect", "PIPE"],

@@ -1,0 +1,660 @@
+"""``helios diff``, ``replay``, ``report``, ``compare``, ``pack`` and ``send``: whole runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from helios.checkpoint import file_names
+from helios.checkpoint.folder_status import examine_folder
+from helios.checkpoint.status import Condition, Depth, Status, look_into
+from helios.cli import output
+from helios.cli.output import Answer, Column, Command, argument
+from helios.core.local_paths import as_local_path
+from helios.core.text import size_text, with_step
+from helios.errors import (
+    ArgumentError,
+    CheckpointError,
+    DamagedCheckpointError,
+    HeliosError,
+    UsageError,
+)
+from helios.ledger.differences import Difference, LineComparison, diff
+from helios.ledger.manifest.manifest_changes import Effect, ManifestChange
+from helios.ledger.run_facts import find_run
+from helios.storage import files
+
+if TYPE_CHECKING:
+    from helios.checkpoint.comparison import CheckpointDifference
+    from helios.ledger.replaying import Replay
+    from helios.reports.run_comparison import RunComparison
+    from helios.startup.launching.replay_request import ReplayRequest
+
+_DIFF = """\
+Compare the ledgers of two runs line by line, and the scores where both have
+validated. Show the first iteration that differs, what differs in it and
+possible causes; what was not compared is named. Or compare the tensors of two
+checkpoints bit for bit.
+
+Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them
+cannot be read.
+"""
+_REPLAY = """\
+Run a training script up to its first call of fit. Instead of training, repeat a
+part of its run from a checkpoint, and compare each iteration with the ledger of
+the run, and the scores of its validations. Then end the script. Nothing is
+written into the folder of the run.
+
+Pass the arguments of the run after --, and -m for a module, as in
+
+    helios replay train.py --start 500 --nproc 1 -- --rate 0.1
+    helios replay -m package.train -- --rate 0.1
+
+Exit code 0: all iterations are equal. 1: one differs. 2: wrong usage, or the
+run cannot be repeated.
+"""
+_REPORT = """\
+Write a report of a run: losses, learning rate, throughput, scores, starts and
+kills, environment, options, checkpoints, and a reproducibility checklist. The
+file needs no network, script or other file. What Helios cannot know is left
+empty for the author.
+
+The default file is report.html in the folder of the run, or report.md with
+--md; it is overwritten.
+
+Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
+"""
+_COMPARE = """\
+Compare the results of several runs: for the last and the best validation scores
+and the losses of the last iteration, the mean, the standard deviation and the
+95% interval of the mean by Student's t; and which options and seeds differ.
+
+Where hyper-parameters differ other than in seeds, the runs are listed instead,
+the best one first, with what differs and their scores.
+
+--by groups the runs. If there are two groups whose seeds match one to one, the
+difference of the pairs is shown, too. Parts of the variance are shown if every
+level of each seed or group was combined with all levels of the others.
+
+Exit code 0: compared. 2: wrong usage, or a run has no evidence.
+"""
+_PACK = """\
+Pack ledger, manifest, lineage, times, source files, local changes and the
+weights of the newest checkpoint into one zip file, with digests of all files
+and a README of the commands that check them. The same run gives the same
+bytes.
+
+--anonymous removes names of hosts and users, home folders and other absolute
+paths, and the git remote, branch, commit and author. It does not know names
+that you have written into comments or results.
+
+The default file is <run>.zip in the folder of the run; it is overwritten.
+
+Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
+"""
+_SEND = """\
+Send what the plugin Tracker has stored in its folder and not sent yet: to its
+server of MLflow or Weights & Biases, or into an offline run of the latter,
+which contains all points of the run, and replaces an earlier one. Upload that
+with `wandb sync`.
+
+Call it after a training that was killed, that could not reach its server, or
+that ran with Tracker(sends=False). Points that were sent before are not stored
+twice.
+"""
+
+_MOST_TENSORS = 20
+_MOST_CHANGES = 20
+_MOST_ROWS = 30
+_MOST_SHOWN = 20
+_PAGE = (".html", ".htm")
+
+
+def compare_two(namespace: argparse.Namespace) -> Answer:
+    """Compare two runs or two checkpoints; the code is 0 if they are equal.
+
+    Raises:
+        UsageError: if a checkpoint cannot be read.
+        LedgerError: if the ledger of a run cannot be read.
+    """
+    paths = [as_local_path("RUN|FILE", each) for each in (namespace.first, namespace.second)]
+    suffixes = (file_names.SUFFIX, file_names.FOLDER_SUFFIX)
+    are_checkpoints = [path.suffix in suffixes for path in paths]
+    if are_checkpoints[0] != are_checkpoints[1]:
+        raise UsageError(
+            f"A run cannot be compared with a checkpoint, got {paths[0]} and {paths[1]}. Pass two "
+            "checkpoints, or the folders of two runs."
+        )
+    if all(are_checkpoints):
+        tensors = _compare_checkpoints(paths)
+        return _equal_or_not(_show_tensors(tensors), tensors)
+    lines = diff(*paths)
+    return _equal_or_not(_show_difference(lines), lines)
+
+
+def _equal_or_not(lines: list[str], found: Difference | Replay | CheckpointDifference) -> Answer:
+    return Answer(lines, found.as_dict, lambda: 0 if found.is_equal else 1)
+
+
+def _compare_checkpoints(paths: list[Path]) -> CheckpointDifference:
+    # Ledgers are compared without PyTorch.
+    from helios.checkpoint.comparison import compare_checkpoints
+
+    try:
+        return compare_checkpoints(*(output.existing_checkpoint(str(path)) for path in paths))
+    except DamagedCheckpointError as error:
+        raise UsageError(str(error)) from error
+
+
+def _show_tensors(found: CheckpointDifference) -> list[str]:
+    if found.is_equal:
+        return [f"equal: {found.num_tensors} tensors"]
+    lines = [f"tensors that differ: {len(found.tensors)}, first {found.tensors[0].path}"]
+    for each in found.tensors[:_MOST_TENSORS]:
+        text = each.what
+        if each.what == "values":
+            text = f"{each.num_elements} of {each.size} elements"
+            text += "" if each.max_ulp is None else f", by at most {each.max_ulp} ulp"
+        lines.append(f"  {each.path}: {text}")
+    rest = len(found.tensors) - _MOST_TENSORS
+    return [*lines, f"  and {rest} more"] if rest > 0 else lines
+
+
+def _show_difference(found: Difference) -> list[str]:
+    lines = []
+    if not found.has_same_definition:
+        lines.append("The runs have different definitions: options, seed or data differ.")
+    if found.levels[0] != found.levels[1]:
+        lines.append("Only one of the ledgers is full: what both hold is compared.")
+    end = with_step(found.num_equal, found.steps.get("num_equal"))
+    if found.is_equal:
+        lines.append(f"equal: iterations {found.begins_after + 1} to {end}")
+        return [*lines, *_show_comparison(found)]
+    if found.iteration is None and found.lengths[0] == found.lengths[1]:
+        text = "but only one of the runs has ended"
+        lines.append(f"equal up to iteration {end}, {text}")
+        return [*lines, *_show_comparison(found)]
+    if found.iteration is None:
+        first, second = found.lengths
+        return [
+            *lines,
+            f"equal up to iteration {end}; one has {first} iterations, the other one {second}",
+            *_show_comparison(found),
+        ]
+    lines += _show_first_difference(found)
+    return [*lines, *_manifest_lines(found.manifest)]
+
+
+def _manifest_lines(changes: list[ManifestChange]) -> list[str]:
+    shown = [each for each in changes if each.effect is not Effect.NONE]
+    if not shown:
+        return []
+    lines = ["the newest starts of both runs differ in:"]
+    lines += [f"  - {each} ({each.effect.value}: {each.reason})" for each in shown[:_MOST_CHANGES]]
+    rest = len(shown) - _MOST_CHANGES
+    lines += [f"  and {rest} more, see --json"] if rest > 0 else []
+    harmless = len(changes) - len(shown)
+    return [*lines, f"  and {harmless} harmless differences"] if harmless else lines
+
+
+def _show_comparison(found: LineComparison) -> list[str]:
+    """Return which scores are equal, and what was not compared, as lines of text."""
+    count = found.num_scored
+    scored = [f"equal: the scores of {count} validation{'s' if count > 1 else ''}"] if count else []
+    return [*scored, *found.not_compared]
+
+
+def _show_first_difference(found: LineComparison) -> list[str]:
+    """Return the first iteration that differs, in what, and possible causes, as lines of text."""
+    begin = "they differ at the latest" if found.may_begin_earlier else "different"
+    assert found.iteration is not None
+    place = with_step(found.iteration, found.steps.get("iteration"))
+    lines = [f"{begin} from iteration {place} on, first in: {found.what[0]}"]
+    if found.what[1:]:
+        lines.append(f"then in: {', '.join(found.what[1:])}")
+    if found.tensors:
+        rest = len(found.tensors) - 1
+        lines.append(f"first tensor: {found.tensors[0]}" + (f", and {rest} more" if rest else ""))
+    lines += [
+        f"  {name}: {_show_value(one)} | {_show_value(other)}"
+        for name, (one, other) in found.details.items()
+    ]
+    return [*lines, "possible causes:", *(f"  - {cause}" for cause in found.causes)]
+
+
+def _show_value(value: Any) -> str:
+    if isinstance(value, dict):
+        shown = [f"{name} {number!r}" for name, number in islice(value.items(), _MOST_SHOWN)]
+        rest = len(value) - len(shown)
+        return ", ".join([*shown, f"and {rest} more"] if rest else shown)
+    if isinstance(value, list):
+        return ", ".join(map(repr, value))
+    return "-" if value is None else str(value)
+
+
+def replay_script(namespace: argparse.Namespace) -> Answer:
+    """Replay a script; the code is 0 if all iterations are equal, 1 if one differs.
+
+    Raises:
+        UsageError: if nothing could be compared.
+    """
+    # Only this command needs what trains.
+    from helios.startup.launching.replay_request import ReplayRequest
+    from helios.startup.options.replay_options import ReplayOptions
+
+    if (namespace.script is None) is (namespace.module is None):
+        raise UsageError("Pass either the SCRIPT of the run or -m MODULE.")
+    if namespace.module is None:
+        name = str(output.existing_file(namespace.script))
+        folder, start = Path(name).resolve().parent, runpy.run_path
+    else:
+        name = namespace.module
+        folder, start = Path.cwd(), partial(runpy.run_module, alter_sys=True)
+    request = ReplayRequest(
+        ReplayOptions(namespace.start, namespace.stop, namespace.nproc), namespace.save_name
+    )
+    try:
+        with request.waiting(), _stdout_on_stderr() if namespace.json else nullcontext():
+            _run_script(start, name, folder, namespace.rest)
+    except HeliosError as error:
+        raise UsageError(str(error)) from error
+    found = request.result
+    if found is None or request.failure is not None:
+        raise UsageError(str(request.failure or f"{name} {_describe_lack(request)}"))
+    if request.rank != 0:
+        return Answer((), None, lambda: 0 if found.is_equal else 1)
+    return _equal_or_not(_show_replay(found), found)
+
+
+@contextlib.contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """Send what the script and its processes print to standard error, for a block."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _run_script(start: Callable[..., Any], name: str, folder: Path, rest: Sequence[str]) -> None:
+    """Run a script or a module as Python does.
+
+    Args:
+        start: runs it by name.
+        name: the script or the module.
+        folder: where it imports from first.
+        rest: its arguments.
+
+    Raises:
+        UsageError: if it fails.
+    """
+    found = (sys.argv, sys.path[:])
+    sys.argv = [name, *rest]
+    sys.path.insert(0, str(folder))
+    try:
+        start(name, run_name="__main__")
+    except SystemExit as end:
+        # How most scripts end; whether there is a result is seen then.
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except HeliosError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UsageError(f"{name} failed with {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv, sys.path[:] = found
+
+
+def _describe_lack(request: ReplayRequest) -> str:
+    if request.save_name is None:
+        return (
+            "ended without a call of Trainer.fit. Pass the script of a training, and after -- the "
+            "arguments that the run was started with."
+        )
+    skipped = ", ".join(request.skipped) or "none"
+    return (
+        f"has no call of fit for a model whose save_name is {request.save_name!r}; its calls were: "
+        f"{skipped}. Correct --run."
+    )
+
+
+def _show_replay(found: Replay) -> list[str]:
+    begin = "the beginning of the run" if found.checkpoint is None else found.checkpoint.name
+    if found.is_equal:
+        first, last = (
+            found.begins_after + 1,
+            with_step(found.num_equal, found.steps.get("num_equal")),
+        )
+        end = ", with the end of the run" if found.has_ended else ""
+        equal = f"equal: iterations {first} to {last}{end}"
+        return [f"replayed from {begin}", equal, *_show_comparison(found)]
+    return [f"replayed from {begin}", *_show_first_difference(found)]
+
+
+def write_report(namespace: argparse.Namespace) -> Answer:
+    """Write the report of a run.
+
+    Raises:
+        LedgerError: if there is no run, or if its files cannot be read.
+        ArgumentError: for an unsuitable name of the file.
+    """
+    from helios.reports.run_report import report
+
+    folder = _find_run(namespace.run_place)
+    suffixes = (".md",) if namespace.md else _PAGE
+    target = find_target(namespace.out, folder, "report", suffixes=suffixes)
+    found = report(folder, list_checkpoint_facts(folder))
+    files.write_text_durably(target, found.markdown if namespace.md else found.html)
+    return Answer([f"Wrote {target}."], lambda: {"path": str(target), **found.as_dict()})
+
+
+def _find_run(place: str) -> Path:
+    """Return the folder of a run, also of one whose checkpoint is named."""
+    path = as_local_path("RUN", place)
+    is_checkpoint = file_names.is_checkpoint(path) and path.exists()
+    return find_run(path.parent if is_checkpoint else place)
+
+
+def find_target(given: str | None, folder: Path, stem: str, *, suffixes: tuple[str, ...]) -> Path:
+    """Return the file to write.
+
+    Args:
+        given: the argument of ``--out``; ``None`` for a file in ``folder``.
+        folder: the folder of the run.
+        stem: the default name, without suffix.
+        suffixes: which names may have, the default first.
+
+    Raises:
+        ArgumentError: if it could replace a file of another kind, or has no folder.
+    """
+    target = folder / f"{stem}{suffixes[0]}" if given is None else as_local_path("FILE", given)
+    if target.suffix not in suffixes:
+        raise ArgumentError(
+            f"The name of the file must end in {' or '.join(suffixes)}, so that no file of the run "
+            f"is overwritten, got {target}. Choose another name."
+        )
+    if not target.parent.is_dir():
+        raise ArgumentError(f"There must be a folder for the file, got {target}. Create it.")
+    return target
+
+
+def list_checkpoint_facts(folder: Path) -> list[dict[str, Any]]:
+    """Return facts about each checkpoint in the folder of a run."""
+    found = examine_folder(folder).files
+    return [_describe(status) for status in found if status.condition is not Condition.ASIDE]
+
+
+def _describe(status: Status) -> dict[str, Any]:
+    digest = {} if status.sidecar is None else {"digest": status.sidecar.digest}
+    return {"name": status.path.name, **output.status_document(status), **digest}
+
+
+def compare_results(namespace: argparse.Namespace) -> Answer:
+    """Compare the results of runs.
+
+    Raises:
+        LedgerError: if a run has no evidence, or if its files cannot be read.
+        ArgumentError: for an unsuitable name of the file.
+    """
+    from helios.reports.run_comparison import compare, write_comparison
+
+    target = None
+    if namespace.html is not None:
+        target = find_target(namespace.html, Path(), "compare", suffixes=_PAGE)
+    found = compare(*namespace.folders, by=namespace.by)
+    if target is not None:
+        files.write_text_durably(target, write_comparison(found))
+    return Answer(_show_results(found), found.as_dict)
+
+
+def _show_results(found: RunComparison) -> Iterator[str]:
+    from helios.reports.factors import is_repeated
+    from helios.reports.run_comparison import (
+        HEAD,
+        describe_estimate,
+        describe_pairs,
+        describe_sweep,
+        list_estimates,
+        list_parts,
+        list_sweep,
+    )
+
+    columns = [Column(name, is_right=name in HEAD[2:5]) for name in HEAD]
+    if found.sweep is not None:
+        names, runs = list_sweep(found.sweep)
+        yield from output.table([Column(names[0]), *_right(names[1:])], runs)
+        yield describe_sweep(found.sweep)
+    else:
+        yield from output.table(columns, list_estimates(found))
+    if found.paired:
+        yield f"pairs of equal seeds, {describe_pairs(found)}:"
+        yield from _indent(
+            output.table(
+                [Column("number"), Column("pairs", is_right=True), *columns[3:]],
+                [(name, *describe_estimate(each)) for name, each in found.paired.items()],
+            )
+        )
+    if found.parts:
+        yield "parts of the variance:"
+        head = [Column("number"), Column("part"), Column("variance"), Column("share")]
+        parts = [row for name in found.parts for row in list_parts(found, name)]
+        yield from _indent(output.table(head, parts))
+    shown = {} if found.sweep is None else {x: found.varying[x] for x in found.sweep.parameters}
+    varying = [
+        (name, *values)
+        for name, values in found.varying.items()
+        if not is_repeated(name, values, shown)
+    ]
+    if varying:
+        yield "the runs differ in:" if found.sweep is None else "the runs also differ in:"
+        head = [Column("what"), *map(Column, found.runs)]
+        yield from _indent(output.table(head, varying[:_MOST_ROWS]))
+        if len(varying) > _MOST_ROWS:
+            yield f"  and {len(varying) - _MOST_ROWS} more, see --json"
+    for note in found.notes:
+        yield f"note: {note}."
+
+
+def _right(names: Sequence[str]) -> list[Column]:
+    return [Column(name, is_right=True) for name in names]
+
+
+def _indent(lines: list[str]) -> Iterator[str]:
+    for line in lines:
+        yield f"  {line}"
+
+
+def pack_evidence(namespace: argparse.Namespace) -> Answer:
+    """Pack the evidence of a run.
+
+    Raises:
+        LedgerError: if there is no run, if its files cannot be read, or if it cannot be anonymous.
+        ArgumentError: for an unsuitable name of the file.
+    """
+    from helios.reports.packing import pack
+
+    folder = _find_run(namespace.run_place)
+    target = find_target(namespace.out, folder, folder.resolve().name, suffixes=(".zip",))
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        weights = Path(scratch, "weights.pt")
+        notes = _write_weights(folder, weights)
+        with output.progress(target.name) as watch:
+            found = pack(
+                folder,
+                target,
+                weights=weights if weights.exists() else None,
+                notes=notes,
+                is_anonymous=namespace.anonymous,
+                watch=watch,
+            )
+    size = size_text(target.stat().st_size)
+    document = {"path": str(target), "name": found.name}
+    return Answer(
+        [
+            f"Wrote {len(found.digests) + 1} files, {size}, to {target}.",
+            *(f"note: {note}" for note in found.notes),
+        ],
+        lambda: {**document, "digests": found.digests, "notes": found.notes},
+    )
+
+
+def _write_weights(folder: Path, target: Path) -> list[str]:
+    """Write the weights of the newest good checkpoint; returns what there is to say of them."""
+    from helios.checkpoint.export import select_weights
+    from helios.checkpoint.export_files import write_weights
+
+    notes = []
+    for path in reversed(file_names.find_checkpoints(folder)):
+        with output.progress(path.name, output.size_of(path)) as watch:
+            status, tree = look_into(path, Depth.BYTES, watch)
+        if not status.is_good:
+            notes.append(f"The checkpoint {path.name} is not good, and was passed over.")
+            continue
+        try:
+            weights = select_weights(tree)
+        except CheckpointError as error:
+            return [*notes, str(error)]
+        write_weights(target, weights, kind="pt", metadata={})
+        digest = status.sidecar.digest if status.sidecar is not None else ""
+        return [*notes, f"The weights are those of {path.name} ({digest or 'without a digest'})."]
+    return [*notes, "There is no checkpoint, so there are no weights."]
+
+
+def send_points(namespace: argparse.Namespace) -> Answer:
+    """Send what a tracker has stored.
+
+    Raises:
+        UsageError: if the folder has no tracker, or the library is not installed.
+        HeliosError: if the server cannot be reached, or refuses something.
+    """
+    from helios.tracking import sender_process
+
+    folder = output.existing_folder(namespace.folder)
+    try:
+        number, place = sender_process.send(folder)
+    except HeliosError:
+        raise
+    except ImportError as error:
+        raise UsageError(
+            f"The library of the tracker cannot be imported: {error}. Install "
+            '"helios-trainer[mlflow]" or "helios-trainer[wandb]".'
+        ) from error
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".rstrip(". ")
+        raise HeliosError(
+            f"Not everything was sent: {cause}. What is missing is kept in {folder}. Run "
+            "the same command again."
+        ) from error
+    return Answer(
+        [f"Sent {number} rows to {place}."],
+        lambda: {"path": str(folder), "num_rows": number, "place": place},
+    )
+
+
+_RUN = argument(
+    "run_place", metavar="RUN", help="the folder of a run, its ledger, or a checkpoint in it"
+)
+_EITHER = {"metavar": "RUN|FILE", "help": "the folder of a run, its ledger, or a checkpoint"}
+
+COMMANDS = {
+    "diff": Command(
+        _DIFF,
+        (argument("first", **_EITHER), argument("second", **_EITHER)),
+        compare_two,
+    ),
+    "replay": Command(
+        _REPLAY,
+        (
+            argument("script", metavar="SCRIPT", nargs="?", help="the script of the run"),
+            argument(
+                "-m",
+                metavar="MODULE",
+                dest="module",
+                help="run a module instead of a script, as python -m does",
+            ),
+            argument(
+                "--start",
+                metavar="N",
+                type=int,
+                help="begin at the newest checkpoint at or before iteration N; 0: at the "
+                "beginning (default: oldest)",
+            ),
+            argument(
+                "--stop",
+                metavar="N",
+                type=int,
+                help="the last iteration to compare (default: that of the ledger)",
+            ),
+            argument(
+                "--run",
+                metavar="NAME",
+                dest="save_name",
+                help="replay the call of fit for the model with this save_name, and skip calls "
+                "before it",
+            ),
+            argument(
+                "--nproc",
+                metavar="K",
+                type=int,
+                help="number of processes, in place of the nproc of the script",
+            ),
+        ),
+        replay_script,
+        usage="helios replay [-h] [--start N] [--stop N] [--run NAME] [--nproc K]\n"
+        "                     [--json] (SCRIPT | -m MODULE) [-- ARGS ...]",
+    ),
+    "report": Command(
+        _REPORT,
+        (
+            _RUN,
+            argument("--out", metavar="FILE", help="the file to write"),
+            argument("--md", action="store_true", help="write Markdown instead of HTML"),
+        ),
+        write_report,
+    ),
+    "compare": Command(
+        _COMPARE,
+        (
+            argument("folders", nargs="+", metavar="RUN", help="the folders of the runs"),
+            argument(
+                "--by",
+                metavar="NAME",
+                help="an argument of the command, an option, or an entry or topic of run.json",
+            ),
+            argument("--html", metavar="FILE", help="also write an HTML file with pictures"),
+        ),
+        compare_results,
+        # Versions of Python write several arguments of one name in different ways.
+        usage="%(prog)s RUN RUN [RUN ...] [options]",
+    ),
+    "pack": Command(
+        _PACK,
+        (
+            _RUN,
+            argument("--anonymous", action="store_true", help="remove names and paths"),
+            argument("--out", metavar="FILE", help="the zip file to write"),
+        ),
+        pack_evidence,
+    ),
+    "send": Command(
+        _SEND,
+        (argument("folder", metavar="DIR", help="the folder of the tracker"),),
+        send_points,
+    ),
+}
