@@ -946,7 +946,7 @@ FAULTS = (
     ),
     Fault(
         "ls is silent about what checkpoints lack",
-        "helios/cli/ls.py",
+        "helios/cli/checkpoints.py",
         "    return texts[:_MAX_REASONS]",
         "    return []",
         f"{LEVELS}::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
@@ -1860,8 +1860,8 @@ FAULTS = (
     Fault(
         "a digest that differs is good to the tools",
         "helios/checkpoint/status.py",
-        "            is_verified = self._contents.compare_bytes(self._sidecar)",
-        "            is_verified = True",
+        "        is_verified = self._contents.compare_bytes(self._sidecar)",
+        "        is_verified = True",
         f"{COMMANDS}::test_verify_says_good_or_why_not_and_its_code_too",
     ),
     Fault(

@@ -92,7 +92,7 @@ def the_digest_of_a_checkpoint_is_not_compared(compare_bytes, content, sidecar, 
     "helios.storage.container_checks:check_container",
     "tests/checkpoint/test_loading.py::test_a_file_without_sidecar_is_still_checked_by_the_sums_of_its_container",
 )
-def sums_of_a_container_are_not_compared(check_container, path):
+def sums_of_a_container_are_not_compared(check_container, path, watch=None):
     return None
 
 
@@ -352,3 +352,28 @@ def spawned_ranks_draw_the_order_of_data_from_fresh_counters(hand_over, run, end
 )
 def the_best_is_tested_without_its_average(add_averages, run, loaded):
     return None
+
+
+@fault(
+    "helios.checkpoint.status:Status.state",
+    "tests/cli/test_situations.py::test_nothing_is_called_good_that_verify_calls_damaged",
+)
+def a_file_whose_bytes_nobody_has_read_is_called_good(state, status):
+    return status.condition.value
+
+
+@fault(
+    "helios.cli.output:find_checkpoint",
+    "tests/cli/test_situations.py::test_of_a_folder_the_checkpoint_counts_from_which_a_start_resumes",
+)
+def of_a_folder_the_oldest_checkpoint_is_taken(find_checkpoint, place, *, takes_best):
+    from pathlib import Path
+
+    from helios.checkpoint.file_names import find_checkpoints
+
+    is_folder = Path(place).is_dir() and not takes_best
+    return (
+        find_checkpoints(Path(place))[0]
+        if is_folder
+        else find_checkpoint(place, takes_best=takes_best)
+    )

@@ -1,0 +1,263 @@
+"""Commands where files are not as they should be: no folder, half a run, damage, several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from helios.checkpoint.store import RunFolder
+from helios.cli import main
+from helios.storage.folder_lock import FolderLock
+from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
+from tests.checkpoint.sharded_helpers import save_sharded
+from tests.support.synthetic_run import write_lineage, write_run
+
+READ = {
+    "ls": ["ls", "RUN"],
+    "ls --verify": ["ls", "--verify", "RUN"],
+    "inspect": ["inspect", "RUN"],
+    "verify": ["verify", "RUN"],
+    "diff": ["diff", "RUN", "RUN"],
+    "replay": ["replay", "RUN"],
+    "report": ["report", "RUN", "--out", "OUT/report.html"],
+    "compare": ["compare", "RUN", "OTHER", "--html", "OUT/compare.html"],
+    "pack": ["pack", "RUN", "--out", "OUT/pack.zip"],
+    "send": ["send", "RUN"],
+    "export": ["export", "RUN", "--to", "pt", "--out", "OUT/weights.pt"],
+    "doctor": ["doctor", "RUN"],
+    "migrate": ["migrate", "RUN"],
+}
+
+
+def make_empty(folder: Path) -> None:
+    folder.mkdir()
+
+
+def make_run(folder: Path) -> RunFolder:
+    write_run(folder, {"options": {"a": 1}}, scores={"error": [2.0, 1.0]})
+    write_lineage(folder, {"event": "start", "iteration": 0})
+    run = RunFolder(folder)
+    for iteration in (1, 2):
+        save(run, 1, iteration)
+    return run
+
+
+def make_damaged(folder: Path) -> None:
+    path = newest(make_run(folder))
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def make_flipped(folder: Path) -> None:
+    """Flip a bit of a tensor, which only who reads all bytes can see."""
+    path = newest(make_run(folder))
+    data = bytearray(path.read_bytes())
+    data[data.find((torch.arange(50.0) * 2).numpy().tobytes()) + 9] ^= 1
+    path.write_bytes(data)
+
+
+def make_under_way(folder: Path) -> None:
+    """Leave half a line of the ledger and half a checkpoint, as a run that goes on does."""
+    path = newest(make_run(folder))
+    with (folder / "ledger.jsonl").open("r+b") as ledger:
+        data = ledger.read()
+        ledger.seek(0)
+        ledger.truncate()
+        ledger.write(data[: data.rindex(b"{") + 20])
+    (folder / "run_epoch_1_iter_3.pth.tmp").write_bytes(path.read_bytes()[:500])
+
+
+def make_sharded(folder: Path) -> None:
+    make_run(folder)
+    save_sharded(RunFolder(folder), 1, 4)
+
+
+def newest(run: RunFolder) -> Path:
+    return sorted(run.path.glob("*.pth"))[-1]
+
+
+SITUATIONS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
+    "empty": (
+        make_empty,
+        {
+            **dict.fromkeys(READ, 2),
+            "ls": 0,
+            "ls --verify": 0,
+            "doctor": 0,
+            "migrate": 0,
+        },
+    ),
+    "damaged": (make_damaged, {"verify": 1, "migrate": 0, "export": 0}),
+    "flipped": (make_flipped, {"verify": 1, "export": 1}),
+    "under way": (make_under_way, {"verify": 1}),
+    "sharded": (make_sharded, {}),
+}
+
+
+def words_of(command: str, folder: Path, other: Path, out: Path) -> list[str]:
+    places = {"RUN": folder, "OTHER": other, "OUT": out}
+    words = []
+    for word in READ[command]:
+        first, slash, rest = word.partition("/")
+        words.append(f"{places.get(first, first)}{slash}{rest}")
+    return words
+
+
+@pytest.mark.shows("P144")
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("command", READ)
+def test_every_command_ends_with_a_code_and_a_message(
+    command: str, situation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, codes = SITUATIONS[situation]
+    folder, other, out = (tmp_path / name for name in ("run", "other", "out"))
+    make(folder)
+    make_run(other)
+    out.mkdir()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    usual = {"replay": 2, "send": 2}
+    with FolderLock(folder):
+        code = main(words_of(command, folder, other, out))
+    printed = capsys.readouterr()
+    if command != "doctor":
+        assert code == codes.get(command, usual.get(command, 0)), printed
+    assert "Traceback" not in printed.out + printed.err
+    assert bool(printed.err) == (code == 2 or (command, code) == ("export", 1)), printed
+    if printed.err:
+        assert str(folder) in printed.err
+    left = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {path: left.get(path) for path in before} == before
+
+
+@pytest.mark.shows("P144")
+def test_nothing_is_called_good_that_verify_calls_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_flipped(tmp_path / "run")
+    path = str(newest(RunFolder(tmp_path / "run")))
+    states = {}
+    for words in (["ls"], ["inspect"], ["ls", "--verify"], ["verify"]):
+        main([*words, path, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        for key in ("folders", "files"):
+            found = found[key][0] if key in found else found
+        states[" ".join(words)] = found["state"]
+    assert states == {
+        "ls": "not verified",
+        "inspect": "not verified",
+        "ls --verify": "damaged",
+        "verify": "damaged",
+    }
+
+
+@pytest.mark.shows("P144")
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_ls_of_one_checkpoint_shows_it_alone(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    path = newest(run) if form == "file" else save_sharded(run, 1, 4)
+    assert main(["ls", str(path), "--json"]) == 0
+    [folder] = json.loads(capsys.readouterr().out)["folders"]
+    assert [each["path"] for each in folder["files"]] == [str(path)]
+    assert folder["start_path"] == str(path)
+
+
+@pytest.mark.shows("P144")
+def test_of_a_folder_the_checkpoint_counts_from_which_a_start_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_damaged(tmp_path / "run")
+    for words in (["inspect"], ["export", "--to", "pt"]):
+        assert main([*words, str(tmp_path / "run"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        name = Path(found.get("source", found["path"])).name
+        assert name == "run_epoch_1_iter_1.pth"
+    # With nothing but damage there is still something to look at.
+    oldest = tmp_path / "run" / "run_epoch_1_iter_1.pth"
+    oldest.write_bytes(oldest.read_bytes()[:-100])
+    assert main(["inspect", str(tmp_path / "run")]) == 1
+    assert "run_epoch_1_iter_2.pth" in capsys.readouterr().out
+
+
+@pytest.mark.shows("P144")
+def test_the_best_checkpoint_of_a_folder_is_inspected_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    best = {"metric": "loss", "mode": "min", "iteration": 1, "scores": {"loss": 0.5}}
+    for iteration, loss in ((1, 0.5), (2, 0.7)):
+        sidecar = make_sidecar(1, iteration, metrics={"loss": loss}, best=best)
+        stem = f"run_epoch_1_iter_{iteration}"
+        save_payload(run, make_payload(1, iteration), stem=stem, sidecar=sidecar)
+    for words in (["inspect"], ["export", "--to", "pt"]):
+        assert main([*words, str(run.path), "--best", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert Path(found.get("source", found["path"])).name == "run_epoch_1_iter_1.pth"
+
+
+@pytest.mark.shows("P144")
+def test_a_report_of_a_checkpoint_is_that_of_its_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    for place in (newest(run), save_sharded(run, 1, 4)):
+        assert main(["report", str(place)]) == 0
+        assert capsys.readouterr().out == f"Wrote {run.path / 'report.html'}.\n"
+
+
+@pytest.mark.shows("P145")
+def test_watch_lists_again_when_something_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    looks: list[str] = []
+
+    def wait(seconds: float) -> None:
+        looks.append(capsys.readouterr().out)
+        if len(looks) == 2:
+            save(run, 1, 3)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", wait)
+    assert main(["ls", str(run.path), "--watch"]) == 0
+    first, second, third = looks
+    assert "run_epoch_1_iter_2.pth" in first
+    assert second == ""
+    assert "run_epoch_1_iter_3.pth" in third
+    assert third.startswith("\n")
+    assert "\x1b" not in first + third
+
+
+@pytest.mark.shows("P145")
+@pytest.mark.parametrize("command", ["verify", "export", "pack", "migrate"])
+def test_long_work_shows_how_far_it_is_on_a_terminal_only(command: str, tmp_path: Path) -> None:
+    import fcntl
+    import pty
+    import termios
+
+    folder, out = tmp_path / "run", tmp_path / "out"
+    make_run(folder)
+    out.mkdir()
+    words = [sys.executable, "-m", "helios", *words_of(command, folder, folder, out)]
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    subprocess.run(words, stdout=subprocess.PIPE, stderr=follower, check=True, timeout=180)
+    os.set_blocking(leader, False)
+    shown = os.read(leader, 1 << 16)
+    os.close(follower)
+    os.close(leader)
+    assert b"%|" in shown or b"B/s" in shown
+    force = ["--force"] if command == "export" else []
+    done = subprocess.run([*words, *force], capture_output=True, check=True, timeout=180)
+    assert done.stderr == b""
+    assert b"%|" not in done.stdout
