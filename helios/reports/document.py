@@ -57,11 +57,16 @@ class Line:
         points: place and value of each point, in the order of places.
         band: place, least and largest value; empty for a line without a band.
         has_dots: whether each point is marked.
+        name: the run that it belongs to, where there are several; may be empty.
+        ends: the first and the last number, which the points may have merged with others; ``None``
+            without any.
     """
 
     points: Sequence[tuple[float, float]]
     band: Sequence[tuple[float, float, float]] = ()
     has_dots: bool = False
+    name: str = ""
+    ends: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,20 +75,17 @@ class Chart:
 
     Attributes:
         title: what it shows.
-        line: the numbers.
+        lines: the numbers.
         span: the first and the last iteration.
         marks: iterations after which the run was started again, and whether it was killed before.
         note: a sentence below it; may be empty.
-        ends: the first and the last number, which the line may have merged with others; ``None``
-            without any.
     """
 
     title: str
-    line: Line
+    lines: Sequence[Line]
     span: tuple[float, float]
     marks: Sequence[tuple[int, bool]] = ()
     note: str = ""
-    ends: tuple[float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return what it shows in plain values, without its points."""
@@ -200,12 +202,13 @@ _BLANK = "\\_" * 12
 
 
 def write_markdown(document: Document) -> str:
-    """Return the text of the Markdown file."""
+    """Return the text of the Markdown file; as :func:`helios.reports.page.write_page`."""
     parts = [f"# {_escape(document.title)}", _escape(document.kind)]
     for section in document.sections:
         parts.append(f"## {_escape(section.title)}")
         parts += map(_write_block, section.blocks)
-    return "\n\n".join(parts) + "\n"
+    # Names of files may hold bytes that are no text.
+    return ("\n\n".join(parts) + "\n").encode("utf-8", "replace").decode()
 
 
 def _escape(text: str) -> str:
@@ -238,17 +241,17 @@ def _write_chart(block: Chart | Spread) -> str:
             f"{each.name}: {', '.join(map(number_text, each.numbers))}" for each in block.samples
         )
         return f"{_escape(block.title)}: {_escape(numbers)}."
-    points = block.line.points
-    if not points:
-        return f"{_escape(block.title)}: no numbers. {_escape(block.note)}".rstrip()
-    values = [y for _, low, high in block.line.band for y in (low, high)]
-    values = values or [y for _, y in points]
-    text = f"between {number_text(min(values))} and {number_text(max(values))}"
-    if block.ends is not None:
-        first, last = map(number_text, block.ends)
-        text = f"from {first} to {last}, {text}"
-    note = f" {_escape(block.note)}" if block.note else ""
-    return f"{_escape(block.title)}: {text}.{note}"
+    text = "; ".join(map(_describe_line, block.lines))
+    return f"{_escape(block.title)}: {text}. {_escape(block.note)}".rstrip()
+
+
+def _describe_line(line: Line) -> str:
+    name = f"{_escape(line.name)} " if line.name else ""
+    if not line.points:
+        return f"{name}no numbers"
+    values = [y for _, low, high in line.band for y in (low, high)] or [y for _, y in line.points]
+    ends = "" if line.ends is None else "from {} to {}, ".format(*map(number_text, line.ends))
+    return f"{name}{ends}between {number_text(min(values))} and {number_text(max(values))}"
 
 
 def _write_checklist(block: Checklist) -> str:

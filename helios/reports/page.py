@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from helios.core.text import number_text
 from helios.reports.document import (
@@ -19,6 +19,7 @@ from helios.reports.document import (
     Document,
     Facts,
     Grid,
+    Line,
     Question,
     Sample,
     Spread,
@@ -64,9 +65,17 @@ svg{display:block;overflow:visible;width:100%;height:12.5rem;background:var(--ti
 .places{grid-column:2;display:flex;justify-content:space-between;font-size:.75rem;
 color:var(--soft);margin-top:.25rem;font-variant-numeric:tabular-nums}
 path{fill:none;vector-effect:non-scaling-stroke}
-.grid{stroke:var(--rule)}.line{stroke:var(--line);stroke-width:1.75;stroke-linejoin:round}
+.grid{stroke:var(--rule)}.line{stroke:var(--own);stroke-width:1.75;stroke-linejoin:round}
 .band{fill:var(--band)}
-.dots{stroke:var(--line);stroke-width:6;stroke-linecap:round}
+.dots{stroke:var(--own,var(--line));stroke-width:6;stroke-linecap:round}
+.l0{--own:var(--line)}.l1{--own:var(--killed)}.l2{--own:var(--good)}.l3{--own:var(--resumed)}
+.l4{--own:#9a5bd0}.l5{--own:#0f8f98}.l6{--own:#d0579a}.l7{--own:#7d8793}
+.line.dashed{stroke-dasharray:6 4}
+ul.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.2rem 1rem;margin:.4rem 0 0;padding:0;
+font-size:.8125rem}
+ul.legend li::before{content:"";display:inline-block;width:1.4rem;border-top:3px solid var(--own);
+margin-right:.4rem;vertical-align:middle}
+ul.legend li.dashed::before{border-top-style:dashed}
 .killed,.resumed{stroke-width:1.5;stroke-dasharray:5 4}
 .killed{stroke:var(--killed)}.resumed{stroke:var(--resumed)}
 .rows{display:grid;grid-template-columns:minmax(5rem,12rem) 1fr;gap:.4rem .75rem;
@@ -89,8 +98,27 @@ svg{height:10rem}.rows{grid-template-columns:1fr;gap:.15rem}}
 """
 
 
+MOST_BYTES = 2_000_000
+"""The largest size of a page with charts."""
+_POINTS = (800, 400, 200, 100, 50, 0)
+
+
+def write_fitting(make: Callable[[int], Document]) -> tuple[Document, str]:
+    """Return a document and its HTML file, with as many points in its lines as fit.
+
+    Args:
+        make: returns the document with at most so many points in each line.
+    """
+    for points in _POINTS:
+        document = make(points)
+        page = write_page(document)
+        if len(page.encode()) <= MOST_BYTES:
+            break
+    return document, page
+
+
 def write_page(document: Document) -> str:
-    """Return the text of the HTML file."""
+    """Return the text of the HTML file; bytes of names that are no text become question marks."""
     title = html.escape(document.title)
     links = "".join(
         f'<a href="#s{number}">{html.escape(section.title)}</a>'
@@ -99,7 +127,7 @@ def write_page(document: Document) -> str:
     sections = "".join(
         _write_section(number, section) for number, section in enumerate(document.sections)
     )
-    return (
+    page = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -109,6 +137,7 @@ def write_page(document: Document) -> str:
         f"<footer>Written by Helios {html.escape(__version__)} from the files of the run.</footer>"
         "</body></html>\n"
     )
+    return page.encode("utf-8", "replace").decode()
 
 
 def _write_section(number: int, section: Chapter) -> str:
@@ -170,6 +199,8 @@ def _write_question(question: Question) -> str:
 _WIDTH, _HEIGHT = 1_000.0, 300.0
 _DECADES = 2.0
 _MANY_DOTS = 150
+# Further lines have these colours again, and are dashed.
+_COLOURS = 8
 
 
 def draw_chart(chart: Chart) -> str:
@@ -186,25 +217,46 @@ def draw_chart(chart: Chart) -> str:
         kind = "killed" if was_killed else "resumed"
         x = _round(across(place))
         parts.append(f'<path class="{kind}" d="M{x} 0V{_HEIGHT:g}"/>')
-    band = [(across(place), low, high) for place, low, high in chart.line.band]
+    for number, line in enumerate(chart.lines):
+        parts += _draw_line(line, scale, across, f" l{number % _COLOURS}{_dash(number)}")
+    return _frame(chart, scale, "".join(parts))
+
+
+def _dash(number: int) -> str:
+    return " dashed" if number >= _COLOURS else ""
+
+
+def _draw_line(
+    line: Line, scale: _Scale, across: Callable[[float], float], kind: str
+) -> Iterator[str]:
+    band = [(across(place), low, high) for place, low, high in line.band]
     if band:
         there = [f"{_round(x)} {scale.down(high)}" for x, _, high in band]
         back = [f"{_round(x)} {scale.down(low)}" for x, low, _ in reversed(band)]
-        parts.append(f'<path class="band" d="M{"L".join(there + back)}Z"/>')
-    points = [f"{_round(across(x))} {scale.down(y)}" for x, y in chart.line.points]
+        yield f'<path class="band" d="M{"L".join(there + back)}Z"/>'
+    points = [f"{_round(across(x))} {scale.down(y)}" for x, y in line.points]
     if points:
-        parts.append(f'<path class="line" d="M{"L".join(points)}"/>')
-    if points and (chart.line.has_dots or len(points) == 1) and len(points) <= _MANY_DOTS:
+        yield f'<path class="line{kind}" d="M{"L".join(points)}"/>'
+    if points and (line.has_dots or len(points) == 1) and len(points) <= _MANY_DOTS:
         # A line of length zero with round ends is a dot that is not stretched.
         dots = "".join(f"M{point}h0" for point in points)
-        parts.append(f'<path class="dots" d="{dots}"/>')
-    return _frame(chart, scale, "".join(parts))
+        yield f'<path class="dots{kind}" d="{dots}"/>'
+
+
+def _write_legend(chart: Chart) -> str:
+    """Return which line is which; nothing for a single one without a name."""
+    names = "".join(
+        f'<li class="l{number % _COLOURS}{_dash(number)}">{html.escape(line.name)}</li>'
+        for number, line in enumerate(chart.lines)
+        if line.name
+    )
+    return f'<ul class="legend">{names}</ul>' if names else ""
 
 
 def _values(chart: Chart) -> list[float]:
     return [
-        *(y for _, y in chart.line.points),
-        *(y for _, low, high in chart.line.band for y in (low, high)),
+        *(y for line in chart.lines for _, y in line.points),
+        *(y for line in chart.lines for _, low, high in line.band for y in (low, high)),
     ]
 
 
@@ -223,7 +275,7 @@ def _frame(chart: Chart, scale: _Scale, content: str) -> str:
         f'<div class="plot"><div class="ticks">{labels}</div>'
         f'<svg role="img" aria-label="{title}" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" '
         f'preserveAspectRatio="none">{content}</svg>'
-        f'<div class="places">{places}</div></div>'
+        f'<div class="places">{places}</div></div>{_write_legend(chart)}'
         + (f'<p class="note">{note}</p>' if note else "")
         + "</figure>"
     )

@@ -27,7 +27,8 @@ from helios.reports.estimates import (
     subtract,
 )
 from helios.reports.factors import find_levels, flatten, list_hyper_parameters, list_varying
-from helios.reports.page import write_page
+from helios.reports.figures import RunCurves, draw_over
+from helios.reports.page import write_fitting
 
 _ALL = "all"
 _AT = b'"at":['
@@ -48,6 +49,7 @@ class RunComparison:
         parts: for each number, the parts of its variance.
         sweep: the runs one by one, if their hyper-parameters differ; nothing is estimated then.
         notes: why something is not there, and what to be careful with.
+        found: what was read of each run, by its name.
     """
 
     runs: list[str]
@@ -59,6 +61,7 @@ class RunComparison:
     parts: dict[str, Parts] = field(default_factory=dict)
     sweep: Sweep | None = None
     notes: list[str] = field(default_factory=list)
+    found: dict[str, RunFacts] = field(default_factory=dict, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""
@@ -70,7 +73,8 @@ class RunComparison:
         parts = {name: each.as_dict() for name, each in self.parts.items()}
         sweep = None if self.sweep is None else asdict(self.sweep)
         changed = {"estimates": estimates, "paired": paired, "parts": parts, "sweep": sweep}
-        return {**vars(self), **changed}
+        told = {name: value for name, value in vars(self).items() if name != "found"}
+        return {**told, **changed}
 
 
 @dataclass
@@ -126,7 +130,7 @@ def compare(*runs: str | Path, by: str | None = None) -> RunComparison:
             "the folders of different runs."
         )
     names = _name_runs(found)
-    result = RunComparison(names)
+    result = RunComparison(names, found=dict(zip(names, found, strict=True)))
     facts = [run.facts for run in found]
     levels = [_ALL] * len(found)
     if by is not None:
@@ -376,19 +380,28 @@ def describe_estimate(found: Estimate) -> tuple[str, str, str, str]:
 
 
 def write_comparison(comparison: RunComparison) -> str:
-    """Return the text of an HTML file."""
-    sections = [
-        Chapter("Results", list(_show_results(comparison))),
-        Chapter("Differences between the runs", list(_show_varying(comparison))),
-        Chapter("Differences of pairs", list(_show_paired(comparison))),
-        Chapter("Parts of the variance", list(_show_parts(comparison))),
-        Chapter("Notes", [Text(f"{note}.") for note in comparison.notes] or [Text("None.")]),
-    ]
-    title = f"{len(comparison.runs)} runs"
-    if comparison.by is not None:
-        title += f" by {comparison.by}"
-    page = write_page(Document(title, "Comparison of training runs", sections))
-    return page.encode("utf-8", "replace").decode()
+    """Return the text of an HTML file, with the curves of all runs over each other.
+
+    Raises:
+        LedgerError: if a ledger cannot be read.
+    """
+    courses = {name: RunCurves.read(run) for name, run in comparison.found.items()}
+
+    def make(points: int) -> Document:
+        sections = [
+            Chapter("Results", list(_show_results(comparison))),
+            *draw_over(courses, points),
+            Chapter("Differences between the runs", list(_show_varying(comparison))),
+            Chapter("Differences of pairs", list(_show_paired(comparison))),
+            Chapter("Parts of the variance", list(_show_parts(comparison))),
+            Chapter("Notes", [Text(f"{note}.") for note in comparison.notes] or [Text("None.")]),
+        ]
+        title = f"{len(comparison.runs)} runs"
+        if comparison.by is not None:
+            title += f" by {comparison.by}"
+        return Document(title, "Comparison of training runs", sections)
+
+    return write_fitting(make)[1]
 
 
 def list_sweep(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -15,15 +15,16 @@ import pytest
 
 from helios.cli import main
 from helios.errors import ArgumentError, LedgerError
-from helios.ledger import compare
+from helios.ledger import compare, timing
 from helios.reports.curves import (
     read_last_iteration,
     read_last_line,
     read_last_losses,
 )
 from helios.reports.estimates import find_crossing_fault, find_quantile, split_variance
+from helios.reports.run_comparison import write_comparison
 from tests.reports.test_run_reports import Page
-from tests.support.synthetic_run import write_ledger, write_run
+from tests.support.synthetic_run import write_ledger, write_lines, write_run
 
 BASE = {"options": {"precision": "fp32"}, "seeds": {"random_seed": 1}}
 
@@ -281,12 +282,56 @@ def test_the_command_shows_all_of_it(
     assert re.search(r"error \(last\) +seeds\.random_seed +\d\.\d+ +9\d%", out)
     read = Page(page.read_text("utf-8"))
     assert "--lr: 0.1 minus 0.2, run by run of equal seeds." in read.words
-    # Two groups of each of three numbers, and the differences of each.
-    assert read.tags.count("svg") == 9
+    # Two groups of each of three numbers, the differences of each, and three charts of all runs.
+    assert read.tags.count("svg") == 12
     assert main([*words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["estimates"]["error (last)"]["0.1"]["n"] == 3
     assert document["by"] == "--lr"
+
+
+@pytest.mark.shows("P146")
+def test_the_curves_of_all_runs_lie_over_each_other(tmp_path: Path) -> None:
+    courses = {"a": [4.0, 2.0, 1.0], "b": [8.0, 4.0, 2.0, 1.0], "<c>": [3.0, 3.0]}
+    for name, losses in courses.items():
+        folder = write_run(tmp_path / name, {}, scores={"error": losses[:2]}, losses=losses)
+        start = {"iteration": 0, "host": "here", "processes": 1, "run": "0"}
+        stretches = [
+            {"iteration": number, "iterations": 1, "seconds": 1.0 / number}
+            for number in range(1, len(losses) + 1)
+        ]
+        scores = [{"iteration": 1, "scores": {"error": losses[0]}}]
+        write_lines(folder / timing.FILE_NAME, [start, *stretches, *scores])
+    text = write_comparison(compare(*(tmp_path / name for name in courses)))
+    read = Page(text)
+    for title, lines in (("loss", 3), ("learning rate", 3), ("iterations per second", 3)):
+        figure = re.search(rf"<figcaption>{title}<.*?</figure>", text, re.DOTALL)
+        assert figure is not None, title
+        paths = re.findall(r'<path class="line l(\d)" d="M(.*?)"', figure[0])
+        assert [int(number) for number, _ in paths] == list(range(lines))
+        # A point for each iteration, and the same scale for all.
+        assert [path.count("L") + 1 for _, path in paths] == [3, 4, 2]
+    assert "&lt;c&gt;</li>" in text
+    assert read.words.count("learning rate") == 1
+    figure = re.search(r"<figcaption>loss<.*?</figure>", text, re.DOTALL)
+    assert figure is not None
+    heights = [
+        [float(point.split()[1]) for point in path.split("L")]
+        for path in re.findall(r'<path class="line l\d" d="M(.*?)"', figure[0])
+    ]
+    # The first loss of b is the largest of all, and so at the top; equal numbers are level.
+    assert min(map(min, heights)) == heights[1][0]
+    assert heights[0][0] == heights[1][1]
+
+
+@pytest.mark.shows("P146")
+def test_of_many_runs_the_first_ones_are_drawn_and_the_rest_is_said(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"r{number:02}", {}, scores={}) for number in range(18)]
+    text = write_comparison(compare(*runs))
+    assert "Drawn are the first 16 of 18 runs." in text
+    assert "r15</li>" in text
+    assert "r16</li>" not in text
+    assert 'class="line l7 dashed"' in text
 
 
 def _tried(folder: Path, lr: float, scores: Sequence[float], **facts: Mapping[str, Any]) -> Path:

@@ -18,9 +18,10 @@ from helios.ledger.line import write_float
 from helios.ledger.manifest.manifest_file import FILE_NAME as MANIFEST
 from helios.ledger.run_facts import read_run
 from helios.ledger.timing import FILE_NAME as TIMES
-from helios.reports import run_report
+from helios.reports import page as pages
 from helios.reports.curves import Curve, read_curves
-from helios.reports.run_report import MOST_BYTES, RunReport
+from helios.reports.page import MOST_BYTES
+from helios.reports.run_report import RunReport
 from tests.support.runs import Setting, train
 from tests.support.synthetic_run import write_ledger, write_lineage, write_lines, write_run
 
@@ -307,7 +308,7 @@ def test_a_page_that_is_too_large_gets_fewer_points(
 ) -> None:
     write_ledger(tmp_path, [math.sin(n) for n in range(900)], names=["a", "b", "c"])
     sizes = [len(path) for path in Page(report(tmp_path).html).paths]
-    monkeypatch.setattr(run_report, "MOST_BYTES", 30_000)
+    monkeypatch.setattr(pages, "MOST_BYTES", 30_000)
     page = report(tmp_path).html
     assert len(page.encode()) <= 30_000
     fewer = [len(path) for path in Page(page).paths]

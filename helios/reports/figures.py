@@ -1,0 +1,271 @@
+"""The pictures of runs: losses, learning rates, throughput and scores, of one run or of several.
+
+Curves are read once, and drawn with more or fewer points. Those of one run have the area between
+their least and largest numbers and the starts that resumed; those of several lie over each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from helios.best import BestValidation
+from helios.core.text import number_text, with_step
+from helios.ledger.run_facts import RunFacts
+from helios.ledger.verification import LedgerStatus
+from helios.reports.curves import Curve, LedgerCurves, read_curves
+from helios.reports.document import MOST_ROWS, Block, Chapter, Chart, Grid, Line, Text, shorten
+
+NORM = "gradient norm before clipping"
+LOSSES, RATES, THROUGHPUT, SCORES = "Losses", "Learning rate", "Throughput", "Scores"
+_MOST_CHARTS = 40
+_MOST_DOTS = 60
+_MOST_LINES = 16
+
+
+@dataclass
+class RunCurves:
+    """What there is to draw of a run.
+
+    Attributes:
+        run: what is known of it.
+        curves: those of its ledger; ``None`` without one.
+        status: what the verification of the ledger has found; ``None`` without one.
+        throughput: iterations per second.
+        scores: by name.
+    """
+
+    run: RunFacts
+    curves: LedgerCurves | None = None
+    status: LedgerStatus | None = None
+    throughput: Curve = field(default_factory=Curve)
+    scores: dict[str, Curve] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run: RunFacts) -> RunCurves:
+        """Read all curves of a run.
+
+        Raises:
+            LedgerError: if its ledger cannot be read.
+        """
+        found = cls(run)
+        if run.ledger is not None:
+            found.curves, found.status = read_curves(run.ledger, run.times.rates)
+        for line in run.times.lines:
+            if own_seconds(line) > 0:
+                found.throughput.add(line["iteration"], line["iterations"] / own_seconds(line))
+        for name, values in run.find_scores().items():
+            curve = found.scores.setdefault(name, Curve())
+            for iteration, score in values:
+                curve.add(iteration, score)
+        return found
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The first and the last iteration."""
+        if self.curves is not None:
+            return self.curves.begin, self.curves.end
+        places = [line["iteration"] for line in (*self.run.times.lines, *self.run.times.scores)]
+        return 1.0, max(places, default=1)
+
+    def list_curves(self) -> dict[str, dict[str, Curve]]:
+        """Return all curves by topic and title."""
+        found: dict[str, dict[str, Curve]] = {LOSSES: {}, RATES: {}, THROUGHPUT: {}, SCORES: {}}
+        if self.curves is not None:
+            rates = self.curves.rates
+            found[LOSSES] |= self.curves.losses
+            if self.curves.norm is not None:
+                found[LOSSES][NORM] = self.curves.norm
+            for number, curve in enumerate(rates, 1):
+                found[RATES]["learning rate" + f", group {number}" * (len(rates) > 1)] = curve
+        if self.throughput.last is not None:
+            found[THROUGHPUT]["iterations per second"] = self.throughput
+        found[SCORES] |= self.scores
+        return found
+
+
+def own_seconds(line: Mapping[str, Any]) -> float:
+    """Return the time of the iterations of a stretch, without what paused them."""
+    return float(line["seconds"] - line.get("paused", 0.0))
+
+
+def draw_over(courses: Mapping[str, RunCurves], points: int) -> Iterator[Chapter]:
+    """Yield a chapter for each topic, with the curves of all runs over each other.
+
+    Args:
+        courses: the runs, by name.
+        points: the most points of each line; 0 for charts without lines.
+    """
+    spans = [course.span for course in courses.values()]
+    span = min(first for first, _ in spans), max(last for _, last in spans)
+    shown = dict(itertools.islice(courses.items(), _MOST_LINES))
+    curves = {name: course.list_curves() for name, course in shown.items()}
+    for topic in (LOSSES, RATES, THROUGHPUT, SCORES):
+        titles = dict.fromkeys(title for found in curves.values() for title in found[topic])
+        blocks: list[Block] = [
+            Chart(
+                shorten(title),
+                [
+                    _line(found[topic][title], points, name=shorten(name, 80))
+                    for name, found in curves.items()
+                    if title in found[topic]
+                ],
+                span,
+            )
+            for title in itertools.islice(titles, _MOST_CHARTS)
+        ]
+        blocks += _list_rest(list(titles))
+        if len(courses) > _MOST_LINES:
+            blocks.append(Text(f"Drawn are the first {_MOST_LINES} of {len(courses)} runs."))
+        yield Chapter(topic, blocks or [Text("The runs have recorded none.")])
+
+
+def _list_rest(titles: Sequence[str]) -> list[Block]:
+    rest = ", ".join(titles[_MOST_CHARTS:])
+    return [Text(shorten(f"Without a chart, because there are too many: {rest}."))] if rest else []
+
+
+def _line(curve: Curve, points: int, *, name: str = "", has_band: bool = False) -> Line:
+    buckets = curve.shrink(points)
+    is_wide = has_band and any(bucket.low < bucket.high for bucket in buckets)
+    return Line(
+        [(bucket.place, bucket.mean) for bucket in buckets],
+        [(bucket.place, bucket.low, bucket.high) for bucket in buckets] if is_wide else (),
+        name=name,
+        ends=curve.ends,
+    )
+
+
+class Figures:
+    """Draws one run, with more or fewer points, and says what is missing.
+
+    Args:
+        course: what was read of it.
+        points: the most points of each line; 0 for charts without lines.
+    """
+
+    def __init__(self, course: RunCurves, points: int) -> None:
+        self._run = course.run
+        self._course = course
+        self._curves = course.curves
+        self._found = course.list_curves()
+        self._points = points
+        self._marks = [
+            (attempt.iteration, before.was_killed)
+            for before, attempt in itertools.pairwise(course.run.attempts)
+        ][:MOST_ROWS]
+
+    def show_losses(self) -> Iterator[Block]:
+        """Yield the blocks of the losses and of the norm of the gradients."""
+        if self._curves is None:
+            yield Text("There is no ledger, so the losses are unknown.")
+            return
+        losses = self._curves.losses
+        if not losses:
+            yield Text("The run has set no losses (loss_items).")
+        if losses:
+            yield Text(
+                "The line is the mean of each group of iterations, the area around it their least "
+                "and largest loss. Vertical lines mark starts that resumed; those in red follow a "
+                "kill."
+            )
+        for name, curve in list(losses.items())[:_MOST_CHARTS]:
+            yield self._draw(name, curve)
+        yield from _list_rest(list(losses))
+        if self._curves.norm is not None:
+            yield self._draw(NORM, self._curves.norm)
+        else:
+            yield Text("No gradient norm: the training does not clip by norm (clip_norm).")
+
+    def show_rates(self) -> Iterator[Block]:
+        """Yield the blocks of the learning rates."""
+        if self._curves is None:
+            yield Text("There is no ledger, so the learning rates are unknown.")
+            return
+        rates = self._found[RATES]
+        if not rates:
+            yield Text("The run has no optimizer with a learning rate.")
+        elif not self._curves.has_used_rates:
+            yield Text(
+                "Some of these rates are those at the end of an iteration, because the run has not "
+                "recorded which ones its updates have used: with a scheduler that steps after each "
+                "update, they are those of the next one."
+            )
+        for name, curve in list(rates.items())[:_MOST_CHARTS]:
+            yield self._draw(name, curve)
+        if len(rates) > _MOST_CHARTS:
+            yield Text(f"{len(rates) - _MOST_CHARTS} further groups have no chart here.")
+
+    def _draw(self, name: str, curve: Curve) -> Chart:
+        note = ""
+        if curve.last is not None:
+            iteration, number = curve.last
+            note = (
+                f"Last: {number_text(number)} at iteration {with_step(iteration, curve.last_step)}."
+            )
+        if curve.first_infinite is not None:
+            place = with_step(curve.first_infinite, curve.first_infinite_step)
+            note += (
+                f" {curve.num_infinite:,} values are not finite, the first at iteration {place}."
+            )
+        line = _line(curve, self._points, has_band=True)
+        return Chart(shorten(name), [line], self._course.span, self._marks, note.strip())
+
+    def show_throughput(self) -> Iterator[Block]:
+        """Yield the blocks of the throughput."""
+        lines = [line for line in self._run.times.lines if own_seconds(line) > 0]
+        if not lines:
+            yield Text("There are no times, so the throughput is unknown.")
+            return
+        mean = sum(line["iterations"] for line in lines) / sum(map(own_seconds, lines))
+        for name, curve in self._found[THROUGHPUT].items():
+            yield self._draw_points(name, curve)
+        # Earlier versions did not note how long validations took.
+        knows_pauses = all("run" in start for start in self._run.times.starts)
+        what = "with saves, without validations" if knows_pauses else "with validations and saves"
+        yield Text(
+            f"On average {number_text(mean)} iterations per second, {what}. "
+            "Vertical lines mark starts that resumed; those in red follow a kill."
+        )
+
+    def _draw_points(self, name: str, curve: Curve) -> Chart:
+        line = _line(curve, self._points)
+        has_dots = len(line.points) <= _MOST_DOTS
+        line = Line(line.points, has_dots=has_dots, ends=line.ends)
+        return Chart(shorten(name), [line], self._course.span, self._marks)
+
+    def show_scores(self) -> Iterator[Block]:
+        """Yield the blocks of the scores of validations."""
+        scores, best = self._run.find_scores(), self._run.find_best()
+        if not scores:
+            yield Text("The run has recorded no scores of validations.")
+            return
+        rows, steps = [], self._run.find_steps()
+        for name, values in scores.items():
+            iteration, last = values[-1]
+            place = with_step(iteration, steps.get(iteration))
+            row = [shorten(name), f"{number_text(last)} (iteration {place})"]
+            if best is not None:
+                score = best.scores.get(name)
+                at = f" (iteration {with_step(best.iteration, best.step)})"
+                row.append("-" if score is None else number_text(score) + at)
+            rows.append(row)
+        head = ["score", "last validation"]
+        yield Grid(head if best is None else [*head, "best validation"], rows[:MOST_ROWS])
+        if best is not None:
+            yield Text(_explain(best))
+        for name, curve in list(self._found[SCORES].items())[:_MOST_CHARTS]:
+            yield self._draw_points(name, curve)
+
+
+def _explain(best: BestValidation) -> str:
+    """Return what decides which validation is the best."""
+    if best.metric is None:
+        text = "The best one is the last for which have_metrics_improved returned True"
+    else:
+        side = "smallest" if best.mode == "min" else "largest"
+        text = f"The best one has the {side} finite {best.metric}, the earlier one at a tie"
+    rest = f"; those until iteration {best.since} are unknown" if best.since else ""
+    return f"{text}{rest}."
