@@ -9,11 +9,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from helios.core.text import number_text, with_step
 from helios.ledger.run_facts import RunFacts
-from helios.reports.document import Checklist, Question
 
 # What Python names instead of a script for -c, for its prompt, and for standard input.
 _NO_FILES = ("", "-", "-c")
@@ -26,26 +25,31 @@ _PEAKS = {
 _HASH = "The hash of the last line of the ledger, which covers all iterations:"
 
 
-def make_checklist(run: RunFacts, *, fingerprint: str | None) -> Checklist:
-    """Return the checklist of a run.
+class Question(NamedTuple):
+    """A question, with what is known; ``None`` for a line that the author fills in."""
+
+    text: str
+    answer: str | None = None
+
+
+def make_checklist(run: RunFacts, *, fingerprint: str | None) -> dict[str, dict[str, str | None]]:
+    """Return the checklist of a run: answers, or ``None`` for the author, by topic and question.
 
     Args:
         run: what is known of it.
         fingerprint: the hash of the last line of its ledger.
     """
     facts = run.facts
-    return Checklist(
-        [
-            ("Code", list(_ask_code(facts))),
-            ("Data", list(_ask_data(facts))),
-            ("Seeds and exactness", list(_ask_seeds(facts, fingerprint))),
-            ("Model and hyper-parameters", list(_ask_model(facts))),
-            ("Results and number of runs", list(_ask_results(run))),
-            ("Compute resources", list(_ask_compute(run))),
-            ("Software", list(_ask_software(facts))),
-            ("Licences, limitations and impact", list(_ask_rest())),
-        ]
-    )
+    return {
+        "Code": dict(_ask_code(facts)),
+        "Data": dict(_ask_data(facts)),
+        "Seeds and exactness": dict(_ask_seeds(facts, fingerprint)),
+        "Model and hyper-parameters": dict(_ask_model(facts)),
+        "Results and number of runs": dict(_ask_results(run)),
+        "Compute resources": dict(_ask_compute(run)),
+        "Software": dict(_ask_software(facts)),
+        "Licences, limitations and impact": dict(_ask_rest()),
+    }
 
 
 def _ask_code(facts: Mapping[str, Any]) -> Iterator[Question]:

@@ -87,6 +87,19 @@ class Curve:
         """The first and the last number; ``None`` without any."""
         return None if self.first is None or self.last is None else (self.first[1], self.last[1])
 
+    def summarize(self) -> dict[str, Any]:
+        """Return the curve in plain values: its ends, and its least and largest finite number."""
+        parts = self.shrink(1)
+        ends = (None, None) if self.ends is None else self.ends
+        return {
+            "first": ends[0],
+            "last": ends[1],
+            "iteration": None if self.last is None else self.last[0],
+            "least": min((part.low for part in parts), default=None),
+            "largest": max((part.high for part in parts), default=None),
+            "num_infinite": self.num_infinite,
+        }
+
     def _gather(self) -> None:
         """Put the numbers that wait into buckets."""
         if not self._waiting:

@@ -1,11 +1,13 @@
-"""A document of sections: what it consists of, and how it is written as Markdown."""
+"""A document is Markdown with pictures: what both consist of, and how they are written.
+
+Pictures are sentences in the Markdown file; :mod:`helios.reports.page` wraps all of it into HTML.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from helios.core.text import number_text
 
@@ -13,40 +15,12 @@ MOST_ROWS = 200
 """The most rows of a table."""
 MOST_CHARACTERS = 600
 """The most characters of a text that a run has written."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A paragraph."""
-
-    text: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
-        return {"text": self.text}
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Names with values, line by line."""
-
-    rows: Sequence[tuple[str, str]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
-        return {"facts": dict(self.rows)}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table with a heading for each column."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
-        return {"head": list(self.head), "rows": [list(row) for row in self.rows]}
+NO_HEAD = ("", "")
+"""The heading of a table of names with values."""
+OPEN, ANSWERED, BLANK = "- [ ] ", "- [x] ", "\\_" * 12
+"""How questions of a checklist begin, and how one without an answer ends."""
+_SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
+_ESCAPED = re.compile(r"\\([\\`*_\[\]<>|#~$])")
 
 
 @dataclass(frozen=True)
@@ -87,10 +61,6 @@ class Chart:
     marks: Sequence[tuple[int, bool]] = ()
     note: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what it shows in plain values, without its points."""
-        return {"chart": self.title, "note": self.note}
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -116,41 +86,9 @@ class Spread:
     title: str
     samples: Sequence[Sample]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what it shows in plain values."""
-        return {"chart": self.title}
 
-
-@dataclass(frozen=True)
-class Question:
-    """A question of a checklist.
-
-    Attributes:
-        text: the question.
-        answer: what is known; ``None`` for a line that the author fills in.
-    """
-
-    text: str
-    answer: str | None = None
-
-
-@dataclass(frozen=True)
-class Checklist:
-    """Questions by topic."""
-
-    topics: Sequence[tuple[str, Sequence[Question]]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
-        return {
-            "checklist": {
-                topic: {each.text: each.answer for each in questions}
-                for topic, questions in self.topics
-            }
-        }
-
-
-Block = Text | Facts | Grid | Chart | Spread | Checklist
+Block = str | Chart | Spread
+"""Markdown without empty lines, or a picture."""
 
 
 @dataclass
@@ -159,10 +97,6 @@ class Chapter:
 
     title: str
     blocks: list[Block] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
-        return {"title": self.title, "blocks": [block.as_dict() for block in self.blocks]}
 
 
 @dataclass
@@ -179,11 +113,6 @@ class Document:
     kind: str
     sections: list[Chapter] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
-        sections = [section.as_dict() for section in self.sections]
-        return {"title": self.title, "kind": self.kind, "sections": sections}
-
 
 def shorten(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return a text without what is too much of it."""
@@ -197,72 +126,83 @@ def shorten_rows(
     return [(name, shorten(value, most)) for name, value in rows[:MOST_ROWS]]
 
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
-_BLANK = "\\_" * 12
-
-
 def write_markdown(document: Document) -> str:
     """Return the text of the Markdown file; as :func:`helios.reports.page.write_page`."""
-    parts = [f"# {_escape(document.title)}", _escape(document.kind)]
+    parts = [f"# {write_text(document.title)}", write_text(document.kind)]
     for section in document.sections:
-        parts.append(f"## {_escape(section.title)}")
+        parts.append(f"## {write_text(section.title)}")
         parts += map(_write_block, section.blocks)
     # Names of files may hold bytes that are no text.
     return ("\n\n".join(parts) + "\n").encode("utf-8", "replace").decode()
 
 
-def _escape(text: str) -> str:
+def _write_block(block: Block) -> str:
+    return block if isinstance(block, str) else _describe_chart(block)
+
+
+def write_text(text: str) -> str:
+    """Return a text as Markdown, in which nothing of it is markup."""
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
-def _write_block(block: Block) -> str:
-    if isinstance(block, Text):
-        return _escape(block.text)
-    if isinstance(block, Facts):
-        return _write_grid(("", ""), block.rows)
-    if isinstance(block, Grid):
-        return _write_grid(block.head, block.rows)
-    if isinstance(block, Checklist):
-        return _write_checklist(block)
-    return _write_chart(block)
+def read_text(markdown: str) -> str:
+    """Return the text of which :func:`write_text` made Markdown.
+
+    Example:
+        >>> read_text(write_text("a_b <c>"))
+        'a_b <c>'
+    """
+    return _ESCAPED.sub(r"\1", markdown)
 
 
-def _write_grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        f"| {' | '.join(cell if number == 1 else _escape(cell) for cell in row)} |"
-        for number, row in enumerate(lines)
+def write_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; with :data:`NO_HEAD`, one of names with values."""
+    rule = _write_row(["---"] * len(head))
+    return "\n".join([_write_cells(head), rule, *map(_write_cells, rows)])
+
+
+def _write_cells(cells: Sequence[str]) -> str:
+    return _write_row(list(map(write_text, cells)))
+
+
+def _write_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def read_table(markdown: str) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of what :func:`write_table` has written."""
+    head, _, *rows = (
+        list(map(read_text, line[2:-2].split(" | "))) for line in markdown.splitlines()
     )
+    return head, rows
 
 
-def _write_chart(block: Chart | Spread) -> str:
+def write_checklist(topics: Mapping[str, Mapping[str, str | None]]) -> Iterator[str]:
+    """Yield questions by topic; those without an answer get a line that the author fills in."""
+    for topic, questions in topics.items():
+        yield f"### {write_text(topic)}"
+        yield "\n".join(
+            f"{OPEN}{write_text(question)} {BLANK}"
+            if answer is None
+            else f"{ANSWERED}{write_text(question)} {write_text(answer)}"
+            for question, answer in questions.items()
+        )
+
+
+def _describe_chart(block: Chart | Spread) -> str:
     if isinstance(block, Spread):
         numbers = "; ".join(
             f"{each.name}: {', '.join(map(number_text, each.numbers))}" for each in block.samples
         )
-        return f"{_escape(block.title)}: {_escape(numbers)}."
+        return f"{write_text(block.title)}: {write_text(numbers)}."
     text = "; ".join(map(_describe_line, block.lines))
-    return f"{_escape(block.title)}: {text}. {_escape(block.note)}".rstrip()
+    return f"{write_text(block.title)}: {text}. {write_text(block.note)}".rstrip()
 
 
 def _describe_line(line: Line) -> str:
-    name = f"{_escape(line.name)} " if line.name else ""
+    name = f"{write_text(line.name)} " if line.name else ""
     if not line.points:
         return f"{name}no numbers"
     values = [y for _, low, high in line.band for y in (low, high)] or [y for _, y in line.points]
     ends = "" if line.ends is None else "from {} to {}, ".format(*map(number_text, line.ends))
     return f"{name}{ends}between {number_text(min(values))} and {number_text(max(values))}"
-
-
-def _write_checklist(block: Checklist) -> str:
-    parts = []
-    for topic, questions in block.topics:
-        parts.append(f"### {_escape(topic)}")
-        parts.append("\n".join(map(_write_question, questions)))
-    return "\n\n".join(parts)
-
-
-def _write_question(question: Question) -> str:
-    if question.answer is None:
-        return f"- [ ] {_escape(question.text)} {_BLANK}"
-    return f"- [x] {_escape(question.text)} {_escape(question.answer)}"

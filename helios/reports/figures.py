@@ -16,7 +16,16 @@ from helios.core.text import number_text, with_step
 from helios.ledger.run_facts import RunFacts
 from helios.ledger.verification import LedgerStatus
 from helios.reports.curves import Curve, LedgerCurves, read_curves
-from helios.reports.document import MOST_ROWS, Block, Chapter, Chart, Grid, Line, Text, shorten
+from helios.reports.document import (
+    MOST_ROWS,
+    Block,
+    Chapter,
+    Chart,
+    Line,
+    shorten,
+    write_table,
+    write_text,
+)
 
 NORM = "gradient norm before clipping"
 LOSSES, RATES, THROUGHPUT, SCORES = "Losses", "Learning rate", "Throughput", "Scores"
@@ -61,6 +70,11 @@ class RunCurves:
             for iteration, score in values:
                 curve.add(iteration, score)
         return found
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The hash of the last line of the ledger; ``None`` without one."""
+        return None if self.status is None else self.status.hash
 
     @property
     def span(self) -> tuple[float, float]:
@@ -118,13 +132,17 @@ def draw_over(courses: Mapping[str, RunCurves], points: int) -> Iterator[Chapter
         ]
         blocks += _list_rest(list(titles))
         if len(courses) > _MOST_LINES:
-            blocks.append(Text(f"Drawn are the first {_MOST_LINES} of {len(courses)} runs."))
-        yield Chapter(topic, blocks or [Text("The runs have recorded none.")])
+            blocks.append(write_text(f"Drawn are the first {_MOST_LINES} of {len(courses)} runs."))
+        yield Chapter(topic, blocks or [write_text("The runs have recorded none.")])
 
 
 def _list_rest(titles: Sequence[str]) -> list[Block]:
     rest = ", ".join(titles[_MOST_CHARTS:])
-    return [Text(shorten(f"Without a chart, because there are too many: {rest}."))] if rest else []
+    return (
+        [write_text(shorten(f"Without a chart, because there are too many: {rest}."))]
+        if rest
+        else []
+    )
 
 
 def _line(curve: Curve, points: int, *, name: str = "", has_band: bool = False) -> Line:
@@ -160,13 +178,13 @@ class Figures:
     def show_losses(self) -> Iterator[Block]:
         """Yield the blocks of the losses and of the norm of the gradients."""
         if self._curves is None:
-            yield Text("There is no ledger, so the losses are unknown.")
+            yield write_text("There is no ledger, so the losses are unknown.")
             return
         losses = self._curves.losses
         if not losses:
-            yield Text("The run has set no losses (loss_items).")
+            yield write_text("The run has set no losses (loss_items).")
         if losses:
-            yield Text(
+            yield write_text(
                 "The line is the mean of each group of iterations, the area around it their least "
                 "and largest loss. Vertical lines mark starts that resumed; those in red follow a "
                 "kill."
@@ -177,18 +195,18 @@ class Figures:
         if self._curves.norm is not None:
             yield self._draw(NORM, self._curves.norm)
         else:
-            yield Text("No gradient norm: the training does not clip by norm (clip_norm).")
+            yield write_text("No gradient norm: the training does not clip by norm (clip_norm).")
 
     def show_rates(self) -> Iterator[Block]:
         """Yield the blocks of the learning rates."""
         if self._curves is None:
-            yield Text("There is no ledger, so the learning rates are unknown.")
+            yield write_text("There is no ledger, so the learning rates are unknown.")
             return
         rates = self._found[RATES]
         if not rates:
-            yield Text("The run has no optimizer with a learning rate.")
+            yield write_text("The run has no optimizer with a learning rate.")
         elif not self._curves.has_used_rates:
-            yield Text(
+            yield write_text(
                 "Some of these rates are those at the end of an iteration, because the run has not "
                 "recorded which ones its updates have used: with a scheduler that steps after each "
                 "update, they are those of the next one."
@@ -196,7 +214,7 @@ class Figures:
         for name, curve in list(rates.items())[:_MOST_CHARTS]:
             yield self._draw(name, curve)
         if len(rates) > _MOST_CHARTS:
-            yield Text(f"{len(rates) - _MOST_CHARTS} further groups have no chart here.")
+            yield write_text(f"{len(rates) - _MOST_CHARTS} further groups have no chart here.")
 
     def _draw(self, name: str, curve: Curve) -> Chart:
         note = ""
@@ -217,7 +235,7 @@ class Figures:
         """Yield the blocks of the throughput."""
         lines = [line for line in self._run.times.lines if own_seconds(line) > 0]
         if not lines:
-            yield Text("There are no times, so the throughput is unknown.")
+            yield write_text("There are no times, so the throughput is unknown.")
             return
         mean = sum(line["iterations"] for line in lines) / sum(map(own_seconds, lines))
         for name, curve in self._found[THROUGHPUT].items():
@@ -225,7 +243,7 @@ class Figures:
         # Earlier versions did not note how long validations took.
         knows_pauses = all("run" in start for start in self._run.times.starts)
         what = "with saves, without validations" if knows_pauses else "with validations and saves"
-        yield Text(
+        yield write_text(
             f"On average {number_text(mean)} iterations per second, {what}. "
             "Vertical lines mark starts that resumed; those in red follow a kill."
         )
@@ -240,7 +258,7 @@ class Figures:
         """Yield the blocks of the scores of validations."""
         scores, best = self._run.find_scores(), self._run.find_best()
         if not scores:
-            yield Text("The run has recorded no scores of validations.")
+            yield write_text("The run has recorded no scores of validations.")
             return
         rows, steps = [], self._run.find_steps()
         for name, values in scores.items():
@@ -253,9 +271,9 @@ class Figures:
                 row.append("-" if score is None else number_text(score) + at)
             rows.append(row)
         head = ["score", "last validation"]
-        yield Grid(head if best is None else [*head, "best validation"], rows[:MOST_ROWS])
+        yield write_table(head if best is None else [*head, "best validation"], rows[:MOST_ROWS])
         if best is not None:
-            yield Text(_explain(best))
+            yield write_text(_explain(best))
         for name, curve in list(self._found[SCORES].items())[:_MOST_CHARTS]:
             yield self._draw_points(name, curve)
 

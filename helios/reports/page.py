@@ -1,7 +1,8 @@
-"""Writes a document as one HTML file that needs nothing else: no script, font or picture.
+"""Wraps the Markdown of a document into one HTML file, and draws its pictures.
 
-The SVG of a chart holds lines only and is stretched to the width of the page; all text is HTML
-beside it, so that it has a readable size on a phone too.
+The file needs nothing else: no script, font or picture. The SVG of a chart holds lines only and is
+stretched to the width of the page; all text is HTML beside it, so that it has a readable size on a
+phone too.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 from helios.core.text import number_text
 from helios.reports.document import (
+    ANSWERED,
+    BLANK,
+    NO_HEAD,
+    OPEN,
     Block,
     Chapter,
     Chart,
-    Checklist,
     Document,
-    Facts,
-    Grid,
     Line,
-    Question,
     Sample,
     Spread,
-    Text,
+    read_table,
+    read_text,
 )
 from helios.version import __version__
 
@@ -46,12 +48,11 @@ h3{font-size:1rem;margin:1.5rem 0 .4rem}
 p{margin:.6rem 0;max-width:44rem}
 .kind,.note,footer,nav,small{color:var(--soft);font-size:.875rem}
 nav{margin-top:.75rem}nav a{color:inherit;margin-right:1rem;display:inline-block}
-dl.facts{display:grid;grid-template-columns:minmax(9rem,15rem) 1fr;margin:.5rem 0}
-dl.facts>*{padding:.3rem .5rem .3rem 0;margin:0;border-bottom:1px solid var(--rule)}
-dt{color:var(--soft)}
 .wide{overflow-x:auto;margin:.75rem 0}
 table{border-collapse:collapse;width:100%;font-size:.875rem;line-height:1.45;
 font-variant-numeric:tabular-nums;overflow-wrap:normal}
+table.facts{font-size:1rem}table.facts td:first-child{color:var(--soft);width:15rem}
+table.facts td{overflow-wrap:anywhere;max-width:none}
 th,td{text-align:left;vertical-align:top;padding:.35rem .9rem .35rem 0;
 border-bottom:1px solid var(--rule);max-width:26rem}
 td{overflow-wrap:break-word}td:first-child{white-space:nowrap}th{color:var(--soft);font-weight:600;white-space:nowrap}
@@ -87,12 +88,11 @@ ul.list{list-style:none;padding:0;margin:.4rem 0}
 ul.list li{padding:.45rem 0 .45rem 1.6rem;border-bottom:1px solid var(--rule);position:relative}
 ul.list li::before{position:absolute;left:.1rem;content:"\\2610";color:var(--soft)}
 ul.list li.known::before{content:"\\2713";color:var(--good);font-weight:700}
-.answer{display:block}
 .blank{display:block;height:1.7rem;border-bottom:1px dashed var(--soft);max-width:44rem}
 footer{margin-top:3rem;border-top:1px solid var(--rule);padding-top:.75rem}
 @media(max-width:36rem){body{padding:1.25rem .9rem 3rem}h1{font-size:1.4rem}
-dl.facts{grid-template-columns:1fr}dl.facts dt{border:0;padding:.45rem 0 0;font-size:.875rem}
-dl.facts dd{padding:0 0 .4rem}.plot{grid-template-columns:3.4rem 1fr}
+table.facts td{display:block;border:0;padding:0}table.facts td:first-child{width:auto;
+padding-top:.45rem;font-size:.875rem}.plot{grid-template-columns:3.4rem 1fr}
 svg{height:10rem}.rows{grid-template-columns:1fr;gap:.15rem}}
 @media print{body{max-width:none}section{break-inside:auto}figure{break-inside:avoid}}
 """
@@ -146,54 +146,46 @@ def _write_section(number: int, section: Chapter) -> str:
 
 
 def _write_block(block: Block) -> str:
-    if isinstance(block, Text):
-        return f"<p>{html.escape(block.text)}</p>"
-    if isinstance(block, Facts):
-        return _write_facts(block)
-    if isinstance(block, Grid):
-        return _write_grid(block)
     if isinstance(block, Chart):
         return draw_chart(block)
     if isinstance(block, Spread):
         return draw_spread(block)
-    return _write_checklist(block)
+    return _write_markdown(block)
 
 
-def _write_facts(block: Facts) -> str:
-    rows = "".join(
-        f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in block.rows
-    )
-    return f'<dl class="facts">{rows}</dl>'
+def _write_markdown(text: str) -> str:
+    """Return HTML for what :mod:`helios.reports.document` writes as Markdown."""
+    if text.startswith("### "):
+        return f"<h3>{_write_text(text[4:])}</h3>"
+    if text.startswith("| "):
+        return _write_table(text)
+    if text.startswith((OPEN, ANSWERED)):
+        items = "".join(map(_write_question, text.splitlines()))
+        return f'<ul class="list">{items}</ul>'
+    return f"<p>{_write_text(text)}</p>"
 
 
-def _write_grid(block: Grid) -> str:
-    head = "".join(f"<th>{html.escape(each)}</th>" for each in block.head)
-    rows = "".join(f"<tr>{_write_cells(row)}</tr>" for row in block.rows)
-    return (
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
-        "</div>"
-    )
+def _write_text(markdown: str) -> str:
+    return html.escape(read_text(markdown))
 
 
-def _write_cells(row: Sequence[str]) -> str:
-    return "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+def _write_table(markdown: str) -> str:
+    head, rows = read_table(markdown)
+    kind = ' class="facts"' if tuple(head) == NO_HEAD else ""
+    titles = "" if kind else f"<thead><tr>{_write_cells('th', head)}</tr></thead>"
+    body = "".join(f"<tr>{_write_cells('td', row)}</tr>" for row in rows)
+    return f'<div class="wide"><table{kind}>{titles}<tbody>{body}</tbody></table></div>'
 
 
-def _write_checklist(block: Checklist) -> str:
-    return "".join(
-        f'<h3>{html.escape(topic)}</h3><ul class="list">'
-        f"{''.join(map(_write_question, questions))}</ul>"
-        for topic, questions in block.topics
-    )
+def _write_cells(tag: str, cells: Sequence[str]) -> str:
+    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
 
 
-def _write_question(question: Question) -> str:
-    text = html.escape(question.text)
-    if question.answer is None:
-        return f'<li>{text}<span class="blank"></span></li>'
-    return (
-        f'<li class="known">{text}<span class="answer">{html.escape(question.answer)}</span></li>'
-    )
+def _write_question(markdown: str) -> str:
+    if markdown.startswith(ANSWERED):
+        return f'<li class="known">{_write_text(markdown.removeprefix(ANSWERED))}</li>'
+    text = markdown.removeprefix(OPEN).removesuffix(f" {BLANK}")
+    return f'<li>{_write_text(text)}<span class="blank"></span></li>'
 
 
 _WIDTH, _HEIGHT = 1_000.0, 300.0

@@ -16,7 +16,15 @@ from helios.errors import ArgumentError
 from helios.ledger.differences import diff
 from helios.ledger.run_facts import RunFacts, read_run
 from helios.reports.curves import read_course, read_last_iteration, read_last_line, read_last_losses
-from helios.reports.document import Block, Chapter, Document, Grid, Sample, Spread, Text
+from helios.reports.document import (
+    Block,
+    Chapter,
+    Document,
+    Sample,
+    Spread,
+    write_table,
+    write_text,
+)
 from helios.reports.estimates import (
     Estimate,
     Parts,
@@ -394,7 +402,10 @@ def write_comparison(comparison: RunComparison) -> str:
             Chapter("Differences between the runs", list(_show_varying(comparison))),
             Chapter("Differences of pairs", list(_show_paired(comparison))),
             Chapter("Parts of the variance", list(_show_parts(comparison))),
-            Chapter("Notes", [Text(f"{note}.") for note in comparison.notes] or [Text("None.")]),
+            Chapter(
+                "Notes",
+                [write_text(f"{note}.") for note in comparison.notes] or [write_text("None.")],
+            ),
         ]
         title = f"{len(comparison.runs)} runs"
         if comparison.by is not None:
@@ -429,12 +440,12 @@ def describe_sweep(sweep: Sweep) -> str:
 
 def _show_results(comparison: RunComparison) -> Iterator[Block]:
     if comparison.sweep is not None:
-        yield Grid(*list_sweep(comparison.sweep))
-        yield Text(describe_sweep(comparison.sweep))
-        yield Text("Their hyper-parameters differ, so there is no mean of them.")
+        yield write_table(*list_sweep(comparison.sweep))
+        yield write_text(describe_sweep(comparison.sweep))
+        yield write_text("Their hyper-parameters differ, so there is no mean of them.")
         return
-    yield Grid(HEAD, list_estimates(comparison))
-    yield Text(
+    yield write_table(HEAD, list_estimates(comparison))
+    yield write_text(
         "Each dot is a run, the vertical line the mean, the area the 95% interval of the mean by "
         "Student's t, which assumes independent runs."
     )
@@ -454,19 +465,21 @@ def _draw(name: str, table: Mapping[str, Estimate]) -> Spread:
 
 def _show_varying(comparison: RunComparison) -> Iterator[Block]:
     if not comparison.varying:
-        yield Text("None that may change the training, as far as the manifests say.")
+        yield write_text("None that may change the training, as far as the manifests say.")
         return
     rows = [(name, *values) for name, values in comparison.varying.items()]
-    yield Grid(("what", *comparison.runs), rows)
+    yield write_table(("what", *comparison.runs), rows)
 
 
 def _show_paired(comparison: RunComparison) -> Iterator[Block]:
     if not comparison.paired:
-        yield Text("None, see the notes." if comparison.by else "None: the runs are one group.")
+        yield write_text(
+            "None, see the notes." if comparison.by else "None: the runs are one group."
+        )
         return
-    yield Text(f"{describe_pairs(comparison)}, run by run of equal seeds.")
+    yield write_text(f"{describe_pairs(comparison)}, run by run of equal seeds.")
     rows = [(name, *describe_estimate(each)) for name, each in comparison.paired.items()]
-    yield Grid(("number", "pairs", *HEAD[3:]), rows)
+    yield write_table(("number", "pairs", *HEAD[3:]), rows)
     for name, each in comparison.paired.items():
         yield _draw(name, {"difference": each})
 
@@ -479,10 +492,10 @@ def describe_pairs(comparison: RunComparison) -> str:
 
 def _show_parts(comparison: RunComparison) -> Iterator[Block]:
     if not comparison.parts:
-        yield Text("None, see the notes.")
+        yield write_text("None, see the notes.")
         return
     rows = [row for name in comparison.parts for row in list_parts(comparison, name)]
-    yield Grid(("number", "part", "variance", "share"), rows)
+    yield write_table(("number", "part", "variance", "share"), rows)
 
 
 def list_parts(comparison: RunComparison, name: str) -> list[tuple[str, str, str, str]]:

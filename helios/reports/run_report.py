@@ -20,15 +20,16 @@ from helios.reports.curves import LedgerCurves
 from helios.reports.document import (
     MOST_CHARACTERS,
     MOST_ROWS,
+    NO_HEAD,
     Block,
     Chapter,
     Document,
-    Facts,
-    Grid,
-    Text,
     shorten,
     shorten_rows,
+    write_checklist,
     write_markdown,
+    write_table,
+    write_text,
 )
 from helios.reports.figures import LOSSES, RATES, SCORES, THROUGHPUT, Figures, RunCurves
 from helios.reports.page import write_fitting
@@ -42,19 +43,21 @@ class RunReport:
 
     Attributes:
         folder: the folder of the run.
-        document: its content.
+        document: what the report says, as Markdown with pictures.
         html: the whole HTML file, at most 2 MB.
-        markdown: the same facts as Markdown.
+        markdown: the Markdown file, with sentences in place of pictures.
+        facts: what the report is made of, as plain values.
     """
 
     folder: Path
     document: Document
     html: str
     markdown: str
+    facts: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content as plain values, without the points of charts."""
-        return {"folder": str(self.folder), **self.document.as_dict()}
+        """Return the facts as plain values, without the points of pictures."""
+        return {"folder": str(self.folder), **self.facts}
 
 
 def report(run: str | Path, checkpoints: Sequence[Mapping[str, Any]] | None = None) -> RunReport:
@@ -72,7 +75,28 @@ def report(run: str | Path, checkpoints: Sequence[Mapping[str, Any]] | None = No
     facts = read_run(run)
     course = RunCurves.read(facts)
     document, html = write_fitting(partial(_make, course, checkpoints))
-    return RunReport(facts.folder, document, html, write_markdown(document))
+    table = _list_facts_of(course, checkpoints)
+    return RunReport(facts.folder, document, html, write_markdown(document), table)
+
+
+def _list_facts_of(
+    course: RunCurves, checkpoints: Sequence[Mapping[str, Any]] | None
+) -> dict[str, Any]:
+    run, best = course.run, course.run.find_best()
+    return {
+        "name": run.name,
+        "summary": dict(_summarize(course)),
+        "missing": list(run.missing.values()),
+        "curves": {
+            topic: {title: curve.summarize() for title, curve in found.items()}
+            for topic, found in course.list_curves().items()
+        },
+        "best": None if best is None else best.as_plain(),
+        "starts": [{**each.start, "outcome": each.outcome} for each in run.attempts],
+        "checkpoints": None if checkpoints is None else [dict(each) for each in checkpoints],
+        "manifest": run.facts,
+        "checklist": make_checklist(run, fingerprint=course.fingerprint),
+    }
 
 
 def _make(
@@ -80,10 +104,9 @@ def _make(
 ) -> Document:
     """Return the document, with at most so many points in each line of a chart."""
     run, figures = course.run, Figures(course, points)
-    fingerprint = None if course.status is None else course.status.hash
     saved = show_saves(run) if checkpoints is None else show_checkpoints(checkpoints)
     sections = [
-        Chapter("Summary", list(_summarize(course))),
+        Chapter("Summary", list(_show_summary(course))),
         Chapter(LOSSES, list(figures.show_losses())),
         Chapter(RATES, list(figures.show_rates())),
         Chapter(THROUGHPUT, list(figures.show_throughput())),
@@ -93,27 +116,30 @@ def _make(
         Chapter("Checkpoints", list(saved)),
         Chapter("Environment", list(show_environment(run))),
         Chapter("Options", list(show_options(run))),
-        Chapter("Reproducibility checklist", list(_show_checklist(run, fingerprint))),
+        Chapter("Reproducibility checklist", list(_show_checklist(course))),
     ]
     return Document(run.name, "Report of a training run", sections)
 
 
-def _summarize(course: RunCurves) -> Iterator[Block]:
-    run, status = course.run, course.status
-    rows: list[tuple[str, str]] = []
-    if course.curves is not None and status is not None:
-        rows += _summarize_ledger(course.curves, status)
+def _summarize(course: RunCurves) -> Iterator[tuple[str, str]]:
+    run = course.run
+    if course.curves is not None and course.status is not None:
+        yield from _summarize_ledger(course.curves, course.status)
     if run.attempts:
-        rows.append(("Starts", f"{len(run.attempts)} (killed: {run.num_kills})"))
-        rows.append(("Last start", run.attempts[-1].outcome))
-    rows.append(("Training time", time_text(run) or _UNSAID))
-    rows.append(("Command", command_text(run.facts) or _UNSAID))
-    rows.append(("Level", str(run.facts.get("level", {}).get("text", _UNSAID))))
-    yield Facts(shorten_rows(rows))
-    for text in run.missing.values():
-        yield Text(text)
+        yield "Starts", f"{len(run.attempts)} (killed: {run.num_kills})"
+        yield "Last start", run.attempts[-1].outcome
+    yield "Training time", time_text(run) or _UNSAID
+    yield "Command", command_text(run.facts) or _UNSAID
+    yield "Level", str(run.facts.get("level", {}).get("text", _UNSAID))
+
+
+def _show_summary(course: RunCurves) -> Iterator[Block]:
+    status = course.status
+    yield write_table(NO_HEAD, shorten_rows([*_summarize(course)]))
+    for text in course.run.missing.values():
+        yield write_text(text)
     if status is not None and not status.is_good:
-        yield Text("Lines of the ledger that are not good are missing in the charts.")
+        yield write_text("Lines of the ledger that are not good are missing in the charts.")
 
 
 def _summarize_ledger(curves: LedgerCurves, status: LedgerStatus) -> Iterator[tuple[str, str]]:
@@ -133,18 +159,18 @@ def _summarize_ledger(curves: LedgerCurves, status: LedgerStatus) -> Iterator[tu
         yield "Hash of the optimizers", f"{optimizers} (iteration {place})"
 
 
-def _show_checklist(run: RunFacts, fingerprint: str | None) -> Iterator[Block]:
-    yield Text(
+def _show_checklist(course: RunCurves) -> Iterator[Block]:
+    yield write_text(
         "Filled in as far as the files of the run say. Empty lines are for the author, because "
         "Helios cannot know the answer."
     )
-    yield make_checklist(run, fingerprint=fingerprint)
+    yield from write_checklist(make_checklist(course.run, fingerprint=course.fingerprint))
 
 
 def show_lineage(run: RunFacts) -> Iterator[Block]:
     """Yield the starts of a run, and what else happened to it."""
     if not run.attempts:
-        yield Text("There is no lineage, so starts and kills are unknown.")
+        yield write_text("There is no lineage, so starts and kills are unknown.")
         return
     rows = []
     for attempt in run.attempts:
@@ -172,7 +198,7 @@ def show_lineage(run: RunFacts) -> Iterator[Block]:
     ]
     if events:
         head = ("time (UTC)", "event", "checkpoint", "cause")
-        yield Text("What else happened:")
+        yield write_text("What else happened:")
         yield from _limit_rows(head, events, "lineage.jsonl has all")
 
 
@@ -185,7 +211,7 @@ def _cause(event: Mapping[str, Any]) -> str:
 def show_changes(run: RunFacts) -> Iterator[Block]:
     """Yield what changed between each two starts, and what it may change."""
     if run.manifest is None:
-        yield Text("There is no manifest, so changes between starts are unknown.")
+        yield write_text("There is no manifest, so changes between starts are unknown.")
         return
     sections = run.manifest.sections
     rows = [
@@ -201,14 +227,14 @@ def show_changes(run: RunFacts) -> Iterator[Block]:
         for change in compare_facts(before.facts, after.facts)
     ]
     if len(sections) < len(run.attempts):
-        yield Text(
+        yield write_text(
             f"run.json has {len(sections)} of {len(run.attempts)} starts. It is written some "
             "seconds after a start, so one that was killed before is not in it."
         )
     if len(sections) == len(run.attempts) == 1:
-        yield Text("The run was started once, so nothing has changed.")
+        yield write_text("The run was started once, so nothing has changed.")
     elif not rows:
-        yield Text("No changes are known.")
+        yield write_text("No changes are known.")
     else:
         head = ("start (UTC)", "what", "before", "after", "effect", "reason")
         yield from _limit_rows(head, rows, "run.json has all")
@@ -223,7 +249,7 @@ def show_saves(run: RunFacts) -> Iterator[Block]:
         if event["event"] == lineage.SAVE
     }
     if not saves:
-        yield Text("The lineage names no checkpoint.")
+        yield write_text("The lineage names no checkpoint.")
         return
     rows = [(name, event["time"], event.get("digest", "-")) for name, event in saves.items()]
     yield from _limit_rows(("saved", "time (UTC)", "digest"), rows, "lineage.jsonl has all")
@@ -232,7 +258,7 @@ def show_saves(run: RunFacts) -> Iterator[Block]:
 def show_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
     """Yield the checkpoints that are still there; see :func:`helios.ledger.report`."""
     if not checkpoints:
-        yield Text("There is no checkpoint in the folder of the run.")
+        yield write_text("There is no checkpoint in the folder of the run.")
         return
     head = ("checkpoint", "epoch", "iteration", "state", "level", "scores", "digest")
     rows = [_describe_checkpoint(each) for each in checkpoints]
@@ -257,7 +283,7 @@ def show_environment(run: RunFacts) -> Iterator[Block]:
     """Yield what the newest start ran on."""
     facts = run.facts
     if not facts:
-        yield Text("There is no manifest, so the environment is unknown.")
+        yield write_text("There is no manifest, so the environment is unknown.")
         return
     rows = []
     for topic in ("versions", "system", "gpu", "environment", "switches", "git", "processes"):
@@ -267,15 +293,15 @@ def show_environment(run: RunFacts) -> Iterator[Block]:
     rows.append(("imported packages", ", ".join(f"{name} {x}" for name, x in libraries)))
     code = [f"{name} {hashes['text']}" for name, hashes in facts.get("code", {}).items()]
     rows.append(("source files", ", ".join(code)))
-    yield Text("As at the newest start. run.json has all of it.")
-    yield Facts(shorten_rows(rows, 4 * MOST_CHARACTERS))
+    yield write_text("As at the newest start. run.json has all of it.")
+    yield write_table(NO_HEAD, shorten_rows(rows, 4 * MOST_CHARACTERS))
 
 
 def show_options(run: RunFacts) -> Iterator[Block]:
     """Yield the options of the newest start."""
     facts = run.facts
     if not facts:
-        yield Text("There is no manifest, so the options are unknown.")
+        yield write_text("There is no manifest, so the options are unknown.")
         return
     rows = [
         (topic, "; ".join(_list_facts(facts[topic])))
@@ -283,7 +309,7 @@ def show_options(run: RunFacts) -> Iterator[Block]:
         if topic in facts
     ]
     rows += [(name, _plain(value)) for name, value in facts.get("options", {}).items()]
-    yield Facts(shorten_rows(rows))
+    yield write_table(NO_HEAD, shorten_rows(rows))
 
 
 def _list_facts(table: Mapping[str, Any]) -> list[str]:
@@ -298,6 +324,6 @@ def _plain(value: Any) -> str:
 
 def _limit_rows(head: Sequence[str], rows: Sequence[Sequence[str]], where: str) -> Iterator[Block]:
     """Yield a table of the newest rows, and a sentence on those that are left out."""
-    yield Grid(head, rows[-MOST_ROWS:])
+    yield write_table(head, rows[-MOST_ROWS:])
     if len(rows) > MOST_ROWS:
-        yield Text(f"The first {len(rows) - MOST_ROWS:,} are left out; {where}.")
+        yield write_text(f"The first {len(rows) - MOST_ROWS:,} are left out; {where}.")

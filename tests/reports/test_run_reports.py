@@ -20,7 +20,15 @@ from helios.ledger.run_facts import read_run
 from helios.ledger.timing import FILE_NAME as TIMES
 from helios.reports import page as pages
 from helios.reports.curves import Curve, read_curves
-from helios.reports.page import MOST_BYTES
+from helios.reports.document import (
+    Chapter,
+    Document,
+    read_table,
+    write_checklist,
+    write_table,
+    write_text,
+)
+from helios.reports.page import MOST_BYTES, write_page
 from helios.reports.run_report import RunReport
 from tests.support.runs import Setting, train
 from tests.support.synthetic_run import write_ledger, write_lineage, write_lines, write_run
@@ -134,7 +142,7 @@ def test_the_page_stands_alone_and_follows_the_reader(run: Path) -> None:
 
 @pytest.mark.shows("P45")
 def test_what_nobody_knows_is_left_to_the_author(run: Path) -> None:
-    checklist = report(run).as_dict()["sections"][-1]["blocks"][1]["checklist"]
+    checklist = report(run).as_dict()["checklist"]
     answers = {text: answer for table in checklist.values() for text, answer in table.items()}
     assert answers["The seeds:"] == "random_seed 5"
     assert answers["Where is the code published, and under which licence?"] is None
@@ -155,6 +163,45 @@ def test_texts_of_a_run_are_never_markup(tmp_path: Path) -> None:
     assert "<script" not in found.markdown.replace("\\<script", "")
     page = Page(found.html)
     assert "script" not in page.tags
+
+
+@pytest.mark.shows("P44")
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ("", ""),
+        ("a | b", "|"),
+        ("\\", "\\|"),
+        ("| a |", " | "),
+        ("\\\\ | \\", "---"),
+        ("- [ ] a", "### b"),
+        ("&lt;b&gt;", "<b>"),
+        ("`$x$`", "~~#_*_~~"),
+        ("x" + chr(0x2028) + "y", "a\nb"),
+    ],
+    ids=ascii,
+)
+def test_html_shows_every_text_as_it_was_written_to_markdown(cells: tuple[str, str]) -> None:
+    table = write_table(("one", "two"), [cells, ("next", "row")])
+    plain = [" ".join(cell.split()) for cell in cells]
+    assert read_table(table) == (["one", "two"], [plain, ["next", "row"]])
+    questions = {cells[0]: cells[1], cells[1] + "?": None}
+    page = Page(
+        write_page(
+            Document(
+                cells[0],
+                "kind",
+                [
+                    Chapter(cells[1], [write_text(cells[0]), table]),
+                    Chapter("c", [*write_checklist({"": questions})]),
+                ],
+            )
+        )
+    )
+    assert page.tags.count("table") == 1
+    assert page.tags.count("li") == len(questions)
+    for cell in plain:
+        assert cell in page.words
 
 
 @pytest.mark.shows("P43")
@@ -232,7 +279,7 @@ def test_the_peak_of_memory_names_its_source(
     ]
     start = {"iteration": 0, "host": "here", "processes": 1}
     write_lines(tmp_path / TIMES, [start, *stretches])
-    checklist = report(tmp_path).as_dict()["sections"][-1]["blocks"][1]["checklist"]
+    checklist = report(tmp_path).as_dict()["checklist"]
     answer = checklist["Compute resources"]["Peak memory of the first process:"]
     assert answer.startswith(expected)
 
@@ -287,7 +334,15 @@ def test_no_file_of_a_run_is_overwritten(run: Path, capsys: pytest.CaptureFixtur
 def test_json_has_the_facts(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(_report(capsys, run, "--out", tmp_path / "a.html", "--json"))
     assert document["path"] == str(tmp_path / "a.html")
-    assert document["sections"][0]["blocks"][0]["facts"]["Iterations"] == "6 (the run has ended)"
+    assert document["summary"]["Iterations"] == "6 (the run has ended)"
+    assert document["name"] == "small"
+    assert [each["event"] for each in document["starts"]] == ["start", "resume"]
+    assert document["manifest"]["seeds"] == {"random_seed": 5}
+    assert [each["name"] for each in document["checkpoints"]][-1] == "small_epoch_1_iter_6.pth"
+    [loss] = document["curves"]["Losses"].values()
+    assert (loss["iteration"], loss["num_infinite"]) == (6, 0)
+    assert loss["least"] <= min(loss["first"], loss["last"])
+    assert loss["largest"] >= max(loss["first"], loss["last"])
 
 
 @pytest.mark.parametrize(
