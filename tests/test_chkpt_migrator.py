@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from helios.errors import ArgumentError, CheckpointError
 from helios.migration.folder_migration import BACKUP_FOLDER
 from helios.state import TrainingState
 from tests.support import old_files as old
+from tests.support.terminals import run_on_terminal
 
 HELP = Path(__file__).parent / "golden" / "chkpt_migrator_help.txt"
 NAMES = ("0.3.0/linear_epoch_1_iter_5.pth", "2.0.1/linear_epoch_2_iter_10.pth")
@@ -92,20 +92,9 @@ def test_one_file_can_be_migrated_alone(root: Path) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
 def test_a_terminal_gets_a_progress_bar(root: Path) -> None:
-    import fcntl
-    import pty
-    import termios
-
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "chkpt_migrator", str(root)]
-    done = subprocess.run(command, stderr=follower, stdout=-1, check=True, timeout=120)
-    os.set_blocking(leader, False)
-    shown = os.read(leader, 1 << 16)
-    os.close(follower)
-    os.close(leader)
+    printed, shown = run_on_terminal([sys.executable, "-m", "chkpt_migrator", str(root)])
     assert b"0/2" in shown
-    assert done.stdout.endswith(b"2 migrated.\n")
+    assert printed.endswith(b"2 migrated.\n")
 
 
 def test_an_empty_folder_is_said_to_be_one(

@@ -262,7 +262,8 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
         name = namespace.module
         folder, start = Path.cwd(), partial(runpy.run_module, alter_sys=True)
     request = ReplayRequest(
-        ReplayOptions(namespace.start, namespace.stop, namespace.nproc), namespace.save_name
+        ReplayOptions(namespace.start, namespace.stop, namespace.nproc, has_bars=True),
+        namespace.save_name,
     )
     try:
         with request.waiting(), _stdout_on_stderr() if namespace.json else nullcontext():

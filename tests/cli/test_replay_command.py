@@ -14,6 +14,7 @@ import pytest
 from helios.cli import main
 from helios.startup.launching.replay_request import ReplayRequest
 from tests.ledger.test_replay import contents
+from tests.support.terminals import run_on_terminal
 
 SCRIPT = """\
 import argparse
@@ -344,3 +345,14 @@ def test_ranks_of_torchrun_print_one_result(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["num_equal"] == 8
     assert contents(folder / "runs") == before
+
+
+@pytest.mark.shows("P145")
+def test_a_replay_shows_how_far_it_is_on_a_terminal_only(folder: Path) -> None:
+    words = [sys.executable, "-m", "helios", "replay", str(folder / "train.py"), "--json"]
+    words += ["--", "--root", str(folder / "runs")]
+    printed, shown = run_on_terminal(words)
+    assert b"steps: 100%|" in shown
+    done = subprocess.run(words, capture_output=True, check=True, timeout=240)
+    assert b"%|" not in done.stdout + done.stderr
+    assert json.loads(printed) == json.loads(done.stdout)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import struct
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ from helios.storage.folder_lock import FolderLock
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.checkpoint.sharded_helpers import save_sharded
 from tests.support.synthetic_run import write_lineage, write_run
+from tests.support.terminals import run_on_terminal
 
 READ = {
     "ls": ["ls", "RUN"],
@@ -241,21 +240,11 @@ def test_watch_lists_again_when_something_has_changed(
 @pytest.mark.shows("P145")
 @pytest.mark.parametrize("command", ["verify", "export", "pack", "migrate"])
 def test_long_work_shows_how_far_it_is_on_a_terminal_only(command: str, tmp_path: Path) -> None:
-    import fcntl
-    import pty
-    import termios
-
     folder, out = tmp_path / "run", tmp_path / "out"
     make_run(folder)
     out.mkdir()
     words = [sys.executable, "-m", "helios", *words_of(command, folder, folder, out)]
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    subprocess.run(words, stdout=subprocess.PIPE, stderr=follower, check=True, timeout=180)
-    os.set_blocking(leader, False)
-    shown = os.read(leader, 1 << 16)
-    os.close(follower)
-    os.close(leader)
+    _, shown = run_on_terminal(words)
     assert b"%|" in shown or b"B/s" in shown
     force = ["--force"] if command == "export" else []
     done = subprocess.run([*words, *force], capture_output=True, check=True, timeout=180)

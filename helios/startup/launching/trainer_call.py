@@ -229,7 +229,7 @@ class Call:
             name, options = self.model.save_name, self.options
             run_name = options.run.name_for(name)
             self.replay = find_stretch(options.checkpoints, name, self.asked, run_name=run_name)
-            self.options = options.for_replay(self.asked.nproc)
+            self.options = options.for_replay(self.asked)
 
     def show(self, session: Session | None) -> None:
         """Set the trainer's session."""

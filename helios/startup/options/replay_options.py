@@ -15,11 +15,13 @@ class ReplayOptions:
         start: the iteration at or before which the replay begins.
         stop: the last iteration to compare.
         nproc: takes the place of ``Trainer(nproc=...)``; ``None`` for the trainer's own.
+        has_bars: whether to show bars on a terminal also where the trainer shows none.
     """
 
     start: int | None = None
     stop: int | None = None
     nproc: int | None = None
+    has_bars: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("start", 0), ("stop", 1), ("nproc", 1)):

@@ -21,6 +21,7 @@ from helios.startup.options.audit_options import Audit
 from helios.startup.options.checkpoint_options import PARAMS, CheckpointOptions, allows
 from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
 from helios.startup.options.logging_options import LoggingOptions
+from helios.startup.options.replay_options import ReplayOptions
 from helios.startup.options.trial_options import TrialOptions
 from helios.startup.options.validators import as_folder, check_positive, refusal
 from helios.startup.runs.signal_policy import Signals
@@ -214,21 +215,23 @@ class TrainerOptions:
             remedy = "Omit it: a process cannot compute the gradient of another one alone."
             raise refusal("audit", 'None with sharding="full"', self.audit, remedy)
 
-    def for_replay(self, nproc: int | None) -> TrainerOptions:
+    def for_replay(self, asked: ReplayOptions) -> TrainerOptions:
         """Return the options of a replay: signals end it, and nothing is saved or audited.
 
         Args:
-            nproc: number of processes; ``None`` for that of the options.
+            asked: what is to be repeated, and how.
         """
-        processes, checkpoints = self.processes, self.checkpoints
-        if nproc is not None:
-            processes = replace(processes, nproc=nproc)
+        processes, checkpoints, logging = self.processes, self.checkpoints, self.logging
+        if asked.nproc is not None:
+            processes = replace(processes, nproc=asked.nproc)
+        if asked.has_bars:
+            logging = replace(logging, enable_progress_bar=True)
         if checkpoints.resume == "never":
             checkpoints = replace(checkpoints, resume="auto")
         # What has no effect was reported when the trainer was created.
         found = copy.copy(self)
         changed = {"signals": Signals(()), "audit": None}
-        vars(found).update(changed, processes=processes, checkpoints=checkpoints)
+        vars(found).update(changed, processes=processes, checkpoints=checkpoints, logging=logging)
         return found
 
     def _list_useless(self) -> dict[str, tuple[bool, str]]:
