@@ -347,7 +347,7 @@ def test_ranks_of_torchrun_print_one_result(folder: Path) -> None:
     assert contents(folder / "runs") == before
 
 
-@pytest.mark.shows("P145")
+@pytest.mark.shows("P146")
 def test_a_replay_shows_how_far_it_is_on_a_terminal_only(folder: Path) -> None:
     words = [sys.executable, "-m", "helios", "replay", str(folder / "train.py"), "--json"]
     words += ["--", "--root", str(folder / "runs")]

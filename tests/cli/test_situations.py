@@ -110,7 +110,7 @@ def words_of(command: str, folder: Path, other: Path, out: Path) -> list[str]:
     return words
 
 
-@pytest.mark.shows("P144")
+@pytest.mark.shows("P145")
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("command", READ)
 def test_every_command_ends_with_a_code_and_a_message(
@@ -136,7 +136,7 @@ def test_every_command_ends_with_a_code_and_a_message(
     assert {path: left.get(path) for path in before} == before
 
 
-@pytest.mark.shows("P144")
+@pytest.mark.shows("P145")
 def test_nothing_is_called_good_that_verify_calls_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +157,7 @@ def test_nothing_is_called_good_that_verify_calls_damaged(
     }
 
 
-@pytest.mark.shows("P144")
+@pytest.mark.shows("P145")
 @pytest.mark.parametrize("form", ["file", "folder"])
 def test_ls_of_one_checkpoint_shows_it_alone(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -170,7 +170,7 @@ def test_ls_of_one_checkpoint_shows_it_alone(
     assert folder["start_path"] == str(path)
 
 
-@pytest.mark.shows("P144")
+@pytest.mark.shows("P145")
 def test_of_a_folder_the_checkpoint_counts_from_which_a_start_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,7 +187,7 @@ def test_of_a_folder_the_checkpoint_counts_from_which_a_start_resumes(
     assert "run_epoch_1_iter_2.pth" in capsys.readouterr().out
 
 
-@pytest.mark.shows("P144")
+@pytest.mark.shows("P145")
 def test_the_best_checkpoint_of_a_folder_is_inspected_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,7 +203,7 @@ def test_the_best_checkpoint_of_a_folder_is_inspected_and_exported(
         assert Path(found.get("source", found["path"])).name == "run_epoch_1_iter_1.pth"
 
 
-@pytest.mark.shows("P144")
+@pytest.mark.shows("P145")
 def test_a_report_of_a_checkpoint_is_that_of_its_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,7 +213,7 @@ def test_a_report_of_a_checkpoint_is_that_of_its_run(
         assert capsys.readouterr().out == f"Wrote {run.path / 'report.html'}.\n"
 
 
-@pytest.mark.shows("P145")
+@pytest.mark.shows("P146")
 def test_watch_lists_again_when_something_has_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +237,7 @@ def test_watch_lists_again_when_something_has_changed(
     assert "\x1b" not in first + third
 
 
-@pytest.mark.shows("P145")
+@pytest.mark.shows("P146")
 @pytest.mark.parametrize("command", ["verify", "export", "pack", "migrate"])
 def test_long_work_shows_how_far_it_is_on_a_terminal_only(command: str, tmp_path: Path) -> None:
     folder, out = tmp_path / "run", tmp_path / "out"

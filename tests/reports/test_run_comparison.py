@@ -290,7 +290,7 @@ def test_the_command_shows_all_of_it(
     assert document["by"] == "--lr"
 
 
-@pytest.mark.shows("P146")
+@pytest.mark.shows("P147")
 def test_the_curves_of_all_runs_lie_over_each_other(tmp_path: Path) -> None:
     courses = {"a": [4.0, 2.0, 1.0], "b": [8.0, 4.0, 2.0, 1.0], "<c>": [3.0, 3.0]}
     for name, losses in courses.items():
@@ -324,7 +324,7 @@ def test_the_curves_of_all_runs_lie_over_each_other(tmp_path: Path) -> None:
     assert heights[0][0] == heights[1][1]
 
 
-@pytest.mark.shows("P146")
+@pytest.mark.shows("P147")
 def test_of_many_runs_the_first_ones_are_drawn_and_the_rest_is_said(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"r{number:02}", {}, scores={}) for number in range(18)]
     text = write_comparison(compare(*runs))
