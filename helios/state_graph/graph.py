@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from helios.core.generators import Generator, is_generator
+from helios.core.generators import Generator, is_generator, kind_of_generator
 from helios.core.memory import extent_of, fills_its_reach, has_plain_bytes, span_of, storage_of
 from helios.state_graph import unsupported_values
 from helios.state_graph.attribute_rules import is_of_the_house
@@ -372,7 +372,7 @@ class Graph(Scanner):
         if name is None:
             name = self._name_container(part)
         self.num_references[name] = self.num_references.get(name, 0) + 1
-        tokens += (REF, name, type(part).__name__)
+        tokens += (REF, name, _kind_of(part))
 
     def _name_soft(self, part: Any) -> str:
         name = self.soft[id(part)] = self.found.free(self._path())
@@ -444,7 +444,7 @@ class Graph(Scanner):
         """Append the name of an object, or what describes a tensor."""
         name = self.soft.get(id(part)) or self.found.name_of(id(part))
         if name is not None:
-            tokens += (REF, name, type(part).__qualname__)
+            tokens += (REF, name, _kind_of(part))
             if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
                 # A resume creates a buffer of another form again, but keeps parameters.
                 tokens += _form_of(part)
@@ -455,7 +455,7 @@ class Graph(Scanner):
         elif is_of_the_house(part):
             tokens += (OPAQUE, self._identities.number(part))
         elif is_plain_object(type(part)):
-            tokens += (REF, self._name_plain(part), type(part).__qualname__)
+            tokens += (REF, self._name_plain(part), _kind_of(part))
         else:
             tokens += self._token_of(part)
 
@@ -483,7 +483,7 @@ class Graph(Scanner):
         self._kept.append(part)
         if is_generator(part):
             self.generators[name] = part
-            return REF, name
+            return REF, name, _kind_of(part)
         if isinstance(part, type):
             self.types.add(part)
         cell = self.opaque[name] = Cell(name, part, self._place)
@@ -509,6 +509,14 @@ class Graph(Scanner):
                 self._identities, lambda each: None if each == number else name_of(each)
             )
             tokens.append(content.mark(part))
+
+
+def _kind_of(part: Any) -> str:
+    """Return what decides whether a node of setup can take what one of a checkpoint holds."""
+    if is_generator(part):
+        return kind_of_generator(part)
+    kind = type(part).__qualname__
+    return f"{kind} {part.maxlen}" if type(part) is deque else kind
 
 
 def parts_of_call(part: Any) -> tuple[Any, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,31 @@ def test_a_container_is_filled_in_place(content: Any) -> None:
     again = resumed(make, discovery.capture())
     assert again.read() is again.value
     assert not again.value
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (deque([1], 3), deque([1, 2], 9)),
+        ([1], (1,)),
+        ({"a": 1}, OrderedDict(a=1)),
+        (np.random.Generator(np.random.PCG64(1)), np.random.Generator(np.random.Philox(1))),
+    ],
+)
+def test_what_takes_the_place_of_another_kind_is_there_again(before: Any, after: Any) -> None:
+    def make() -> Any:
+        return Owner(value=copy.deepcopy(before))
+
+    owner = make()
+    discovery = started(owner)
+    owner.value = after
+    again = resumed(make, discovery.capture()).value
+    assert type(again) is type(after)
+    if isinstance(again, np.random.Generator):
+        assert str(again.bit_generator.state) == str(after.bit_generator.state)
+    else:
+        assert again == after
+    assert getattr(again, "maxlen", None) == getattr(after, "maxlen", None)
 
 
 @pytest.mark.parametrize("make_one", [lambda: np.zeros(3), lambda: torch.zeros(3)])
