@@ -179,7 +179,7 @@ class Owners:
                 else:
                     found.look_at_nodes()
                 share(name)
-        gone = states.keys() - self._found.keys()
+        gone = [name for name in states if name not in self._found]
         if not is_inference:
             # Their tensors may be mapped from the file.
             self._carried |= {name: copy.deepcopy(states[name]) for name in gone}

@@ -72,6 +72,9 @@ class Owners(Part):
         assert is_inference or self.loaded == "prepared"
         self.loaded = (states, is_inference)
 
+    def has_own_state(self, name: str) -> bool:
+        return False
+
     def marks(self, states: Mapping[str, Any]) -> dict[str, bytes]:
         return {name: repr(state).encode() for name, state in states.items()}
 
