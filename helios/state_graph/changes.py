@@ -127,15 +127,29 @@ class Made:
     def _add_late(self, now: Graph) -> None:
         """Note what only hooks lead to that were registered by a start event."""
         begins = tuple(
-            f"{slot.name}." if isinstance(slot, Cell) else ""
+            slot.name
             for table in now.tables.values()
             for key, slot in table.slots.items()
             if _is_of_hook(key) and isinstance(slot, Cell) and slot.name not in self.tables
         )
+        for name, cell in now.cells.items():
+            if name not in self.cells and f"{name}.".startswith(begins) and begins:
+                self.late.add(name)
+                self.cells[name] = _without_part(cell)
         for name, table in now.tables.items():
             if name not in self.tables and f"{name}.".startswith(begins) and begins:
                 self.late.add(name)
-                self.tables[name] = table
+                self.tables[name] = _without_parts(table)
+
+
+def _without_parts(table: Table) -> Table:
+    twin = Table(table.name, None)
+    twin.kind = table.kind
+    twin.slots = {
+        key: _without_part(slot) if isinstance(slot, Cell) else slot
+        for key, slot in table.slots.items()
+    }
+    return twin
 
 
 def _without_part(cell: Cell) -> Cell:
@@ -277,7 +291,9 @@ class Comparison:
             if _has_changed(cell, made.cells.get(name)) and not self._is_covered(cell.place):
                 self._add(cell)
         for name, table in now.tables.items():
-            if not self._is_late(name, table):
+            if name in made.late:
+                self._compare_late(name, table)
+            elif not self._is_late(name, table):
                 self._compare(name, table)
         for cell in now.all_cells:
             for storage in cell.reached:
@@ -288,6 +304,22 @@ class Comparison:
         is_held = name in self._now.found.objects or name in self._now.found.inner
         is_part = is_held or isinstance(table.part, nn.Module)
         return is_part and name not in self._made.tables
+
+    def _compare_late(self, name: str, table: Table) -> None:
+        """Report an object that only a start event makes, which a resume fills in vain."""
+        before = self._made.tables[name].slots
+        for key in before.keys() | table.slots.keys():
+            one, other = before.get(key, _ABSENT), table.slots.get(key, _ABSENT)
+            if isinstance(other, Cell):
+                has_changed = _has_changed(other, one if isinstance(one, Cell) else None)
+            else:
+                has_changed = not _are_same(one, other)
+            if has_changed:
+                self._report(name, table.kind, reasons.LATE)
+
+    def _report(self, path: str, kind: type, reason: str) -> None:
+        self.changes.missing[path] = reason
+        self.changes.others[path] = kind.__name__
 
     def _compare(self, name: str, table: Table) -> None:
         old = self._made.tables.get(name)
@@ -337,6 +369,10 @@ class Comparison:
         if id(cell) in self._items:
             return
         name, key = self._homes.get(id(cell), (cell.name, _ABSENT))
+        if name in self._made.late:
+            if key is _ABSENT:
+                self._report(name, cell.kind, reasons.LATE)
+            return
         if key is _ABSENT and cell.name not in self._made.cells:
             self._new.add(name)
         self._items[id(cell)] = _Item(cell, name, key)
@@ -369,8 +405,7 @@ class Comparison:
             return
         self.changes.lost.append(item.cell)
         if reason:
-            self.changes.missing[item.cell.name] = reason
-            self.changes.others[item.cell.name] = item.cell.kind.__name__
+            self._report(item.cell.name, item.cell.kind, reason)
 
     def _lose_holders(self, lost: dict[str, str]) -> None:
         """Lose what refers to new nodes that cannot be saved."""
@@ -392,8 +427,7 @@ class Comparison:
             if self._is_covered(cell.place):
                 continue
             self.changes.lost.append(cell)
-            self.changes.missing[name] = why_unsavable(cell.part)
-            self.changes.others[name] = cell.kind.__name__
+            self._report(name, cell.kind, why_unsavable(cell.part))
 
     def _keep_within_limit(self) -> None:
         """Leave out the largest attributes beyond the limit, with all that shares with them."""

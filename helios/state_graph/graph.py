@@ -450,10 +450,11 @@ class Graph(Scanner):
                 tokens += _form_of(part)
         elif isinstance(part, Tensor) and is_dense(part):
             self.scan_tensor(part, tokens)
+        elif is_of_the_house(part):
+            # A plugin whose method is a hook has an owner's state of its own.
+            tokens += (OPAQUE, self._identities.number(part))
         elif has_state(part) and not self.rules.data_types:
             tokens += (REF, self._add_inner(part))
-        elif is_of_the_house(part):
-            tokens += (OPAQUE, self._identities.number(part))
         elif is_plain_object(type(part)):
             tokens += (REF, self._name_plain(part), _kind_of(part))
         else:

@@ -16,7 +16,6 @@ _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, functo
 _DATA = (Dataset, DataLoader)
 
 TOO_DEEP = "it is nested more than {} levels deep: flatten it"
-CIRCLE = "it contains itself: only lists, dicts and dataclasses may do so"
 FACTORY = (
     "the factory of its defaultdict cannot be called when loading: use one such as int or list"
 )
@@ -48,7 +47,6 @@ REFERENCE = "it refers to {}: keep objects in attributes, or in lists and dicts"
 FLAGS = "{!r} is not a combination of named flags: name all flags"
 FILE = "it is an open file: open it at each start, in setup() or on_training_start()"
 MAPPED = "it is mapped from a file: map it read-only, or copy it into an array"
-IN_TUPLE = "it is in a tuple with an object: keep what changes in a list"
 BROKEN = "it cannot be inspected ({}): give it state_dict() and load_state_dict()"
 UNKNOWN = (
     "setup() creates no {}, so that loading cannot know the type: create one in setup(), or return "
@@ -63,10 +61,6 @@ LATE = "created after setup(), so that a resumed run cannot find it: create it i
 HOOK = (
     "a hook registered or removed after the start: register it in setup(), or at each start in "
     "on_training_start()"
-)
-STRAY = (
-    "a generator that a resume cannot restore, such as one in a list that setup() does not fill: "
-    "create it in setup(), or keep it in an attribute"
 )
 OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
 OF_CLASS = (

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Sampler, Subset
 
 from helios.errors import StateError
+from helios.plugins import Plugin
 from helios.state_graph.owner_states import Owner as NamedOwner
 from helios.state_graph.owner_states import Owners
 from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
@@ -236,6 +237,74 @@ def test_attributes_of_parameters_and_of_hooks_come_back(said: list[str]) -> Non
     again = resumed(make, discovery.capture())
     (hook,) = again.net._forward_hooks.values()
     assert (hook.calls, again.net.weight.scale, again.net.bias.steps) == (1, 2.0, [3])
+    assert not said
+
+
+class Counts:
+    """A hook that counts, and remembers."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seen: list[int] = []
+
+    def __call__(self, *args: Any) -> None:
+        self.calls += 1
+        self.seen.append(self.calls)
+
+    def note(self, *args: Any) -> None:
+        self()
+
+
+@pytest.mark.parametrize("choose", [lambda part: part, lambda part: part.note])
+def test_a_hook_that_a_start_event_registers_is_named_and_no_resume_needs_it(
+    choose: Callable[[Counts], Any], said: list[str]
+) -> None:
+    def make() -> Any:
+        return Owner(net=nn.Linear(1, 1))
+
+    owner = make()
+    discovery = started(owner)
+    owner.net.register_forward_hook(choose(Counts()))
+    discovery.begin_training()
+    assert not discovery.capture()["missing"]
+    owner.net(torch.ones(1, 1))
+    state = discovery.capture()
+    assert state["values"]["nodes"] == {}
+    assert all("create it in setup()" in reason for reason in state["missing"].values())
+    assert all(path.startswith("net._forward_hooks.0") for path in state["missing"])
+    assert len(said) == 1
+    resumed(make, state)
+
+
+class Watching(Plugin):
+    """Hands a method of its own to a network."""
+
+    def __init__(self) -> None:
+        super().__init__("watching")
+        self.calls = 0
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def note(self, *args: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_plugin_whose_method_is_a_hook_is_none_of_the_models_state(
+    is_late: bool, said: list[str]
+) -> None:
+    owner, plugin = Owner(net=nn.Linear(1, 1)), Watching()
+    if not is_late:
+        owner.net.register_forward_hook(plugin.note)
+    discovery = started(owner)
+    if is_late:
+        owner.net.register_forward_hook(plugin.note)
+    discovery.begin_training()
+    owner.net(torch.ones(1, 1))
+    state = discovery.capture()
+    assert (state["values"]["nodes"], state["inner"], state["missing"]) == ({}, {}, {})
+    assert plugin.calls == 1
     assert not said
 
 
