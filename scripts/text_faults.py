@@ -154,13 +154,6 @@ FAULTS = (
         "tests/checkpoint/test_kills.py",
     ),
     Fault(
-        "an attribute with a sharded tensor is only said to be broken",
-        "helios/state_graph/value_scan.py",
-        "        if is_sharded(part):",
-        "        if False:",
-        f"{UNREAD}::test_an_attribute_that_holds_shards_is_named_with_a_remedy",
-    ),
-    Fault(
         "a part that could not be written is not reported to rank 0",
         "helios/startup/building/run_saves.py",
         "                self._newest.fail(token, text)",
@@ -510,34 +503,6 @@ FAULTS = (
         f"{AUDITS}::test_a_mismatch_lowers_the_level_of_all_later_checkpoints",
     ),
     Fault(
-        "an object takes the path of the first place that names it now",
-        "helios/state_graph/walk.py",
-        "            path = self._rules.known.get(identity, slot.path)",
-        "            path = slot.path",
-        "tests/state_graph/test_aliases.py::test_an_attribute_names_the_network_that_it_named",
-    ),
-    Fault(
-        "the order of dicts is not restored",
-        "helios/state_graph/restoring.py",
-        '            restore_orders(state["orders"], containers)',
-        "            pass",
-        "tests/state_graph/test_aliases.py::test_the_order_of_dicts_with_objects_comes_back",
-    ),
-    Fault(
-        "keys that are parameters have the text that Python prints",
-        "helios/state_graph/walk.py",
-        "        if isinstance(value, dict) and has_odd_keys(value):",
-        "        if False:",
-        "tests/state_graph/test_aliases.py::test_dicts_keyed_by_parameters_resume",
-    ),
-    Fault(
-        "objects are not looked into",
-        "helios/state_graph/walk.py",
-        "        self.enter(parent, left_out(part))",
-        "        self.enter(parent, [])",
-        "tests/state_graph/test_inner.py::test_wrappers_around_optimizers_resume_to_the_same_bits",
-    ),
-    Fault(
         "optimizers that shared their groups go separate ways",
         "helios/state_graph/optimizer_tables.py",
         "        view.holder[view.attribute] = getattr(view.optimizer, view.table)",
@@ -581,28 +546,6 @@ FAULTS = (
         f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
     ),
     Fault(
-        "values go into the dict that loading has replaced",
-        "helios/state_graph/restoring.py",
-        "        containers = _containers_of(self._look())",
-        "        containers = _containers_of(scene)",
-        f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits[Plain]",
-    ),
-    Fault(
-        "a tie is restored with a buffer that was replaced",
-        "helios/state_graph/walk_result.py",
-        "        return replace(self, networks=Networks())",
-        "        return self",
-        "tests/state_graph/test_tied_tensors.py"
-        "::test_a_buffer_shares_the_memory_of_one_that_was_parted_from_another",
-    ),
-    Fault(
-        "weights that training unties are saved as they are",
-        "helios/state_graph/tied_tensors.py",
-        '            misfits[name] = f"it was {_text(old)}, now {_text(new)}"',
-        "            changed[name] = new",
-        "tests/state_graph/test_tied_tensors.py::test_parameters_that_training_ties_or_unties_fit_no_resume",
-    ),
-    Fault(
         "a run that begins in a place where no folder can be made prepares its data first",
         "helios/startup/launching/launch_call.py",
         "        require_writable(call.options.checkpoints, model.save_name)",
@@ -619,114 +562,11 @@ FAULTS = (
         "::test_a_disk_that_cannot_be_written_to_is_refused_before_the_first_step",
     ),
     Fault(
-        "a part of a network that an attribute comes to name is a network of its own",
-        "helios/state_graph/walk.py",
-        "                self._paths[identity] = names[identity]",
-        "                pass",
-        f"{ALIASES}::test_members_of_a_list_change_places_and_an_attribute_names_one_or_a_part_of_it",
-    ),
-    Fault(
-        "what networks share is looked at in the one that comes first by now",
-        "helios/state_graph/walk.py",
-        "        ordered = {path: objects[path] for path in earlier if path in objects} | objects",
-        "        ordered = dict(objects)",
-        f"{ALIASES}::test_a_part_that_members_of_a_list_share_is_looked_at_where_it_was",
-    ),
-    Fault(
-        "tensors that setup lets overlap, and training parts, are loaded into one memory",
-        "helios/state_graph/shared_views.py",
-        "                parted |= {id(part): part for part in leaving}",
-        "                pass",
-        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfABufferParted]",
-    ),
-    Fault(
-        "a view of a tensor whose memory moves counts as unchanged",
-        "helios/state_graph/value_hash.py",
-        "        self.tokens += (_SHARES, *target, *_form_of(held))",
-        "        self.tokens += (_SHARES, *target)",
-        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfAShiftedOne]",
-    ),
-    Fault(
-        "what a value sees beyond a buffer is not saved",
-        "helios/state_graph/value_hash.py",
-        "            self.look.reached.add(storage_of(held))",
-        "            pass",
-        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfATensorSinceSetup]",
-    ),
-    Fault(
-        "memory is restored over a tensor that has memory of its own by now",
-        "helios/state_graph/shared_views.py",
-        """            if anchor in blocks and _may_stay(blocks[anchor], members)
-        }
-""",
-        """            if anchor in blocks and _may_stay(blocks[anchor], members)
-        }
-        homes |= {name: tensors[name].detach() for name in blocks if name in tensors}
-""",
-        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfTheFirstParted]",
-    ),
-    Fault(
-        "memory that setup made and nobody has changed is saved",
-        "helios/state_graph/shared_views.py",
-        "        is_changed = mark is None or mark != _mark(members, mark)",
-        "        is_changed = True",
-        f"{BLOCK_SIZES}::test_what_is_around_a_view_is_not_saved_unless_it_changes",
-    ),
-    Fault(
-        "memory that several look at does not count in the limit of plain values",
-        "helios/state_graph/shared_views.py",
-        "            if size > room:",
-        "            if False:",
-        f"{BLOCK_SIZES}::test_memory_beyond_the_limit_is_named_and_tensors_resume",
-    ),
-    Fault(
-        "changes between the elements of a view with a step are not seen",
-        "helios/state_graph/shared_views.py",
-        "            yield _without(looking, whole, first - start, end - start)",
-        "            pass",
-        f"{BLOCK_SIZES}::test_what_is_around_a_view_is_not_saved_unless_it_changes",
-    ),
-    Fault(
-        "what a network of a plugin shares with the model is lost",
-        "helios/state_graph/shared_views.py",
-        "            if max(begin, first) < min(end, last):",
-        "            if False:",
-        f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
-    ),
-    Fault(
-        "tensors that overlap in one array, which torch does not know, are lost",
-        "helios/state_graph/tied_tensors.py",
-        "            if storage_of(tensor) != storage_of(last[1]):",
-        "            if False:",
-        f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
-    ),
-    Fault(
-        "an array around the memory of a buffer is saved as its own",
-        "helios/state_graph/value_hash.py",
-        "            self._refuse(unsupported_values.AROUND.format(within))",
-        "            pass",
-        f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
-    ),
-    Fault(
-        "what a plugin sees beyond a buffer of the model is lost",
-        "helios/state_graph/value_hash.py",
-        "            self._refuse(unsupported_values.BEYOND.format(target.name))",
-        "            pass",
-        f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
-    ),
-    Fault(
         "attributes of modules with an extra state are not looked at",
         "helios/state_graph/attribute_rules.py",
         "    return not class_of(module).__module__.startswith(_WRAPPERS)",
         '    return "get_extra_state" not in vars(type(module))',
         f"{EXTRA_STATES}::test_attributes_that_an_extra_state_leaves_out_come_back",
-    ),
-    Fault(
-        "what an extra state holds is saved twice",
-        "helios/state_graph/state_dict_coverage.py",
-        "                self._of |= _extra_states(path, state, mark)",
-        "                pass",
-        f"{EXTRA_STATES}::test_a_copy_in_an_extra_state_is_not_saved_twice",
     ),
     Fault(
         "an extra state that stays the same is trusted",
@@ -745,26 +585,11 @@ FAULTS = (
         "::test_an_optimizer_in_the_state_of_a_model_follows_its_parameters",
     ),
     Fault(
-        "an optimizer in the state of a model may move other parameters",
-        "helios/state_graph/restoring.py",
-        "            check_covered(scene.found, state, scene.parameters)",
-        "            pass",
-        "tests/integration/test_own_states.py"
-        "::test_other_parameters_in_the_state_of_a_model_are_refused",
-    ),
-    Fault(
         "an equal value under any key counts as a copy",
         "helios/state_graph/state_dict_coverage.py",
         "        known = [self._state[name] for name in names if name in self._state]",
         "        known = [*self._state.values()]",
         "tests/state_graph/test_inner.py::test_a_state_dict_of_the_owner_covers_what_it_holds",
-    ),
-    Fault(
-        "hooks of the start count as changes",
-        "helios/state_graph/unsavable.py",
-        "    baseline.hooks = hooks_of(scene.found)",
-        "    pass",
-        "tests/state_graph/test_named.py::test_hooks_that_are_registered_after_the_start_are_named",
     ),
     Fault(
         "class attributes are not looked at",
@@ -937,14 +762,6 @@ FAULTS = (
         f"{RECORD}::test_what_hooks_add_is_kept_and_shown_to_them_again",
     ),
     Fault(
-        "files of schema 1 are not brought to schema 2",
-        "helios/checkpoint/schema_upgrades.py",
-        "{1: _add_what_is_missing}",
-        "{}",
-        "tests/checkpoint/test_golden_checkpoints.py"
-        "::test_a_run_of_every_schema_goes_on_where_it_was",
-    ),
-    Fault(
         "ls is silent about what checkpoints lack",
         "helios/cli/checkpoints.py",
         "    return texts[:_MAX_REASONS]",
@@ -1101,13 +918,6 @@ FAULTS = (
         "::test_a_graph_is_drawn_without_a_warning_that_its_author_cannot_heed",
     ),
     Fault(
-        "a large tensor is known by its version",
-        "helios/state_graph/value_hash.py",
-        "self.tokens.append(tensor_sum(part))",
-        "self.tokens.append(part._version)",
-        "tests/state_graph/test_changes.py::test_a_write_through_data_is_seen_whatever_the_size",
-    ),
-    Fault(
         "a checksum is a plain sum",
         "helios/storage/checksums.py",
         "    return zlib.crc32(whole.reshape(-1).view(np.uint8).data)",
@@ -1122,14 +932,6 @@ FAULTS = (
         "",
         "tests/storage/test_checksums.py"
         "::test_exchanged_elements_and_flipped_signs_change_every_checksum",
-    ),
-    Fault(
-        "a member of a data set that grows drops out unnamed",
-        "helios/state_graph/discovery.py",
-        "MissingState(Changes(changes.values), {}, lost | grown)",
-        "MissingState(Changes(changes.values), {}, lost)",
-        "tests/state_graph/test_owner_states.py"
-        "::test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once",
     ),
     Fault(
         "a data set declares in vain",
@@ -1154,22 +956,6 @@ FAULTS = (
         f"{LEVELS}::test_what_a_model_loses_is_in_the_sidecar_and_warned_of_at_the_load",
     ),
     Fault(
-        "the element at fault is not named",
-        "helios/state_graph/value_scan.py",
-        '"" if part is None else unsupported_values.way_to([*open_parts, part])',
-        '""',
-        "tests/state_graph/test_remedies.py"
-        "::test_an_element_of_a_container_is_named_where_it_is_at_fault",
-    ),
-    Fault(
-        "a parameter of an optimizer is named by numbers",
-        "helios/state_graph/object_names.py",
-        """    return f'{path}.param_groups[{place[0]}]["params"][{place[1]}]'""",
-        "    return name",
-        "tests/state_graph/test_remedies.py"
-        "::test_a_parameter_that_only_an_optimizer_holds_is_named_as_it_is_written",
-    ),
-    Fault(
         "every stage of a finished script warns",
         "helios/startup/checkpoint_search/run_identity.py",
         "        logging.INFO if is_passed else logging.WARNING,",
@@ -1184,66 +970,11 @@ FAULTS = (
         "tests/checkpoint/test_store.py::test_a_commit_lists_its_folder_once_at_most",
     ),
     Fault(
-        "what is lost is missing in the first state only",
-        "helios/state_graph/changes.py",
-        "        missing = {slot.path: self._lost[where][1] for where, slot in lost.items()}",
-        "        missing: dict[str, str] = {}",
-        "tests/state_graph/test_limits.py"
-        "::test_what_is_too_large_is_missing_at_every_capture_and_named_once",
-    ),
-    Fault(
-        "an enum that setup does not know is saved",
-        "helios/state_graph/changes.py",
-        "look.obstacle or _unknown(look.types - known)",
-        "look.obstacle",
-        "tests/state_graph/test_user_types_in_state.py"
-        "::test_a_member_found_late_of_an_unknown_type_is_named_with_the_remedy",
-    ),
-    Fault(
-        "attributes that are no fields are lost with a dataclass",
-        "helios/state_graph/plain_values.py",
-        "    return contents if attributes.keys() <= contents.keys() else None",
-        "    return contents",
-        "tests/state_graph/test_user_types_in_state.py"
-        "::test_an_attribute_that_is_no_field_makes_a_dataclass_one_to_be_named",
-    ),
-    Fault(
-        "the constructor of a dataclass runs",
-        "helios/state_graph/rebuild.py",
-        "            memo[id(part)] = object.__new__(kind)",
-        "            memo[id(part)] = kind(**part.fields)",
-        "tests/state_graph/test_user_types_in_state.py"
-        "::test_a_dataclass_comes_back_with_its_fields_and_no_constructor_runs",
-    ),
-    Fault(
         "views of arrays are written by themselves",
         "helios/storage/shared_storages.py",
         "            if arrays and len(group) > 1:",
         "            if False:",
         "tests/state_graph/test_shared_memory.py::test_views_of_one_array_are_views_of_one_array_again",
-    ),
-    Fault(
-        "an alias is copied",
-        "helios/state_graph/changes.py",
-        "    named = [value for value in kept if value.look.records or value.look.aliases]",
-        "    named = [value for value in kept if value.look.records]",
-        "tests/state_graph/test_shared_memory.py"
-        "::test_an_alias_that_training_moved_looks_at_its_target_again",
-    ),
-    Fault(
-        "an alias may reach beyond its target",
-        "helios/state_graph/rebuild.py",
-        "    if begin % size or (reach + 1) * size + begin > storage.nbytes():",
-        "    if begin % size:",
-        "tests/state_graph/test_shared_memory.py"
-        "::test_an_alias_of_what_is_not_there_is_refused_before_anything_changes",
-    ),
-    Fault(
-        "attributes that come to name one list are no change",
-        "helios/state_graph/changes.py",
-        "            has_changed |= links.get(where) != before.links.get(where)\n",
-        "",
-        "tests/state_graph/test_changes.py::test_two_lists_that_become_one_stay_one_though_they_are_equal",
     ),
     Fault(
         "a training that only loads ends the run",
@@ -1383,20 +1114,6 @@ FAULTS = (
         "        if now[path] != saved[path]:",
         "        if False:",
         f"{OPTIMIZERS}::test_a_scheduler_of_another_optimizer_is_refused",
-    ),
-    Fault(
-        "buffers that training registered are not registered again",
-        "helios/state_graph/tensor_formats.py",
-        '            _register(module, changed[path]["buffers"], saved)',
-        "            pass",
-        f"{FORMS}::test_what_training_makes_of_tensors_is_resumed",
-    ),
-    Fault(
-        "a type that setup changed is not named",
-        "helios/state_graph/restoring.py",
-        "            self._warn_of_casts(casts(scene.found, state))",
-        "            pass",
-        f"{FORMS}::test_another_type_built_by_setup_is_named_and_the_values_are_cast",
     ),
     Fault(
         "a network that was rebuilt is saved",

@@ -20,7 +20,7 @@ from helios.storage.files import TEMPORARY_SUFFIX
 
 Found = TypeVar("Found")
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the format; a file with a higher one is not read."""
 
 # The keys that are read without decoding the file; `record` has all of them.

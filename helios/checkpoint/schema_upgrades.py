@@ -84,7 +84,22 @@ def _name_nodes(old: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
-STEPS: Mapping[int, Step] = {1: _add_what_is_missing, 2: _name_nodes}
+def _lay_out_tensors(old: dict[str, Any]) -> dict[str, Any]:
+    """Schema 3 to 4: forms, ties and shared memory of tensors are one section."""
+    # What only lists checkpoints uses this module, and needs no PyTorch.
+    from helios.checkpoint.state_upgrade import lay_out_tensors
+
+    def in_owners(holder: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: lay_out_tensors(part) for name, part in holder.get("owners", {}).items()}
+
+    new = old | {"owners": in_owners(old)}
+    if "model" in old:
+        new["model"] = lay_out_tensors(old["model"])
+    new["by_rank"] = [part | {"owners": in_owners(part)} for part in old.get("by_rank", ())]
+    return new
+
+
+STEPS: Mapping[int, Step] = {1: _add_what_is_missing, 2: _name_nodes, 3: _lay_out_tensors}
 """The step from each schema; that from helios-ml is in :mod:`helios.migration`."""
 
 

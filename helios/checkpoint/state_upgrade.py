@@ -1,6 +1,6 @@
-"""Converts states of schema 2, with values by container and key, to nodes of a graph.
+"""Converts states of earlier schemas: values by container to nodes, and where tensors lie.
 
-A pure function of data: no object of a run is needed, and the old state is not changed.
+Pure functions of data: no object of a run is needed, and the old state is not changed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from helios.storage.user_types import Alias, HeldTensor, NamedFields, NamedMember, Reference
@@ -29,6 +30,56 @@ def upgrade_state(old: Mapping[str, Any]) -> dict[str, Any]:
         return dict(old)
     kept = {key: value for key, value in old.items() if key not in _OLD_PLACES}
     return _DEFAULTS | kept | {"values": upgrade_values(old["values"], old)}
+
+
+def lay_out_tensors(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of schema 4 for one of schema 3; a state of user code stays as it is."""
+    if "objects" not in old or "forms" not in old:
+        return dict(old)
+    kept = {key: value for key, value in old.items() if key not in ("forms", "ties", "blocks")}
+    nodes = {name: dict(record) for name, record in old["values"]["nodes"].items()}
+    forms: list[str] = []
+    for path, table in old["forms"].items():
+        forms += (f"{path}.{name}" if path else name for name in table["tensors"])
+        for place, kinds in table["buffers"].items():
+            name = f"{path}.{place}" if place else path
+            record = nodes.setdefault(name, {"set": {}, "deleted": []})
+            record["removed"] = [key for key, kind in kinds.items() if kind is None]
+            # A buffer is persistent or not, and a tensor or none.
+            record["buffers"] = {
+                key: False if not kind[0] else None if kind[1] else f"{name}.{key}"
+                for key, kind in kinds.items()
+                if kind is not None
+            }
+    homes = None if old["blocks"] is None else dict(old["blocks"])
+    _add_ties(old, nodes, homes if homes is not None else {})
+    parted = [name for name, tie in old["ties"].items() if tie is None]
+    # One that setup makes the same as another one has no form of its own there.
+    forms += parted
+    layouts = {"forms": forms, "homes": homes, "parted": parted}
+    return kept | {"layouts": layouts, "values": {**old["values"], "nodes": nodes}}
+
+
+def _add_ties(old: Mapping[str, Any], nodes: dict[str, Any], homes: dict[str, Any]) -> None:
+    """Add tensors with the elements of another one: the same buffer, or a view of its memory."""
+    states = {**old["objects"], **old.get("inner", {})}
+    saved = {
+        f"{path}.{name}": part for path, table in states.items() for name, part in table.items()
+    }
+    for name, tie in old["ties"].items():
+        if tie is None or tie[1]:
+            module, _, key = name.rpartition(".")
+            record = nodes.setdefault(module, {"set": {}, "deleted": []})
+            record["buffers"] = {**record.get("buffers", {}), key: tie[0] if tie else name}
+            continue
+        first = saved.get(tie[0])
+        if not isinstance(first, Tensor):
+            continue
+        place = tuple(first.shape), first.stride(), int(first.storage_offset())
+        size = first.untyped_storage().nbytes() // first.element_size()
+        whole = torch.empty(0, dtype=first.dtype).set_(first.untyped_storage(), 0, (size,), (1,))
+        home = {"members": {tie[0]: place}, "memory": whole, "tail": torch.empty(0).byte()}
+        homes.setdefault(tie[0], home)["members"][name] = place
 
 
 def upgrade_values(values: Mapping[str, Any], places: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,14 +10,12 @@ from helios.state_graph.changes import Made
 from helios.state_graph.class_attributes import class_marks
 from helios.state_graph.extra_states import extra_marks
 from helios.state_graph.graph import Graph
+from helios.state_graph.layouts import Form, crossings, memory_marks
 from helios.state_graph.module_state import Shape, shape_of
 from helios.state_graph.object_names import References, as_written
 from helios.state_graph.optimizers import Roster, roster_of
 from helios.state_graph.registered_hooks import hooks_of
 from helios.state_graph.scanning import mark_of_state
-from helios.state_graph.shared_views import block_marks, crossings
-from helios.state_graph.tensor_formats import Forms, forms_of
-from helios.state_graph.tied_tensors import Ties
 from helios.state_graph.torchscript import script_marks
 from helios.state_graph.values import Identities
 
@@ -33,16 +31,16 @@ class Baseline:
         tops: paths of objects in attributes.
         inner: paths of objects that only other objects hold.
         shapes: what a state must match, by path of the object.
-        forms: types, shapes and memory formats of tensors.
+        forms: types, shapes and strides of tensors, by name.
         roster: which parameters optimizers update.
-        ties: which tensors are the same or share memory.
         marks: digests of the states of objects that only other objects hold, or that the owner's
             own ``state_dict`` may leave out.
         hooks: hooks on networks, parameters and optimizers, by name.
         classes: marks of the attributes of classes.
         scripts: marks of the attributes of scripted networks.
         extra: marks of what modules return from ``get_extra_state``.
-        blocks: marks of memory that several tensors or values view.
+        memory: marks of memory that several tensors or values view.
+        mingled: tensors that share memory of which torch does not know.
         crossings: which tensors share memory with those of other owners.
         started: marks of what start events have created.
     """
@@ -53,15 +51,15 @@ class Baseline:
     tops: frozenset[str]
     inner: frozenset[str]
     shapes: dict[str, Shape]
-    forms: dict[str, Forms]
+    forms: dict[str, Form | None]
     roster: Roster
-    ties: Ties
     marks: dict[str, bytes]
     hooks: dict[str, frozenset[int]]
     classes: dict[str, bytes]
     scripts: dict[str, bytes]
     extra: dict[str, bytes]
-    blocks: dict[str, Any]
+    memory: dict[str, Any]
+    mingled: dict[str, Any]
     crossings: dict[str, Any]
     started: dict[str, bytes] = field(default_factory=dict)
 
@@ -83,9 +81,9 @@ class Baseline:
     def distrust(self, state: Mapping[str, Any]) -> None:
         """Treat what was restored as changed: the next checkpoint needs it too."""
         self.made.distrust(state["values"]["nodes"])
-        for anchor, block in (state["blocks"] or {}).items():
-            if block["memory"] is not None:
-                self.blocks.pop(anchor, None)
+        for anchor, home in (state["layouts"]["homes"] or {}).items():
+            if home["memory"] is not None:
+                self.memory.pop(anchor, None)
         for path in state["inner"]:
             self.marks.pop(path, None)
 
@@ -111,16 +109,16 @@ def take_baseline(
         "tops": frozenset(found.objects),
         "inner": frozenset(found.inner),
         "shapes": {path: shape_of(part, found.networks) for path, part in found.objects.items()},
-        "forms": forms_of(found, graph.parameters),
+        "forms": graph.layouts.forms,
         "roster": roster_of(found, graph.parameters),
-        "ties": graph.ties,
         "marks": {path: mark_of_object(part, identities) for path, part in marked.items()},
         "hooks": hooks_of(found),
         "classes": class_marks(owner, found, graph.content),
         "scripts": script_marks(found, graph.content),
         "extra": extra_marks(found, identities),
-        "blocks": block_marks(graph, graph.ties.overlapping.union(reached)),
-        "crossings": crossings(graph),
+        "memory": memory_marks(graph.layouts, graph.storages, reached),
+        "mingled": graph.layouts.mingled,
+        "crossings": crossings(graph.layouts, graph.others),
     }
     return Baseline(Made(graph), **known)
 

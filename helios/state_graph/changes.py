@@ -24,7 +24,7 @@ from helios.core.generators import kind_of_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
 from helios.core.text import size_text
 from helios.state_graph import unsupported_values as reasons
-from helios.state_graph.graph import Cell, Graph, Table
+from helios.state_graph.graph import BUFFERS, MODULES, PARAMETERS, Cell, Graph, Table
 from helios.state_graph.object_names import has_state, path_of
 from helios.state_graph.state_dict_coverage import Coverage
 from helios.state_graph.values import (
@@ -40,11 +40,11 @@ from helios.state_graph.values import (
 )
 from helios.storage.user_types import HeldTensor, NamedMember, Reference, type_name
 
-MODULES = ("_modules",)
-"""The key of a module's slot with the names of its submodules, in order."""
-
 KEYS, LIKE = "keys and values", "like"
 """The content of a dict with objects as keys, and an empty dict of its type."""
+
+_CONTENT = ("set", "deleted", "modules", "parameters", "buffers", "removed")
+"""What a record of an object or network may say."""
 
 _ABSENT = object()
 
@@ -104,8 +104,7 @@ class Made:
                     table.slots[key] = _ABSENT
             for key in record.get("deleted", ()):
                 table.slots.setdefault(key, _ABSENT)
-            if "modules" in record:
-                table.slots[MODULES] = ()
+            _distrust_parts(table.slots, record)
 
     def renew(self, now: Graph, losses: Collection[Cell]) -> None:
         """Treat what cannot be saved as unchanged: each start of a run creates it again."""
@@ -142,6 +141,16 @@ class Made:
                 self.tables[name] = _without_parts(table)
 
 
+def _distrust_parts(slots: dict[Any, Any], record: Mapping[str, Any]) -> None:
+    if "modules" in record:
+        slots[MODULES] = ()
+    for part in (PARAMETERS, BUFFERS):
+        for key in record.get(part[0].strip("_"), ()):
+            slots.get(part, {}).pop(key, None)
+    for key in record.get("removed", ()):
+        slots.setdefault(BUFFERS, {}).setdefault(key, None)
+
+
 def _without_parts(table: Table) -> Table:
     twin = Table(table.name, None)
     twin.kind = table.kind
@@ -159,7 +168,7 @@ def _without_part(cell: Cell) -> Cell:
 
 
 def _is_of_hook(key: Any) -> bool:
-    return isinstance(key, tuple) and key != MODULES
+    return isinstance(key, tuple) and len(key) == 2
 
 
 @dataclass
@@ -168,7 +177,9 @@ class Changes:
 
     Attributes:
         nodes: by name, of a container its ``content``; of an object what is ``set`` and ``deleted``
-            and its ``type``; of a network the names of its ``modules``.
+            and its ``type``; of a network the names of its ``modules``, of those ``parameters`` and
+            ``buffers`` that are others (``None`` for no tensor, ``False`` for one that is not
+            saved), and the buffers ``removed``.
         tensors: the tensors and arrays in nodes, by name; they share the memory that they share.
         generators: ``kind`` and ``state``, by name.
         devices: types of the devices of tensors, by name; those on the CPU are left out.
@@ -176,6 +187,7 @@ class Changes:
         large: paths of plain values beyond the limit, each with its type.
         others: paths of what no checkpoint can hold, each with its type.
         lost: the cells of the latter.
+        misfits: parameters that setup does not make, with what differs, by path.
         reached: places that see more of a storage than what is saved of it.
         places: the nodes and attributes at a place.
         room: bytes left for further plain values.
@@ -189,6 +201,7 @@ class Changes:
     large: dict[str, str] = field(default_factory=dict)
     others: dict[str, str] = field(default_factory=dict)
     lost: list[Cell] = field(default_factory=list)
+    misfits: dict[str, str] = field(default_factory=dict)
     reached: dict[int, list[str]] = field(default_factory=dict)
     places: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
     room: int = 0
@@ -328,18 +341,15 @@ class Comparison:
         if name and not is_same_kind and (not is_known or is_plain_object(table.kind)):
             self._new.add(name)
         before = old.slots if old is not None and is_same_kind else {}
-        record: dict[str, Any] = {"set": {}}
+        record = self._compare_parts(name, before, table.slots) if is_same_kind else {"set": {}}
         for key, slot in table.slots.items():
             known = before.get(key, _ABSENT)
-            if slot is known or _is_of_hook(key):
+            if slot is known or isinstance(key, tuple):
                 continue
             if isinstance(slot, Cell):
                 is_other = _has_changed(slot, known if isinstance(known, Cell) else None)
                 if is_other and not self._is_covered(slot.place):
                     self._add(slot)
-            elif key == MODULES:
-                if known is not _ABSENT and slot != known:
-                    record["modules"] = [list(entry) for entry in slot]
             elif not _are_same(known, slot) and not self._is_covered(path_of(name, key)):
                 record["set"][key] = slot
         record["deleted"] = [
@@ -348,6 +358,32 @@ class Comparison:
         if name in self._new:
             record["type"] = type_name(table.kind)
         self._records[name] = record
+
+    def _compare_parts(
+        self, name: str, before: Mapping[Any, Any], now: Mapping[Any, Any]
+    ) -> dict[str, Any]:
+        """Begin a record with the parts and tensors of a network that are others than before."""
+        record: dict[str, Any] = {"set": {}}
+        if MODULES in before and now.get(MODULES) not in (None, before[MODULES]):
+            record["modules"] = [list(entry) for entry in now[MODULES]]
+        if before.get(BUFFERS) != now.get(BUFFERS):
+            old, new = before.get(BUFFERS, {}), now.get(BUFFERS, {})
+            changed = {k: v for k, v in new.items() if old.get(k, _ABSENT) != v}
+            removed = [k for k, v in old.items() if k not in new and v is not False]
+            record |= {"buffers": changed} if changed else {}
+            record |= {"removed": removed} if removed else {}
+        if before.get(PARAMETERS) != now.get(PARAMETERS):
+            old, new = before.get(PARAMETERS, {}), now.get(PARAMETERS, {})
+            changed = {k: v for k, v in new.items() if k in old and old[k] != v}
+            if not {*changed.values()} <= {*self._now.rules.known.values(), None}:
+                self.changes.misfits |= {
+                    path_of(name, key): f"it was {_owned(old[key], name, key)}, "
+                    f"now {_owned(target, name, key)}"
+                    for key, target in changed.items()
+                }
+            elif changed:
+                record["parameters"] = changed
+        return record
 
     def _is_gone(self, name: str, part: Any, key: Any) -> bool:
         if isinstance(key, tuple) or self._is_covered(path_of(name, key)):
@@ -496,7 +532,7 @@ class Comparison:
             if isinstance(part, Tensor) and not part.is_cpu
         }
         for name, record in self._records.items():
-            has_content = any(record[key] for key in ("set", "deleted")) or "modules" in record
+            has_content = any(record.get(key) for key in _CONTENT)
             if name in reached and (has_content or name in self._new):
                 self.changes.nodes[name] = record
         for name, generator in self._now.generators.items():
@@ -716,6 +752,10 @@ def _covered_places(
             if not isinstance(key, tuple) and not is_shared:
                 places[path_of(path, key)] = cover, key, value
     return places
+
+
+def _owned(target: str | None, name: str, key: str) -> str:
+    return "a tensor of its own" if target == path_of(name, key) else str(target)
 
 
 def _has_changed(now: Cell, old: Cell | None) -> bool:

@@ -25,9 +25,9 @@ from helios.state_graph.module_state import is_loaded_by_torch, method_of, state
 from helios.state_graph.object_names import ObjectNames
 from helios.state_graph.registered_hooks import is_known
 from helios.state_graph.save_times import SaveTimes
+from helios.state_graph.saved_layouts import fill
 from helios.state_graph.scanning import mark_of_state
 from helios.state_graph.state_dict_coverage import EXTRA, parts_of
-from helios.state_graph.tensor_formats import fill
 from helios.state_graph.values import Identities
 
 _WRITERS = ("state_dict", "_save_to_state_dict")

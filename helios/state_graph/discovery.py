@@ -35,12 +35,10 @@ from helios.state_graph.optimizer_tables import optimizer_tables
 from helios.state_graph.optimizers import Members, changes_of_optimizers, optimizers_of, roster_of
 from helios.state_graph.restoring import Restoring, read_state
 from helios.state_graph.save_times import SaveTimes
+from helios.state_graph.saved_layouts import changed_layouts
 from helios.state_graph.scanning import mark_of_state
-from helios.state_graph.shared_views import find_blocks
 from helios.state_graph.state_dict_coverage import Coverages
 from helios.state_graph.step_effects import StepWatch
-from helios.state_graph.tensor_formats import changed_forms, forms_of
-from helios.state_graph.tied_tensors import changed_ties
 from helios.state_graph.unsavable import renew_unsavable, unsavable_changes
 from helios.state_graph.values import LIMIT, Identities
 
@@ -246,18 +244,17 @@ class Discovery:
 
         Returns:
             ``objects``: state dictionaries by path; ``kinds``: names of their classes;
-            ``members``, ``built``, ``drivers``: see :func:`changes_of_optimizers`; ``forms``: see
-            :func:`changed_forms`; ``misfits``: what a resume cannot rebuild; ``parameters``:
+            ``members``, ``built``, ``drivers``: see :func:`changes_of_optimizers`; ``layouts``: see
+            :func:`changed_layouts`; ``misfits``: what a resume cannot rebuild; ``parameters``:
             tensors that an optimizer updates and no module holds; ``flags``: frozen parameters and
             submodules in evaluation mode, by module; ``grads``: gradients of an open window, by
             module and parameter; ``values``: what training has changed of the graph: ``nodes``,
             ``tensors``, ``devices`` and ``generators`` as in :class:`Changes`; ``inner``: states of
             objects that only other objects hold and whose ``state_dict`` leaves them out;
             ``omitted``: see :meth:`Omissions.find`; ``tables``: see :func:`optimizer_tables`;
-            ``ties``: see :func:`changed_ties`; ``blocks``: see :func:`find_blocks`; ``missing``:
-            what training changed and this state lacks, with the reason, by path; ``is_partial``:
-            whether objects may be absent. Before :meth:`take_baseline` there are no values; ``{}``
-            if nothing else is there.
+            ``missing``: what training changed and this state lacks, with the reason, by path;
+            ``is_partial``: whether objects may be absent. Before :meth:`take_baseline` there are no
+            values; ``{}`` if nothing else is there.
 
         Raises:
             StateError: if an object fails to return its state.
@@ -277,12 +274,11 @@ class Discovery:
         tables, odd = optimizer_tables(found, objects | inner)
         covered = Coverages(found, objects | inner, own, self._mark)
         changes = self._compare(graph, covered)
-        ties, untied = changed_ties(baseline.ties, graph.ties, found)
-        blocks = find_blocks(
-            graph, changes, baseline.blocks, limit=values.limit, times=values.times
+        layouts = changed_layouts(
+            graph, changes, baseline.forms, baseline.memory, limit=values.limit, times=values.times
         )
         leave_to_extra_states(changes, found, baseline.extra, self._identities)
-        misfits |= untied | structure_since(baseline.shapes, found)
+        misfits |= changes.misfits | structure_since(baseline.shapes, found)
         kept = covered.without(inner, baseline.marks)
         for path in inner.keys() - kept.keys():
             if not covered.has(path, inner[path]):
@@ -300,9 +296,7 @@ class Discovery:
             "objects": objects,
             "kinds": {path: kind_of(part) for path, part in found.objects.items()},
             **moved,
-            "forms": changed_forms(baseline.forms, forms_of(found, graph.parameters)),
-            "ties": ties,
-            "blocks": blocks,
+            "layouts": layouts,
             "parameters": loose,
             "flags": flags_of(found, graph.parameters),
             "grads": grads_of(graph.parameters),

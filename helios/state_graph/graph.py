@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import cached_property
 from types import FunctionType, MethodType
@@ -24,6 +24,7 @@ from helios.core.generators import Generator, is_generator, kind_of_generator
 from helios.core.memory import extent_of, fills_its_reach, has_plain_bytes, span_of, storage_of
 from helios.state_graph import unsupported_values
 from helios.state_graph.attribute_rules import is_of_the_house
+from helios.state_graph.layouts import Layouts, layouts_of
 from helios.state_graph.memory_groups import Group, groups_of
 from helios.state_graph.module_state import Parameters, sort_parameters, storages_of
 from helios.state_graph.object_names import ObjectNames, Rules, has_state, members_of, path_of
@@ -39,13 +40,17 @@ from helios.state_graph.scanning import (
     is_dense,
 )
 from helios.state_graph.storages import Storages, Target
-from helios.state_graph.tied_tensors import Ties, ties_of
 from helios.state_graph.values import ATOMS, Identities, attributes_of, is_plain_object
 from helios.storage.checksums import array_sum, tensor_sum
 from helios.storage.user_types import Alias
 
 OF_GRAPH = "<"
 """How the names of nodes begin that other owners save."""
+
+MODULES: tuple[str, ...] = ("_modules",)
+PARAMETERS: tuple[str, ...] = ("_parameters",)
+BUFFERS: tuple[str, ...] = ("_buffers",)
+"""The keys of a module's slots with the names of its parts."""
 
 _LONG_TEXT, _LONG_PATH = 1 << 6, 1 << 10
 _NEW, _SHARES = bytearray(b"new"), bytearray(b"shares")
@@ -87,7 +92,7 @@ class Table:
         part: the object; ``None`` once the graph is released.
         kind: its type.
         slots: atoms and cells, by attribute. A key that is a tuple stands for what torch keeps in
-            tables of its own, such as ``("_modules",)``.
+            tables of its own: the parts of a module, or one of its hooks with its place.
     """
 
     __slots__ = ("kind", "name", "part", "slots")
@@ -173,9 +178,9 @@ class Graph(Scanner):
         return named | self.generators | self.views
 
     @cached_property
-    def ties(self) -> Ties:
-        """Which tensors share memory."""
-        return ties_of(self.found, self.parameters)
+    def layouts(self) -> Layouts:
+        """Where the tensors of networks lie."""
+        return layouts_of(self.found, self.parameters.loose)
 
     @cached_property
     def storages(self) -> Storages:
@@ -225,7 +230,7 @@ class Graph(Scanner):
         for each in (*held, self.view_names, self._kept):
             each.clear()
         del self.found
-        for name in ("parameters", "others", "ties", "storages", "all_cells", "views", "groups"):
+        for name in ("parameters", "others", "layouts", "storages", "all_cells", "views", "groups"):
             vars(self).pop(name, None)
         self.rules = Rules()
 
@@ -324,9 +329,12 @@ class Graph(Scanner):
         held, names = vars(part), self.found.names
         if isinstance(held.get("_modules"), dict) and held["_modules"]:
             kids = held["_modules"].items()
-            table.slots["_modules",] = tuple(
+            table.slots[MODULES] = tuple(
                 (key, None if kid is None else names.get(id(kid))) for key, kid in kids
             )
+        for part_key in (PARAMETERS, BUFFERS):
+            if isinstance(held.get(part_key[0]), dict) and held[part_key[0]]:
+                table.slots[part_key] = self._tensors_in(part, held[part_key[0]])
         for key, hook in user_hooks_of(part):
             self._place = ".".join([name, *map(str, key)])
             table.slots[key] = self._scan_slot(self._place, hook)
@@ -337,6 +345,14 @@ class Graph(Scanner):
             place = names.get(id(tensor))
             if attributes and place is not None and place not in self.tables:
                 self._scan_table(place, tensor, attributes)
+
+    def _tensors_in(self, part: nn.Module, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the names of tensors by key: none for no tensor, ``False`` if it is not saved."""
+        hidden, name_of = vars(part)["_non_persistent_buffers_set"], self.found.name_of
+        return {
+            key: False if key in hidden else None if tensor is None else name_of(id(tensor))
+            for key, tensor in table.items()
+        }
 
     # ---- values
 

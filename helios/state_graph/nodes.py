@@ -74,6 +74,8 @@ class Nodes:
         known = nodes.keys() | self._saved["generators"].keys()
         lacking: set[str] = set()
         for name, record in nodes.items():
+            targets = record.get("parameters", {}).values()
+            lacking |= {name for name in targets if name and self._find(name) is None}
             if "content" not in record and self._part_of(name) is None:
                 if "type" not in record:
                     lacking.add(name)
@@ -308,25 +310,62 @@ class Nodes:
             ) from error
 
 
-def order_modules(nodes: Mapping[str, Any], live: Graph) -> None:
-    """Give networks the submodules that they had, in their order.
+def restructure(nodes: Mapping[str, Any], live: Graph) -> bool:
+    """Give networks the parts and tensors that they had; new buffers have no form yet.
 
     Args:
         nodes: saved nodes.
         live: what setup has made.
+
+    Returns:
+        Whether anything was changed.
     """
-    for name, record in nodes.items():
+    made: dict[str, Tensor] = {}
+    parts = live.found.parts
+    telling = ("order", "modules", "parameters", "buffers", "removed")
+    changed = [(name, record) for name, record in nodes.items() if any(map(record.get, telling))]
+    for name, record in changed:
         module = live.find(name)
-        if not isinstance(module, nn.Module):
-            continue
-        table = vars(module)["_modules"]
-        for key in [key for key in record.get("order", ()) if key in table]:
-            table[key] = table.pop(key)
-        kids = {key: kid and live.find(kid) for key, kid in record.get("modules", ())}
-        if kids and all(kids[key] is not None or kid is None for key, kid in record["modules"]):
-            wrapped = {id(unwrap(kid)): kid for kid in table.values()}
-            table.clear()
-            table.update((key, wrapped.get(id(unwrap(kid)), kid)) for key, kid in kids.items())
+        if isinstance(module, nn.Module):
+            _order_modules(module, record, live)
+            table = vars(module)["_parameters"]
+            found = {key: parts.get(target) for key, target in record.get("parameters", {}).items()}
+            table |= {key: part for key, part in found.items() if key in table}
+            _register(module, record, parts, made)
+    return bool(changed)
+
+
+def _order_modules(module: nn.Module, record: Mapping[str, Any], live: Graph) -> None:
+    table = vars(module)["_modules"]
+    for key in [key for key in record.get("order", ()) if key in table]:
+        table[key] = table.pop(key)
+    kids = {key: kid and live.find(kid) for key, kid in record.get("modules", ())}
+    if kids and all(kids[key] is not None or kid is None for key, kid in record["modules"]):
+        wrapped = {id(unwrap(kid)): kid for kid in table.values()}
+        table.clear()
+        table.update((key, wrapped.get(id(unwrap(kid)), kid)) for key, kid in kids.items())
+
+
+def _register(
+    module: nn.Module, record: Mapping[str, Any], parts: Mapping[str, Any], made: dict[str, Tensor]
+) -> None:
+    table = vars(module)["_buffers"]
+    for key in record.get("removed", ()):
+        table.pop(key, None)
+        vars(module)["_non_persistent_buffers_set"].discard(key)
+    tensors = (part for part in parts.values() if isinstance(part, Tensor))
+    # In files of schema 3 and before, parameters with memory of their own again are among them.
+    named = record.get("buffers", {}).items()
+    for key, name in [item for item in named if item[0] not in vars(module)["_parameters"]]:
+        vars(module).pop(key, None)
+        module.register_buffer(key, table.get(key), persistent=name is not False)
+        if name is None:
+            table[key] = None
+        elif name is not False and parts.get(name) is None and name not in made:
+            device = next((part.device for part in tensors), None)
+            table[key] = made[name] = torch.empty(0, device=device)
+        elif name is not False:
+            table[key] = made.get(name, parts.get(name))
 
 
 def link_again(before: Graph, now: Graph) -> bool:

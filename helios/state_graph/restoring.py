@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,13 +22,11 @@ from helios.state_graph.module_state import (
     load_state,
     state_of,
 )
-from helios.state_graph.nodes import Nodes, link_again, order_modules
+from helios.state_graph.nodes import Nodes, link_again, restructure
 from helios.state_graph.object_names import Rules, as_written, path_of
 from helios.state_graph.optimizer_tables import restore_tables, share_tables, shared_tables
 from helios.state_graph.optimizers import arrange, arrange_covered, check_covered
-from helios.state_graph.shared_views import part_memory, restore_blocks
-from helios.state_graph.tensor_formats import casts, fill, restore_forms
-from helios.state_graph.tied_tensors import restore_ties
+from helios.state_graph.saved_layouts import SavedLayouts, casts, fill
 
 _LOGGER = logging.getLogger(__name__)
 _TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
@@ -66,36 +64,22 @@ class Restoring:
     def run(self, state: dict[str, Any], *, is_inference: bool) -> Graph:
         """Restore everything, and return what the owner holds then; see ``Discovery.restore``."""
         live = self._look()
+        if not is_inference:
+            self._check(live, state)
+        if restructure(state["values"]["nodes"], live):
+            live = self._look()
         found = live.found
         objects = {**found.objects, **found.inner}
-        states = {**state["objects"], **state["inner"]}
         if is_inference:
             objects = {
                 path: part for path, part in objects.items() if not isinstance(part, _TRAINING_ONLY)
             }
             self._warn_of_untrained(found.objects, state["objects"])
         else:
-            self._check(live, state)
-            live = self._restructure(live, state)
-            found = live.found
             arrange(found, state, live.parameters)
-        restore_forms(state["forms"], found, live.parameters, state)
-        restore_ties(state["ties"], found)
-        homes = self._part_memory(live, state)
-        if not is_inference:
-            self._warn_of_casts(casts(found, state))
         shared = shared_tables(objects)
-        # Networks first: an object that tracks one may read its weights.
-        for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
-            if path in states:
-                _load_state(path, objects[path], states[path], state["omitted"].get(path))
+        self._load(objects, live, state, is_inference=is_inference)
         share_tables(shared)
-        if not is_inference:
-            check_covered(found, state, live.parameters)
-        restore_omitted(state["omitted"], found)
-        restore_blocks(state["blocks"] or {}, found, live.parameters, homes)
-        if not is_inference:
-            restore_tables(state["tables"], found)
         self._restore_nodes(live, state["values"])
         share_tables(shared)
         # A restored value may be another tensor than before.
@@ -109,19 +93,25 @@ class Restoring:
             load_grads(state["grads"], found, parameters)
         return last
 
-    def _restructure(self, live: Graph, state: Mapping[str, Any]) -> Graph:
-        """Give networks the parts that they had, and return what the owner holds then."""
-        nodes = state["values"]["nodes"]
-        if not any("modules" in record or "order" in record for record in nodes.values()):
-            return live
-        order_modules(nodes, live)
-        return self._look()
-
-    @staticmethod
-    def _part_memory(live: Graph, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        # Files from before blocks existed do not say which ones are gone.
-        blocks = state["blocks"]
-        return {} if blocks is None else part_memory(live.found, live.parameters, blocks)
+    def _load(
+        self, objects: dict[str, Any], live: Graph, state: dict[str, Any], *, is_inference: bool
+    ) -> None:
+        """Load states into objects whose tensors lie where they lay, and what these leave out."""
+        states = {**state["objects"], **state["inner"]}
+        layouts = SavedLayouts(state["layouts"], live, state)
+        layouts.make()
+        if not is_inference:
+            self._warn_of_casts(casts(live.found, state))
+        # Networks first: an object that tracks one may read its weights.
+        for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
+            if path in states:
+                _load_state(path, objects[path], states[path], state["omitted"].get(path))
+        if not is_inference:
+            check_covered(live.found, state, live.parameters)
+        restore_omitted(state["omitted"], live.found)
+        layouts.fill()
+        if not is_inference:
+            restore_tables(state["tables"], live.found)
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Reorder the parameters of optimizers as saved; see ``Discovery.prepare``."""

@@ -12,8 +12,8 @@ from helios.state_graph import unsupported_values
 from helios.state_graph.baseline import Baseline
 from helios.state_graph.class_attributes import class_marks
 from helios.state_graph.graph import Graph
+from helios.state_graph.layouts import crossings
 from helios.state_graph.registered_hooks import hooks_of
-from helios.state_graph.shared_views import crossings
 from helios.state_graph.torchscript import script_marks
 
 
@@ -22,7 +22,7 @@ def renew_unsavable(baseline: Baseline, owner: object, graph: Graph) -> None:
     baseline.hooks = hooks_of(graph.found)
     baseline.scripts = script_marks(graph.found, graph.content)
     baseline.classes = class_marks(owner, graph.found, graph.content)
-    baseline.crossings = crossings(graph)
+    baseline.crossings = crossings(graph.layouts, graph.others)
 
 
 def unsavable_changes(baseline: Baseline, owner: object, graph: Graph) -> dict[str, str]:
@@ -32,9 +32,11 @@ def unsavable_changes(baseline: Baseline, owner: object, graph: Graph) -> dict[s
     lost |= _changed(baseline.classes, marks, unsupported_values.OF_CLASS)
     scripts = script_marks(graph.found, graph.content)
     lost |= _changed(baseline.scripts, scripts, unsupported_values.OF_SCRIPT)
-    lost |= _shared_otherwise(baseline.crossings, crossings(graph), unsupported_values.CROSSING)
+    lost |= _shared_otherwise(
+        baseline.crossings, crossings(graph.layouts, graph.others), unsupported_values.CROSSING
+    )
     return lost | _shared_otherwise(
-        baseline.ties.mingled, graph.ties.mingled, unsupported_values.MINGLED
+        baseline.mingled, graph.layouts.mingled, unsupported_values.MINGLED
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import helios
 from helios.state import TrainingState
-from helios.state_graph import shared_views
+from helios.state_graph import layouts
 from helios.state_graph.discovery import Allowance, Discovery
 from helios.storage import codec
 from helios.storage.checksums import tensor_sum
@@ -237,7 +237,7 @@ def test_reading_memory_around_a_view_counts_for_the_value_that_sees_it(
     net = torch.nn.BatchNorm1d(2)
     net.running_mean = table[2:4]
     discovery = _timed(Owner(net=net, table=table), clock)
-    monkeypatch.setattr(shared_views, "tensor_sum", read_slowly)
+    monkeypatch.setattr(layouts, "tensor_sum", read_slowly)
     for _ in range(2):
         discovery.capture()
     assert len(said) == 1

@@ -348,7 +348,7 @@ def test_tensors_side_by_side_in_one_memory_are_no_block() -> None:
     owner = Owner(net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     vector = nn.utils.parameters_to_vector(owner.net.parameters()).detach()
     nn.utils.vector_to_parameters(vector, owner.net.parameters())
-    assert started(owner).capture()["blocks"] == {}
+    assert started(owner).capture()["layouts"]["homes"] == {}
 
 
 def test_a_state_without_blocks_parts_nothing() -> None:
@@ -358,7 +358,7 @@ def test_a_state_without_blocks_parts_nothing() -> None:
         return Owner(net=net)
 
     state = started(make()).capture()
-    state["blocks"] = None
+    state["layouts"]["homes"] = None
     again = resumed(make, state)
     again.net.other += 1
     assert again.net.scale.tolist() == [3, 4, 5]

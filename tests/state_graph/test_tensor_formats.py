@@ -183,7 +183,7 @@ def test_a_compiled_network_has_the_forms_of_the_network() -> None:
     discovery = started(owner)
     owner.net.double()
     state = discovery.capture()
-    assert "queue" in state["forms"]["net"]["tensors"]
+    assert "net.queue" in state["layouts"]["forms"]
     assert resumed(_make, state).net.conv.weight.dtype == torch.float64
 
 
@@ -191,7 +191,7 @@ def test_what_nothing_has_changed_is_not_listed() -> None:
     owner = _make()
     discovery = started(owner)
     _step(owner)
-    assert discovery.capture()["forms"] == {}
+    assert discovery.capture()["layouts"]["forms"] == []
 
 
 def _of_type(dtype: torch.dtype) -> tuple[Any, Discovery]:

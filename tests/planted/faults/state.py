@@ -133,7 +133,7 @@ def an_array_is_replaced_where_closures_refer_to_it(fits, *args):
 
 
 @fault(
-    "helios.state_graph.nodes:order_modules",
+    "helios.state_graph.nodes:_order_modules",
     f"{GRAPH}::test_a_submodule_that_is_exchanged_for_a_sibling_is_exchanged_again",
 )
 def a_network_keeps_the_submodules_of_setup(order_modules, *args):
@@ -205,27 +205,83 @@ def what_a_state_dict_returns_is_that_of_rank_0(has_own_state, owners, name):
 
 
 @fault(
-    "helios.state_graph.tied_tensors:restore_ties",
+    "helios.state_graph.saved_layouts:SavedLayouts.fill",
     "tests/state_graph/test_tied_tensors.py::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
 )
-def weights_that_training_has_tied_are_parted(restore_ties, changed, found):
+def weights_that_training_has_tied_are_parted(fill, layouts):
     return None
 
 
 @fault(
-    "helios.state_graph.shared_views:restore_blocks",
-    "tests/state_graph/test_shared_views.py::test_tensors_of_networks_look_where_they_looked[OfABuffer]",
+    "helios.state_graph.saved_layouts:SavedLayouts.fill",
+    f"{VIEWS}::test_tensors_of_networks_look_where_they_looked[OfABuffer]",
 )
-def views_of_a_larger_tensor_get_memory_of_their_own(restore_blocks, *args):
+def views_of_a_larger_tensor_get_memory_of_their_own(fill, layouts):
     return None
 
 
 @fault(
-    "helios.state_graph.tensor_formats:restore_forms",
+    "helios.state_graph.saved_layouts:SavedLayouts._part",
+    f"{VIEWS}::test_tensors_of_networks_look_where_they_looked[OfABufferParted]",
+)
+def tensors_that_training_has_parted_are_loaded_into_one_memory(part, layouts):
+    return None
+
+
+@fault(
+    "helios.state_graph.layouts:memory_mark",
+    "tests/state_graph/test_shared_view_sizes.py::test_what_is_around_a_view_is_not_saved_unless_it_changes",
+)
+def changes_between_the_elements_of_a_view_with_a_step_are_not_seen(mark, members, before=None):
+    return (*mark(members, before)[:3],)
+
+
+@fault(
+    "helios.state_graph.layouts:crossings",
+    f"{VIEWS}::test_memory_that_cannot_be_shared_again_is_named",
+)
+def what_a_network_of_a_plugin_shares_with_the_model_is_lost(crossings, layouts, others):
+    return {}
+
+
+@fault(
+    "helios.state_graph.saved_layouts:SavedLayouts._reform_networks",
     "tests/state_graph/test_tensor_formats.py::test_what_training_makes_of_tensors_is_resumed",
 )
-def tensors_keep_the_form_that_setup_gave_them(restore_forms, *args):
+def tensors_keep_the_form_that_setup_gave_them(reform, layouts):
     return None
+
+
+@fault(
+    "helios.state_graph.nodes:restructure",
+    "tests/state_graph/test_tied_tensors.py::test_tensors_that_training_puts_elsewhere_are_the_same_objects_there",
+)
+def parameters_that_training_exchanges_stay_where_setup_put_them(restructure, nodes, live):
+    return restructure(
+        {
+            name: {key: part for key, part in record.items() if key != "parameters"}
+            for name, record in nodes.items()
+        },
+        live,
+    )
+
+
+@fault(
+    "helios.state_graph.nodes:_register",
+    "tests/state_graph/test_tensor_formats.py::test_what_training_makes_of_tensors_is_resumed",
+)
+def buffers_that_training_registered_are_not_registered_again(register, *args):
+    return None
+
+
+@fault(
+    "helios.state_graph.changes:Comparison._compare_parts",
+    "tests/state_graph/test_tied_tensors.py::test_parameters_that_training_unties_fit_no_resume",
+)
+def weights_that_training_unties_are_saved_as_they_are(compare_parts, comparison, *args):
+    record = compare_parts(comparison, *args)
+    comparison.changes.misfits.clear()
+    return record
 
 
 @fault(
