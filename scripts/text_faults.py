@@ -504,7 +504,7 @@ FAULTS = (
     ),
     Fault(
         "optimizers that shared their groups go separate ways",
-        "helios/state_graph/optimizer_tables.py",
+        "helios/state_graph/optimizers.py",
         "        view.holder[view.attribute] = getattr(view.optimizer, view.table)",
         "        pass",
         "tests/state_graph/test_inner.py"
@@ -570,7 +570,7 @@ FAULTS = (
     ),
     Fault(
         "an extra state that stays the same is trusted",
-        "helios/state_graph/extra_states.py",
+        "helios/state_graph/custom_state_dicts.py",
         "    telling = {path for path in lacking & now.keys() if now[path] != before.get(path)}",
         "    telling = lacking & now.keys()",
         f"{EXTRA_STATES}"

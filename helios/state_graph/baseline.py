@@ -8,7 +8,7 @@ from typing import Any
 
 from helios.state_graph.changes import Made
 from helios.state_graph.class_attributes import class_marks
-from helios.state_graph.extra_states import extra_marks
+from helios.state_graph.custom_state_dicts import extra_marks
 from helios.state_graph.graph import Graph
 from helios.state_graph.layouts import Form, crossings, memory_marks
 from helios.state_graph.module_state import Shape, shape_of

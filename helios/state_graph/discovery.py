@@ -24,15 +24,19 @@ from helios.protocols import Clock
 from helios.state_graph import unsupported_values
 from helios.state_graph.baseline import Baseline, mark_of_object, take_baseline
 from helios.state_graph.changes import Changes, Comparison
-from helios.state_graph.custom_state_dicts import Omissions
+from helios.state_graph.custom_state_dicts import Omissions, leave_to_extra_states
 from helios.state_graph.dataset_attributes import PLAIN, Grown, large_members
-from helios.state_graph.extra_states import leave_to_extra_states
 from helios.state_graph.graph import Graph
 from helios.state_graph.missing_state import MissingState
 from helios.state_graph.module_state import complete, flags_of, grads_of, kind_of, structure_since
 from helios.state_graph.object_names import ObjectNames, Outside, Rules, as_written
-from helios.state_graph.optimizer_tables import optimizer_tables
-from helios.state_graph.optimizers import Members, changes_of_optimizers, optimizers_of, roster_of
+from helios.state_graph.optimizers import (
+    Members,
+    changes_of_optimizers,
+    optimizer_tables,
+    optimizers_of,
+    roster_of,
+)
 from helios.state_graph.restoring import Restoring, read_state
 from helios.state_graph.save_times import SaveTimes
 from helios.state_graph.saved_layouts import changed_layouts

@@ -24,8 +24,14 @@ from helios.state_graph.module_state import (
 )
 from helios.state_graph.nodes import Nodes, link_again, restructure
 from helios.state_graph.object_names import Rules, as_written, path_of
-from helios.state_graph.optimizer_tables import restore_tables, share_tables, shared_tables
-from helios.state_graph.optimizers import arrange, arrange_covered, check_covered
+from helios.state_graph.optimizers import (
+    arrange,
+    arrange_covered,
+    check_covered,
+    restore_tables,
+    share_tables,
+    shared_tables,
+)
 from helios.state_graph.saved_layouts import SavedLayouts, casts, fill
 
 _LOGGER = logging.getLogger(__name__)

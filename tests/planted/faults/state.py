@@ -309,7 +309,7 @@ def generators_of_the_model_are_not_restored(load_generator, value, state):
 
 
 @fault(
-    "helios.state_graph.optimizer_tables:restore_tables",
+    "helios.state_graph.optimizers:restore_tables",
     "tests/state_graph/test_partial_optimizers.py::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
 )
 def what_an_optimizer_leaves_out_of_its_state_is_lost(restore_tables, *args):
