@@ -29,6 +29,7 @@ from helios.state_graph.dataset_attributes import PLAIN, Grown, large_members
 from helios.state_graph.graph import Graph
 from helios.state_graph.missing_state import MissingState
 from helios.state_graph.module_state import complete, flags_of, grads_of, kind_of, structure_since
+from helios.state_graph.network_parts import NamedTensor
 from helios.state_graph.object_names import ObjectNames, Outside, Rules, as_written
 from helios.state_graph.optimizers import (
     Members,
@@ -39,7 +40,7 @@ from helios.state_graph.optimizers import (
 )
 from helios.state_graph.restoring import Restoring, read_state
 from helios.state_graph.save_times import SaveTimes
-from helios.state_graph.saved_layouts import changed_layouts
+from helios.state_graph.saved_layouts import changed_layouts, put_back
 from helios.state_graph.scanning import mark_of_state
 from helios.state_graph.state_dict_coverage import Coverages
 from helios.state_graph.step_effects import StepWatch
@@ -130,6 +131,7 @@ class Discovery:
         self._named: set[str] = set()
         self._grown = Grown()
         self._nodes: dict[str, Any] = {}
+        self._registered: dict[str, NamedTensor] = {}
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the networks by path, each once, including those declared as unsaved."""
@@ -332,6 +334,9 @@ class Discovery:
             StateError: if the state is of other objects than those found (then nothing is changed),
                 or if an object rejects its state.
         """
+        # The owner's own load_state_dict may have assigned other tensors since.
+        put_back(self._registered)
+        self._registered = {}
         self._nodes = self._restoring().run(state, is_inference=is_inference).nodes()
         if is_inference or self._baseline is None:
             return
@@ -342,14 +347,15 @@ class Discovery:
             self._baseline.distrust(state)
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Reorder the parameters of optimizers as they were saved.
+        """Reorder the parameters of optimizers as they were saved, and note where tensors are.
 
-        Call it before the owner's own ``load_state_dict``, which loads them by position.
+        Call it before the owner's own ``load_state_dict``, which loads optimizers by position and
+        may assign other tensors to networks.
 
         Args:
             state: what :meth:`capture` returned.
         """
-        self._restoring().prepare(state)
+        self._registered = self._restoring().prepare(state)
 
     def _restoring(self) -> Restoring:
         return Restoring(

@@ -132,6 +132,8 @@ def changes_of_optimizers(
     for path in sorted(before.drivers.keys() & found.objects.keys()):
         if before.drivers[path] != (driven := now.drivers.get(path, "another optimizer")):
             misfits[path] = f"set the learning rates of {before.drivers[path]}, now {driven}"
+        elif id(found.objects[path]) not in found.rules.known:
+            misfits[path] = "another object than that of setup(), which goes on stepping"
     return {"members": now.members, "built": built, "drivers": now.drivers}, misfits
 
 

@@ -15,6 +15,7 @@ from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.state_graph.custom_state_dicts import restore_omitted
 from helios.state_graph.graph import Graph
+from helios.state_graph.layouts import registrations_of
 from helios.state_graph.module_state import (
     kind_of,
     load_flags,
@@ -22,6 +23,7 @@ from helios.state_graph.module_state import (
     load_state,
     state_of,
 )
+from helios.state_graph.network_parts import NamedTensor
 from helios.state_graph.nodes import Nodes, link_again, restructure
 from helios.state_graph.object_names import Rules, as_written, path_of
 from helios.state_graph.optimizers import (
@@ -112,6 +114,7 @@ class Restoring:
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
             if path in states:
                 _load_state(path, objects[path], states[path], state["omitted"].get(path))
+        layouts.put_back()
         if not is_inference:
             check_covered(live.found, state, live.parameters)
         restore_omitted(state["omitted"], live.found)
@@ -119,10 +122,11 @@ class Restoring:
         if not is_inference:
             restore_tables(state["tables"], live.found)
 
-    def prepare(self, state: dict[str, Any]) -> None:
-        """Reorder the parameters of optimizers as saved; see ``Discovery.prepare``."""
+    def prepare(self, state: dict[str, Any]) -> dict[str, NamedTensor]:
+        """Reorder the parameters of optimizers as saved, and return where tensors are."""
         live = self._look()
         arrange_covered(live.found, state, live.parameters)
+        return registrations_of(live.found)
 
     def _restore_nodes(self, before: Graph, values: Mapping[str, Any]) -> None:
         """Restore values, generators and references to objects."""

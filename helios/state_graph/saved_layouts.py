@@ -139,6 +139,12 @@ class SavedLayouts:
             self._reform_networks()
         if self._knows_homes:
             self._part()
+        tensors = self._tensors()
+        self._slots = {
+            name: slot._replace(tensor=tensors[name])
+            for name, slot in self._slots.items()
+            if name in tensors
+        }
 
     def _reform_networks(self) -> None:
         names = self._live.found.names
@@ -194,6 +200,10 @@ class SavedLayouts:
         # Files of schema 3 and before name only the ties that training made or parted.
         return self._parted is None or name in self._parted
 
+    def put_back(self) -> None:
+        """Let networks hold the tensors of setup again, where loading has assigned others."""
+        put_back(self._slots)
+
     def fill(self) -> None:
         """Let tensors view the memory again that they had, after they were loaded."""
         tensors = self._tensors() if self._homes else {}
@@ -215,6 +225,24 @@ class SavedLayouts:
                     steps = view.stride()
                     written(view, steps).copy_(written(tensors[name].detach(), steps))
                 tensors[name].data = view
+
+
+def put_back(slots: Mapping[str, NamedTensor]) -> None:
+    """Let networks hold their tensors again, with the content of those that loading has assigned.
+
+    Optimizers and attributes refer to the former ones.
+
+    Args:
+        slots: where tensors were registered before loading.
+    """
+    known = {id(slot.tensor) for slot in slots.values()}
+    for slot in slots.values():
+        present = _registered(slot)
+        if present is None or id(present) in known or is_lazy(slot.tensor):
+            continue
+        slot.tensor.data = present.detach()
+        table = "_parameters" if slot.key in vars(slot.module)["_parameters"] else "_buffers"
+        vars(slot.module)[table][slot.key] = slot.tensor
 
 
 def _registered(slot: NamedTensor) -> Tensor | None:

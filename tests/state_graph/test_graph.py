@@ -392,7 +392,8 @@ def test_what_loading_replaces_is_linked_again() -> None:
 
     def make() -> Any:
         net = Assigning(2, 2)
-        return Owner(net=net, first=net.weight, rows=[net.weight, 1])
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        return Owner(net=net, optimizer=optimizer, first=net.weight, rows=[net.weight, 1])
 
     owner = make()
     discovery = started(owner)
@@ -400,8 +401,24 @@ def test_what_loading_replaces_is_linked_again() -> None:
         owner.net.weight.add_(1)
     owner.rows[1] = 2
     again = resumed(make, discovery.capture())
+    assert bits(again.net.weight) == bits(owner.net.weight)
     assert again.first is again.net.weight
     assert again.rows[0] is again.net.weight
+    assert again.optimizer.param_groups[0]["params"][0] is again.net.weight
+
+
+def test_what_a_load_state_dict_of_the_owner_assigns_is_what_its_optimizer_updates() -> None:
+    owner = Owner(net=nn.Linear(2, 2))
+    owner.optimizer = torch.optim.SGD(owner.net.parameters(), 0.1)
+    discovery = started(owner)
+    own = {"net": {key: part + 1 for key, part in owner.net.state_dict().items()}}
+    state = discovery.capture(own | {"optimizer": owner.optimizer.state_dict()})
+    discovery.prepare(state)
+    owner.net.load_state_dict(own["net"], assign=True)
+    discovery.restore(state)
+    weight = owner.optimizer.param_groups[0]["params"][0]
+    assert owner.net.weight is weight
+    assert bits(weight) == bits(own["net"]["weight"])
 
 
 def test_a_state_is_a_function_of_what_is_there_and_not_of_how_it_came_there() -> None:

@@ -323,6 +323,16 @@ def test_a_scheduler_that_was_given_another_optimizer_is_named(said: list[str]) 
     assert "schedulers.0 (set the learning rates of one, now other)" in text
 
 
+def test_a_scheduler_that_takes_the_place_of_one_of_setup_is_named(said: list[str]) -> None:
+    owner = _scheduled(["one", "other"])
+    discovery = started(owner)
+    owner.schedulers[0] = ExponentialLR(owner.one, 0.5)
+    state = discovery.capture()
+    assert list(state["misfits"]) == ["schedulers.0"]
+    (text,) = said
+    assert "another object than that of setup(), which goes on stepping" in text
+
+
 def test_a_scheduler_of_an_optimizer_that_was_rebuilt_is_named(said: list[str]) -> None:
     owner = _scheduled(["one", "other"])
     discovery = started(owner)

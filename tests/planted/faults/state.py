@@ -408,3 +408,11 @@ def a_plateau_forgets_its_reductions(reduce, plateau, times):
 def one_slow_look_names_an_attribute(end, times):
     times._slow_before = set(times._seconds)
     return end(times)
+
+
+@fault(
+    "helios.state_graph.saved_layouts:_registered",
+    f"{GRAPH}::test_what_a_load_state_dict_of_the_owner_assigns_is_what_its_optimizer_updates",
+)
+def what_loading_assigns_is_not_what_the_optimizer_updates(registered, slot):
+    return slot.tensor
