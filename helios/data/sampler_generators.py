@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, final
 
 import torch
-from torch.utils.data import Sampler
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from helios.core.generators import (
     Generator,
@@ -16,8 +18,10 @@ from helios.core.generators import (
     state_of_generator,
 )
 from helios.core.utils import unsaved_of
+from helios.protocols import Stateful
 
 _DEEPEST = 8
+_MANY = 100
 
 
 def find_generators(sampler: Any) -> dict[str, Generator]:
@@ -29,15 +33,24 @@ def find_generators(sampler: Any) -> dict[str, Generator]:
     return dict(_walk(sampler, "", _DEEPEST))
 
 
-def _walk(sampler: Any, path: str, depth: int) -> Iterator[tuple[str, Generator]]:
-    unsaved = unsaved_of(sampler)
-    for name, value in getattr(sampler, "__dict__", {}).items():
-        if name in unsaved:
-            continue
+def _walk(part: Any, path: str, depth: int) -> Iterator[tuple[str, Generator]]:
+    for name, value in _members_of(part):
         if is_generator(value) and value is not torch.default_generator:
             yield f"{path}{name}", value
-        elif isinstance(value, Sampler) and depth:
+        elif depth:
             yield from _walk(value, f"{path}{name}.", depth - 1)
+
+
+def _members_of(part: Any) -> list[tuple[Any, Any]]:
+    """Return what may hold a generator: members of short containers, attributes of objects."""
+    if isinstance(part, dict | list | tuple):
+        pairs = part.items() if isinstance(part, dict) else enumerate(part)
+        return list(pairs) if len(part) < _MANY else []
+    # A data set has generators of its own; those of networks and the like are saved by their owner.
+    if isinstance(part, type | ModuleType | Dataset | Tensor | Stateful):
+        return []
+    unsaved, table = unsaved_of(part), getattr(part, "__dict__", {})
+    return [(name, value) for name, value in table.items() if name not in unsaved]
 
 
 @final

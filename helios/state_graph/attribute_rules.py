@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.wrappers import class_of
+from helios.state_graph.values import attributes_of
 
 _OF_MODULES = frozenset(vars(nn.Module())) | {
     *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
@@ -24,7 +25,7 @@ _OF_FSDP = "__composable_api_state_key_"
 _OF_OTHERS: dict[type, frozenset[str]] = {
     Optimizer: frozenset(
         (
-            *("defaults", "param_groups", "state", "step", "_opt_called"),
+            *("param_groups", "state", "_opt_called"),
             *("_optimizer_load_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
             *("_optimizer_state_dict_post_hooks", "_optimizer_state_dict_pre_hooks"),
             *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
@@ -32,7 +33,7 @@ _OF_OTHERS: dict[type, frozenset[str]] = {
             *("_params", "_numel_cache"),
         )
     ),
-    LRScheduler: frozenset(("optimizer", "lr_lambdas", "_schedulers")),
+    LRScheduler: frozenset(("optimizer", "_schedulers")),
     GradScaler: frozenset(
         (
             *("_backoff_factor", "_device", "_enabled", "_growth_factor", "_growth_interval"),
@@ -56,7 +57,7 @@ def left_out(part: object) -> list[tuple[str, Any]]:
     """Return the attributes of an object with a state that its ``state_dict`` may leave out."""
     if isinstance(part, nn.Module):
         return _left_out_of_module(part)
-    table = getattr(part, "__dict__", {})
+    table = attributes_of(part)
     known = next((keys for kind, keys in _OF_OTHERS.items() if isinstance(part, kind)), frozenset())
     return [(key, table[key]) for key in sorted(table.keys() - known)]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helios.state_graph.changes import Made
-from helios.state_graph.class_attributes import class_marks
+from helios.state_graph.class_attributes import class_marks, user_classes
 from helios.state_graph.custom_state_dicts import extra_marks
 from helios.state_graph.graph import Graph
 from helios.state_graph.layouts import Form, crossings, memory_marks
@@ -36,7 +36,8 @@ class Baseline:
         marks: digests of the states of objects that only other objects hold, or that the owner's
             own ``state_dict`` may leave out.
         hooks: hooks on networks, parameters and optimizers, by name.
-        classes: marks of the attributes of classes.
+        kinds: classes of the user.
+        classes: marks of their attributes.
         scripts: marks of the attributes of scripted networks.
         extra: marks of what modules return from ``get_extra_state``.
         memory: marks of memory that several tensors or values view.
@@ -54,7 +55,8 @@ class Baseline:
     forms: dict[str, Form | None]
     roster: Roster
     marks: dict[str, bytes]
-    hooks: dict[str, frozenset[int]]
+    hooks: dict[str, tuple[int, ...]]
+    kinds: list[type]
     classes: dict[str, bytes]
     scripts: dict[str, bytes]
     extra: dict[str, bytes]
@@ -103,6 +105,7 @@ def take_baseline(
     found = graph.found
     marked = {**found.inner, **(found.objects if states_too else {})}
     reached = {storage for cell in graph.all_cells for storage in cell.reached}
+    kinds = user_classes(owner, found, graph.types)
     known: dict[str, Any] = {
         "references": found.references(),
         "paths": graph.paths(),
@@ -113,7 +116,8 @@ def take_baseline(
         "roster": roster_of(found, graph.parameters),
         "marks": {path: mark_of_object(part, identities) for path, part in marked.items()},
         "hooks": hooks_of(found),
-        "classes": class_marks(owner, found, graph.content),
+        "kinds": kinds,
+        "classes": class_marks(kinds, graph.content),
         "scripts": script_marks(found, graph.content),
         "extra": extra_marks(found, identities),
         "memory": memory_marks(graph.layouts, graph.storages, reached),

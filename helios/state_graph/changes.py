@@ -308,6 +308,11 @@ class Comparison:
                 self._compare_late(name, table)
             elif not self._is_late(name, table):
                 self._compare(name, table)
+        for name in made.tables.keys() - now.tables.keys():
+            part = now.views.get(name, now.find(name))
+            if isinstance(part, Tensor):
+                # Of all nodes, only tensors have no table once they have no attributes.
+                self._compare(name, Table(name, part))
         for cell in now.all_cells:
             for storage in cell.reached:
                 self.changes.reached.setdefault(storage, []).append(cell.place)
@@ -335,13 +340,9 @@ class Comparison:
         self.changes.others[path] = kind.__name__
 
     def _compare(self, name: str, table: Table) -> None:
-        old = self._made.tables.get(name)
-        is_same_kind = old is not None and old.kind is table.kind
-        is_known = id(table.part) in self._now.rules.known
-        if name and not is_same_kind and (not is_known or is_plain_object(table.kind)):
-            self._new.add(name)
-        before = old.slots if old is not None and is_same_kind else {}
-        record = self._compare_parts(name, before, table.slots) if is_same_kind else {"set": {}}
+        old = self._slots_before(name, table)
+        before = old or {}
+        record = {"set": {}} if old is None else self._compare_parts(name, before, table.slots)
         for key, slot in table.slots.items():
             known = before.get(key, _ABSENT)
             if slot is known or isinstance(key, tuple):
@@ -385,12 +386,28 @@ class Comparison:
                 record["parameters"] = changed
         return record
 
+    def _slots_before(self, name: str, table: Table) -> dict[Any, Any] | None:
+        """Return what setup gave an object of this class; note what setup does not make."""
+        old = self._made.tables.get(name)
+        if old is not None and old.kind is table.kind:
+            return old.slots
+        now = self._now
+        if not name:
+            if old is not None:
+                self._report("__class__", table.kind, reasons.OF_OWNER)
+        elif name in now.views or name in now.generators:
+            # Saved by itself.
+            pass
+        elif id(table.part) not in now.rules.known or is_plain_object(table.kind):
+            self._new.add(name)
+        return None
+
     def _is_gone(self, name: str, part: Any, key: Any) -> bool:
         if isinstance(key, tuple) or self._is_covered(path_of(name, key)):
             return False
         if isinstance(part, nn.Module) and key in vars(part).get("_buffers", ()):
             return False
-        return key not in (part if isinstance(part, dict) else attributes_of(part))
+        return key not in (part if issubclass(type(part), dict) else attributes_of(part))
 
     def _is_covered(self, place: str) -> bool:
         """Return whether the state of an object holds the attribute at a place."""

@@ -6,15 +6,17 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable
+from enum import Enum
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from helios.core.generators import is_generator, state_of_generator
+from helios.core.generators import is_generator
 from helios.state_graph.object_names import ObjectNames
 from helios.state_graph.scanning import ContentScanner
+from helios.state_graph.values import attributes_of, is_plain_object
 
 _DATA = (
     *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, deque),
@@ -22,31 +24,43 @@ _DATA = (
 )
 _INSTALLED = ("site-packages", "dist-packages")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_OF_MEMBERS = ("_name_", "_value_", "_sort_order_", "__objclass__")
 _LARGEST = 1 << 16
 """Maximum members of a container, or elements of a tensor, that is compared."""
 
 
-def class_marks(
-    owner: object, found: ObjectNames, content: Callable[[], ContentScanner]
-) -> dict[str, bytes]:
-    """Return a mark of each attribute of the classes of an owner's objects.
+def class_marks(kinds: Iterable[type], content: Callable[[], ContentScanner]) -> dict[str, bytes]:
+    """Return a mark of each attribute of classes, and of each member of enums among them.
 
     Args:
-        owner: the owner, whose class counts too.
-        found: what it holds; classes of Helios and of libraries do not count.
+        kinds: the classes.
         content: returns what compares values by content.
     """
     marks: dict[str, bytes] = {}
-    for kind in _user_classes(owner, found):
+    for kind in kinds:
         for name, value in vars(kind).items():
-            held = state_of_generator(value) if is_generator(value) else value
-            if is_generator(value) or _is_data(name, value):
-                marks[f"class {kind.__qualname__}.{name}"] = content().mark(held)
+            place = f"class {kind.__qualname__}.{name}"
+            if isinstance(value, kind) and issubclass(kind, Enum):
+                held = attributes_of(value).items()
+                marks |= {
+                    f"{place}.{key}": content().mark(part)
+                    for key, part in held
+                    if key not in _OF_MEMBERS
+                }
+            elif not issubclass(kind, Enum) and (is_generator(value) or _is_data(name, value)):
+                marks[place] = content().mark(value)
     return marks
 
 
-def _user_classes(owner: object, found: ObjectNames) -> Iterable[type]:
-    kinds: dict[type, None] = dict.fromkeys(type(owner).__mro__)
+def user_classes(owner: object, found: ObjectNames, kinds: Iterable[type]) -> list[type]:
+    """Return the classes of what an owner holds that are neither of Helios nor of a library.
+
+    Args:
+        owner: the owner, whose class counts too.
+        found: the objects that it holds.
+        kinds: the classes of values that it holds.
+    """
+    kinds = dict.fromkeys(base for kind in (type(owner), *kinds) for base in kind.__mro__)
     for part in (*found.objects.values(), *found.inner.values()):
         kinds_in = {type(part)}
         if isinstance(part, nn.Module):
@@ -72,7 +86,8 @@ def _is_data(name: str, value: Any) -> bool:
     ):
         return False
     if not isinstance(value, _DATA):
-        return False
+        # A descriptor may hold values for all instances.
+        return is_plain_object(type(value)) and _is_of_the_user(type(value))
     size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", None)
     if size is None:
         size = len(value) if isinstance(value, list | tuple | dict | set | deque) else 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from helios.core.generators import is_generator
 from helios.core.text import size_text
 from helios.core.utils import unsaved_of
-from helios.state_graph.values import ATOMS
+from helios.state_graph.values import ATOMS, attributes_of
 
 _SMALL = 1 << 16
 """Maximum bytes of a member that is compared."""
@@ -31,7 +31,7 @@ PLAIN = (*ATOMS, list, tuple, dict, set, frozenset, deque, np.ndarray, np.generi
 
 def large_members(part: object) -> frozenset[str]:
     """Return the attributes that hold data."""
-    return frozenset(name for name, value in vars(part).items() if _is_large(value))
+    return frozenset(name for name, value in attributes_of(part).items() if _is_large(value))
 
 
 def _is_large(value: Any) -> bool:
@@ -51,10 +51,9 @@ def _is_large(value: Any) -> bool:
 
 def generators_in(part: object) -> list[str]:
     """Return the attributes of an object that hold a generator and are not declared unsaved."""
-    members = getattr(part, "__dict__", {})
     return sorted(
         name
-        for name, value in members.items()
+        for name, value in attributes_of(part).items()
         if type(value) not in ATOMS and is_generator(value) and name not in unsaved_of(part)
     )
 

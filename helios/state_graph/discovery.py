@@ -45,7 +45,7 @@ from helios.state_graph.scanning import mark_of_state
 from helios.state_graph.state_dict_coverage import Coverages
 from helios.state_graph.step_effects import StepWatch
 from helios.state_graph.unsavable import renew_unsavable, unsavable_changes
-from helios.state_graph.values import LIMIT, Identities
+from helios.state_graph.values import LIMIT, Identities, attributes_of
 
 _LOGGER = logging.getLogger(__name__)
 _Kind = TypeVar("_Kind")
@@ -176,7 +176,7 @@ class Discovery:
     @property
     def has_attributes(self) -> bool:
         """Whether there are attributes that count."""
-        return bool(vars(self._owner).keys() - self._exclude)
+        return bool(attributes_of(self._owner).keys() - self._exclude)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is only valid in this process: the baseline compares by identity."""
@@ -423,7 +423,7 @@ class Discovery:
             self._grown.note(_attributes_in(changes.nodes))
             losses = MissingState(lost=lost | grown)
         else:
-            named = unsavable_changes(self._require_baseline(), self._owner, graph)
+            named = unsavable_changes(self._require_baseline(), graph)
             losses = MissingState.of(changes, misfits, lost | named)
         new = losses.without(self._named)
         self._named |= losses.reasons().keys()

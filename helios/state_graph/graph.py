@@ -18,7 +18,6 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.generators import Generator, is_generator, kind_of_generator
 from helios.core.memory import extent_of, fills_its_reach, has_plain_bytes, span_of, storage_of
@@ -40,7 +39,7 @@ from helios.state_graph.scanning import (
     is_dense,
 )
 from helios.state_graph.storages import Storages, Target
-from helios.state_graph.values import ATOMS, Identities, attributes_of, is_plain_object
+from helios.state_graph.values import ATOMS, Identities, attributes_of, is_plain_object, table_of
 from helios.storage.checksums import array_sum, tensor_sum
 from helios.storage.user_types import Alias
 
@@ -152,6 +151,8 @@ class Graph(Scanner):
         self._scan_table("", owner, members_of(owner, rules))
         for path, part in (*self.found.objects.items(), *self.found.inner.items()):
             self._enter(path, part)
+        for path, part in self.found.loose.items():
+            self._scan_extras(path, part)
         self._work()
 
     # ---- what surrounds a value
@@ -302,11 +303,7 @@ class Graph(Scanner):
             self._enter_network(path, part)
         elif not self.rules.is_declared(path):
             self._unit = path
-            self._scan_table(path, part, self.found.members.get(id(part), ()))
-            functions = getattr(part, "lr_lambdas", ()) if isinstance(part, LRScheduler) else ()
-            for number, function in enumerate(functions):
-                if isinstance(function, FunctionType):
-                    self._scan_function(f"{path}.lr_lambdas.{number}", function)
+            self._scan_with_hooks(path, part, self.found.members.get(id(part), ()))
             self._unit = ""
 
     def _scan_function(self, name: str, function: FunctionType) -> None:
@@ -325,7 +322,7 @@ class Graph(Scanner):
             self.rules.add_time(name, self.rules.clock() - begin)
 
     def _enter_module(self, name: str, part: nn.Module) -> None:
-        table = self._scan_table(name, part, self.found.members.get(id(part), ()))
+        table = self._scan_with_hooks(name, part, self.found.members.get(id(part), ()))
         held, names = vars(part), self.found.names
         if isinstance(held.get("_modules"), dict) and held["_modules"]:
             kids = held["_modules"].items()
@@ -333,18 +330,28 @@ class Graph(Scanner):
                 (key, None if kid is None else names.get(id(kid))) for key, kid in kids
             )
         for part_key in (PARAMETERS, BUFFERS):
-            if isinstance(held.get(part_key[0]), dict) and held[part_key[0]]:
-                table.slots[part_key] = self._tensors_in(part, held[part_key[0]])
+            tensors = held.get(part_key[0])
+            if not isinstance(tensors, dict) or not tensors:
+                continue
+            table.slots[part_key] = self._tensors_in(part, tensors)
+            for tensor in tensors.values():
+                place = names.get(id(tensor))
+                if place is not None and place not in self.tables:
+                    self._scan_extras(place, tensor)
+
+    def _scan_extras(self, name: str, part: Any) -> None:
+        """Scan the attributes of a node that has a content of its own, and the hooks on it."""
+        members = attributes_beside(part)
+        if members or (isinstance(part, Tensor) and user_hooks_of(part)):
+            self._later(functools.partial(self._scan_with_hooks, name, part, members))
+
+    def _scan_with_hooks(self, name: str, part: Any, members: Iterable[tuple[Any, Any]]) -> Table:
+        table = self._scan_table(name, part, members)
         for key, hook in user_hooks_of(part):
             self._place = ".".join([name, *map(str, key)])
             table.slots[key] = self._scan_slot(self._place, hook)
             self._place = ""
-        parameters = held.get("_parameters")
-        for tensor in parameters.values() if isinstance(parameters, dict) else ():
-            attributes = () if tensor is None else attributes_of_tensor(tensor)
-            place = names.get(id(tensor))
-            if attributes and place is not None and place not in self.tables:
-                self._scan_table(place, tensor, attributes)
+        return table
 
     def _tensors_in(self, part: nn.Module, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return the names of tensors by key: none for no tensor, ``False`` if it is not saved."""
@@ -421,6 +428,7 @@ class Graph(Scanner):
         cell.views.append(part)
         cell.size += part.nbytes
         self._kept.append(part)
+        self._scan_extras(self.view_names[number], part)
         return False
 
     def _add_alias(self, part: Any, tokens: list[Any]) -> bool:
@@ -500,6 +508,7 @@ class Graph(Scanner):
         self._kept.append(part)
         if is_generator(part):
             self.generators[name] = part
+            self._scan_extras(name, part)
             return REF, name, _kind_of(part)
         if isinstance(part, type):
             self.types.add(part)
@@ -543,16 +552,17 @@ def parts_of_call(part: Any) -> tuple[Any, ...]:
     return (part.__self__,)
 
 
-def attributes_of_tensor(tensor: Tensor) -> list[tuple[str, Any]]:
-    """Return the attributes that users have given a parameter."""
-    table = tensor.__dict__
-    if not table:
-        return []
+def attributes_beside(part: Any) -> list[tuple[str, Any]]:
+    """Return the attributes that users have given a tensor or a generator."""
+    table = table_of(part)
     return [(key, table[key]) for key in sorted(table) if not key.startswith(_OF_OTHERS)]
 
 
-_OF_OTHERS = ("_dynamo", "_fsdp", "_inductor", "_aot", "_is_param", "_helios", "cls_to_become")
-"""How the names of attributes begin that torch and Helios give to parameters."""
+_OF_OTHERS = (
+    *("_dynamo", "_fsdp", "_inductor", "_aot", "_is_param", "_helios", "cls_to_become"),
+    "gauss_next",
+)
+"""How the names of attributes begin that torch and Helios give to tensors, Python to generators."""
 
 
 def _obstacle(error: Exception) -> str:

@@ -50,7 +50,8 @@ def complete(optimizers: Iterable[Optimizer]) -> None:
     for table in map(vars, optimizers):
         for name in OF_OPTIMIZERS:
             table.setdefault(name, OrderedDict())
-        table.setdefault("defaults", {})
+        # Otherwise load_state_dict() would add it, and a resumed optimizer differ from a new one.
+        table.setdefault("defaults", {}).setdefault("differentiable", False)
 
 
 def _without_odd_attributes(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:

@@ -71,12 +71,13 @@ class Nodes:
             StateError: for a type that is not known, or that has changed.
         """
         nodes = self._saved["nodes"]
-        known = nodes.keys() | self._saved["generators"].keys()
+        own = self._saved["generators"].keys() | self._saved["tensors"].keys()
+        known = nodes.keys() | own
         lacking: set[str] = set()
         for name, record in nodes.items():
             targets = record.get("parameters", {}).values()
             lacking |= {name for name in targets if name and self._find(name) is None}
-            if "content" not in record and self._part_of(name) is None:
+            if "content" not in record and name not in own and self._part_of(name) is None:
                 if "type" not in record:
                     lacking.add(name)
                 else:
@@ -118,6 +119,9 @@ class Nodes:
                 self._set_members(name, part, record)
 
     def _part_of(self, name: str) -> Any:
+        for parts in (self._tensors, self._live.views, self._live.generators):
+            if name in parts:
+                return parts[name]
         table = self._live.tables.get(name)
         return self._live.find(name) if table is None else table.part
 
@@ -140,7 +144,7 @@ class Nodes:
             else:
                 others[name] = part
         for name, part in copies_of(others).items():
-            self._tensors[name] = self._on_device(name, part)
+            self._tensors[name] = _put_into(live.get(name), self._on_device(name, part))
 
     def _on_device(self, name: str, part: Any) -> Any:
         device = self._saved["devices"].get(name)
@@ -212,9 +216,9 @@ class Nodes:
         for key in reversed(record.get("deleted", ())):
             if self._may_set(name, key):
                 _delete(part, self._key(part, key))
-        if isinstance(part, list) and "length" in record:
+        if issubclass(type(part), list) and "length" in record:
             del part[record["length"] :]
-        if isinstance(part, dict) and "order" in record:
+        if issubclass(type(part), dict) and "order" in record:
             keys = [self._key(part, key) for key in record["order"]]
             for key in [key for key in keys if key in part]:
                 part[key] = part.pop(key)
@@ -222,18 +226,22 @@ class Nodes:
     def _set(self, part: Any, key: Any, value: Any) -> None:
         if isinstance(part, nn.Module) and key in vars(part).get("_buffers", ()):
             vars(part)["_buffers"][key] = value
-        elif isinstance(part, list):
+        elif issubclass(type(part), list):
             # The members before it may be put there later.
             part += [None] * (key + 1 - len(part))
             part[key] = value
-        elif isinstance(part, dict):
+        elif issubclass(type(part), dict):
             part[self._key(part, key)] = value
         else:
             set_attribute(part, key, value)
 
     def _key(self, part: Any, key: Any) -> Any:
         """Return the key of a dict, of which a file may hold the name of an object."""
-        if not isinstance(part, dict) or not isinstance(key, str) or key[:1] + key[-1:] != "<>":
+        if (
+            not issubclass(type(part), dict)
+            or not isinstance(key, str)
+            or key[:1] + key[-1:] != "<>"
+        ):
             return key
         found = self._live.find(key[1:-1])
         if found is None and key[1:-1].isdigit() and int(key[1:-1]) < len(part):
@@ -398,7 +406,7 @@ def _are_apart(one: Any, other: Any) -> bool:
 
 
 def _put_back(part: Any, key: Any, value: Any) -> None:
-    if isinstance(part, dict):
+    if issubclass(type(part), dict):
         part[key] = value
     else:
         set_attribute(part, key, value)
@@ -453,12 +461,22 @@ def _fits(present: Any, part: Any) -> bool:
     return bool(present.flags.writeable) and not isinstance(root_of(present), mmap.mmap)
 
 
+def _put_into(present: Any, part: Any) -> Any:
+    """Give a tensor of setup, to which closures may refer, the memory and form of another one."""
+    is_open = type(present) is type(part) is Tensor and present.is_leaf and part.is_leaf
+    if not is_open or present.device != part.device or present.is_inference():
+        return part
+    present.requires_grad_(False)
+    present.data = part.detach()
+    return present.requires_grad_(part.requires_grad)
+
+
 def _delete(part: Any, key: Any) -> None:
     if isinstance(part, nn.Module) and key in vars(part).get("_buffers", ()):
         delattr(part, key)
-    elif isinstance(part, dict):
+    elif issubclass(type(part), dict):
         part.pop(key, None)
-    elif isinstance(part, list):
+    elif issubclass(type(part), list):
         del part[key : key + 1]
     else:
         delete_attribute(part, key)

@@ -21,7 +21,7 @@ from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.state_graph.attribute_rules import left_out, may_hold_more
 from helios.state_graph.network_parts import Networks
-from helios.state_graph.values import LEAVES, are_atoms, refer_to
+from helios.state_graph.values import LEAVES, are_atoms, attributes_of, refer_to
 
 References: TypeAlias = list[tuple[int, Callable[[], Any], str]]
 """Objects by id, each with a reference that shows whether it is still alive, and its name."""
@@ -210,7 +210,7 @@ class ObjectNames:
             elif isinstance(value, Tensor):
                 if value.is_leaf:
                     self.leaves.setdefault(path, value)
-            elif isinstance(value, dict | list | tuple | deque):
+            elif issubclass(type(value), (dict, list, tuple, deque)):  # not what says so of itself
                 self._search_container(path, value, depth)
 
     def _search_container(self, path: str, value: Any, depth: int) -> None:
@@ -434,7 +434,7 @@ class ObjectNames:
 
 def members_of(owner: object, rules: Rules) -> list[tuple[str, Any]]:
     """Return the attributes of the owner that count, in the order of their names."""
-    attributes = vars(owner)
+    attributes = attributes_of(owner)
     members = [(key, attributes[key]) for key in sorted(attributes.keys() - rules.exclude)]
     if not rules.data_types:
         return members

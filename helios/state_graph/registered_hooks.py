@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.state_graph.object_names import ObjectNames
+from helios.state_graph.values import table_of
 
 _OF_MODULES = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
@@ -24,51 +25,54 @@ _KNOWN = ("helios.", "torch.")
 """Modules that register and remove their own hooks."""
 
 
-def hooks_of(found: ObjectNames) -> dict[str, frozenset[int]]:
-    """Return the ids of the hooks of user code, by the name that messages show."""
-    hooks: dict[str, frozenset[int]] = {}
-    for path, part in found.objects.items():
+def hooks_of(found: ObjectNames) -> dict[str, tuple[int, ...]]:
+    """Return the ids of the hooks of user code, in order, by the name that messages show."""
+    hooks: dict[str, tuple[int, ...]] = {}
+    for path, part in (*found.objects.items(), *found.inner.items()):
         if isinstance(part, nn.Module):
             network = found.networks.of(part)
             for name, module in network.modules:
-                if any(map(vars(module).get, _OF_MODULES)):
-                    _note(hooks, (path, name), vars(module), _OF_MODULES)
+                if tables := _tables_of(module):
+                    _note(hooks, (path, name), tables)
             for name, tensor in network.parameters:
-                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # noqa: SLF001
-                    tables = {key: getattr(tensor, key) for key in _OF_TENSORS}
-                    _note(hooks, (path, name), tables, _OF_TENSORS)
+                if tables := _tables_of(tensor):
+                    _note(hooks, (path, name), tables)
         elif isinstance(part, Optimizer):
-            _note(hooks, (path, ""), vars(part), OF_OPTIMIZERS)
+            _note(hooks, (path, ""), _tables_of(part))
     return hooks
 
 
-def user_hooks_of(module: nn.Module) -> list[tuple[tuple[str, int], Callable[..., Any]]]:
-    """Return the hooks of user code on a module, each with its table and its place there."""
-    if not any(map(vars(module).get, _OF_MODULES)):
-        return []
-    tables = ((name, vars(module).get(name)) for name in _OF_MODULES)
+def user_hooks_of(part: Any) -> list[tuple[tuple[str, int], Callable[..., Any]]]:
+    """Return the hooks of user code on an object, each with its table and its place there."""
     return [
         ((name, place), hook)
-        for name, table in tables
-        if table
+        for name, table in _tables_of(part).items()
         for place, hook in enumerate(table.values())
         if not is_known(hook)
     ]
 
 
+def _tables_of(part: Any) -> dict[str, dict[int, Callable[..., Any]]]:
+    """Return the tables of hooks of a module, an optimizer or a tensor that are not empty."""
+    if isinstance(part, Tensor):
+        if not (part._backward_hooks or part._post_accumulate_grad_hooks):  # noqa: SLF001
+            return {}
+        found = {name: getattr(part, name) for name in _OF_TENSORS}
+    else:
+        names = _OF_MODULES if isinstance(part, nn.Module) else OF_OPTIMIZERS
+        found = {name: table_of(part).get(name) for name in names}
+    return {name: table for name, table in found.items() if table}
+
+
 def _note(
-    hooks: dict[str, frozenset[int]],
+    hooks: dict[str, tuple[int, ...]],
     place: tuple[str, str],
-    tables: Mapping[str, Any],
-    names: Iterable[str],
+    tables: Mapping[str, dict[int, Callable[..., Any]]],
 ) -> None:
-    for name in names:
-        table = tables.get(name)
-        if table:
-            own = frozenset(id(hook) for hook in table.values() if not is_known(hook))
-            if own:
-                shown = ".".join(place).rstrip(".")
-                hooks[f"{shown} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
+    for name, table in tables.items():
+        if own := tuple(id(hook) for hook in table.values() if not is_known(hook)):
+            shown = ".".join(place).rstrip(".")
+            hooks[f"{shown} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
 
 
 def is_known(hook: Callable[..., Any]) -> bool:

@@ -301,13 +301,20 @@ class ContentScanner(Scanner):
             tokens += (self._identities.number(part), part.shape)
             tokens.append(array_sum(part) if part.flags.writeable else 0)
         else:
-            reduced = _reduced(part)
-            if reduced is None:
-                tokens.append(self._identities.number(part))
-                return
+            self._scan_reduced(part, tokens)
+
+    def _scan_reduced(self, part: Any, tokens: list[Any]) -> None:
+        reduced = _reduced(part)
+        if reduced is None:
+            tokens.append(self._identities.number(part))
+            if type(part) is memoryview and not part.readonly:
+                tokens.append(zlib.crc32(part.tobytes()))
+        else:
             # Members come from iterators, which this loop would exhaust.
             whole = [*reduced[:3], *(list(piece) for piece in reduced[3:5] if piece is not None)]
             self.scan_members(enumerate(whole), tokens)
+        # What a class tells pickle may leave some out.
+        self.scan_members(attributes_of(part).items(), tokens)
 
 
 def _reduced(part: Any) -> tuple[Any, ...] | None:

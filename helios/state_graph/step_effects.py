@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.generators import state_of_generator
 from helios.protocols import Stateful
-from helios.state_graph.class_attributes import class_marks
+from helios.state_graph.class_attributes import class_marks, user_classes
 from helios.state_graph.graph import Cell, Graph, Table
 from helios.state_graph.object_names import path_of
 from helios.state_graph.scanning import is_iterator
@@ -50,6 +50,7 @@ class StepWatch:
         self._look = look
         self._identities = identities
         self._reads_weights = reads_weights
+        self._kinds: list[type] = []
         self._before = self._take()
 
     def changed(self, *, counts_parameters: bool = True) -> list[str]:
@@ -75,7 +76,9 @@ class StepWatch:
         """Return marks of values and of parameters, by path."""
         graph = self._look()
         found = graph.found
-        marks = class_marks(self._owner, found, graph.content)
+        # What a step meets first has not changed.
+        self._kinds = self._kinds or user_classes(self._owner, found, graph.types)
+        marks = class_marks(self._kinds, graph.content)
         # A manual step updates optimizers and schedulers, as it updates parameters.
         moved = {
             name: mark_of_tensor(tensor, reads_bits=self._reads_weights)

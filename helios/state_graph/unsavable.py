@@ -10,7 +10,7 @@ from typing import Any
 
 from helios.state_graph import unsupported_values
 from helios.state_graph.baseline import Baseline
-from helios.state_graph.class_attributes import class_marks
+from helios.state_graph.class_attributes import class_marks, user_classes
 from helios.state_graph.graph import Graph
 from helios.state_graph.layouts import crossings
 from helios.state_graph.registered_hooks import hooks_of
@@ -21,14 +21,15 @@ def renew_unsavable(baseline: Baseline, owner: object, graph: Graph) -> None:
     """Treat the current values as unchanged: every start creates them again."""
     baseline.hooks = hooks_of(graph.found)
     baseline.scripts = script_marks(graph.found, graph.content)
-    baseline.classes = class_marks(owner, graph.found, graph.content)
+    baseline.kinds = user_classes(owner, graph.found, {*baseline.kinds, *graph.types})
+    baseline.classes = class_marks(baseline.kinds, graph.content)
     baseline.crossings = crossings(graph.layouts, graph.others)
 
 
-def unsavable_changes(baseline: Baseline, owner: object, graph: Graph) -> dict[str, str]:
+def unsavable_changes(baseline: Baseline, graph: Graph) -> dict[str, str]:
     """Return what has changed, with the reason why no checkpoint can hold it, by name."""
     lost = _changed(baseline.hooks, hooks_of(graph.found), unsupported_values.HOOK)
-    marks = class_marks(owner, graph.found, graph.content)
+    marks = class_marks(baseline.kinds, graph.content)
     lost |= _changed(baseline.classes, marks, unsupported_values.OF_CLASS)
     scripts = script_marks(graph.found, graph.content)
     lost |= _changed(baseline.scripts, scripts, unsupported_values.OF_SCRIPT)

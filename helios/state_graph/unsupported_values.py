@@ -59,9 +59,10 @@ TOO_LARGE = (
 )
 LATE = "created after setup(), so that a resumed run cannot find it: create it in setup()"
 HOOK = (
-    "a hook registered or removed after the start: register it in setup(), or at each start in "
-    "on_training_start()"
+    "a hook registered, removed or moved after the start: register it in setup(), or at each "
+    "start in on_training_start()"
 )
+OF_OWNER = "its class has changed: keep what is to change in an attribute"
 OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
 OF_CLASS = (
     "an attribute of a class, which no checkpoint can hold: make it an attribute of the instance"

@@ -121,10 +121,18 @@ def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
     return dict(reversed(_slots_of(cast("Hashable", kind))))
 
 
+def table_of(part: Any) -> dict[str, Any]:
+    """Return the dict of an object's attributes, or an empty one; no method of its class runs."""
+    try:
+        table = object.__getattribute__(part, "__dict__")
+    except AttributeError:
+        return {}
+    return table if type(table) is dict else {}
+
+
 def attributes_of(part: Any) -> dict[str, Any]:
     """Return the attributes of an object, including those in slots, by name."""
-    table = getattr(part, "__dict__", None)
-    found = dict(table) if isinstance(table, dict) else {}
+    found = dict(table_of(part))
     for name, guard in slots_of(type(part)).items():
         try:
             found[name] = guard.__get__(part)
@@ -137,7 +145,7 @@ def set_attribute(part: Any, name: str, value: Any) -> None:
     """Set an attribute of a plain object without running a method of its class."""
     guard = slots_of(type(part)).get(name)
     if guard is None:
-        vars(part)[name] = value
+        table_of(part)[name] = value
     else:
         guard.__set__(part, value)
 
@@ -146,7 +154,7 @@ def delete_attribute(part: Any, name: str) -> None:
     """Delete an attribute of a plain object, if it is there."""
     guard = slots_of(type(part)).get(name)
     if guard is None:
-        vars(part).pop(name, None)
+        table_of(part).pop(name, None)
     elif name in attributes_of(part):
         guard.__delete__(part)
 

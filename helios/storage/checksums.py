@@ -8,6 +8,7 @@ elements or flipped signs, all but one in four billion.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from typing import Any
 
@@ -38,15 +39,13 @@ def array_sum(array: np.ndarray[Any, Any]) -> int:
 
 def tensor_sum(tensor: Tensor) -> int:
     """Return a checksum of a dense tensor's elements; a large one is read on its device."""
-    if tensor.is_cpu:
-        # NumPy does not know every type, and zlib wants the elements in order.
-        try:
-            return zlib.crc32(tensor.detach().numpy().data)
-        except (TypeError, RuntimeError, ValueError, BufferError):
-            pass
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if flat.device.type == "cpu":
-        return zlib.crc32(flat.numpy().data)
+    flat = tensor.detach()
+    if not flat.is_contiguous() or flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg().contiguous()
+    if flat.is_cpu and (flat.data_ptr() or not flat.numel()):
+        # NumPy would borrow the memory, and torch resizes no memory that is lent.
+        return zlib.crc32((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+    flat = flat.reshape(-1).view(torch.uint8)
     if flat.numel() <= _MAX_COPIED:
         return zlib.crc32(flat.cpu().numpy().data)
     return weighted_sum(flat)

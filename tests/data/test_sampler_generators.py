@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from torch import nn
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, TensorDataset
 
 from helios.data.sampler_generators import OwnGenerators, find_generators
 from helios.storage import codec
@@ -27,6 +29,19 @@ def test_generators_are_found_in_samplers_inside_samplers() -> None:
     assert find_generators(around) == {"batches.sampler.generator": inner, "shuffler": outer}
     assert find_generators(RandomSampler(range(4))) == {}
     assert find_generators([[0, 1]]) == {}
+
+
+@pytest.mark.shows("S66")
+def test_generators_are_found_in_containers_and_objects_of_a_sampler() -> None:
+    one, other = torch.Generator(), random.Random(1)
+    around = Around(tools={"draw": [0, one]}, holder=SimpleNamespace(draw=other))
+    assert find_generators(around) == {"tools.draw.1": one, "holder.draw": other}
+
+
+def test_generators_of_data_sets_and_networks_are_not_the_samplers() -> None:
+    data, net = TensorDataset(torch.zeros(2)), nn.Dropout()
+    data.draw, net.draw = torch.Generator(), torch.Generator()  # type: ignore[attr-defined]
+    assert find_generators(Around(data_source=data, net=net, rows=[[data.draw]] * 200)) == {}  # type: ignore[attr-defined]
 
 
 @pytest.mark.shows("S74")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 import helios
 from helios.checkpoint.file_names import find_last_checkpoint, sidecar_path
@@ -246,6 +247,66 @@ def test_a_data_set_declares_what_need_not_be_saved(
     Parts(tmp_path / "workers", 3, WithWorkers).run()
     assert _sidecar(tmp_path / "here").missing == _sidecar(tmp_path / "workers").missing == {}
     assert " - WARNING - " not in capsys.readouterr().err
+
+
+class Tally:
+    """Counts its batches, beside what it returns."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        self.count += 1
+        return torch.stack(samples) + self.count
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return self(samples)
+
+
+def _counted(tally: Tally, samples: list[torch.Tensor]) -> torch.Tensor:
+    return tally(samples)
+
+
+def _with_an_attribute() -> Any:
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        vars(collate)["count"] += 1
+        return torch.stack(samples) + vars(collate)["count"]
+
+    vars(collate)["count"] = 0
+    return collate
+
+
+@pytest.mark.shows("S42")
+@pytest.mark.parametrize(
+    "make",
+    [Tally, lambda: Tally().collate, lambda: partial(_counted, Tally()), _with_an_attribute],
+)
+def test_what_a_collate_function_counts_comes_back(make: Any, tmp_path: Path) -> None:
+    class Collating(Data):
+        def setup(self) -> None:
+            super().setup()
+            options = DataLoaderParams(batch_size=1, num_workers=0, collate_fn=make())
+            self._train_dataset = self._create_dataset(Subset(self.numbers, range(8)), options)
+
+    whole = Parts(tmp_path / "whole", 5, Collating).run()
+    Parts(tmp_path / "cut", 3, Collating).run()
+    assert Parts(tmp_path / "cut", 5, Collating).run().found() == whole.found()
+
+
+@pytest.mark.shows("S42")
+def test_each_of_several_inner_data_sets_goes_on_where_it_was(tmp_path: Path) -> None:
+    class Joined(Data):
+        def setup(self) -> None:
+            super().setup()
+            options = DataLoaderParams(batch_size=1, num_workers=0)
+            both = ConcatDataset([self.numbers, Numbers()])
+            self._train_dataset = self._create_dataset(both, options)
+
+    whole = Parts(tmp_path / "whole", 10, Joined).run()
+    Parts(tmp_path / "cut", 3, Joined).run()
+    assert Parts(tmp_path / "cut", 10, Joined).run().found() == whole.found()
 
 
 @pytest.mark.shows("S42")

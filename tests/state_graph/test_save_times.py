@@ -42,16 +42,23 @@ class Ticking:
         return self.now
 
 
+_TAKES: dict[int, tuple[Hands, float]] = {}
+
+
 class Slow(set[None]):
     """An object that takes its time to be looked at."""
 
     def __init__(self, clock: Hands, seconds: float) -> None:
         super().__init__()
-        self.clock = clock
-        self.seconds = seconds
+        self.take(clock, seconds)
+
+    def take(self, clock: Hands, seconds: float) -> None:
+        # As attributes, they would be state that has changed.
+        _TAKES[id(self)] = clock, seconds
 
     def __reduce__(self) -> Any:
-        self.clock.time += self.seconds
+        clock, seconds = _TAKES[id(self)]
+        clock.time += seconds
         return Slow, (None, 0.0)
 
 
@@ -166,7 +173,7 @@ def test_one_slow_save_names_nothing(said: list[str]) -> None:
     slow = Slow(clock, 0.01)
     discovery = _timed(Owner(slow=slow), clock)
     for seconds in (0.2, 0.01, 0.2, 0.01):
-        slow.seconds = seconds
+        slow.take(clock, seconds)
         clock.time += 1
         discovery.capture()
     assert said == []

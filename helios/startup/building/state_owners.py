@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from types import FunctionType
+from functools import partial
+from types import MethodType, ModuleType
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.utils import unsaved_of
@@ -20,8 +22,10 @@ from helios.model.model import Model
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import keeps_state
 from helios.plugins.plugin import Plugin
+from helios.protocols import Stateful
 from helios.state_graph.dataset_attributes import generators_in
 from helios.state_graph.owner_states import Owner, Owners
+from helios.state_graph.values import attributes_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -146,13 +150,28 @@ def _dataset_parts(source: Source) -> Iterator[tuple[str, object]]:
     seen: set[int] = set()
     while waiting:
         name, part = waiting.pop(0)
-        members = getattr(part, "__dict__", None)
-        if id(part) in seen or members is None:
+        if id(part) in seen:
             continue
         seen.add(id(part))
         yield name, part
-        for key, value in members.items():
+        for key, value in attributes_of(part).items():
             inner = value if isinstance(value, list | tuple) and len(value) < _MANY else [value]
-            waiting += ((f"{name}.{key}", item) for item in inner if isinstance(item, Dataset))
-    if not isinstance(loader.collate_fn, FunctionType | type):
-        yield "collate function", loader.collate_fn
+            found = [item for item in inner if isinstance(item, Dataset)]
+            place = f"{name}.{key}"
+            names = [f"{place}.{number}" for number in range(len(found))] if found[1:] else [place]
+            waiting += zip(names, found, strict=False)
+    yield from _holders_in("collate function", loader.collate_fn)
+
+
+def _holders_in(name: str, call: Any) -> Iterator[tuple[str, object]]:
+    """Yield what a callable keeps values in: itself, or what it is a method or a partial of."""
+    if isinstance(call, MethodType):
+        yield from _holders_in(name, call.__self__)
+    elif isinstance(call, partial):
+        yield from _holders_in(name, call.func)
+        given = enumerate((*call.args, *call.keywords.values()), 1)
+        yield from (
+            pair for number, part in given for pair in _holders_in(f"{name}.{number}", part)
+        )
+    elif attributes_of(call) and not isinstance(call, ModuleType | nn.Module | Stateful):
+        yield name, call

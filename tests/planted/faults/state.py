@@ -9,6 +9,7 @@ RESUMED = f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]"
 ALIASES = "tests/state_graph/test_aliases.py::test_an_attribute_names_the_network_that_it_named"
 VIEWS = "tests/state_graph/test_shared_views.py"
 GRAPH = "tests/state_graph/test_graph.py"
+HIDDEN = "tests/state_graph/test_hidden_state.py"
 
 
 @fault("helios.session:Session.capture", RESUMED)
@@ -165,11 +166,43 @@ def a_missing_object_is_noticed_when_half_is_restored(find_lacking, nodes):
 
 
 @fault(
-    "helios.state_graph.graph:attributes_of_tensor",
+    "helios.state_graph.graph:attributes_beside",
     f"{GRAPH}::test_attributes_of_parameters_and_of_hooks_come_back",
 )
-def attributes_of_parameters_are_passed_over(attributes_of_tensor, tensor):
+def attributes_of_parameters_are_passed_over(attributes_beside, part):
     return []
+
+
+@fault(
+    "helios.state_graph.graph:user_hooks_of",
+    f"{HIDDEN}::test_objects_that_are_hooks_on_parameters_and_optimizers_come_back",
+)
+def hooks_are_passed_over(user_hooks_of, part):
+    return []
+
+
+@fault(
+    "helios.state_graph.nodes:_put_into",
+    f"{HIDDEN}::test_a_tensor_of_another_form_is_the_one_that_closures_refer_to",
+)
+def a_tensor_of_another_form_is_a_new_one(put_into, present, part):
+    return part
+
+
+@fault(
+    "helios.state_graph.class_attributes:user_classes",
+    f"{HIDDEN}::test_what_no_checkpoint_can_hold_is_named",
+)
+def classes_of_helpers_are_passed_over(user_classes, owner, found, kinds):
+    return user_classes(owner, found, ())
+
+
+@fault(
+    "helios.startup.building.state_owners:_holders_in",
+    "tests/startup/test_owners.py::test_what_a_collate_function_counts_comes_back",
+)
+def only_objects_collate(holders_in, name, call):
+    return [(name, call)] if type(call).__name__ == "Tally" else []
 
 
 @fault(
