@@ -22,6 +22,7 @@ from tests.cli import helps  # noqa: E402
 from tests.support import (  # noqa: E402
     decisions,
     event_situations,
+    file_trails,
     golden_checkpoint,
     replica_logs,
     statements,
@@ -51,6 +52,7 @@ MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
         **_in(GOLDEN / "help", helps.help_texts()),
     },
     "page": lambda: {ROOT / "docs" / "hooks.md": event_page.render()},
+    "order": lambda: {file_trails.PAGE: file_trails.page()},
     "coverage": lambda: {statements.PAGE: statements.page()},
 }
 """What makes each group of golden files, and the pages that are generated."""

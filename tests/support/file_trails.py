@@ -1,0 +1,497 @@
+"""What a call of the trainer does to files between its hooks, and what it refuses, in order.
+
+Each call is played in a child process. An audit hook sees each file that is opened, listed, renamed
+or removed, whoever does it; helpers of ``storage`` are wrapped for what it does not see.
+``docs/order.md`` holds what was recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+import helios
+from helios.ledger.manifest.manifest_file import FILE_NAME as MANIFEST
+from helios.plugins import EarlyStopping, Plugin
+from helios.state import TrainingState
+from helios.storage import files
+from helios.storage.folder_lock import FolderLock
+from tests.support.kills import kill_self, run_in_child
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "order.md"
+SAVED, LAST = 2, 4
+
+_CHANGING = {
+    "events.out.tfevents": r"events\.out\.tfevents\.\S*[^./]",
+    "<date>": r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d",
+}
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+_WRAPPED = {
+    "fsync": "flush",
+    "fsync_folder": "flush the names in",
+    "truncate": "cut",
+    "make_folder": "make",
+    "check_writable": "try to write in",
+}
+
+
+class Trail:
+    """The file operations below a folder, and the hooks, of the thread that trains.
+
+    Attributes:
+        lines: what was done, without repetitions.
+        manifest_at: how many lines there were when another thread had written the manifest.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = f"{folder}{os.sep}"
+        self._thread = threading.get_ident()
+        self._is_inside = False
+        self.lines: list[str] = []
+        self.manifest_at: int | None = None
+
+    def install(self) -> None:
+        """Record from here on, until this process ends."""
+        sys.addaudithook(self._hear)
+        for name, word in _WRAPPED.items():
+            setattr(files, name, self._wrap(getattr(files, name), word, _place_of))
+        for name, word in (("acquire", "lock"), ("renew", "see to"), ("release", "unlock")):
+            method = getattr(FolderLock, name)
+            setattr(FolderLock, name, self._wrap(method, word, lambda lock: lock.path))
+
+    def add(self, line: str) -> None:
+        """Add a line, unless it only repeats the one before."""
+        if self.lines[-1:] != [line]:
+            self.lines.append(line)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if threading.get_ident() != self._thread:
+            if event == "os.rename" and Path(arguments[1]).name == MANIFEST:
+                self.manifest_at = len(self.lines)
+        elif event == "open":
+            self._note(_word_for(*arguments[1:]), arguments[0])
+        elif event in ("os.listdir", "os.scandir"):
+            self._note("list", arguments[0])
+        elif event == "os.rename":
+            self._note("rename", *arguments[:2])
+        elif event in ("os.remove", "os.rmdir"):
+            self._note("remove", arguments[0])
+        elif event == "os.mkdir" and Path(arguments[0]).parent.exists():
+            self._note("make", arguments[0])
+
+    def _note(self, word: str, *paths: Any) -> None:
+        texts = [os.fspath(path) for path in paths if isinstance(path, str | os.PathLike)]
+        is_below = all(f"{text}{os.sep}".startswith(self._folder) for text in texts)
+        is_there = word == "make" and Path(texts[0]).exists()
+        if texts and is_below and not is_there and not self._is_inside:
+            names = [text[len(self._folder) :] or "." for text in texts]
+            line = f"{word} {' -> '.join(names)}"
+            for name, pattern in _CHANGING.items():
+                line = re.sub(pattern, name, line)
+            self.add(line)
+
+    def _wrap(
+        self, operation: Callable[..., Any], word: str, place_of: Callable[[Any], Any]
+    ) -> Callable[..., Any]:
+        def wrapped(target: Any, *more: Any, **others: Any) -> Any:
+            if self._is_inside or threading.get_ident() != self._thread:
+                return operation(target, *more, **others)
+            self._note(word, place_of(target))
+            self._is_inside = True
+            try:
+                return operation(target, *more, **others)
+            finally:
+                self._is_inside = False
+
+        return wrapped
+
+
+def _place_of(target: Any) -> Any:
+    return target if isinstance(target, Path) else target.name
+
+
+def _word_for(mode: str | None, flags: int) -> str:
+    if mode is None:
+        return "write" if flags & _WRITES else "read"
+    return "write" if "+" in mode else {"a": "append", "r": "read"}.get(mode[0], "write")
+
+
+class Told(Plugin):
+    """Adds hooks to a trail.
+
+    Args:
+        trail: the trail; ``None`` for none.
+        dies_at: the iteration at whose start the process is killed; 0 for none.
+    """
+
+    unsaved = ("trail", "dies_at")
+
+    def __init__(self, trail: Trail | None = None, dies_at: int = 0) -> None:
+        super().__init__("told")
+        self.trail = trail
+        self.dies_at = dies_at
+
+    def _tell(self, name: str) -> None:
+        if self.trail is not None:
+            self.trail.add(f"{name}()")
+
+    def setup(self) -> None:
+        self._tell("setup")
+
+    def on_training_step_start(self, state: TrainingState) -> None:
+        self._tell("on_training_step_start")
+        if state.global_iteration == self.dies_at:
+            kill_self()
+
+
+def _make_teller(name: str) -> Callable[..., None]:
+    def tell(self: Told, *arguments: Any) -> None:
+        self._tell(name)
+
+    return tell
+
+
+for _name in (
+    *("on_load_checkpoint", "on_checkpoint_loaded", "on_fit_start", "on_training_start"),
+    *("on_training_resume", "on_testing_start", "on_testing_end", "on_save_checkpoint"),
+    *("on_training_end", "on_exception", "on_fit_end", "teardown"),
+):
+    setattr(Told, _name, _make_teller(_name))
+
+
+class Data(helios.DataModule):
+    """Eight numbers."""
+
+    unsaved = ("trail", "wrongs")
+
+    def __init__(self, trail: Trail | None = None, wrongs: Collection[str] = ()) -> None:
+        super().__init__()
+        self.trail = trail
+        self.wrongs = wrongs
+
+    def prepare_data(self) -> None:
+        if self.trail is not None:
+            self.trail.add("prepare_data()")
+        if "prepare_data() fails" in self.wrongs:
+            raise OSError("there is no network")
+
+    def setup(self) -> None:
+        numbers = TensorDataset(torch.arange(8.0).unsqueeze(1))
+        size = 2 if "the data has changed" in self.wrongs else 1
+        params = helios.DataLoaderParams(batch_size=size, shuffle=True)
+        if "there is no training data" not in self.wrongs:
+            self._train_dataset = self._create_dataset(numbers, params)
+        self._test_dataset = self._create_dataset(numbers, params)
+
+
+class Stepless(helios.Model):
+    """One weight and one bias; nothing trains them."""
+
+    unsaved = ("wrongs",)
+
+    def __init__(self, wrongs: Collection[str] = ()) -> None:
+        super().__init__("net")
+        self.wrongs = wrongs
+
+    def setup(self, fast_init: bool = False) -> None:
+        if "setup() fails" in self.wrongs:
+            raise ValueError("there are no labels")
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if "on_load_checkpoint() fails" in self.wrongs:
+            raise KeyError("ema")
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        return {"score": (self.net(batch[0]).sum(), 1)}
+
+    test_step = valid_step
+
+
+class Line(Stepless):
+    """A line."""
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        return self.net(batch[0]).square().mean()
+
+
+Act = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """Something wrong that a call refuses.
+
+    Attributes:
+        error: the class of the error.
+        says: a part of its message.
+        options: arguments of the trainer, in place of others.
+        gone: which files are away, as a pattern.
+        spoil: what is done in the process before.
+    """
+
+    error: str
+    says: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    gone: str = ""
+    spoil: Callable[[Path], Any] = lambda folder: None
+
+
+def _refuse_writing(folder: Path) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    files.check_writable = refuse
+
+
+def _give_another_command(folder: Path) -> None:
+    sys.argv = [*sys.argv, "--other"]
+
+
+_BEST = helios.KeepBest(1, "score", mode="max")
+WRONGS = {
+    "the data module is none": Wrong("ArgumentTypeError", "must be a DataModule"),
+    "there is no checkpoint": Wrong("CheckpointError", "needs a checkpoint", gone="*.pth"),
+    "there is no ledger": Wrong("LedgerError", "has no ledger", gone="ledger.jsonl"),
+    "the number of replicas has changed": Wrong(
+        "RunMismatchError", "started with 1 replica", {"num_replicas": 2}
+    ),
+    "the folder cannot be written to": Wrong(
+        "ArgumentError", "can be created and written to", spoil=_refuse_writing
+    ),
+    "a plugin claims what it does not do": Wrong("ArgumentError", "does not override"),
+    "prepare_data() fails": Wrong("OSError", "no network"),
+    "another run holds the lock": Wrong(
+        "FolderInUseError",
+        "in use by another run",
+        spoil=lambda folder: FolderLock(folder / "runs/net").acquire(),
+    ),
+    "the folder is of another run": Wrong(
+        "RunMismatchError", "belongs to the run", {"run_name": "other"}
+    ),
+    "a declared parameter has changed": Wrong(
+        "RunMismatchError", "width", {"params": {"width": 2}}
+    ),
+    "setup() fails": Wrong("ValueError", "no labels"),
+    "the model has no training step": Wrong("ArgumentError", "must override train_step"),
+    "there is no training data": Wrong("ArgumentError", "must have training data"),
+    "one score has two modes": Wrong(
+        "ArgumentError", "one mode", {"store": helios.CheckpointStore(False, keep_best=_BEST)}
+    ),
+    "the data has changed": Wrong("RunMismatchError", "batch_size"),
+    "on_load_checkpoint() fails": Wrong("KeyError", "ema"),
+    "the command has changed": Wrong(
+        "RunMismatchError", "strict", {"reproducibility": "strict"}, spoil=_give_another_command
+    ),
+}
+"""What can be wrong, each with the error that it leads to."""
+
+_AT_FIRST = ("the data module is none",)
+_IN_SETUP = ("setup() fails", "the model has no training step", "there is no training data")
+_CLAIMS = "a plugin claims what it does not do"
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """A call that is recorded.
+
+    Attributes:
+        title: what the page calls it.
+        refuses: what it refuses, in this order.
+        before: how the run was left: ``None`` for nothing, else the iteration at which it was
+            killed, or 0 if it has ended.
+        act: the call.
+        options: arguments of the trainer besides those of all situations.
+    """
+
+    title: str
+    refuses: tuple[str, ...] = ()
+    before: int | None = None
+    act: Act = helios.Trainer.fit
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+SITUATIONS = {
+    "fresh": Situation(
+        "A new run",
+        (
+            *(*_AT_FIRST, "the folder cannot be written to", _CLAIMS, "prepare_data() fails"),
+            *("another run holds the lock", *_IN_SETUP, "one score has two modes"),
+        ),
+    ),
+    "resume": Situation(
+        "A resume after a kill",
+        (
+            *(*_AT_FIRST, "the number of replicas has changed", _CLAIMS, "prepare_data() fails"),
+            *("another run holds the lock", "the folder is of another run"),
+            *("a declared parameter has changed", "the folder cannot be written to", *_IN_SETUP),
+            *("one score has two modes", "the data has changed", "on_load_checkpoint() fails"),
+            "the command has changed",
+        ),
+        before=LAST,
+    ),
+    "rewind": Situation("A rewind", before=0, options={"rewind_to": SAVED}),
+    "finished": Situation(
+        "A run that has ended",
+        (
+            *(*_AT_FIRST, "the number of replicas has changed", _CLAIMS, "prepare_data() fails"),
+            *("another run holds the lock", "the folder is of another run"),
+            *("a declared parameter has changed", "setup() fails"),
+        ),
+        before=0,
+    ),
+    "evaluate": Situation(
+        "An evaluation",
+        (*_AT_FIRST, _CLAIMS, "prepare_data() fails", "there is no checkpoint", "setup() fails"),
+        before=0,
+        act=lambda *given: helios.Trainer.test(*given, checkpoint="newest"),
+    ),
+    "replay": Situation(
+        "A replay",
+        (
+            *(*_AT_FIRST, "there is no ledger", "the number of replicas has changed", _CLAIMS),
+            *("prepare_data() fails", "a declared parameter has changed", *_IN_SETUP),
+            *("one score has two modes", "the data has changed", "on_load_checkpoint() fails"),
+        ),
+        before=0,
+        act=helios.Trainer.replay,
+    ),
+}
+
+
+def _make_trainer(folder: Path, *plugins: Plugin, **options: Any) -> helios.Trainer:
+    """Return the trainer of all situations."""
+    given = {
+        "train_unit": "iteration",
+        "total_steps": LAST,
+        "chkpt_frequency": SAVED,
+        "print_frequency": 1,
+        "chkpt_root": folder / "runs",
+        "enable_file_logging": True,
+        "log_path": folder / "logs",
+        "enable_tensorboard": True,
+        "run_path": folder / "tb",
+        "print_banner": False,
+        "use_cpu": True,
+        "params": {"width": 1},
+        "plugins": list(plugins),
+        "store": helios.CheckpointStore(is_async=False),
+    }
+    return helios.Trainer(**{**given, **options})
+
+
+def leave(folder: Path, situation: Situation) -> None:
+    """Leave a folder as a situation finds it."""
+    before = situation.before
+    if before is not None:
+
+        def work() -> bool:
+            trainer = _make_trainer(folder, Told(dies_at=before))
+            return trainer.fit(Line(), Data())
+
+        assert run_in_child(work, folder.with_suffix(".before")) == (-9 if before else 0)
+
+
+@dataclasses.dataclass
+class Played:
+    """What a call has done.
+
+    Attributes:
+        lines: its trail.
+        manifest_at: the number of lines before the manifest was written.
+        error: the class and the message of its error; empty without one.
+    """
+
+    lines: list[str]
+    manifest_at: int | None
+    error: str
+
+
+def play(folder: Path, situation: Situation, wrongs: Collection[str] = ()) -> Played:
+    """Play a situation in the folder that was left for it, with some things wrong."""
+
+    def work() -> Played:
+        trail = Trail(folder)
+        plugins = _make_plugins(trail, wrongs)
+        options = dict(situation.options)
+        for name in wrongs:
+            WRONGS[name].spoil(folder)
+            options |= WRONGS[name].options
+        trainer = _make_trainer(folder, *plugins, **options)
+        kind = Stepless if "the model has no training step" in wrongs else Line
+        data = None if "the data module is none" in wrongs else Data(trail, wrongs)
+        trail.install()
+        error = ""
+        try:
+            situation.act(trainer, kind(wrongs), data)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        return Played(trail.lines, trail.manifest_at, error)
+
+    result = folder.with_suffix(".played")
+    with _without(folder, wrongs):
+        assert run_in_child(work, result) == 0
+    played: Played = pickle.loads(result.read_bytes())
+    return played
+
+
+def _make_plugins(trail: Trail, wrongs: Collection[str]) -> list[Plugin]:
+    told: list[Plugin] = [Told(trail)]
+    if _CLAIMS in wrongs:
+        told[0].unique_overrides.training_batch = True
+    if "one score has two modes" in wrongs:
+        told.append(EarlyStopping("score", patience=9, mode="min"))
+    return told
+
+
+@contextmanager
+def _without(folder: Path, wrongs: Collection[str]) -> Iterator[None]:
+    """Keep the files away that are gone."""
+    places = [
+        place
+        for name in wrongs
+        if WRONGS[name].gone
+        for place in (folder / "runs" / "net").glob(WRONGS[name].gone)
+    ]
+    for place in places:
+        place.rename(folder.parent / place.name)
+    try:
+        yield
+    finally:
+        for place in places:
+            (folder.parent / place.name).rename(place)
+
+
+def render(situation: Situation, lines: list[str]) -> str:
+    """Return the section of the page about a situation."""
+    refused = "".join(f"{number}. {text}\n" for number, text in enumerate(situation.refuses, 1))
+    refuses = f"It refuses, in this order:\n\n{refused}\n" if refused else ""
+    trail = "\n".join(lines)
+    return f"## {situation.title}\n\n{refuses}```text\n{trail}\n```\n"
+
+
+def page() -> str:
+    """Return the page with the trails of all situations."""
+    sections = []
+    for name, situation in SITUATIONS.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch, name)
+            folder.mkdir()
+            leave(folder, situation)
+            sections.append(render(situation, play(folder, situation).lines))
+    head, _, _ = PAGE.read_text("utf-8").partition("## ")
+    return head + "\n".join(sections)
