@@ -18,7 +18,7 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import UsageError
 from helios.launch.ipc import refuse_nested_start
-from helios.ledger.replaying import Replay
+from helios.ledger.differences import Replay
 from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin

@@ -123,8 +123,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/ledger/test_writer.py",
             "tests/ledger/test_runs.py",
         ),
-        "helios.ledger.seen_batches": ("tests/ledger/test_writer.py", "tests/ledger/test_runs.py"),
-        "helios.ledger.weight_digests": (
+        "helios.ledger.writer": ("tests/ledger/test_writer.py", "tests/ledger/test_runs.py"),
+        "helios.ledger.tensor_digests": (
             "tests/ledger/test_weight_digests.py",
             "tests/ledger/test_writer.py",
             "tests/ledger/test_runs.py",

@@ -1656,7 +1656,7 @@ FAULTS = (
     ),
     Fault(
         "variables with a key are no secrets of a command",
-        "helios/ledger/manifest/scrubbing.py",
+        "helios/ledger/scrubbing.py",
         "(?:KEY|TOKEN|SECRET|PASSWORD))",
         "(?:TOKEN|SECRET|PASSWORD))",
         "tests/ledger/test_scrubbing.py::test_a_secret_word_of_a_command_is_hidden",
@@ -1685,28 +1685,28 @@ FAULTS = (
     ),
     Fault(
         "a comment is another program",
-        "helios/ledger/manifest/source_files.py",
+        "helios/ledger/source_files.py",
         "                node.body = node.body[1:]\n",
         "                pass\n",
         "tests/ledger/test_manifest.py::test_comments_and_docstrings_change_the_text_only",
     ),
     Fault(
         "a patch is written with its secrets",
-        "helios/ledger/manifest/git_state.py",
+        "helios/ledger/source_files.py",
         "    text = scrub(patch.decode(",
         "    text = str(patch.decode(",
         "tests/ledger/test_manifest.py::test_what_is_not_committed_is_in_the_patch_without_secrets",
     ),
     Fault(
         "a manifest forgets what was removed",
-        "helios/ledger/manifest/manifest_file.py",
+        "helios/ledger/manifest_file.py",
         "{name: None for name in before if name not in after}",
         "{}",
         "tests/ledger/test_manifest.py::test_a_patch_makes_the_second_of_the_first",
     ),
     Fault(
         "an event follows a line that was cut off without a new line",
-        "helios/ledger/event_file.py",
+        "helios/ledger/lineage.py",
         'data = data if handle.read(1) == b"\\n" else',
         "data = data if True else",
         "tests/ledger/test_lineage.py::test_a_line_that_a_kill_has_cut_off_costs_only_itself",
@@ -1806,7 +1806,7 @@ FAULTS = (
     ),
     Fault(
         "a line depends on whether processes have exchanged hashes",
-        "helios/ledger/seen_batches.py",
+        "helios/ledger/writer.py",
         "            num_unseen += each.num_unseen\n",
         "            num_unseen = each.num_unseen\n",
         "tests/ledger/test_writer.py::"
@@ -1856,14 +1856,14 @@ FAULTS = (
     ),
     Fault(
         "a name of a loss becomes markup in a report",
-        "helios/reports/page.py",
+        "helios/reports/document.py",
         "    title, note = html.escape(chart.title), html.escape(chart.note)",
         "    title, note = chart.title, chart.note",
         "tests/reports/test_run_reports.py::test_texts_of_a_run_are_never_markup",
     ),
     Fault(
         "a bucket of a curve forgets its largest number",
-        "helios/reports/curves.py",
+        "helios/reports/figures.py",
         "sums.sum(1), highs.max(1), counts.sum(1)])",
         "sums.sum(1), highs[:, 0], counts.sum(1)])",
         "tests/reports/test_run_reports.py::test_a_curve_keeps_the_least_and_the_largest_number",
@@ -1877,14 +1877,14 @@ FAULTS = (
     ),
     Fault(
         "the address of a repository stays in an anonymous archive",
-        "helios/reports/anonymizing.py",
+        "helios/reports/packing.py",
         '_GIT_KEPT = ("is_dirty", "patch", "is_cut")',
         '_GIT_KEPT = ("is_dirty", "patch", "is_cut", "remote")',
         "tests/reports/test_packing.py::test_an_anonymous_archive_names_nobody_and_can_be_verified",
     ),
     Fault(
         "paths with spaces stay in an anonymous archive",
-        "helios/reports/anonymizing.py",
+        "helios/reports/packing.py",
         '        text = _QUOTED.sub(rf"\\1{_PATH}/\\2\\1", text)\n',
         "",
         "tests/reports/test_packing.py::test_texts_lose_names_and_paths_only",
@@ -1990,7 +1990,7 @@ FAULTS = (
     ),
     Fault(
         "the end of a replay is not compared",
-        "helios/ledger/replaying.py",
+        "helios/ledger/differences.py",
         "        if self.is_over or (is_past and not is_end and not self._meets_end):",
         "        if self.is_over or is_past:",
         "tests/ledger/test_replay.py::test_weights_that_differ_at_the_end_only_are_found",
@@ -2046,7 +2046,7 @@ FAULTS = (
     ),
     Fault(
         "git waits for the end of a forked worker",
-        "helios/ledger/manifest/git_state.py",
+        "helios/ledger/source_files.py",
         "                close_fds=False,\n",
         "",
         "tests/ledger/test_manifest.py::test_git_is_started_without_a_pipe_that_a_forked_worker_would_keep_open",

@@ -107,15 +107,9 @@ READ_BY_REPORTS = {
     *(
         f"ledger/{name}.py"
         for name in (
-            *("book", "differences", "event_file", "line", "lineage", "reading", "run_facts"),
-            *("timing", "validation_scores", "verification"),
-        )
-    ),
-    *(
-        f"ledger/manifest/{name}.py"
-        for name in (
-            *("environment", "git_state", "manifest_changes", "manifest_file", "scrubbing"),
-            "source_files",
+            *("book", "differences", "environment", "line", "lineage", "manifest_file"),
+            *("run_facts", "scrubbing", "source_files", "timing", "validation_scores"),
+            "verification",
         )
     ),
 }

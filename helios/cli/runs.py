@@ -31,13 +31,13 @@ from helios.errors import (
     UsageError,
 )
 from helios.ledger.differences import Difference, LineComparison, diff
-from helios.ledger.manifest.manifest_changes import Effect, ManifestChange
+from helios.ledger.manifest_file import Effect, ManifestChange
 from helios.ledger.run_facts import find_run
 from helios.storage import files
 
 if TYPE_CHECKING:
     from helios.checkpoint.comparison import CheckpointDifference
-    from helios.ledger.replaying import Replay
+    from helios.ledger.differences import Replay
     from helios.reports.run_comparison import RunComparison
     from helios.startup.launching.replay_request import ReplayRequest
 

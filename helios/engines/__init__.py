@@ -4,4 +4,4 @@ An engine never decides when something happens.
 """
 
 # Importing an engine of the reference by its name raises an error that names its replacement.
-from helios.engines.reference_names import refuse_engine_name as __getattr__  # noqa: F401
+from helios.core.moved import refuse_engine_name as __getattr__  # noqa: F401

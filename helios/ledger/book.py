@@ -1,23 +1,40 @@
-"""The file of a ledger, which a resume cuts back to the line of its checkpoint."""
+"""The file of a ledger: written as a run goes, cut back at a resume, found and read by others."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import struct
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO, TypeVar, final
 
 import helios.ledger.line as line
-from helios.ledger.line import STEPS
+from helios.core.local_paths import as_local_path
+from helios.errors import LedgerError
+from helios.ledger.line import (
+    OLDEST,
+    STEPS,
+    TAIL_BYTES,
+    VERSION,
+    drop_buffers,
+    end_of,
+    is_scores,
+    read_float,
+    stated_hash,
+)
 from helios.storage import files
 
 _LOGGER = logging.getLogger(__name__)
 FILE_NAME = "ledger.jsonl"
 EVERY = 1_000
 _MOST_PENDING = 64
+_MOST_LINES = 1_024
+_BLOCK = 1 << 18
+_Found = TypeVar("_Found")
 
 
 @final
@@ -262,3 +279,149 @@ class Book:
                 self._path,
                 error,
             )
+
+
+def find_ledger(place: str | Path) -> Path:
+    """Return the ledger of a run.
+
+    Args:
+        place: the ledger itself, the folder that holds it, or a folder above a single run.
+
+    Raises:
+        LedgerError: if there is none, or more than one run.
+    """
+    path = as_local_path("The run", place)
+    if path.is_file():
+        return path
+    found = (
+        [path / FILE_NAME] if (path / FILE_NAME).is_file() else sorted(path.glob(f"*/{FILE_NAME}"))
+    )
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise LedgerError(
+            f"There is no {FILE_NAME} in {path} or directly below it. A run writes one beside its "
+            'checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
+        )
+    names = ", ".join(each.parent.name for each in found)
+    raise LedgerError(f"{path} holds several runs: {names}. Pass the folder of one.")
+
+
+def read_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:
+    """Yield the lines of a ledger's chain, with their ends; arguments and errors are as below."""
+    return (data for data in read_all_lines(path, mark) if not is_scores(data))
+
+
+def read_all_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:
+    """Yield the lines of a ledger, with their ends, also those of scores.
+
+    Args:
+        path: the ledger.
+        mark: its size and hash in a checkpoint, after which to begin; ``None`` for all lines.
+
+    Raises:
+        LedgerError: if the ledger cannot be read, or does not match the checkpoint.
+    """
+    try:
+        with path.open("rb") as handle:
+            if mark is not None:
+                tail = end_of(mark.get("tail", mark["hash"]))
+                handle.seek(max(0, mark["size"] - len(tail)))
+                if handle.read(len(tail)) != tail:
+                    raise LedgerError(f"The ledger {path} does not match the checkpoint.")
+            yield from handle
+    except OSError as error:
+        raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error
+
+
+def parse_header(data: bytes, path: Path) -> dict[str, Any]:
+    """Return the content of a ledger's first line.
+
+    Raises:
+        LedgerError: if it is not a header, or that of another version.
+    """
+    try:
+        header = json.loads(data)
+        version = header["ledger"]
+        header["run"], header["every"], header["after"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise LedgerError(f"{path} is not a ledger, or its first line is damaged.") from error
+    if version not in range(OLDEST, VERSION + 1):
+        raise LedgerError(
+            f"{path} is a ledger of version {version}, but this version of Helios reads versions "
+            f"up to {VERSION}. Use the version of Helios that wrote it."
+        )
+    found: dict[str, Any] = header
+    return found
+
+
+def read_last_losses(path: Path) -> dict[str, float]:
+    """Return the losses of the last iteration of a ledger, from its end; empty without any.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+
+    def read(line: dict[str, Any]) -> dict[str, float]:
+        return {name: read_float(x) for name, x in line["loss"].items() if x is not None}
+
+    return _find_last(path, read) or {}
+
+
+def read_last_iteration(path: Path) -> int | None:
+    """Return the last iteration of a ledger, from its end; ``None`` without any.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+    return _find_last(path, lambda line: int(line["at"][1]))
+
+
+def _find_last(path: Path, read: Callable[[dict[str, Any]], _Found]) -> _Found | None:
+    """Return what is read of the last line that has it, among some at the end."""
+    lines = _read_chain_backwards(path)
+    for data in islice(lines, _MOST_LINES):
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, struct.error):
+            return read(json.loads(data))
+    return None
+
+
+def read_last_line(path: Path) -> bytes:
+    """Return the last line of a ledger's chain, with its end.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+    return next(_read_chain_backwards(path), b"")
+
+
+def read_course(path: Path) -> bytes:
+    """Return the end of a ledger without the buffers: equal for equal courses of training.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+    last, before, *_ = (*islice(_read_chain_backwards(path), 2), b"", b"")
+    return stated_hash(before).encode() + drop_buffers(last[:-TAIL_BYTES])
+
+
+def _read_chain_backwards(path: Path) -> Iterator[bytes]:
+    return (data for data in _read_backwards(path) if not is_scores(data))
+
+
+def _read_backwards(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a ledger from the last to the first."""
+    try:
+        with path.open("rb") as handle:
+            place, data = handle.seek(0, 2), b""
+            while place > 0:
+                begin = max(0, place - _BLOCK)
+                handle.seek(begin)
+                # The first line may begin in the block before.
+                data, *lines = (handle.read(place - begin) + data).splitlines(keepends=True)
+                place = begin
+                yield from reversed(lines)
+    except OSError as error:
+        raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error
+    if data:
+        yield data

@@ -39,8 +39,7 @@ from typing import Any, final
 
 from helios.best import BestValidation
 from helios.core.text import find_peak_memory
-from helios.ledger.event_file import EventFile, now, read_event_file
-from helios.ledger.lineage import host
+from helios.ledger.lineage import EventFile, host, now, read_event_file
 from helios.protocols import Clock
 
 FILE_NAME = "timing.jsonl"

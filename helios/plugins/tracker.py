@@ -23,8 +23,7 @@ from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, check_folder
 from helios.protocols import Clock
 from helios.state import TrainingState
-from helios.tracking import pictures
-from helios.tracking.point_store import PointStore
+from helios.tracking.point_store import PointStore, as_pixels, store_picture
 from helios.tracking.sender_process import SenderProcess, start_sender
 from helios.tracking.targets import Delivery, MLflow, Target, WandB, to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
@@ -161,10 +160,10 @@ class Tracker(Plugin):
         Raises:
             UsageError: for another shape, or other values.
         """
-        pixels = pictures.as_pixels(name, image, dataformats)
+        pixels = as_pixels(name, image, dataformats)
         if self._store is None or self.context.is_sanity_check:
             return
-        file = pictures.store(self._store.folder.pictures, pixels)
+        file = store_picture(self._store.folder.pictures, pixels)
         self._add(self._place(self.context.state) | {"picture": name, "file": file})
 
     def _now(self) -> int:

@@ -66,7 +66,7 @@ def examine_machine(folder: Path) -> Examination:
     """
     import torch
 
-    from helios.ledger.manifest.environment import (
+    from helios.ledger.environment import (
         describe_environment,
         describe_switches,
         describe_variables,

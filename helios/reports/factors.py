@@ -8,7 +8,7 @@ from typing import Any
 
 from helios.errors import ArgumentError
 from helios.ledger.line import hash_of
-from helios.ledger.manifest.manifest_changes import Effect, compare_facts
+from helios.ledger.manifest_file import Effect, compare_facts
 from helios.reports.document import shorten
 
 _ABSENT = "not set"

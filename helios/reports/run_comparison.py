@@ -13,15 +13,16 @@ import helios.ledger.lineage as lineage
 from helios.best import rank_by_score
 from helios.core.text import number_text, with_step
 from helios.errors import ArgumentError
+from helios.ledger.book import read_course, read_last_iteration, read_last_line, read_last_losses
 from helios.ledger.differences import diff
 from helios.ledger.run_facts import RunFacts, read_run
-from helios.reports.curves import read_course, read_last_iteration, read_last_line, read_last_losses
 from helios.reports.document import (
     Block,
     Chapter,
     Document,
     Sample,
     Spread,
+    write_fitting,
     write_table,
     write_text,
 )
@@ -36,7 +37,6 @@ from helios.reports.estimates import (
 )
 from helios.reports.factors import find_levels, flatten, list_hyper_parameters, list_varying
 from helios.reports.figures import RunCurves, draw_over
-from helios.reports.page import write_fitting
 
 _ALL = "all"
 _AT = b'"at":['

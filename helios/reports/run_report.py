@@ -12,11 +12,10 @@ from typing import Any
 
 import helios.ledger.lineage as lineage
 from helios.core.text import number_text, with_step
-from helios.ledger.manifest.manifest_changes import compare_facts
+from helios.ledger.manifest_file import compare_facts
 from helios.ledger.run_facts import RunFacts, read_run
 from helios.ledger.verification import LedgerStatus
 from helios.reports.checklist import command_text, find_libraries, make_checklist, time_text
-from helios.reports.curves import LedgerCurves
 from helios.reports.document import (
     MOST_CHARACTERS,
     MOST_ROWS,
@@ -27,12 +26,20 @@ from helios.reports.document import (
     shorten,
     shorten_rows,
     write_checklist,
+    write_fitting,
     write_markdown,
     write_table,
     write_text,
 )
-from helios.reports.figures import LOSSES, RATES, SCORES, THROUGHPUT, Figures, RunCurves
-from helios.reports.page import write_fitting
+from helios.reports.figures import (
+    LOSSES,
+    RATES,
+    SCORES,
+    THROUGHPUT,
+    Figures,
+    LedgerCurves,
+    RunCurves,
+)
 
 _UNSAID = "unknown"
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from overhead import Data, Timed, make_data
 
-from helios.ledger.manifest import environment
-from helios.ledger.manifest.source_files import hash_package
+from helios.ledger import environment
+from helios.ledger.source_files import hash_package
 from helios.startup.building import run_manifest
 from helios.state import TrainingState
 from helios.trainer import Trainer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helios.cli import main
-from helios.ledger.manifest.environment import describe_switches
+from helios.ledger.environment import describe_switches
 from helios.reports import doctor
 from helios.reports.doctor import Diagnosis, Severity
 

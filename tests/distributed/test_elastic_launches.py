@@ -16,7 +16,7 @@ import pytest
 
 import helios
 from helios.distributed.collectives import TORCHRUN_VARIABLES
-from helios.ledger.manifest.manifest_file import read_manifest
+from helios.ledger.manifest_file import read_manifest
 from tests.support import elastic_script
 from tests.support.elastic import Bits, assert_same, read_bits
 from tests.support.scripts import call

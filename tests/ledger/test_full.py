@@ -12,9 +12,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from helios.cli.commands import main as command
 from helios.ledger import diff, verify
-from helios.ledger.book import FILE_NAME
+from helios.ledger.book import FILE_NAME, read_lines
 from helios.ledger.line import FULL, STEPS
-from helios.ledger.reading import read_lines
 from helios.plugins import Plugin
 from tests.ledger.test_runs import Interrupt
 from tests.support.resume import assert_equal, assert_equal_ledgers

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from helios.errors import LedgerError
-from helios.ledger.manifest.environment import (
+from helios.ledger.environment import (
     describe_environment,
     describe_switches,
     describe_variables,
@@ -27,18 +27,18 @@ from helios.ledger.manifest.environment import (
     find_distributions,
     find_imported,
 )
-from helios.ledger.manifest.git_state import describe_git
-from helios.ledger.manifest.manifest_changes import Effect, compare_facts
-from helios.ledger.manifest.manifest_file import (
+from helios.ledger.manifest_file import (
     FILE_NAME,
+    Effect,
     Manifest,
     Section,
     apply_patch,
+    compare_facts,
     make_patch,
     read_manifest,
     write_manifest,
 )
-from helios.ledger.manifest.source_files import hash_absent, hash_statements, hash_texts
+from helios.ledger.source_files import describe_git, hash_absent, hash_statements, hash_texts
 from tests.support.kills import run_in_child
 
 FACTS: dict[str, Any] = {

@@ -15,9 +15,8 @@ import helios
 from helios.data import fetching, noted_batches
 from helios.errors import ArgumentError, RunMismatchError
 from helios.ledger import diff, verify, writer
-from helios.ledger.book import FILE_NAME
+from helios.ledger.book import FILE_NAME, read_lines
 from helios.ledger.line import read_float
-from helios.ledger.reading import read_lines
 from helios.plugins import Plugin
 from helios.state import Phase, TrainingState
 from helios.storage import content_hash, files

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from helios.ledger.manifest.scrubbing import HIDDEN, scrub, scrub_arguments
+from helios.ledger.scrubbing import HIDDEN, scrub, scrub_arguments
 
 SECRET = "q7Zp3kVw9Xt2Lm5R"
 

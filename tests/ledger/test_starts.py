@@ -20,7 +20,7 @@ from helios.checkpoint.store import RunFolder
 from helios.errors import ArgumentError, RunMismatchError
 from helios.ledger import diff, lineage, timing, verify
 from helios.ledger.lineage import read_lineage
-from helios.ledger.manifest.manifest_file import (
+from helios.ledger.manifest_file import (
     FILE_NAME,
     Manifest,
     Section,

@@ -16,7 +16,7 @@ import helios
 from helios.ledger import report
 from helios.ledger.timing import FILE_NAME, read_timing
 from helios.plugins import Plugin
-from helios.reports.curves import read_curves
+from helios.reports.figures import read_curves
 from helios.state import TrainingState
 
 _LENGTH, _EPOCH = 24, 6

@@ -19,10 +19,9 @@ from helios.cli import main
 from helios.errors import LedgerError
 from helios.ledger import lineage, pack, verify
 from helios.ledger.lineage import Lineage
-from helios.ledger.manifest.manifest_file import Manifest, Section, read_manifest
-from helios.reports.anonymizing import Anonymizer, make_anonymizer
+from helios.ledger.manifest_file import Manifest, Section, read_manifest
 from helios.reports.checklist import command_text
-from helios.reports.packing import Pack, check_anonymous
+from helios.reports.packing import Anonymizer, Pack, check_anonymous, make_anonymizer
 from tests.support.runs import Setting, train
 from tests.support.synthetic_run import write_ledger, write_run
 

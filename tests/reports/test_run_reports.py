@@ -15,20 +15,21 @@ from helios.cli import main
 from helios.errors import LedgerError
 from helios.ledger import report, verify
 from helios.ledger.line import write_float
-from helios.ledger.manifest.manifest_file import FILE_NAME as MANIFEST
+from helios.ledger.manifest_file import FILE_NAME as MANIFEST
 from helios.ledger.run_facts import read_run
 from helios.ledger.timing import FILE_NAME as TIMES
 from helios.reports import page as pages
-from helios.reports.curves import Curve, read_curves
 from helios.reports.document import (
+    MOST_BYTES,
     Chapter,
     Document,
     read_table,
     write_checklist,
+    write_page,
     write_table,
     write_text,
 )
-from helios.reports.page import MOST_BYTES, write_page
+from helios.reports.figures import Curve, read_curves
 from helios.reports.run_report import RunReport
 from tests.support.runs import Setting, train
 from tests.support.synthetic_run import write_ledger, write_lineage, write_lines, write_run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helios.core.stored_values import ABSENT, ValueChange
-from helios.ledger.manifest.manifest_changes import Effect, compare_facts
+from helios.ledger.manifest_file import Effect, compare_facts
 from helios.startup.reporting.command_line import KEY, as_change, parse_words, report_arguments
 from tests.integration.test_declared_params import fit
 

@@ -22,8 +22,7 @@ import torch
 
 import helios
 from helios.checkpoint import file_names
-from helios.ledger import book, lineage, timing
-from helios.ledger.manifest import manifest_file
+from helios.ledger import book, lineage, manifest_file, timing
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from helios.storage import files

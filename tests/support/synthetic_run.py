@@ -10,7 +10,7 @@ from typing import Any
 from helios.best import BestRule, BestSoFar, Validation
 from helios.ledger import book, lineage, timing
 from helios.ledger.line import VERSION, seal, write_float
-from helios.ledger.manifest.manifest_file import Manifest, Section, write_manifest
+from helios.ledger.manifest_file import Manifest, Section, write_manifest
 
 
 def write_ledger(folder: Path, losses: Sequence[float], *, names: Sequence[str] = ("loss",)) -> str:

@@ -26,11 +26,9 @@ import pytest
 
 from helios import cli
 from helios.plugins import MLflow, WandB
-from helios.tracking import pictures
 from helios.tracking.mlflow_run import clean
-from helios.tracking.point_store import PointStore
-from helios.tracking.sender import Sender
-from helios.tracking.sender_process import connect
+from helios.tracking.point_store import PointStore, store_picture
+from helios.tracking.sender_process import Sender, connect
 from helios.tracking.targets import to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from tests.support import tracked
@@ -222,7 +220,7 @@ def _fill(folder: Path, target: Any) -> TrackerFolder:
         values = {"loss": value, **dict.fromkeys(_ODD_NAMES, number)}
         store.add({"time": 10 + number, "epoch": 1, "iteration": number, "values": values})
     store.add({"time": 20, "epoch": 1, "iteration": 7, "values": {"inf": "-Infinity", "z": -0.0}})
-    file = pictures.store(found.pictures, np.full((2, 3, 1), 7, np.uint8))
+    file = store_picture(found.pictures, np.full((2, 3, 1), 7, np.uint8))
     store.add({"time": 20, "epoch": 1, "iteration": 7, "picture": "p", "file": file})
     store.close("finished")
     return found

@@ -18,10 +18,9 @@ from helios import cli
 from helios.errors import ArgumentError, FolderInUseError
 from helios.plugins import Plugin, Tracker, WandB
 from helios.storage.inherited_lock import InheritedLock
-from helios.tracking import pictures, wandb_online
-from helios.tracking.point_store import PointStore
-from helios.tracking.sender import Sender
-from helios.tracking.sender_process import connect
+from helios.tracking import wandb_run
+from helios.tracking.point_store import PointStore, store_picture
+from helios.tracking.sender_process import Sender, connect
 from helios.tracking.targets import Delivery, Target, from_plain, to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from tests.support.kills import KillAt, train_in_child
@@ -147,7 +146,7 @@ def test_a_picture_that_did_not_arrive_with_its_line_is_sent_by_the_next_start(
 ) -> None:
     store = _open(folder)
     for number in range(4):
-        file = pictures.store(store.folder.pictures, np.full((2, 2, 1), number, np.uint8))
+        file = store_picture(store.folder.pictures, np.full((2, 2, 1), number, np.uint8))
         store.add(_row(number))
         store.add({"time": 1, "epoch": 1, "iteration": number, "picture": "a/p", "file": file})
     store.close("finished")
@@ -189,8 +188,8 @@ def test_a_server_that_has_not_all_is_an_error_at_the_end(
 ) -> None:
     import wandb
 
-    monkeypatch.setattr(wandb_online, "_PATIENCE", 0.0)
-    monkeypatch.setattr(wandb_online, "_PAUSE", 0.0)
+    monkeypatch.setattr(wandb_run, "_PATIENCE", 0.0)
+    monkeypatch.setattr(wandb_run, "_PAUSE", 0.0)
     _store(folder, [_row(number) for number in range(4)], "finished")
     with monkeypatch.context() as patch:
         patch.setattr(wandb.Api, "lastHistoryStep", 2)
@@ -320,7 +319,7 @@ def test_another_word_is_no_mode(mode: Any) -> None:
 def test_a_server_that_gets_nothing_is_noticed(
     folder: Path, server: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wandb_online, "_ASK_EVERY", 0.0)
+    monkeypatch.setattr(wandb_run, "_ASK_EVERY", 0.0)
     sender = _send(_store(folder, [_row(1), _row(2)]))
     server.with_suffix(".down").touch()
     with pytest.raises(ConnectionError):

@@ -13,12 +13,10 @@ import pytest
 
 from helios import cli
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.ledger.manifest.manifest_file import Manifest, Section, write_manifest
-from helios.tracking import pictures
+from helios.ledger.manifest_file import Manifest, Section, write_manifest
 from helios.tracking.mlflow_run import clean
-from helios.tracking.point_store import PointStore
-from helios.tracking.sender import Sender, SupersededError, summarize
-from helios.tracking.sender_process import connect
+from helios.tracking.point_store import PointStore, as_pixels, store_picture
+from helios.tracking.sender_process import Sender, SupersededError, connect, summarize
 from helios.tracking.targets import MLflow, Target, WandB, from_plain, to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from tests.support import tracked
@@ -37,7 +35,7 @@ def _store(tmp_path: Path, target: Target, *, rows: int = 6, **facts: Any) -> Tr
     for number in range(1, rows + 1):
         store.add(_row(number))
     place = {"time": 5, "epoch": 1, "iteration": rows}
-    file = pictures.store(folder.pictures, np.full((2, 3, 1), 7, np.uint8))
+    file = store_picture(folder.pictures, np.full((2, 3, 1), 7, np.uint8))
     store.add({**place, "picture": "a picture", "file": file})
     store.close("finished")
     return folder
@@ -311,15 +309,14 @@ def test_a_picture_is_the_same_file_whenever_it_is_stored(tmp_path: Path) -> Non
 
     for channels in (1, 3, 4):
         pixels = np.arange(5 * 7 * channels, dtype=np.uint8).reshape(5, 7, channels)
-        name = pictures.store(tmp_path, pixels)
-        assert pictures.store(tmp_path, pixels.copy()) == name
+        name = store_picture(tmp_path, pixels)
+        assert store_picture(tmp_path, pixels.copy()) == name
         with Image.open(tmp_path / name) as image:
             assert np.array_equal(np.asarray(image).reshape(pixels.shape), pixels)
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_pictures_are_checked() -> None:
-    as_pixels = pictures.as_pixels
     floats = np.array([[[0.0, 0.5, 1.0]]])
     assert as_pixels("p", floats, "CHW").tolist() == [[[0], [128], [255]]]
     assert as_pixels("p", floats, "HWC").shape == (1, 1, 3)

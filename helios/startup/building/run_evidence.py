@@ -11,10 +11,9 @@ import helios.ledger.lineage as lineage
 from helios.best import BestValidation
 from helios.checkpoint import loading
 from helios.errors import CheckpointError, LedgerError
-from helios.ledger.event_file import now
-from helios.ledger.lineage import Lineage
-from helios.ledger.manifest.scrubbing import scrub
-from helios.ledger.replaying import LedgerFollower
+from helios.ledger.differences import LedgerFollower
+from helios.ledger.lineage import Lineage, now
+from helios.ledger.scrubbing import scrub
 from helios.ledger.timing import Timing
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model

@@ -14,9 +14,8 @@ from torch import Tensor
 from helios.core import rng
 from helios.ledger.book import EVERY, Book
 from helios.ledger.line import FULL, STEPS, hash_of
-from helios.ledger.tensor_digests import TensorDigests
+from helios.ledger.tensor_digests import TensorDigests, WeightDigests
 from helios.ledger.timing import Timing
-from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas

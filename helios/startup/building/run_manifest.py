@@ -12,17 +12,19 @@ from typing import Any
 
 from helios.core.text import tuple_text
 from helios.errors import LedgerError, RunMismatchError
-from helios.ledger.manifest.environment import describe_environment, describe_variables
-from helios.ledger.manifest.git_state import describe_git
-from helios.ledger.manifest.manifest_changes import Effect, ManifestChange, compare_facts
-from helios.ledger.manifest.manifest_file import (
+from helios.ledger.environment import describe_environment, describe_variables
+from helios.ledger.manifest_file import (
     FILE_NAME,
+    Effect,
     Manifest,
+    ManifestChange,
     Section,
+    compare_facts,
     read_manifest,
     write_manifest,
 )
-from helios.ledger.manifest.source_files import (
+from helios.ledger.source_files import (
+    describe_git,
     find_script_folder,
     hash_absent,
     hash_statements,

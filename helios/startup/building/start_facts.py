@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from helios.data.source import Source
 from helios.launch.launcher import Launch
-from helios.ledger.manifest.environment import describe_switches
-from helios.ledger.manifest.scrubbing import scrub, scrub_arguments
-from helios.ledger.manifest.source_files import find_script_folder
+from helios.ledger.environment import describe_switches
+from helios.ledger.scrubbing import scrub, scrub_arguments
+from helios.ledger.source_files import find_script_folder
 from helios.startup.launching.trainer_call import Call
 from helios.startup.options.trainer_options import TrainerOptions
 from helios.storage.user_types import type_name

@@ -13,9 +13,8 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.reproducibility import Level
 from helios.core.text import with_step
 from helios.errors import CheckpointError, LedgerError, UsageError
-from helios.ledger.book import FILE_NAME
+from helios.ledger.book import FILE_NAME, parse_header, read_lines
 from helios.ledger.line import STEPS, step_of
-from helios.ledger.reading import parse_header, read_lines
 from helios.startup.checkpoint_search.rewind_plan import Rewind, find_rewinds
 from helios.startup.checkpoint_search.run_folder import open_folder
 from helios.startup.options.checkpoint_options import CheckpointOptions

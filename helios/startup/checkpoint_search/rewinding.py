@@ -20,7 +20,7 @@ from helios.checkpoint.store import Loaded, RunFolder
 from helios.core.text import with_step
 from helios.data.source import Source
 from helios.errors import ArgumentError, CheckpointError, LedgerError, RunMismatchError
-from helios.ledger.reading import read_lines
+from helios.ledger.book import read_lines
 from helios.startup.checkpoint_search.rewind_plan import (
     FILE_NAME,
     Rewind,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from helios.ledger.replaying import Replay
+from helios.ledger.differences import Replay
 from helios.startup.options.replay_options import ReplayOptions
 from helios.state import Phase
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from helios.core.moved import explain
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.engines.reference_names import explain
 from helios.errors import ArgumentError
 from helios.startup.options.validators import check_flags, check_positive, refusal
 

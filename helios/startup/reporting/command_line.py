@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from helios.core.stored_values import ABSENT, ValueChange, compare_values
-from helios.ledger.manifest.scrubbing import scrub_arguments
+from helios.ledger.scrubbing import scrub_arguments
 
 _LOGGER = logging.getLogger(__name__)
 

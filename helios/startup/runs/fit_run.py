@@ -22,7 +22,7 @@ from helios.core.text import with_step
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
-from helios.ledger.manifest.scrubbing import scrub_table
+from helios.ledger.scrubbing import scrub_table
 from helios.loops.loop_states import LoopStates
 from helios.model.new_settings import NewSettings, steps_of_epochs
 from helios.model.schedulers import Schedulers

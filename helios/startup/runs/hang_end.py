@@ -17,8 +17,7 @@ from typing import final
 from helios.checkpoint import file_names
 from helios.core.signal_watch import TRY_AGAIN
 from helios.data.workers import find_worker_stacks
-from helios.ledger.event_file import now
-from helios.ledger.lineage import host
+from helios.ledger.lineage import host, now
 from helios.startup.runs.process_end import in_time, say, write_to_stderr
 from helios.storage import files
 

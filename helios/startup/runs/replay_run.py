@@ -18,7 +18,7 @@ from helios.checkpoint.reproducibility import Level
 from helios.core.text import with_step
 from helios.data.source import Source
 from helios.errors import UsageError
-from helios.ledger.replaying import LedgerFollower, Replay
+from helios.ledger.differences import LedgerFollower, Replay
 from helios.session import Session
 from helios.startup.building.run_evidence import RunEvidence
 from helios.startup.building.run_ledger import RunLedger, hash_definition, make_writer

@@ -54,7 +54,7 @@ def a_line_leaves_out_the_learning_rates(rates, writer):
     return []
 
 
-@fault("helios.ledger.seen_batches:describe_batches", WRITER)
+@fault("helios.ledger.writer:describe_batches", WRITER)
 def a_line_leaves_out_the_samples(describe_batches, totals):
     return '"data":[null,null]'
 
@@ -69,7 +69,7 @@ def the_hash_of_a_batch_leaves_out_its_elements(read_tensor, reader, tensor):
     read_tensor(reader, tensor.new_zeros(tensor.shape))
 
 
-@fault("helios.ledger.weight_digests:WeightDigests.describe", WRITER)
+@fault("helios.ledger.tensor_digests:WeightDigests.describe", WRITER)
 def a_line_leaves_out_the_state_of_optimizers(describe, digests):
     import dataclasses
 
@@ -103,7 +103,7 @@ def a_replaced_checkpoint_is_good(check_digests, folder, digests):
 
 
 @fault(
-    "helios.ledger.replaying:LedgerFollower.append",
+    "helios.ledger.differences:LedgerFollower.append",
     "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
 )
 def a_replay_compares_nothing(append, follower, body):
@@ -160,7 +160,7 @@ def points_that_are_repeated_after_a_resume_are_stored_twice(keep_stored, file):
 
 
 @fault(
-    "helios.tracking.sender:Sender._drain",
+    "helios.tracking.sender_process:Sender._drain",
     "tests/tracking/test_sender.py::test_a_server_that_fails_in_between_gets_the_rest_later",
 )
 def points_count_as_sent_before_the_server_has_them(drain, sender, name, send, *, is_finished):
@@ -232,7 +232,7 @@ def what_is_added_to_an_iteration_that_was_sent_is_left_out(add, store, row):
 
 
 @fault(
-    "helios.tracking.sender:Sender._check_key",
+    "helios.tracking.sender_process:Sender._check_key",
     "tests/tracking/test_sender.py::test_a_sender_of_an_earlier_course_sends_nothing_of_the_new_one",
 )
 def a_sender_of_an_earlier_course_sends_points_of_the_new_one(check_key, sender):
@@ -274,7 +274,7 @@ def a_sender_does_not_find_the_run_that_an_earlier_one_has_created(open_run, run
 
 
 @fault(
-    "helios.tracking.wandb_online:WandBOnlineRun._is_missing",
+    "helios.tracking.wandb_run:WandBOnlineRun._is_missing",
     f"{ONLINE}::test_a_picture_that_did_not_arrive_with_its_line_is_sent_by_the_next_start",
 )
 def a_picture_that_did_not_arrive_with_its_line_stays_away(is_missing, run, name, iteration, file):
@@ -282,7 +282,7 @@ def a_picture_that_did_not_arrive_with_its_line_stays_away(is_missing, run, name
 
 
 @fault(
-    "helios.tracking.sender:Sender.__init__",
+    "helios.tracking.sender_process:Sender.__init__",
     f"{ONLINE}::test_a_start_sends_what_the_server_lacks_whatever_was_noted",
 )
 def an_online_run_begins_after_what_was_noted(init, sender, folder, run, destination):
@@ -354,7 +354,7 @@ def scores_of_parts_of_the_data_are_compared(find_partial, one, other):
     return {}
 
 
-@fault("helios.ledger.weight_digests:hash_buffer", BUFFERS)
+@fault("helios.ledger.tensor_digests:hash_buffer", BUFFERS)
 def the_hash_of_a_buffer_is_that_of_its_form(hash_buffer, buffer):
     return hash_buffer(buffer * 0)
 

@@ -100,7 +100,7 @@ def the_time_of_an_iteration_has_the_validation_before_it(start, timer):
     pass
 
 
-@fault("helios.reports.curves:Curve.ends", "tests/reports/test_run_reports.py")
+@fault("helios.reports.figures:Curve.ends", "tests/reports/test_run_reports.py")
 def a_report_names_no_first_number(ends, curve):
     return None
 

@@ -48,7 +48,7 @@ class Run:
         self.dir = str(folder / "files")
         Path(self.dir).mkdir(parents=True)
         self.facts = facts
-        self.config = facts["config"]
+        self.config = facts["config"] = _Config(facts["config"])
         self.summary: dict = {}
         self.history: list[dict] = []
         self.files: list[str] = []

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch.utils import deterministic
 
-from helios.ledger.manifest.scrubbing import scrub
-from helios.ledger.manifest.source_files import hash_package
+from helios.ledger.scrubbing import scrub
+from helios.ledger.source_files import hash_package
 from helios.version import __version__
 
 # Variables that may change the bits of arithmetic, or the order of what a program does.

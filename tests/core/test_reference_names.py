@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helios.engines import reference_names
+from helios.core import moved
 
 _PAGE = Path(__file__).parents[2] / "docs/engines.md"
 _NINE = [
@@ -23,7 +23,7 @@ _NINE = [
 
 @pytest.mark.shows("E2", "E41")
 def test_all_nine_are_known() -> None:
-    assert sorted(reference_names.REPLACEMENTS) == sorted(_NINE)
+    assert sorted(moved.ENGINES) == sorted(_NINE)
 
 
 @pytest.mark.shows("E27", "E28")
@@ -43,7 +43,7 @@ def test_any_other_name_is_simply_missing() -> None:
     assert not hasattr(engines, "WarpEngine")
     with pytest.raises(ImportError, match="cannot import name 'WarpEngine'"):
         exec("from helios.engines import WarpEngine", {})
-    assert "The only engine class is" in reference_names.explain("WarpEngine")
+    assert "The only engine class is" in moved.explain("WarpEngine")
 
 
 @pytest.mark.shows("E2")

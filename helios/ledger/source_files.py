@@ -1,4 +1,4 @@
-"""Hashes of the source files that a run has imported, except for installed packages."""
+"""The code of a run: hashes of the files that it imported, and the state of their repository."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import hashlib
 import operator
 import os
 import re
+import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
+
+from helios.ledger.scrubbing import scrub
 
 _MOST_PARSED = 200_000
 _UNKNOWN: tuple[Any, None] = (object(), None)
@@ -168,7 +173,7 @@ def _find_library() -> str:
 @functools.cache
 def hash_package() -> str:
     """Return a hash of the source files of Helios itself."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         total.update(f"{path.relative_to(root).as_posix()}\0".encode())
@@ -239,3 +244,80 @@ def _walk_statements(tree: ast.AST) -> Iterator[ast.AST]:
         for name, value in ast.iter_fields(node):
             if name in _BLOCKS:
                 waiting += value
+
+
+_MOST_CHARACTERS = 50_000
+_MOST_BYTES = 8 << 20
+_SECONDS = 10.0
+# No file is locked, and no program runs that a repository configures, except its filters, such as
+# that of git-lfs, without which its files would look changed.
+_OPTIONS = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=")
+
+
+def describe_git(folder: Path) -> dict[str, Any]:
+    """Return the state of the repository that holds a folder; empty without one.
+
+    Returns:
+        ``commit``, ``branch`` and ``remote`` where there are any, ``is_dirty``, and for a dirty
+        tree the ``patch`` to it, without secrets, its ``patch_hash`` and whether it ``is_cut`` to
+        50,000 characters. Files that git does not track are not in the patch.
+    """
+    status = _run(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    if status is None:
+        return {}
+    lines = status.decode("utf-8", "replace").splitlines()
+    heads = dict(line[2:].partition(" ")[::2] for line in lines if line.startswith("# "))
+    found: dict[str, Any] = {"is_dirty": any(not line.startswith("#") for line in lines)}
+    for name, key in (("commit", "branch.oid"), ("branch", "branch.head")):
+        if heads.get(key, "(").startswith("("):
+            continue
+        found[name] = heads[key]
+    remote = _run(folder, "config", "--get", "remote.origin.url")
+    if remote:
+        found["remote"] = scrub(remote.decode("utf-8", "replace").strip())
+    if found["is_dirty"] and "commit" in found:
+        found |= _describe_patch(folder)
+    return found
+
+
+def find_author(folder: Path) -> list[str]:
+    """Return the name and the address with which git would commit in a folder."""
+    found = (_run(folder, "config", "--get", key) for key in ("user.name", "user.email"))
+    return [text.decode("utf-8", "replace").strip() for text in found if text]
+
+
+def _describe_patch(folder: Path) -> dict[str, Any]:
+    patch = _run(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+    if patch is None:
+        return {}
+    text = scrub(patch.decode("utf-8", "replace"))
+    return {
+        "patch": text[:_MOST_CHARACTERS],
+        "patch_hash": hashlib.sha256(patch).hexdigest()[:16],
+        "is_cut": len(text) > _MOST_CHARACTERS or len(patch) >= _MOST_BYTES,
+    }
+
+
+def _run(folder: Path, *arguments: str) -> bytes | None:
+    """Return the output of a git command, at most 8 MiB; ``None`` if it fails."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    # A loader worker that is forked meanwhile would keep a pipe open, but not a file.
+    with tempfile.TemporaryFile() as output:
+        try:
+            # A repository on a disk that does not answer must not hold up the end of the run. With
+            # cwd or close_fds, Python would fork, and wait for a pipe that such a worker has too.
+            subprocess.run(
+                [git, "-C", str(folder), *_OPTIONS, *arguments],
+                close_fds=False,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                timeout=_SECONDS,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        output.seek(0)
+        return output.read(_MOST_BYTES)
