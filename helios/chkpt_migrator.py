@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, CheckpointError
 from helios.migration.folder_migration import (
     Migration,
     find_candidates,
 )
+from helios.storage.local_paths import as_local_path
 
 WRONG_USAGE, INTERRUPTED = 2, 130
 

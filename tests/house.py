@@ -103,7 +103,7 @@ TYPE_ONLY = {
 # the files of a run. Nothing in here trains.
 READ_BY_REPORTS = {
     *("best.py", "errors.py", "protocols.py", "state.py", "version.py"),
-    *("core/local_paths.py", "core/text.py", "storage/digest.py", "storage/files.py"),
+    *("storage/local_paths.py", "core/text.py", "storage/digest.py", "storage/files.py"),
     *(
         f"ledger/{name}.py"
         for name in (

@@ -95,7 +95,7 @@ def test_reports_only_read_files() -> None:
     [
         ("reports/packing.py", "from helios.ledger.writer import LedgerWriter"),
         ("reports/packing.py", "def f():\n    from helios.core import rng"),
-        ("ledger/reading.py", "from helios.storage import codec"),
+        ("ledger/book.py", "from helios.storage import codec"),
     ],
 )
 def test_a_report_that_gets_to_what_trains_is_seen(path: str, text: str) -> None:

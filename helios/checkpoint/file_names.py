@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, CheckpointError, UsageError
 from helios.storage.files import TEMPORARY_SUFFIX
+from helios.storage.local_paths import as_local_path
 
 Found = TypeVar("Found")
 

@@ -49,7 +49,6 @@ def _is_orphan(path: Path) -> bool:
         sidecar = loading.read_sidecar(path)
     except (CheckpointError, OSError):
         return False
-    # A migrated file keeps the name that the old package gave it.
-    return sidecar is not None and (
-        sidecar.is_migrated or (sidecar.epoch, sidecar.iteration) == file_names.parse(path)
-    )
+    if sidecar is None:
+        return False
+    return not sidecar.names_run or (sidecar.epoch, sidecar.iteration) == file_names.parse(path)

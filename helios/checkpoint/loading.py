@@ -16,13 +16,13 @@ from helios.checkpoint import file_names, schema_upgrades
 from helios.checkpoint.contents import Contents, open_contents
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
-from helios.core.local_paths import as_local_path
 from helios.errors import (
     CheckpointError,
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
 from helios.state import TrainingState
+from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:
     from helios.core.sharded_tensors import RowShare
@@ -200,9 +200,10 @@ def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None)
 
     Raises:
         DamagedCheckpointError: if they disagree on (epoch, iteration) or ``num_replicas``, as
-            after files were swapped. Migrated files have older names, and are not compared.
+            after files were swapped. Files of another program, which do not say how many replicas
+            trained them, keep its names, and are not compared.
     """
-    if file_names.KEY_MIGRATED_FROM in payload or (sidecar is not None and sidecar.is_migrated):
+    if not payload[file_names.KEY_NUM_REPLICAS] and (sidecar is None or not sidecar.names_run):
         return
     state = payload[file_names.KEY_TRAINING_STATE]
     places = {f"({state['global_epoch']}, {state['global_iteration']})"}

@@ -125,11 +125,6 @@ class Record:
         return {key: getattr(self, key) for key in _CAPTURED} | self.extra
 
     @property
-    def is_migrated(self) -> bool:
-        """Whether it was converted from a checkpoint of helios-ml."""
-        return self.migrated_from is not None
-
-    @property
     def place(self) -> tuple[int, int]:
         """(epoch, iteration) of its safe point."""
         state = self.training_state

@@ -18,8 +18,8 @@ from helios.checkpoint.loading import read_sidecar
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status
-from helios.core.local_paths import as_local_path
 from helios.errors import CheckpointError
+from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class Retention:
 def with_sidecar(entry: Entry) -> Entry:
     """Return an entry completed from its sidecar; unchanged if that cannot be read.
 
-    A migrated checkpoint does not hold the number of completed units: it stays unknown.
+    The number of completed units stays unknown where the sidecar does not name the run.
     """
     try:
         sidecar = read_sidecar(entry.path)
@@ -244,7 +244,7 @@ def fill_in(entry: Entry, sidecar: Sidecar) -> Entry:
         count=sidecar.count,
         metrics=sidecar.metrics,
         best=BestValidation.from_plain(sidecar.best),
-        is_known=not sidecar.is_migrated,
+        is_known=sidecar.names_run,
     )
 
 

@@ -62,7 +62,7 @@ class Sidecar:
 
     Attributes:
         run_name: name of the run that the checkpoint belongs to.
-        num_replicas: number of replicas that define the run.
+        num_replicas: number of replicas that define the run; 0 if unknown.
         epoch: ``global_epoch`` at the safe point.
         iteration: ``global_iteration`` at the safe point.
         metrics: validation scores, also those that are not finite.
@@ -113,6 +113,11 @@ class Sidecar:
     averages: list[str] = dataclasses.field(default_factory=list)
     step: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def names_run(self) -> bool:
+        """Whether it says which run wrote the checkpoint, unlike that of another program's file."""
+        return self.num_replicas > 0
 
     @classmethod
     def of(

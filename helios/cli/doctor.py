@@ -10,9 +10,9 @@ from typing import Any
 import helios.reports.doctor as machine
 from helios.cli import output
 from helios.cli.output import Answer, Command, argument
-from helios.core.local_paths import as_local_path
 from helios.core.text import size_text
 from helios.reports.doctor import Diagnosis, Examination, Severity
+from helios.storage.local_paths import as_local_path
 
 _DOCTOR = """\
 Show what of this machine changes the bits of a training, and what is wrong with

@@ -23,9 +23,10 @@ from helios.checkpoint.retention import Ranking
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
 from helios.cli.output import Answer, Command, argument
-from helios.core.local_paths import as_local_path
 from helios.core.text import parse_size, size_text
 from helios.errors import ArgumentError, CheckpointError
+from helios.storage import files
+from helios.storage.local_paths import as_local_path
 from helios.version import __version__
 
 _EXPORT = """\
@@ -68,11 +69,12 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
     target = as_local_path("FILE", namespace.out or source.with_suffix(f".{namespace.to}"))
     metadata = _metadata(status, tree, namespace.average)
     names: list[str] = []
-    if layout is None:
-        kind, replaces = namespace.to, namespace.force
-        write_weights(target, weights, kind=kind, metadata=metadata, replaces=replaces)
-    else:
-        names = write_folder(target, weights, layout, metadata=metadata, replaces=namespace.force)
+    replaces = namespace.force
+    with output.growth(files.temporary_path(target), target.name, weights.num_bytes):
+        if layout is None:
+            write_weights(target, weights, kind=namespace.to, metadata=metadata, replaces=replaces)
+        else:
+            names = write_folder(target, weights, layout, metadata=metadata, replaces=replaces)
     lacks_config = namespace.to == "huggingface" and CONFIG_NAME not in names
     ranking = output.rank_folder(namespace.path) if namespace.best else None
     return Answer(

@@ -11,7 +11,6 @@ from typing import Any
 
 from helios.cli import output
 from helios.cli.output import Answer, Command, argument
-from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError
 from helios.migration.folder_migration import (
     BACKUP_FOLDER,
@@ -20,6 +19,7 @@ from helios.migration.folder_migration import (
     Result,
     find_candidates,
 )
+from helios.storage.local_paths import as_local_path
 
 _MIGRATE = "Migrate all checkpoints below a folder to the current format, in place."
 

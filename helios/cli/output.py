@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,13 @@ from helios.checkpoint.folder_status import examine_folder
 from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
-from helios.core.local_paths import as_local_path
 from helios.core.text import number_text
 from helios.errors import ArgumentError, CheckpointError
+from helios.storage.local_paths import as_local_path
 
 _GAP = "  "
 _MIN_TEXT = 20
+_SECONDS = 0.2
 
 
 def _return_zero() -> int:
@@ -221,6 +223,37 @@ def progress(
         leave=False,
     ) as bar:
         yield bar.update
+
+
+@contextlib.contextmanager
+def growth(draft: Path, what: str, total: int) -> Iterator[None]:
+    """Show on a terminal how much of a file or folder is written meanwhile, for a block.
+
+    Args:
+        draft: where it is written; need not exist yet.
+        what: its name.
+        total: the bytes that it will have, about.
+    """
+    with progress(what, total) as watch:
+        if watch is _ignore:
+            yield
+            return
+        is_over = threading.Event()
+
+        def follow() -> None:
+            shown = 0
+            while not is_over.wait(_SECONDS):
+                size = size_of(draft) or shown
+                watch(size - shown)
+                shown = size
+
+        follower = threading.Thread(target=follow, daemon=True, name="helios-progress")
+        follower.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            follower.join()
 
 
 def _ignore(count: int) -> None:

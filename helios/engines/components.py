@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from helios.core.local_paths import as_local_path
 from helios.core.wrappers import BareNames, bare_state_dict
 from helios.engines.process_member import ProcessMember
 from helios.errors import ArgumentError, StateError
 from helios.protocols import Stateful
 from helios.storage import codec, files
+from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 

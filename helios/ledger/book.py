@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, final
 
 import helios.ledger.line as line
-from helios.core.local_paths import as_local_path
 from helios.errors import LedgerError
 from helios.ledger.line import (
     OLDEST,
@@ -27,6 +26,7 @@ from helios.ledger.line import (
     stated_hash,
 )
 from helios.storage import files
+from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 FILE_NAME = "ledger.jsonl"

@@ -11,12 +11,12 @@ import helios.ledger.book as book
 import helios.ledger.lineage as lineage
 import helios.ledger.timing as timing
 from helios.best import BestRule, BestSoFar, BestValidation, Validation
-from helios.core.local_paths import as_local_path
 from helios.errors import LedgerError
 from helios.ledger import manifest_file
 from helios.ledger.lineage import read_lineage
 from helios.ledger.manifest_file import Manifest, read_manifest
 from helios.ledger.timing import Stretches, read_timing
+from helios.storage.local_paths import as_local_path
 
 FILE_NAMES = (book.FILE_NAME, lineage.FILE_NAME, manifest_file.FILE_NAME, timing.FILE_NAME)
 """The files in which a run records itself."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from helios.core.local_paths import as_local_path
 from helios.core.registry import Registry
 from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -19,6 +18,7 @@ from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
 from helios.model.model import Model
 from helios.state import Phase, TrainingState
+from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:
     from helios import Trainer

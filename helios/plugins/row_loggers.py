@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from helios.core.local_paths import as_local_path
 from helios.core.text import as_json
 from helios.core.tracebacks import with_short_constructor
 from helios.distributed.collectives import get_global_rank
@@ -22,6 +21,7 @@ from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
+from helios.storage.local_paths import as_local_path
 from helios.storage.row_file import RowFile
 
 _LOGGER = logging.getLogger(__name__)

@@ -25,7 +25,6 @@ from typing import Any, BinaryIO, final
 import helios.ledger.book as book
 import helios.ledger.lineage as lineage
 import helios.ledger.timing as timing
-from helios.core.local_paths import as_local_path
 from helios.errors import LedgerError
 from helios.ledger import manifest_file
 from helios.ledger.book import read_last_line
@@ -38,6 +37,7 @@ from helios.ledger.source_files import find_author
 from helios.reports.checklist import command_text, git_text
 from helios.storage import files
 from helios.storage.digest import digest_file
+from helios.storage.local_paths import as_local_path
 from helios.version import __version__
 
 README, SUMS, PATCH = "README.md", "SHA256SUMS", "patch.diff"

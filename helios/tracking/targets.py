@@ -9,9 +9,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from helios.core.local_paths import as_local_path
 from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.storage.local_paths import as_local_path
 
 _CREDENTIALS = re.compile(r"://[^/@\s]+@")
 _WITHOUT_SCHEME = re.compile(r"[\w.-]+:\d+(/.*)?")

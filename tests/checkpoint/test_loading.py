@@ -327,10 +327,22 @@ def test_files_of_other_names_are_never_touched(folder: RunFolder) -> None:
 @pytest.mark.shows("S18")
 def test_a_migrated_file_may_carry_its_older_name(folder: RunFolder) -> None:
     path = folder.path / "run_epoch_2_iter_400.pth"
-    write_payload(path, make_payload(2, 4), make_sidecar(2, 4, is_migrated=True))
+    payload = make_payload(2, 4) | {"num_replicas": 0}
+    write_payload(path, payload, make_sidecar(2, 4, num_replicas=0))
     loaded = folder.load_newest()
     assert loaded is not None
     assert loaded.path == path
+
+
+@pytest.mark.parametrize("stated", [(0, 1), (1, 0)], ids=["in the sidecar", "in the file"])
+def test_an_older_name_needs_that_file_and_sidecar_do_not_name_their_run(
+    folder: RunFolder, stated: tuple[int, int]
+) -> None:
+    path = folder.path / "run_epoch_2_iter_400.pth"
+    payload = make_payload(2, 4) | {"num_replicas": stated[0]}
+    write_payload(path, payload, make_sidecar(2, 4, num_replicas=stated[1]))
+    with pytest.raises(DamagedCheckpointError, match="disagree"):
+        folder.load(path)
 
 
 def test_a_run_folder_that_was_copied_loads_there(folder: RunFolder, tmp_path: Path) -> None:

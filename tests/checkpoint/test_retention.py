@@ -246,7 +246,12 @@ def test_a_damaged_and_a_missing_sidecar_keep_their_checkpoints(tmp_path: Path) 
 
 
 def test_a_migrated_checkpoint_is_not_judged_but_may_be_best(tmp_path: Path) -> None:
-    path = save_scored(RunFolder(tmp_path), 1, is_migrated=True, metrics={"score": 2.0})
+    path = save_payload(
+        RunFolder(tmp_path),
+        make_payload(1, 1) | {"num_replicas": 0},
+        stem=file_names.stem("run", 1, 1),
+        sidecar=make_sidecar(1, 1, num_replicas=0, metrics={"score": 2.0}),
+    )
     entry = with_sidecar(Entry(1, 1, path))
     assert (entry.is_known, entry.metrics) == (False, {"score": 2.0})
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from helios.checkpoint.store import RunFolder
-from helios.cli import main
+from helios.cli import main, output
 from helios.storage.folder_lock import FolderLock
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.checkpoint.sharded_helpers import save_sharded
@@ -246,7 +248,33 @@ def test_long_work_shows_how_far_it_is_on_a_terminal_only(command: str, tmp_path
     words = [sys.executable, "-m", "helios", *words_of(command, folder, folder, out)]
     _, shown = run_on_terminal(words)
     assert b"%|" in shown or b"B/s" in shown
+    if command == "export":
+        assert b"weights.pt" in shown
     force = ["--force"] if command == "export" else []
     done = subprocess.run([*words, *force], capture_output=True, check=True, timeout=180)
     assert done.stderr == b""
     assert b"%|" not in done.stdout
+
+
+@pytest.mark.shows("P146")
+def test_a_bar_follows_a_file_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, seen, has_grown = tmp_path / "draft", [0], threading.Event()
+
+    @contextlib.contextmanager
+    def show(what: str, total: int) -> Iterator[Callable[[int], None]]:
+        def watch(count: int) -> None:
+            seen[0] += count
+            if seen[0] == 3:
+                has_grown.set()
+
+        assert (what, total) == ("weights.pt", 3)
+        yield watch
+
+    monkeypatch.setattr(output, "progress", show)
+    with output.growth(draft, "weights.pt", 3):
+        draft.write_bytes(b"a")
+        draft.write_bytes(b"abc")
+        assert has_grown.wait(60)
+    assert seen == [3]

@@ -16,12 +16,12 @@ import pytest
 from helios.cli import main
 from helios.errors import ArgumentError, LedgerError
 from helios.ledger import compare, timing
-from helios.reports.estimates import find_crossing_fault, find_quantile, split_variance
-from helios.reports.figures import (
+from helios.ledger.book import (
     read_last_iteration,
     read_last_line,
     read_last_losses,
 )
+from helios.reports.estimates import find_crossing_fault, find_quantile, split_variance
 from helios.reports.run_comparison import write_comparison
 from tests.reports.test_run_reports import Page
 from tests.support.synthetic_run import write_ledger, write_lines, write_run

@@ -18,7 +18,7 @@ from helios.ledger.line import write_float
 from helios.ledger.manifest_file import FILE_NAME as MANIFEST
 from helios.ledger.run_facts import read_run
 from helios.ledger.timing import FILE_NAME as TIMES
-from helios.reports import page as pages
+from helios.reports import document as pages
 from helios.reports.document import (
     MOST_BYTES,
     Chapter,

@@ -95,8 +95,9 @@ class RunEvidence:
             self._add(lineage.START, **begin)
         else:
             self._add(lineage.BRANCH if start.is_branch else lineage.RESUME, **begin)
-            if loaded.record.is_migrated:
-                self._add(lineage.MIGRATION, cause=f"helios-ml {loaded.record.migrated_from}")
+            origin = loaded.record.migrated_from
+            if origin is not None:
+                self._add(lineage.MIGRATION, cause=f"helios-ml {origin}")
         for text in start.changes[self._num_known :]:
             self._add(lineage.CHANGE, cause=text)
         if loss is not None:

@@ -11,11 +11,11 @@ from torch import nn
 
 from helios.checkpoint import loading
 from helios.checkpoint.loading import load_checkpoint
-from helios.core.local_paths import as_local_path
 from helios.core.sharded_tensors import RowShare
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.model.model import Model
 from helios.startup.options.object_checks import check_made
+from helios.storage.local_paths import as_local_path
 
 
 def load_weights(path: str | Path, model: Model | nn.Module) -> None:

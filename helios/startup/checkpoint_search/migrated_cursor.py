@@ -26,7 +26,7 @@ def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replic
         replicas: the current replicas, each of which gets a batch.
     """
     cursor = Cursor(**record.cursor)
-    if not record.is_migrated:
+    if record.migrated_from is None:
         return cursor
     size = description.get("batch_size") or 1
     cursor = replace(cursor, sample=cursor.batch * size * replicas.num_replicas)

@@ -315,7 +315,7 @@ def _start_from_path(
 
 def _check_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
     sidecar = loaded.sidecar
-    if sidecar is not None and not sidecar.is_migrated and sidecar.run_name != name:
+    if sidecar is not None and sidecar.names_run and sidecar.run_name != name:
         raise RunMismatchError(
             f"The folder {folder.path} belongs to the run {sidecar.run_name!r} (newest checkpoint "
             f"{loaded.path.name}), but this run is {name!r}. Give the model another save_name, "

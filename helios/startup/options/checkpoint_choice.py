@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from helios.best import BestRule
-from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import Plugin
 from helios.startup.options.best_rule import find_declared_rule, require_one_mode
 from helios.startup.options.checkpoint_options import CheckpointOptions
+from helios.storage.local_paths import as_local_path
 
 Choice: TypeAlias = Literal["best", "newest"] | str | Path | None
 """``"best"``, ``"newest"``, a file, or ``None`` for the newest one if there is any."""

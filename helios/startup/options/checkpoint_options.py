@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from helios.checkpoint.store import CheckpointStore
-from helios.core.local_paths import as_local_path
 from helios.startup.options.validators import as_folder, check_count, refusal
+from helios.storage.local_paths import as_local_path
 
 Change: TypeAlias = Literal[
     "dataset",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from helios.core.local_paths import as_local_path
 from helios.errors import ArgumentError, ArgumentTypeError
+from helios.storage.local_paths import as_local_path
 
 
 def refusal(name: str, rule: str, value: object, remedy: str) -> ArgumentError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 
-@fault("helios.startup.options.validators:as_local_path", "tests/core/test_local_paths.py")
+@fault("helios.startup.options.validators:as_local_path", "tests/storage/test_local_paths.py")
 def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
     from pathlib import Path
 

@@ -13,11 +13,11 @@ from helios.checkpoint.loading import load_checkpoint
 from helios.checkpoint.retention import find_best_checkpoint
 from helios.chkpt_migrator import migrate_checkpoints_to_current_version
 from helios.cli.commands import main
-from helios.core.local_paths import as_local_path
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError
 from helios.ledger import compare, diff, pack, report, verify
 from helios.plugins import CSVLogger, JSONLLogger, Profiler, Tracker
+from helios.storage.local_paths import as_local_path
 from helios.tracking.targets import MLflow, WandB
 from helios.trainer import find_last_checkpoint
 from tests.typed.user_script import Line, Numbers
