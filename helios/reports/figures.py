@@ -267,6 +267,8 @@ LOSSES, RATES, THROUGHPUT, SCORES = "Losses", "Learning rate", "Throughput", "Sc
 _MOST_CHARTS = 40
 _MOST_DOTS = 60
 _MOST_LINES = 16
+# Lines over each other can be told apart only without the noise of single iterations.
+_MOST_OVER = 200
 
 
 @dataclass
@@ -357,7 +359,7 @@ def draw_over(courses: Mapping[str, RunCurves], points: int) -> Iterator[Chapter
             Chart(
                 shorten(title),
                 [
-                    _line(found[topic][title], points, name=shorten(name, 80))
+                    _line(found[topic][title], min(points, _MOST_OVER), name=shorten(name, 80))
                     for name, found in curves.items()
                     if title in found[topic]
                 ],
@@ -408,6 +410,8 @@ class Figures:
         self._marks = [
             (attempt.iteration, before.was_killed)
             for before, attempt in itertools.pairwise(course.run.attempts)
+            # One that had no checkpoint yet began anew.
+            if attempt.iteration
         ][:MOST_ROWS]
 
     def show_losses(self) -> Iterator[Block]:

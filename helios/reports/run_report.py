@@ -185,7 +185,7 @@ def show_lineage(run: RunFacts) -> Iterator[Block]:
         saves = sum(event["event"] == lineage.SAVE for event in attempt.events)
         rows.append(
             (
-                start.get("time", "-"),
+                _show_time(start),
                 start.get("event", "-"),
                 f"{attempt.iteration:,}",
                 str(start.get("checkpoint", "-")),
@@ -198,7 +198,7 @@ def show_lineage(run: RunFacts) -> Iterator[Block]:
     yield from _limit_rows((*heads, "end"), rows, "lineage.jsonl has all")
     known = (lineage.SAVE, lineage.END, lineage.INTERRUPTION)
     events = [
-        (event["time"], event["event"], str(event.get("checkpoint", "-")), _cause(event))
+        (_show_time(event), event["event"], str(event.get("checkpoint", "-")), _cause(event))
         for attempt in run.attempts
         for event in attempt.events
         if event["event"] not in known
@@ -207,6 +207,11 @@ def show_lineage(run: RunFacts) -> Iterator[Block]:
         head = ("time (UTC)", "event", "checkpoint", "cause")
         yield write_text("What else happened:")
         yield from _limit_rows(head, events, "lineage.jsonl has all")
+
+
+def _show_time(event: Mapping[str, Any]) -> str:
+    """Return the time of an event, which headings say is in UTC."""
+    return str(event.get("time", "-")).removesuffix("+00:00").replace("T", " ")
 
 
 def _cause(event: Mapping[str, Any]) -> str:
@@ -223,7 +228,7 @@ def show_changes(run: RunFacts) -> Iterator[Block]:
     sections = run.manifest.sections
     rows = [
         (
-            after.start.get("time", "-"),
+            _show_time(after.start),
             change.name,
             "-" if change.before is None else shorten(_plain(change.before)),
             "-" if change.after is None else shorten(_plain(change.after)),
@@ -258,7 +263,7 @@ def show_saves(run: RunFacts) -> Iterator[Block]:
     if not saves:
         yield write_text("The lineage names no checkpoint.")
         return
-    rows = [(name, event["time"], event.get("digest", "-")) for name, event in saves.items()]
+    rows = [(name, _show_time(event), event.get("digest", "-")) for name, event in saves.items()]
     yield from _limit_rows(("saved", "time (UTC)", "digest"), rows, "lineage.jsonl has all")
 
 

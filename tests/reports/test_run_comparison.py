@@ -291,6 +291,16 @@ def test_the_command_shows_all_of_it(
 
 
 @pytest.mark.shows("P147")
+def test_noise_of_single_iterations_hides_no_line_behind_another(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, {}, scores={}, losses=[1.0, 2.0] * 1_000)
+    text = write_comparison(compare(tmp_path / "a", tmp_path / "b"))
+    paths = re.findall(r'<path class="line l\d" d="M(.*?)"', text)
+    assert len(paths) == 4
+    assert all(100 < path.count("L") < 200 for path in paths)
+
+
+@pytest.mark.shows("P147")
 def test_the_curves_of_all_runs_lie_over_each_other(tmp_path: Path) -> None:
     courses = {"a": [4.0, 2.0, 1.0], "b": [8.0, 4.0, 2.0, 1.0], "<c>": [3.0, 3.0]}
     for name, losses in courses.items():

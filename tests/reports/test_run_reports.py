@@ -248,6 +248,17 @@ def test_a_start_without_an_end_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("P43")
+def test_a_start_that_began_anew_is_no_resume_in_a_chart(tmp_path: Path) -> None:
+    write_ledger(tmp_path, [1.0] * 9)
+    write_lineage(tmp_path, *[{"event": "start", "iteration": 0}] * 2)
+    found = report(tmp_path)
+    words = Page(found.html).words
+    assert "2 (killed: 1)" in words
+    assert 'class="killed"' not in found.html
+    assert "2026-01-02 03:04:05" in words
+
+
+@pytest.mark.shows("P43")
 def test_from_and_to_are_the_first_and_the_last_number(tmp_path: Path) -> None:
     """Also where the line merges thousands of numbers into one point."""
     write_run(
