@@ -175,7 +175,8 @@ def _lines(
     lines = []
     if ranking is not None and ranking.lacks_best:
         lines.append(f"The best validation has no checkpoint: {ranking.best}.")
-    lines += [f"Wrote {len(weights.tensors)} tensors, {size}, to {target}."]
+    count = len(weights.tensors)
+    lines += [f"Wrote {count} tensor{'s' if count != 1 else ''}, {size}, to {target}."]
     if weights.left_out:
         lines.append(f"Not exported, because not tensors: {', '.join(weights.left_out)}.")
     if lacks_config:

@@ -256,6 +256,10 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
     if (namespace.script is None) is (namespace.module is None):
         raise UsageError("Pass either the SCRIPT of the run or -m MODULE.")
     if namespace.module is None:
+        if Path(namespace.script).is_dir():
+            raise UsageError(
+                f"{namespace.script} is a folder. Pass the SCRIPT that the run was started with."
+            )
         name = str(output.existing_file(namespace.script))
         folder, start = Path(name).resolve().parent, runpy.run_path
     else:

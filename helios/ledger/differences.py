@@ -241,7 +241,11 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         LedgerError: if one of them is missing or damaged, or if they have no iteration in common.
     """
     found = Difference(find_ledger(first), find_ledger(second))
-    left, right = read_lines(found.first), read_lines(found.second)
+    # One without an end is being written.
+    left, right = (
+        (data for data in read_lines(path) if data.endswith(b"\n"))
+        for path in (found.first, found.second)
+    )
     heads = [
         parse_header(next(lines, b""), path)
         for lines, path in ((left, found.first), (right, found.second))

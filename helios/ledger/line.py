@@ -171,7 +171,10 @@ def unseal(data: bytes, chain: str) -> tuple[dict[str, Any], str]:
     """
     body, tail = data[:-TAIL_BYTES], data[-TAIL_BYTES:]
     if not data.endswith(b"\n"):
-        raise LedgerError("is cut off")
+        raise LedgerError(
+            "is cut off: the run is writing it, or a kill has ended that, and the next start goes "
+            "on from its checkpoint"
+        )
     found = sha256(chain.encode() + body).hexdigest()[:_DIGITS]
     if tail != _HASH + found.encode() + b'"}\n':
         raise LedgerError("does not match its hash, or does not follow the line before it")

@@ -279,7 +279,7 @@ def test_a_script_that_catches_its_end_keeps_the_first_answer(
     ("words", "message"),
     [
         (["none.py"], "No such file: none.py."),
-        (["."], ". must be a file, but it is a folder. Pass a file in it."),
+        (["."], ". is a folder. Pass the SCRIPT that the run was started with."),
         (["-m", "no_such_package.train"], "No module named 'no_such_package'"),
         ([], "Pass either the SCRIPT of the run or -m MODULE"),
         (["none.py", "-m", "train"], "Pass either the SCRIPT of the run or -m MODULE"),

@@ -20,6 +20,7 @@ from helios.ledger.book import FILE_NAME
 from helios.ledger.differences import CONTENT, INITIAL, NUMERICS, ORDER, RATES
 from helios.ledger.line import FULL, STEPS
 from helios.state import TrainingState
+from tests.support.synthetic_run import write_ledger
 
 LENGTH, BATCH, TOTAL = 24, 4, 12
 
@@ -355,6 +356,18 @@ def test_a_run_that_has_not_ended_is_not_equal(known: Path, tmp_path: Path) -> N
     assert not found.is_equal
     assert found.num_equal == TOTAL
     assert found.have_ended == (True, False)
+
+
+def test_half_a_line_that_is_being_written_is_no_iteration(tmp_path: Path) -> None:
+    for name in ("whole", "written"):
+        write_ledger(tmp_path / name, [1.0, 2.0, 3.0])
+    path = tmp_path / "written" / FILE_NAME
+    head, *lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([head, *lines[:2], lines[2][:40]]))
+    found = diff(tmp_path / "whole", tmp_path / "written")
+    assert (found.lengths, found.num_equal, found.iteration) == ((3, 2), 2, None)
+    twice = diff(tmp_path / "written", tmp_path / "written")
+    assert (twice.is_equal, twice.lengths) == (True, (2, 2))
 
 
 def test_a_ledger_without_iterations_is_a_shorter_one(known: Path, tmp_path: Path) -> None:
