@@ -7,7 +7,6 @@ command again to continue. A second run changes nothing.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +17,6 @@ from helios.migration.folder_migration import (
     find_candidates,
 )
 from helios.storage.local_paths import as_local_path
-
-WRONG_USAGE, INTERRUPTED = 2, 130
-
-_WIDTH = 80
-_EPILOG = """\
-Files of other programs, links and saves in progress are listed and left alone.
-Exit codes: 0 success, 1 a file is damaged, was refused or could not be
-migrated, 2 wrong usage.
-"""
 
 
 def migrate_checkpoints_to_current_version(root: Path) -> None:
@@ -59,36 +49,12 @@ def migrate_checkpoints_to_current_version(root: Path) -> None:
         )
 
 
-def _make_formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH)
-
-
-def build_migrator_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    # What scripts call needs no command line.
-    from helios.cli.migrate import COMMANDS
-
-    parser = argparse.ArgumentParser(
-        prog="python -m helios.chkpt_migrator",
-        epilog=_EPILOG,
-        formatter_class=_make_formatter,
-    )
-    COMMANDS["migrate"].add_to(parser)
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    namespace = build_migrator_parser().parse_args(argv)
-    try:
-        result: int = namespace.run(namespace).show(as_json=namespace.json)
-        return result
-    except ArgumentError as error:
-        sys.stderr.write(f"{error}\n")
-        return WRONG_USAGE
-    except KeyboardInterrupt:
-        sys.stderr.write("Interrupted. Migrated files stay; run the same command to continue.\n")
-        return INTERRUPTED
+    """Run ``helios migrate``; returns the exit code."""
+    # What scripts call needs no command line.
+    from helios.cli.commands import main as run
+
+    return run(["migrate", *(sys.argv[1:] if argv is None else argv)])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from helios import chkpt_migrator  # noqa: E402
 from scripts import event_page  # noqa: E402 (found by the line above)
 from tests import house  # noqa: E402
 from tests.cli import helps  # noqa: E402
@@ -47,10 +46,7 @@ MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
     "decisions": lambda: {decisions.GOLDEN: decisions.golden_table()},
     "events": lambda: _in(GOLDEN / "events", event_situations.golden_logs()),
     "replicas": lambda: _in(replica_logs.FOLDER, replica_logs.golden_logs()),
-    "help": lambda: {
-        GOLDEN / "chkpt_migrator_help.txt": chkpt_migrator.build_migrator_parser().format_help(),
-        **_in(GOLDEN / "help", helps.help_texts()),
-    },
+    "help": lambda: _in(GOLDEN / "help", helps.help_texts()),
     "page": lambda: {ROOT / "docs" / "hooks.md": event_page.render()},
     "order": lambda: {file_trails.PAGE: file_trails.page()},
     "coverage": lambda: {statements.PAGE: statements.page()},

@@ -1591,7 +1591,7 @@ FAULTS = (
     ),
     Fault(
         "export takes what is damaged",
-        "helios/cli/export.py",
+        "helios/cli/conversions.py",
         "    if not status.is_good:",
         "    if tree is None:",
         f"{COMMANDS}::"

@@ -118,7 +118,6 @@ SAME_FILE_NAME = {
     "__init__.py": "what a package exports",
     "doctor.py": "cli/doctor is the command that shows what reports/doctor has found",
     "exports.py": "names that a package defers: its own, those of core/ and of ledger/",
-    "export.py": "cli/export is the command that calls checkpoint/export, and has its name",
 }
 # Public functions that share their name with another function or class, each with the reason.
 SAME_FUNCTION_NAME = {

@@ -20,7 +20,7 @@ from helios.state import TrainingState
 from tests.support import old_files as old
 from tests.support.terminals import run_on_terminal
 
-HELP = Path(__file__).parent / "golden" / "chkpt_migrator_help.txt"
+HELP = Path(__file__).parent / "golden" / "help" / "migrate.txt"
 NAMES = ("0.3.0/linear_epoch_1_iter_5.pth", "2.0.1/linear_epoch_2_iter_10.pth")
 
 

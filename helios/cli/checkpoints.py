@@ -30,41 +30,6 @@ from helios.storage.local_paths import as_local_path
 if TYPE_CHECKING:
     from helios.checkpoint.outline import Node
 
-_LIST = """\
-List the checkpoints of a run's folder, or of all runs below chkpt_root, or one.
-
-States: good, not verified (no fault so far, but not every byte was read),
-damaged, unmigrated (of helios-ml), newer (a later format), foreign (not a
-checkpoint of Helios), unreadable (disk or permissions), put aside (found
-damaged at an earlier start). A star marks the file from which fit would
-resume, an exclamation mark the one at which it would stop with an error.
-
-Without --verify, the container is checked, and that name and sidecar agree; the
-content is read only if there is no sidecar.
-"""
-_INSPECT = """\
-Show the content of a checkpoint: its sidecar, its counters, and the tree of its
-tensors with types, shapes and sizes. Works on damaged, old and foreign files
-as far as they can be read. Tensors are not read, and objects of unknown types
-are named, never built.
-
-Of a run's folder, the checkpoint from which fit would resume is shown, or with
---best the best one.
-
-Exit code 0: no fault was found, as far as the structure shows. 1: there is one;
-the reason is printed after the state. 2: wrong usage.
-"""
-_VERIFY = """\
-Read checkpoints completely and compare them with the digests in their sidecars,
-or with the checksums of their containers if there is no digest. Folders are
-searched recursively, except for files that were put aside: damaged files, and
-folders named before-*. The ledger of a folder is read, too: every line must
-follow from the one before it, and every checkpoint must belong to it
-and have the scores and buffers that the run has recorded.
-
-Exit code 0: all are good. 1: at least one is not. 2: wrong usage, or a folder
-without checkpoints and ledgers.
-"""
 
 _LIST_COLUMNS = (
     Column(""),
@@ -100,7 +65,17 @@ _HOW = {
 
 
 def list_folder(namespace: argparse.Namespace) -> Answer:
-    """List checkpoints; the code is 0, because damaged files are a result and no failure."""
+    """List the checkpoints of a run's folder, or of all runs below chkpt_root, or one.
+
+    States: good, not verified (no fault so far, but not every byte was read),
+    damaged, unmigrated (of helios-ml), newer (a later format), foreign (not a
+    checkpoint of Helios), unreadable (disk or permissions), put aside (found
+    damaged at an earlier start). A star marks the file from which fit would
+    resume, an exclamation mark the one at which it would stop with an error.
+
+    Without --verify, the container is checked, and that name and sidecar agree; the
+    content is read only if there is no sidecar.
+    """
     look = verify_bytes if namespace.verify else examine
     if not namespace.watch:
         return _Listing(namespace.path, look).result()
@@ -261,7 +236,17 @@ def _list_row(status: Status, folder: FolderStatus) -> tuple[str, ...]:
 
 
 def inspect_checkpoint(namespace: argparse.Namespace) -> Answer:
-    """Show the content of a checkpoint; the code is 0 if no fault was found."""
+    """Show the content of a checkpoint: its sidecar, its counters, and the tree of its
+    tensors with types, shapes and sizes. Works on damaged, old and foreign files
+    as far as they can be read. Tensors are not read, and objects of unknown types
+    are named, never built.
+
+    Of a run's folder, the checkpoint from which fit would resume is shown, or with
+    --best the best one.
+
+    Exit code 0: no fault was found, as far as the structure shows. 1: there is one;
+    the reason is printed after the state. 2: wrong usage.
+    """
     from helios.checkpoint.outline import outline
 
     path = output.find_checkpoint(namespace.path, takes_best=namespace.best)
@@ -394,10 +379,15 @@ def verify_bytes(path: Path) -> Status:
 
 
 def verify_all(namespace: argparse.Namespace) -> Answer:
-    """Verify checkpoints and ledgers; the code is 0 if all are good, 1 if one is not.
+    """Read checkpoints completely and compare them with the digests in their sidecars,
+    or with the checksums of their containers if there is no digest. Folders are
+    searched recursively, except for files that were put aside: damaged files, and
+    folders named before-*. The ledger of a folder is read, too: every line must
+    follow from the one before it, and every checkpoint must belong to it
+    and have the scores and buffers that the run has recorded.
 
-    Raises:
-        ArgumentError: if there is nothing to verify.
+    Exit code 0: all are good. 1: at least one is not. 2: wrong usage, or a folder
+    without checkpoints and ledgers.
     """
     given = as_local_path("FILE|DIR", namespace.path)
     root = given if given.is_dir() else output.existing_file(namespace.path)
@@ -546,38 +536,31 @@ def _verified_line(status: Status) -> str:
 
 COMMANDS = {
     "ls": Command(
-        _LIST,
-        (
-            argument(
-                "path", metavar="FILE|DIR", help="folder of a run, or chkpt_root; or a checkpoint"
-            ),
-            argument("--verify", action="store_true", help="read all files, compare their digests"),
-            argument(
-                "--watch",
-                action="store_true",
-                help=f"look every {_SECONDS:g} s, and list again when something has changed",
-            ),
-        ),
         list_folder,
+        argument(
+            "path", metavar="FILE|DIR", help="folder of a run, or chkpt_root; or a checkpoint"
+        ),
+        argument("--verify", action="store_true", help="read all files, compare their digests"),
+        argument(
+            "--watch",
+            action="store_true",
+            help=f"look every {_SECONDS:g} s, and list again when something has changed",
+        ),
     ),
     "inspect": Command(
-        _INSPECT,
-        (
-            argument("path", metavar="FILE|DIR", help="a checkpoint, or the folder of a run"),
-            argument("--best", action="store_true", help="the best checkpoint of the folder"),
-            argument(
-                "--depth",
-                type=int,
-                default=_DEPTH,
-                metavar="N",
-                help=f"levels of the tree to show; 0 for all (default: {_DEPTH})",
-            ),
-        ),
         inspect_checkpoint,
+        argument("path", metavar="FILE|DIR", help="a checkpoint, or the folder of a run"),
+        argument("--best", action="store_true", help="the best checkpoint of the folder"),
+        argument(
+            "--depth",
+            type=int,
+            default=_DEPTH,
+            metavar="N",
+            help=f"levels of the tree to show; 0 for all (default: {_DEPTH})",
+        ),
     ),
     "verify": Command(
-        _VERIFY,
-        (argument("path", metavar="FILE|DIR", help="a checkpoint, or a folder of them"),),
         verify_all,
+        argument("path", metavar="FILE|DIR", help="a checkpoint, or a folder of them"),
     ),
 }

@@ -30,10 +30,10 @@ _COMMANDS = {
     "compare": ("runs", "mean, deviation and interval of the results of several runs"),
     "pack": ("runs", "pack the evidence of a run into one archive, for reviewers"),
     "send": ("runs", "send the stored points of a tracker"),
-    "export": ("export", "write the weights of a checkpoint to a separate file"),
+    "export": ("conversions", "write the weights of a checkpoint to a separate file"),
     "doctor": ("doctor", "show what of this machine changes bits, and what is wrong with it"),
     "migrate": (
-        "migrate",
+        "conversions",
         "migrate checkpoints of helios-ml and of older formats to the current one",
     ),
 }

@@ -14,23 +14,16 @@ from helios.core.text import size_text
 from helios.reports.doctor import Diagnosis, Examination, Severity
 from helios.storage.local_paths import as_local_path
 
-_DOCTOR = """\
-Show what of this machine changes the bits of a training, and what is wrong with
-it: versions, processor and threads, GPUs, environment variables, the settings
-of PyTorch, shared memory, the clock, and whether files in a folder can be
-synced, renamed and locked. Each finding has a remedy. The settings are those of
-a new process; a script may change them.
-
-Exit code 0: nothing is wrong, there may be notes. 1: something is wrong.
-2: Helios cannot be used here.
-"""
-
 
 def examine_here(namespace: argparse.Namespace) -> Answer:
-    """Examine the machine; the code is 0 if nothing is wrong, 1 if something is, 2 if unusable.
+    """Show what of this machine changes the bits of a training, and what is wrong with
+    it: versions, processor and threads, GPUs, environment variables, the settings
+    of PyTorch, shared memory, the clock, and whether files in a folder can be
+    synced, renamed and locked. Each finding has a remedy. The settings are those of
+    a new process; a script may change them.
 
-    Raises:
-        ArgumentError: if the folder is a file.
+    Exit code 0: nothing is wrong, there may be notes. 1: something is wrong.
+    2: Helios cannot be used here.
     """
     folder = as_local_path("DIR", namespace.folder)
     if folder.exists():
@@ -102,17 +95,13 @@ def _lines(findings: list[Diagnosis]) -> Iterator[str]:
 
 COMMANDS = {
     "doctor": Command(
-        _DOCTOR,
-        (
-            argument(
-                "folder",
-                metavar="DIR",
-                nargs="?",
-                default=".",
-                help="folder of a run, or chkpt_root; files are tried in it, and removed "
-                "(default: .)",
-            ),
-        ),
         examine_here,
+        argument(
+            "folder",
+            metavar="DIR",
+            nargs="?",
+            default=".",
+            help="folder of a run, or chkpt_root; files are tried in it, and removed (default: .)",
+        ),
     )
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import json
 import shutil
 import sys
@@ -67,30 +68,34 @@ def argument(*names: str, **options: Any) -> Argument:
     return names, options
 
 
-@dataclass(frozen=True)
 class Command:
     """A command: what it takes, and what it does.
 
-    Attributes:
-        description: the help text.
+    Args:
+        run: does the work; what is wrong is an error that names the remedy. Its docstring is the
+            help text.
         arguments: all but ``--json``, which every command has.
-        run: does the work; what is wrong is an error that names the remedy.
         usage: the usage line, where that of argparse differs between versions of Python.
     """
 
-    description: str
-    arguments: Sequence[Argument]
-    run: Callable[[argparse.Namespace], Answer]
-    usage: str | None = None
+    def __init__(
+        self,
+        run: Callable[[argparse.Namespace], Answer],
+        *arguments: Argument,
+        usage: str | None = None,
+    ) -> None:
+        self._run = run
+        self._arguments = arguments
+        self._usage = usage
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
         """Give a parser the help and the arguments of the command."""
-        parser.description, parser.usage = self.description, self.usage
-        for names, options in self.arguments:
+        parser.description, parser.usage = inspect.getdoc(self._run), self._usage
+        for names, options in self._arguments:
             parser.add_argument(*names, **options)
         text = "print one JSON document instead of text"
         parser.add_argument("--json", action="store_true", help=text)
-        parser.set_defaults(run=self.run)
+        parser.set_defaults(run=self._run)
 
 
 def existing_file(path: str) -> Path:

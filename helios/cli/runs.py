@@ -41,78 +41,6 @@ if TYPE_CHECKING:
     from helios.reports.run_comparison import RunComparison
     from helios.startup.launching.replay_request import ReplayRequest
 
-_DIFF = """\
-Compare the ledgers of two runs line by line, and the scores where both have
-validated. Show the first iteration that differs, what differs in it and
-possible causes; what was not compared is named. Or compare the tensors of two
-checkpoints bit for bit.
-
-Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them
-cannot be read.
-"""
-_REPLAY = """\
-Run a training script up to its first call of fit. Instead of training, repeat a
-part of its run from a checkpoint, and compare each iteration with the ledger of
-the run, and the scores of its validations. Then end the script. Nothing is
-written into the folder of the run.
-
-Pass the arguments of the run after --, and -m for a module, as in
-
-    helios replay train.py --start 500 --nproc 1 -- --rate 0.1
-    helios replay -m package.train -- --rate 0.1
-
-Exit code 0: all iterations are equal. 1: one differs. 2: wrong usage, or the
-run cannot be repeated.
-"""
-_REPORT = """\
-Write a report of a run: losses, learning rate, throughput, scores, starts and
-kills, environment, options, checkpoints, and a reproducibility checklist. The
-file needs no network, script or other file. What Helios cannot know is left
-empty for the author.
-
-The default file is report.html in the folder of the run, or report.md with
---md; it is overwritten.
-
-Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
-"""
-_COMPARE = """\
-Compare the results of several runs: for the last and the best validation scores
-and the losses of the last iteration, the mean, the standard deviation and the
-95% interval of the mean by Student's t; and which options and seeds differ.
-
-Where hyper-parameters differ other than in seeds, the runs are listed instead,
-the best one first, with what differs and their scores.
-
---by groups the runs. If there are two groups whose seeds match one to one, the
-difference of the pairs is shown, too. Parts of the variance are shown if every
-level of each seed or group was combined with all levels of the others.
-
-Exit code 0: compared. 2: wrong usage, or a run has no evidence.
-"""
-_PACK = """\
-Pack ledger, manifest, lineage, times, source files, local changes and the
-weights of the newest checkpoint into one zip file, with digests of all files
-and a README of the commands that check them. The same run gives the same
-bytes.
-
---anonymous removes names of hosts and users, home folders and other absolute
-paths, and the git remote, branch, commit and author. It does not know names
-that you have written into comments or results.
-
-The default file is <run>.zip in the folder of the run; it is overwritten.
-
-Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
-"""
-_SEND = """\
-Send what the plugin Tracker has stored in its folder and not sent yet: to its
-server of MLflow or Weights & Biases, or into an offline run of the latter,
-which contains all points of the run, and replaces an earlier one. Upload that
-with `wandb sync`.
-
-Call it after a training that was killed, that could not reach its server, or
-that ran with Tracker(sends=False). Points that were sent before are not stored
-twice.
-"""
 
 _MOST_TENSORS = 20
 _MOST_CHANGES = 20
@@ -122,11 +50,13 @@ _PAGE = (".html", ".htm")
 
 
 def compare_two(namespace: argparse.Namespace) -> Answer:
-    """Compare two runs or two checkpoints; the code is 0 if they are equal.
+    """Compare the ledgers of two runs line by line, and the scores where both have
+    validated. Show the first iteration that differs, what differs in it and
+    possible causes; what was not compared is named. Or compare the tensors of two
+    checkpoints bit for bit.
 
-    Raises:
-        UsageError: if a checkpoint cannot be read.
-        LedgerError: if the ledger of a run cannot be read.
+    Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them
+    cannot be read.
     """
     paths = [as_local_path("RUN|FILE", each) for each in (namespace.first, namespace.second)]
     suffixes = (file_names.SUFFIX, file_names.FOLDER_SUFFIX)
@@ -244,10 +174,18 @@ def _show_value(value: Any) -> str:
 
 
 def replay_script(namespace: argparse.Namespace) -> Answer:
-    """Replay a script; the code is 0 if all iterations are equal, 1 if one differs.
+    """Run a training script up to its first call of fit. Instead of training, repeat a
+    part of its run from a checkpoint, and compare each iteration with the ledger of
+    the run, and the scores of its validations. Then end the script. Nothing is
+    written into the folder of the run.
 
-    Raises:
-        UsageError: if nothing could be compared.
+    Pass the arguments of the run after --, and -m for a module, as in
+
+        helios replay train.py --start 500 --nproc 1 -- --rate 0.1
+        helios replay -m package.train -- --rate 0.1
+
+    Exit code 0: all iterations are equal. 1: one differs. 2: wrong usage, or the
+    run cannot be repeated.
     """
     # Only this command needs what trains.
     from helios.startup.launching.replay_request import ReplayRequest
@@ -353,11 +291,15 @@ def _show_replay(found: Replay) -> list[str]:
 
 
 def write_report(namespace: argparse.Namespace) -> Answer:
-    """Write the report of a run.
+    """Write a report of a run: losses, learning rate, throughput, scores, starts and
+    kills, environment, options, checkpoints, and a reproducibility checklist. The
+    file needs no network, script or other file. What Helios cannot know is left
+    empty for the author.
 
-    Raises:
-        LedgerError: if there is no run, or if its files cannot be read.
-        ArgumentError: for an unsuitable name of the file.
+    The default file is report.html in the folder of the run, or report.md with
+    --md; it is overwritten.
+
+    Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
     """
     from helios.reports.run_report import report
 
@@ -411,11 +353,18 @@ def _describe(status: Status) -> dict[str, Any]:
 
 
 def compare_results(namespace: argparse.Namespace) -> Answer:
-    """Compare the results of runs.
+    """Compare the results of several runs: for the last and the best validation scores
+    and the losses of the last iteration, the mean, the standard deviation and the
+    95% interval of the mean by Student's t; and which options and seeds differ.
 
-    Raises:
-        LedgerError: if a run has no evidence, or if its files cannot be read.
-        ArgumentError: for an unsuitable name of the file.
+    Where hyper-parameters differ other than in seeds, the runs are listed instead,
+    the best one first, with what differs and their scores.
+
+    --by groups the runs. If there are two groups whose seeds match one to one, the
+    difference of the pairs is shown, too. Parts of the variance are shown if every
+    level of each seed or group was combined with all levels of the others.
+
+    Exit code 0: compared. 2: wrong usage, or a run has no evidence.
     """
     from helios.reports.run_comparison import compare, write_comparison
 
@@ -486,11 +435,18 @@ def _indent(lines: list[str]) -> Iterator[str]:
 
 
 def pack_evidence(namespace: argparse.Namespace) -> Answer:
-    """Pack the evidence of a run.
+    """Pack ledger, manifest, lineage, times, source files, local changes and the
+    weights of the newest checkpoint into one zip file, with digests of all files
+    and a README of the commands that check them. The same run gives the same
+    bytes.
 
-    Raises:
-        LedgerError: if there is no run, if its files cannot be read, or if it cannot be anonymous.
-        ArgumentError: for an unsuitable name of the file.
+    --anonymous removes names of hosts and users, home folders and other absolute
+    paths, and the git remote, branch, commit and author. It does not know names
+    that you have written into comments or results.
+
+    The default file is <run>.zip in the folder of the run; it is overwritten.
+
+    Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
     """
     from helios.reports.packing import pack
 
@@ -542,11 +498,14 @@ def _write_weights(folder: Path, target: Path) -> list[str]:
 
 
 def send_points(namespace: argparse.Namespace) -> Answer:
-    """Send what a tracker has stored.
+    """Send what the plugin Tracker has stored in its folder and not sent yet: to its
+    server of MLflow or Weights & Biases, or into an offline run of the latter,
+    which contains all points of the run, and replaces an earlier one. Upload that
+    with `wandb sync`.
 
-    Raises:
-        UsageError: if the folder has no tracker, or the library is not installed.
-        HeliosError: if the server cannot be reached, or refuses something.
+    Call it after a training that was killed, that could not reach its server, or
+    that ran with Tracker(sends=False). Points that were sent before are not stored
+    twice.
     """
     from helios.tracking import sender_process
 
@@ -579,87 +538,74 @@ _EITHER = {"metavar": "RUN|FILE", "help": "the folder of a run, its ledger, or a
 
 COMMANDS = {
     "diff": Command(
-        _DIFF,
-        (argument("first", **_EITHER), argument("second", **_EITHER)),
         compare_two,
+        argument("first", **_EITHER),
+        argument("second", **_EITHER),
     ),
     "replay": Command(
-        _REPLAY,
-        (
-            argument("script", metavar="SCRIPT", nargs="?", help="the script of the run"),
-            argument(
-                "-m",
-                metavar="MODULE",
-                dest="module",
-                help="run a module instead of a script, as python -m does",
-            ),
-            argument(
-                "--start",
-                metavar="N",
-                type=int,
-                help="begin at the newest checkpoint at or before iteration N; 0: at the "
-                "beginning (default: oldest)",
-            ),
-            argument(
-                "--stop",
-                metavar="N",
-                type=int,
-                help="the last iteration to compare (default: that of the ledger)",
-            ),
-            argument(
-                "--run",
-                metavar="NAME",
-                dest="save_name",
-                help="replay the call of fit for the model with this save_name, and skip calls "
-                "before it",
-            ),
-            argument(
-                "--nproc",
-                metavar="K",
-                type=int,
-                help="number of processes, in place of the nproc of the script",
-            ),
-        ),
         replay_script,
+        argument("script", metavar="SCRIPT", nargs="?", help="the script of the run"),
+        argument(
+            "-m",
+            metavar="MODULE",
+            dest="module",
+            help="run a module instead of a script, as python -m does",
+        ),
+        argument(
+            "--start",
+            metavar="N",
+            type=int,
+            help="begin at the newest checkpoint at or before iteration N; 0: at the "
+            "beginning (default: oldest)",
+        ),
+        argument(
+            "--stop",
+            metavar="N",
+            type=int,
+            help="the last iteration to compare (default: that of the ledger)",
+        ),
+        argument(
+            "--run",
+            metavar="NAME",
+            dest="save_name",
+            help="replay the call of fit for the model with this save_name, and skip calls "
+            "before it",
+        ),
+        argument(
+            "--nproc",
+            metavar="K",
+            type=int,
+            help="number of processes, in place of the nproc of the script",
+        ),
         usage="helios replay [-h] [--start N] [--stop N] [--run NAME] [--nproc K]\n"
         "                     [--json] (SCRIPT | -m MODULE) [-- ARGS ...]",
     ),
     "report": Command(
-        _REPORT,
-        (
-            _RUN,
-            argument("--out", metavar="FILE", help="the file to write"),
-            argument("--md", action="store_true", help="write Markdown instead of HTML"),
-        ),
         write_report,
+        _RUN,
+        argument("--out", metavar="FILE", help="the file to write"),
+        argument("--md", action="store_true", help="write Markdown instead of HTML"),
     ),
     "compare": Command(
-        _COMPARE,
-        (
-            argument("folders", nargs="+", metavar="RUN", help="the folders of the runs"),
-            argument(
-                "--by",
-                metavar="NAME",
-                help="an argument of the command, an option, or an entry or topic of run.json",
-            ),
-            argument("--html", metavar="FILE", help="also write an HTML file with pictures"),
-        ),
         compare_results,
+        argument("folders", nargs="+", metavar="RUN", help="the folders of the runs"),
+        argument(
+            "--by",
+            metavar="NAME",
+            help="an argument of the command, an option, or an entry or topic of run.json",
+        ),
+        argument("--html", metavar="FILE", help="also write an HTML file with pictures"),
         # Versions of Python write several arguments of one name in different ways.
         usage="%(prog)s RUN RUN [RUN ...] [options]",
     ),
     "pack": Command(
-        _PACK,
-        (
-            _RUN,
-            argument("--anonymous", action="store_true", help="remove names and paths"),
-            argument("--out", metavar="FILE", help="the zip file to write"),
-        ),
         pack_evidence,
+        _RUN,
+        argument("--anonymous", action="store_true", help="remove names and paths"),
+        argument("--out", metavar="FILE", help="the zip file to write"),
     ),
     "send": Command(
-        _SEND,
-        (argument("folder", metavar="DIR", help="the folder of the tracker"),),
         send_points,
+        argument("folder", metavar="DIR", help="the folder of the tracker"),
     ),
 }

@@ -241,11 +241,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         LedgerError: if one of them is missing or damaged, or if they have no iteration in common.
     """
     found = Difference(find_ledger(first), find_ledger(second))
-    # One without an end is being written.
-    left, right = (
-        (data for data in read_lines(path) if data.endswith(b"\n"))
-        for path in (found.first, found.second)
-    )
+    left, right = _read_complete_lines(found.first), _read_complete_lines(found.second)
     heads = [
         parse_header(next(lines, b""), path)
         for lines, path in ((left, found.first), (right, found.second))
@@ -284,6 +280,11 @@ def diff(first: str | Path, second: str | Path) -> Difference:
     found.lengths, found.have_ended = (counts[0], counts[1]), (ends[0], ends[1])
     found.manifest = _compare_manifests(found.first.parent, found.second.parent)
     return found
+
+
+def _read_complete_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a ledger but one that is being written, which has no end yet."""
+    return (data for data in read_lines(path) if data.endswith(b"\n"))
 
 
 def _compare_manifests(first: Path, second: Path) -> list[ManifestChange]:

@@ -31,7 +31,7 @@ from helios.checkpoint.export_folders import (
 from helios.checkpoint.shard_index import INDEX_NAME, RECORD_NAME
 from helios.checkpoint.store import RunFolder
 from helios.cli import main
-from helios.cli.export import FORMATS
+from helios.cli.conversions import FORMATS
 from helios.core import sharded_tensors
 from helios.errors import ArgumentError, CheckpointError, FolderInUseError
 from helios.storage import files

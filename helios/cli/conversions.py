@@ -1,10 +1,13 @@
-"""``helios export``: the weights of a checkpoint, for programs without Helios."""
+"""``helios export`` and ``migrate``: checkpoints for other programs, and those of another one."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +28,36 @@ from helios.cli import output
 from helios.cli.output import Answer, Command, argument
 from helios.core.text import parse_size, size_text
 from helios.errors import ArgumentError, CheckpointError
+from helios.migration.folder_migration import (
+    BACKUP_FOLDER,
+    Migration,
+    Report,
+    Result,
+    find_candidates,
+)
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
 from helios.version import __version__
-
-_EXPORT = """\
-Write only the weights of a checkpoint, to be read without Helios: to a file
-for safetensors and pt, to a folder for huggingface (from_pretrained loads it)
-and dcp (torch.distributed.checkpoint loads it).
-
-The names are those inside the network if there is only one, or if --network
-names one; those of several networks begin with the model's attribute:
-encoder.layer.weight. If the model overrides state_dict, all tensors outside
-optimizers are exported, by the keys that lead to them.
-
-Of a run's folder, the checkpoint from which fit would resume is exported, or
-with --best the best one.
-
-The checkpoint is verified first. An existing file is overwritten only with
---force, and so is a folder if it holds nothing but an export.
-"""
 
 FORMATS = (*FILE_FORMATS, "huggingface", "dcp")
 _MAX_SHARD_SIZE = "5GB"
 
 
 def export_weights(namespace: argparse.Namespace) -> Answer:
-    """Export; returns when all is on the disk.
+    """Write only the weights of a checkpoint, to be read without Helios: to a file
+    for safetensors and pt, to a folder for huggingface (from_pretrained loads it)
+    and dcp (torch.distributed.checkpoint loads it).
 
-    Raises:
-        CheckpointError: if the checkpoint is not good.
-        ArgumentError: for a network or average that is not in it, for an option that the format
-            does not have, or if the file exists.
+    The names are those inside the network if there is only one, or if --network
+    names one; those of several networks begin with the model's attribute:
+    encoder.layer.weight. If the model overrides state_dict, all tensors outside
+    optimizers are exported, by the keys that lead to them.
+
+    Of a run's folder, the checkpoint from which fit would resume is exported, or
+    with --best the best one.
+
+    The checkpoint is verified first. An existing file is overwritten only with
+    --force, and so is a folder if it holds nothing but an export.
     """
     source = output.find_checkpoint(namespace.path, takes_best=namespace.best)
     layout = _layout(namespace)
@@ -187,47 +188,108 @@ def _lines(
     return lines
 
 
+def migrate(namespace: argparse.Namespace) -> Answer:
+    """Migrate all checkpoints below a folder to the current format, in place.
+
+    Files of other programs, links and saves in progress are listed and left alone.
+    A kill loses nothing: run the same command again to continue.
+
+    Exit code 0: success. 1: a file is damaged, was refused or could not be
+    migrated. 2: wrong usage.
+    """
+    root = as_local_path("ROOT", namespace.root)
+    if not root.exists():
+        raise ArgumentError(f"No such folder or file: {root}.")
+    migration = Migration(is_dry=namespace.dry_run, backs_up=namespace.backup)
+    paths = list(find_candidates(root)) if root.is_dir() else [root]
+    reports = []
+    with output.progress("migrate", len(paths), unit=" files") as watch:
+        for path in paths:
+            reports.append(migration.migrate(path))
+            watch(1)
+    is_failure = any(report.result.is_failure for report in reports)
+    return Answer(_summary(reports), partial(_list_reports, root, reports), lambda: int(is_failure))
+
+
+def _list_reports(root: Path, reports: Iterable[Report]) -> dict[str, Any]:
+    table = [
+        {
+            "path": str(report.path),
+            "result": report.result.value,
+            "reason": report.reason,
+            "backup": None if report.backup is None else str(report.backup),
+        }
+        for report in reports
+    ]
+    return {"root": str(root), "counts": _count(reports), "files": table}
+
+
+def _count(reports: Iterable[Report]) -> dict[str, int]:
+    counts = Counter(report.result for report in reports)
+    return {result.value: counts[result] for result in Result if counts[result]}
+
+
+def _summary(reports: Sequence[Report]) -> list[str]:
+    lines = []
+    for result in Result:
+        found = [report for report in reports if report.result is result]
+        if found:
+            lines += [f"{result.value}:", *(f"  {report}" for report in found)]
+    counts = [f"{count} {name}" for name, count in _count(reports).items()]
+    return [*lines, f"{', '.join(counts) or 'There is no checkpoint here'}."]
+
+
 COMMANDS = {
     "export": Command(
-        _EXPORT,
-        (
-            argument("path", metavar="FILE|DIR", help="a checkpoint, or the folder of a run"),
-            argument(
-                "--to",
-                required=True,
-                choices=FORMATS,
-                metavar="FORMAT",
-                help="safetensors; pt, which torch.load reads; huggingface; or dcp",
-            ),
-            argument(
-                "--out",
-                metavar="PATH",
-                help="the file or folder (default: beside the checkpoint, same stem)",
-            ),
-            argument("--best", action="store_true", help="the best checkpoint of the folder"),
-            argument(
-                "--network", metavar="NAME", help="only this network, by the model's attribute"
-            ),
-            argument(
-                "--average",
-                metavar="ID",
-                help='averages instead of weights, by the id of the plugin: "ema" or "swa"',
-            ),
-            argument(
-                "--config",
-                metavar="FILE",
-                help="for huggingface: copied into the folder as config.json",
-            ),
-            argument(
-                "--max-shard-size",
-                metavar="SIZE",
-                help="for huggingface: the size of a file, such as 500MB (default: "
-                f"{_MAX_SHARD_SIZE})",
-            ),
-            argument("--force", action="store_true", help="overwrite an existing file or export"),
-        ),
         export_weights,
+        argument("path", metavar="FILE|DIR", help="a checkpoint, or the folder of a run"),
+        argument(
+            "--to",
+            required=True,
+            choices=FORMATS,
+            metavar="FORMAT",
+            help="safetensors; pt, which torch.load reads; huggingface; or dcp",
+        ),
+        argument(
+            "--out",
+            metavar="PATH",
+            help="the file or folder (default: beside the checkpoint, same stem)",
+        ),
+        argument("--best", action="store_true", help="the best checkpoint of the folder"),
+        argument("--network", metavar="NAME", help="only this network, by the model's attribute"),
+        argument(
+            "--average",
+            metavar="ID",
+            help='averages instead of weights, by the id of the plugin: "ema" or "swa"',
+        ),
+        argument(
+            "--config",
+            metavar="FILE",
+            help="for huggingface: copied into the folder as config.json",
+        ),
+        argument(
+            "--max-shard-size",
+            metavar="SIZE",
+            help=f"for huggingface: the size of a file, such as 500MB (default: {_MAX_SHARD_SIZE})",
+        ),
+        argument("--force", action="store_true", help="overwrite an existing file or export"),
         # Versions of Python wrap a generated usage line at different places.
         usage="%(prog)s FILE|DIR --to FORMAT [options]",
-    )
+    ),
+    "migrate": Command(
+        migrate,
+        argument("root", metavar="ROOT", help="a folder, or one file"),
+        argument(
+            "--dry-run",
+            action="store_true",
+            help="report what would be done, and write nothing",
+        ),
+        argument(
+            "--backup",
+            action="store_true",
+            default=True,
+            help=f"keep each old file in a folder {BACKUP_FOLDER} beside it (the default)",
+        ),
+        argument("--no-backup", action="store_false", dest="backup", help="keep no backups"),
+    ),
 }
