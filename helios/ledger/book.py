@@ -7,7 +7,7 @@ import json
 import logging
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, final
@@ -291,20 +291,34 @@ def find_ledger(place: str | Path) -> Path:
         LedgerError: if there is none, or more than one run.
     """
     path = as_local_path("The run", place)
-    if path.is_file():
-        return path
-    found = (
-        [path / FILE_NAME] if (path / FILE_NAME).is_file() else sorted(path.glob(f"*/{FILE_NAME}"))
-    )
+    return path if path.is_file() else find_folder(path, (FILE_NAME,)) / FILE_NAME
+
+
+def find_folder(place: Path, names: Sequence[str]) -> Path:
+    """Return the folder of a run: the given one, or the only one directly below it.
+
+    Args:
+        place: the folder.
+        names: of the files of which a run has at least one there.
+
+    Raises:
+        LedgerError: if there is none, or more than one.
+    """
+
+    def is_run(folder: Path) -> bool:
+        return any((folder / name).is_file() for name in names)
+
+    below = sorted(place.glob("*/")) if place.is_dir() else []
+    found = [place] if is_run(place) else [folder for folder in below if is_run(folder)]
     if len(found) == 1:
         return found[0]
     if not found:
         raise LedgerError(
-            f"There is no {FILE_NAME} in {path} or directly below it. A run writes one beside its "
-            'checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
+            f"There is no {' or '.join(names)} in {place} or directly below it. A run writes that "
+            'beside its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
         )
-    names = ", ".join(each.parent.name for each in found)
-    raise LedgerError(f"{path} holds several runs: {names}. Pass the folder of one.")
+    shown = ", ".join(each.name for each in found)
+    raise LedgerError(f"{place} holds several runs: {shown}. Pass the folder of one.")
 
 
 def read_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:

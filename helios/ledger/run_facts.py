@@ -11,8 +11,8 @@ import helios.ledger.book as book
 import helios.ledger.lineage as lineage
 import helios.ledger.timing as timing
 from helios.best import BestRule, BestSoFar, BestValidation, Validation
-from helios.errors import LedgerError
 from helios.ledger import manifest_file
+from helios.ledger.book import find_folder
 from helios.ledger.lineage import read_lineage
 from helios.ledger.manifest_file import Manifest, read_manifest
 from helios.ledger.timing import Stretches, read_timing
@@ -148,23 +148,7 @@ def find_run(place: str | Path) -> Path:
     path = as_local_path("The run", place)
     if path.is_file() and path.name in FILE_NAMES:
         return path.parent
-    if _is_run(path):
-        return path
-    found = [each for each in sorted(path.glob("*/")) if _is_run(each)] if path.is_dir() else []
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise LedgerError(
-            f"There is no run in {path} or directly below it: none of {', '.join(FILE_NAMES)}. A "
-            'run writes them beside its checkpoints, unless Trainer(ledger="off") is set. Pass '
-            "the folder of a run."
-        )
-    names = ", ".join(each.name for each in found)
-    raise LedgerError(f"{path} holds several runs: {names}. Pass the folder of one.")
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in FILE_NAMES)
+    return find_folder(path, FILE_NAMES)
 
 
 def read_run(place: str | Path) -> RunFacts:

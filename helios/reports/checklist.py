@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from helios.core.text import number_text, with_step
 from helios.ledger.run_facts import RunFacts
@@ -25,11 +25,8 @@ _PEAKS = {
 _HASH = "The hash of the last line of the ledger, which covers all iterations:"
 
 
-class Question(NamedTuple):
-    """A question, with what is known; ``None`` for a line that the author fills in."""
-
-    text: str
-    answer: str | None = None
+# A question with what is known; None for a line that the author fills in.
+_Question = tuple[str, str | None]
 
 
 def make_checklist(run: RunFacts, *, fingerprint: str | None) -> dict[str, dict[str, str | None]]:
@@ -52,94 +49,95 @@ def make_checklist(run: RunFacts, *, fingerprint: str | None) -> dict[str, dict[
     }
 
 
-def _ask_code(facts: Mapping[str, Any]) -> Iterator[Question]:
-    yield Question("The exact command:", command_text(facts))
-    yield Question("The version of the code:", git_text(facts))
+def _ask_code(facts: Mapping[str, Any]) -> Iterator[_Question]:
+    yield "The exact command:", command_text(facts)
+    yield "The version of the code:", git_text(facts)
     code = facts.get("code")
     text = f"{len(code)}, with hashes in run.json" if code else None
-    yield Question(
-        "Number of source files that the run imported, besides installed packages:", text
-    )
-    yield Question("Where is the code published, and under which licence?")
+    yield "Number of source files that the run imported, besides installed packages:", text
+    yield "Where is the code published, and under which licence?", None
 
 
-def _ask_data(facts: Mapping[str, Any]) -> Iterator[Question]:
+def _ask_data(facts: Mapping[str, Any]) -> Iterator[_Question]:
     data = facts.get("data", {})
     text = ", ".join(f"{name} {value}" for name, value in data.items() if name != "fingerprint")
-    yield Question("The training data, as the run describes it:", text or None)
-    yield Question("The fingerprint of the data set:", _text(data.get("fingerprint")))
-    yield Question("Where can the data be obtained, and under which licence?")
-    yield Question("Which samples are for training, validation and test, and how were they chosen?")
-    yield Question("What was done to the data before training?")
-    yield Question("Did people consent, where the data is about people?")
+    yield "The training data, as the run describes it:", text or None
+    yield "The fingerprint of the data set:", _text(data.get("fingerprint"))
+    yield "Where can the data be obtained, and under which licence?", None
+    yield "Which samples are for training, validation and test, and how were they chosen?", None
+    yield "What was done to the data before training?", None
+    yield "Did people consent, where the data is about people?", None
 
 
-def _ask_seeds(facts: Mapping[str, Any], fingerprint: str | None) -> Iterator[Question]:
+def _ask_seeds(facts: Mapping[str, Any], fingerprint: str | None) -> Iterator[_Question]:
     seeds = facts.get("seeds", {})
     text = ", ".join(f"{name} {value}" for name, value in seeds.items())
-    yield Question("The seeds:", text or None)
-    yield Question("The level of reproducibility:", _text(facts, "level", "text"))
+    yield "The seeds:", text or None
+    yield "The level of reproducibility:", _text(facts, "level", "text")
     switches = facts.get("switches", {})
     names = ("deterministic_algorithms", "cudnn_benchmark", "matmul_precision", "threads")
     text = ", ".join(f"{name} {switches[name]}" for name in names if name in switches)
-    yield Question("Settings that change rounding:", text or None)
-    yield Question(_HASH, fingerprint)
+    yield "Settings that change rounding:", text or None
+    yield _HASH, fingerprint
 
 
-def _ask_model(facts: Mapping[str, Any]) -> Iterator[Question]:
+def _ask_model(facts: Mapping[str, Any]) -> Iterator[_Question]:
     text = "; ".join(
         f"{name} {counts['all']:,} ({counts['trainable']:,} trainable)"
         for name, counts in facts.get("parameters", {}).items()
     )
-    yield Question("Parameters of each network:", text or None)
+    yield "Parameters of each network:", text or None
     options = facts.get("options")
     where = f"{len(options)} options of the trainer, in the section on options" if options else None
-    yield Question("Options of the training:", where)
-    yield Question("Hyper-parameters that the code of the model sets:")
-    yield Question("How were hyper-parameters chosen: which values were tried, and by which score?")
+    yield "Options of the training:", where
+    yield "Hyper-parameters that the code of the model sets:", None
+    yield "How were hyper-parameters chosen: which values were tried, and by which score?", None
 
 
-def _ask_results(run: RunFacts) -> Iterator[Question]:
+def _ask_results(run: RunFacts) -> Iterator[_Question]:
     scores, steps = run.find_scores(), run.find_steps()
     text = ", ".join(
         f"{name} {number_text(score)} at iteration {with_step(iteration, steps.get(iteration))}"
         for name, [*_, (iteration, score)] in scores.items()
     )
-    yield Question("Scores of the last validation:", text or None)
-    yield Question("How is each score defined, and on which samples is it computed?")
-    yield Question(
-        "How many runs does each reported number come from? (This report describes one; "
-        "`helios compare` computes mean, deviation and interval of several.)"
+    yield "Scores of the last validation:", text or None
+    yield "How is each score defined, and on which samples is it computed?", None
+    yield (
+        (
+            "How many runs does each reported number come from? (This report describes one; "
+            "`helios compare` computes mean, deviation and interval of several.)"
+        ),
+        None,
     )
-    yield Question("What do error bars show: standard deviation, or an interval of the mean?")
+    yield "What do error bars show: standard deviation, or an interval of the mean?", None
 
 
-def _ask_compute(run: RunFacts) -> Iterator[Question]:
+def _ask_compute(run: RunFacts) -> Iterator[_Question]:
     facts = run.facts
-    yield Question("Processor or GPU:", device_text(facts))
-    yield Question("Number of processes:", _text(facts, "processes", "number"))
-    yield Question("Time of the training:", time_text(run))
-    yield Question("Peak memory of the first process:", memory_text(run))
-    yield Question("Compute of the whole project, with experiments that are not reported:")
+    yield "Processor or GPU:", device_text(facts)
+    yield "Number of processes:", _text(facts, "processes", "number")
+    yield "Time of the training:", time_text(run)
+    yield "Peak memory of the first process:", memory_text(run)
+    yield "Compute of the whole project, with experiments that are not reported:", None
 
 
-def _ask_software(facts: Mapping[str, Any]) -> Iterator[Question]:
+def _ask_software(facts: Mapping[str, Any]) -> Iterator[_Question]:
     versions = facts.get("versions", {})
     text = ", ".join(
         f"{name} {versions[name]}"
         for name in ("python_build", "torch", "numpy", "helios")
         if name in versions
     )
-    yield Question("Versions:", text or None)
+    yield "Versions:", text or None
     text = ", ".join(f"{name} {version}" for name, version in find_libraries(facts))
-    yield Question("Further packages that the run imported:", text or None)
-    yield Question("Operating system:", _join(facts.get("system", {}), "os", "kernel"))
+    yield "Further packages that the run imported:", text or None
+    yield "Operating system:", _join(facts.get("system", {}), "os", "kernel")
 
 
-def _ask_rest() -> Iterator[Question]:
-    yield Question("Licences of code, data and models of others:")
-    yield Question("Limitations of the method and of the experiments:")
-    yield Question("Possible harm, and what was done against it:")
+def _ask_rest() -> Iterator[_Question]:
+    yield "Licences of code, data and models of others:", None
+    yield "Limitations of the method and of the experiments:", None
+    yield "Possible harm, and what was done against it:", None
 
 
 def find_libraries(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

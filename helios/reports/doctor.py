@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def examine_machine(folder: Path) -> Examination:
 
     failure = _initialize_gpus()
     now = datetime.now(timezone.utc)
-    place = examine_run_folder(folder.absolute(), now)
+    place, found = examine_run_folder(folder.absolute(), now)
     shared = shutil.disk_usage(_SHARED).total if _SHARED.is_dir() else None
     facts = {
         **describe_environment(sys.modules),
@@ -82,7 +83,7 @@ def examine_machine(folder: Path) -> Examination:
         "switches": describe_switches(),
         "blas": _find_blas(torch.__config__.show()),
         "shared_memory": shared,
-        "folder": place.facts,
+        "folder": place,
     }
     findings = [
         *check_versions(facts["versions"]),
@@ -91,7 +92,7 @@ def examine_machine(folder: Path) -> Examination:
         *check_gpus(facts["gpu"], facts["switches"], has_driver=_DRIVER.is_file(), failure=failure),
         *check_shared_memory(shared),
         *check_clock(now),
-        *place.findings,
+        *found,
     ]
     findings.sort(key=lambda each: -each.severity.exit_code)
     return Examination(facts, findings)
@@ -164,6 +165,8 @@ class Diagnosis:
         """Return the finding as plain values."""
         return {**vars(self), "severity": self.severity.value}
 
+
+_variable, _gpu, _folder = (partial(Diagnosis, topic) for topic in ("environment", "gpu", "folder"))
 
 OLDEST_TORCH, NEWEST_TORCH = "2.6", "2.13"
 """The versions of PyTorch that the tests ran with: the oldest and the newest."""
@@ -260,10 +263,6 @@ def _note_variables(variables: Mapping[str, str]) -> Iterator[Diagnosis]:
 
 def _is_on(variables: Mapping[str, str], name: str) -> bool:
     return variables.get(name, "").lower() in _YES
-
-
-def _variable(severity: Severity, text: str, remedy: str) -> Diagnosis:
-    return Diagnosis("environment", severity, text, remedy)
 
 
 _SHARED_BYTES = 1 << 29
@@ -363,10 +362,6 @@ def _check_tf32(gpu: Mapping[str, Any], switches: Mapping[str, Any]) -> Iterator
         )
 
 
-def _gpu(severity: Severity, text: str, remedy: str) -> Diagnosis:
-    return Diagnosis("gpu", severity, text, remedy)
-
-
 def check_shared_memory(total: int | None) -> Iterator[Diagnosis]:
     """Check the memory through which loader workers send batches.
 
@@ -402,20 +397,7 @@ _FLEETING = {
 }
 
 
-@dataclass
-class FolderExamination:
-    """What was found in a folder.
-
-    Attributes:
-        facts: the folder, its file system and its free space, as plain values.
-        findings: what is to be said of it.
-    """
-
-    facts: dict[str, Any]
-    findings: list[Diagnosis] = field(default_factory=list)
-
-
-def examine_run_folder(folder: Path, now: datetime) -> FolderExamination:
+def examine_run_folder(folder: Path, now: datetime) -> tuple[dict[str, Any], list[Diagnosis]]:
     """Try in a folder, or in the nearest one that exists, what a run does there.
 
     Everything happens in a new folder inside it, which is removed.
@@ -423,25 +405,27 @@ def examine_run_folder(folder: Path, now: datetime) -> FolderExamination:
     Args:
         folder: the folder of a run, or ``chkpt_root``.
         now: the time of the system's clock.
+
+    Returns:
+        The folder, its file system and its free space, as plain values; what is to be said of it.
     """
     place = next(path for path in (folder, *folder.parents) if path.is_dir())
     kind = _find_file_system(place)
     free = shutil.disk_usage(place).free
-    found = FolderExamination({"path": str(folder), "file_system": kind, "free": free})
-    found.findings += [*_check_kind(place, kind), *_check_space(place, free)]
+    findings = [*_check_kind(place, kind), *_check_space(place, free)]
     try:
         with tempfile.TemporaryDirectory(prefix=".helios-doctor-", dir=place) as scratch:
-            found.findings += _try_files(Path(scratch), place, now)
+            findings += _try_files(Path(scratch), place, now)
     except OSError as error:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        found.findings.append(
+        findings.append(
             _folder(
                 Severity.WRONG if is_full else Severity.UNUSABLE,
                 f"Files in {place} cannot be written, synced and renamed: {error.strerror}.",
                 "Make room." if is_full else "Check the permissions, or use another chkpt_root.",
             )
         )
-    return found
+    return {"path": str(folder), "file_system": kind, "free": free}, findings
 
 
 def _find_file_system(place: Path) -> str:
@@ -527,7 +511,3 @@ def _try_lock(path: Path, place: Path) -> Iterator[Diagnosis]:
             "is not refused.",
             f"Mount it with locks (NFS: without nolock), or use another chkpt_root. {advice}",
         )
-
-
-def _folder(severity: Severity, text: str, remedy: str) -> Diagnosis:
-    return Diagnosis("folder", severity, text, remedy)

@@ -336,6 +336,118 @@ class RunCurves:
         found[SCORES] |= self.scores
         return found
 
+    @property
+    def marks(self) -> list[tuple[int, bool]]:
+        """Iterations after which the run was resumed, and whether it was killed before."""
+        return [
+            (attempt.iteration, before.was_killed)
+            for before, attempt in itertools.pairwise(self.run.attempts)
+            # One that had no checkpoint yet began anew.
+            if attempt.iteration
+        ][:MOST_ROWS]
+
+    def show_losses(self, points: int) -> Iterator[Block]:
+        """Yield the blocks of the losses and of the norm of the gradients."""
+        if self.curves is None:
+            yield write_text("There is no ledger, so the losses are unknown.")
+            return
+        losses = self.curves.losses
+        if not losses:
+            yield write_text("The run has set no losses (loss_items).")
+        if losses:
+            yield write_text(
+                "The line is the mean of each group of iterations, the area around it their least "
+                "and largest loss. Vertical lines mark starts that resumed; those in red follow a "
+                "kill."
+            )
+        for name, curve in list(losses.items())[:_MOST_CHARTS]:
+            yield self._draw(name, curve, points)
+        yield from _list_rest(list(losses))
+        if self.curves.norm is not None:
+            yield self._draw(NORM, self.curves.norm, points)
+        else:
+            yield write_text("No gradient norm: the training does not clip by norm (clip_norm).")
+
+    def show_rates(self, points: int) -> Iterator[Block]:
+        """Yield the blocks of the learning rates."""
+        if self.curves is None:
+            yield write_text("There is no ledger, so the learning rates are unknown.")
+            return
+        rates = self.list_curves()[RATES]
+        if not rates:
+            yield write_text("The run has no optimizer with a learning rate.")
+        elif not self.curves.has_used_rates:
+            yield write_text(
+                "Some of these rates are those at the end of an iteration, because the run has not "
+                "recorded which ones its updates have used: with a scheduler that steps after each "
+                "update, they are those of the next one."
+            )
+        for name, curve in list(rates.items())[:_MOST_CHARTS]:
+            yield self._draw(name, curve, points)
+        if len(rates) > _MOST_CHARTS:
+            yield write_text(f"{len(rates) - _MOST_CHARTS} further groups have no chart here.")
+
+    def _draw(self, name: str, curve: Curve, points: int) -> Chart:
+        note = ""
+        if curve.last is not None:
+            iteration, number = curve.last
+            note = (
+                f"Last: {number_text(number)} at iteration {with_step(iteration, curve.last_step)}."
+            )
+        if curve.first_infinite is not None:
+            place = with_step(curve.first_infinite, curve.first_infinite_step)
+            note += (
+                f" {curve.num_infinite:,} values are not finite, the first at iteration {place}."
+            )
+        line = _line(curve, points, has_band=True)
+        return Chart(shorten(name), [line], self.span, self.marks, note.strip())
+
+    def show_throughput(self, points: int) -> Iterator[Block]:
+        """Yield the blocks of the throughput."""
+        lines = [line for line in self.run.times.lines if own_seconds(line) > 0]
+        if not lines:
+            yield write_text("There are no times, so the throughput is unknown.")
+            return
+        mean = sum(line["iterations"] for line in lines) / sum(map(own_seconds, lines))
+        for name, curve in self.list_curves()[THROUGHPUT].items():
+            yield self._draw_points(name, curve, points)
+        # Earlier versions did not note how long validations took.
+        knows_pauses = all("run" in start for start in self.run.times.starts)
+        what = "with saves, without validations" if knows_pauses else "with validations and saves"
+        yield write_text(
+            f"On average {number_text(mean)} iterations per second, {what}. "
+            "Vertical lines mark starts that resumed; those in red follow a kill."
+        )
+
+    def _draw_points(self, name: str, curve: Curve, points: int) -> Chart:
+        line = _line(curve, points)
+        has_dots = len(line.points) <= _MOST_DOTS
+        line = Line(line.points, has_dots=has_dots, ends=line.ends)
+        return Chart(shorten(name), [line], self.span, self.marks)
+
+    def show_scores(self, points: int) -> Iterator[Block]:
+        """Yield the blocks of the scores of validations."""
+        scores, best = self.run.find_scores(), self.run.find_best()
+        if not scores:
+            yield write_text("The run has recorded no scores of validations.")
+            return
+        rows, steps = [], self.run.find_steps()
+        for name, values in scores.items():
+            iteration, last = values[-1]
+            place = with_step(iteration, steps.get(iteration))
+            row = [shorten(name), f"{number_text(last)} (iteration {place})"]
+            if best is not None:
+                score = best.scores.get(name)
+                at = f" (iteration {with_step(best.iteration, best.step)})"
+                row.append("-" if score is None else number_text(score) + at)
+            rows.append(row)
+        head = ["score", "last validation"]
+        yield write_table(head if best is None else [*head, "best validation"], rows[:MOST_ROWS])
+        if best is not None:
+            yield write_text(_explain(best))
+        for name, curve in list(self.list_curves()[SCORES].items())[:_MOST_CHARTS]:
+            yield self._draw_points(name, curve, points)
+
 
 def own_seconds(line: Mapping[str, Any]) -> float:
     """Return the time of the iterations of a stretch, without what paused them."""
@@ -391,130 +503,6 @@ def _line(curve: Curve, points: int, *, name: str = "", has_band: bool = False) 
         name=name,
         ends=curve.ends,
     )
-
-
-class Figures:
-    """Draws one run, with more or fewer points, and says what is missing.
-
-    Args:
-        course: what was read of it.
-        points: the most points of each line; 0 for charts without lines.
-    """
-
-    def __init__(self, course: RunCurves, points: int) -> None:
-        self._run = course.run
-        self._course = course
-        self._curves = course.curves
-        self._found = course.list_curves()
-        self._points = points
-        self._marks = [
-            (attempt.iteration, before.was_killed)
-            for before, attempt in itertools.pairwise(course.run.attempts)
-            # One that had no checkpoint yet began anew.
-            if attempt.iteration
-        ][:MOST_ROWS]
-
-    def show_losses(self) -> Iterator[Block]:
-        """Yield the blocks of the losses and of the norm of the gradients."""
-        if self._curves is None:
-            yield write_text("There is no ledger, so the losses are unknown.")
-            return
-        losses = self._curves.losses
-        if not losses:
-            yield write_text("The run has set no losses (loss_items).")
-        if losses:
-            yield write_text(
-                "The line is the mean of each group of iterations, the area around it their least "
-                "and largest loss. Vertical lines mark starts that resumed; those in red follow a "
-                "kill."
-            )
-        for name, curve in list(losses.items())[:_MOST_CHARTS]:
-            yield self._draw(name, curve)
-        yield from _list_rest(list(losses))
-        if self._curves.norm is not None:
-            yield self._draw(NORM, self._curves.norm)
-        else:
-            yield write_text("No gradient norm: the training does not clip by norm (clip_norm).")
-
-    def show_rates(self) -> Iterator[Block]:
-        """Yield the blocks of the learning rates."""
-        if self._curves is None:
-            yield write_text("There is no ledger, so the learning rates are unknown.")
-            return
-        rates = self._found[RATES]
-        if not rates:
-            yield write_text("The run has no optimizer with a learning rate.")
-        elif not self._curves.has_used_rates:
-            yield write_text(
-                "Some of these rates are those at the end of an iteration, because the run has not "
-                "recorded which ones its updates have used: with a scheduler that steps after each "
-                "update, they are those of the next one."
-            )
-        for name, curve in list(rates.items())[:_MOST_CHARTS]:
-            yield self._draw(name, curve)
-        if len(rates) > _MOST_CHARTS:
-            yield write_text(f"{len(rates) - _MOST_CHARTS} further groups have no chart here.")
-
-    def _draw(self, name: str, curve: Curve) -> Chart:
-        note = ""
-        if curve.last is not None:
-            iteration, number = curve.last
-            note = (
-                f"Last: {number_text(number)} at iteration {with_step(iteration, curve.last_step)}."
-            )
-        if curve.first_infinite is not None:
-            place = with_step(curve.first_infinite, curve.first_infinite_step)
-            note += (
-                f" {curve.num_infinite:,} values are not finite, the first at iteration {place}."
-            )
-        line = _line(curve, self._points, has_band=True)
-        return Chart(shorten(name), [line], self._course.span, self._marks, note.strip())
-
-    def show_throughput(self) -> Iterator[Block]:
-        """Yield the blocks of the throughput."""
-        lines = [line for line in self._run.times.lines if own_seconds(line) > 0]
-        if not lines:
-            yield write_text("There are no times, so the throughput is unknown.")
-            return
-        mean = sum(line["iterations"] for line in lines) / sum(map(own_seconds, lines))
-        for name, curve in self._found[THROUGHPUT].items():
-            yield self._draw_points(name, curve)
-        # Earlier versions did not note how long validations took.
-        knows_pauses = all("run" in start for start in self._run.times.starts)
-        what = "with saves, without validations" if knows_pauses else "with validations and saves"
-        yield write_text(
-            f"On average {number_text(mean)} iterations per second, {what}. "
-            "Vertical lines mark starts that resumed; those in red follow a kill."
-        )
-
-    def _draw_points(self, name: str, curve: Curve) -> Chart:
-        line = _line(curve, self._points)
-        has_dots = len(line.points) <= _MOST_DOTS
-        line = Line(line.points, has_dots=has_dots, ends=line.ends)
-        return Chart(shorten(name), [line], self._course.span, self._marks)
-
-    def show_scores(self) -> Iterator[Block]:
-        """Yield the blocks of the scores of validations."""
-        scores, best = self._run.find_scores(), self._run.find_best()
-        if not scores:
-            yield write_text("The run has recorded no scores of validations.")
-            return
-        rows, steps = [], self._run.find_steps()
-        for name, values in scores.items():
-            iteration, last = values[-1]
-            place = with_step(iteration, steps.get(iteration))
-            row = [shorten(name), f"{number_text(last)} (iteration {place})"]
-            if best is not None:
-                score = best.scores.get(name)
-                at = f" (iteration {with_step(best.iteration, best.step)})"
-                row.append("-" if score is None else number_text(score) + at)
-            rows.append(row)
-        head = ["score", "last validation"]
-        yield write_table(head if best is None else [*head, "best validation"], rows[:MOST_ROWS])
-        if best is not None:
-            yield write_text(_explain(best))
-        for name, curve in list(self._found[SCORES].items())[:_MOST_CHARTS]:
-            yield self._draw_points(name, curve)
 
 
 def _explain(best: BestValidation) -> str:

@@ -36,7 +36,6 @@ from helios.reports.figures import (
     RATES,
     SCORES,
     THROUGHPUT,
-    Figures,
     LedgerCurves,
     RunCurves,
 )
@@ -110,14 +109,14 @@ def _make(
     course: RunCurves, checkpoints: Sequence[Mapping[str, Any]] | None, points: int
 ) -> Document:
     """Return the document, with at most so many points in each line of a chart."""
-    run, figures = course.run, Figures(course, points)
+    run = course.run
     saved = show_saves(run) if checkpoints is None else show_checkpoints(checkpoints)
     sections = [
         Chapter("Summary", list(_show_summary(course))),
-        Chapter(LOSSES, list(figures.show_losses())),
-        Chapter(RATES, list(figures.show_rates())),
-        Chapter(THROUGHPUT, list(figures.show_throughput())),
-        Chapter(SCORES, list(figures.show_scores())),
+        Chapter(LOSSES, list(course.show_losses(points))),
+        Chapter(RATES, list(course.show_rates(points))),
+        Chapter(THROUGHPUT, list(course.show_throughput(points))),
+        Chapter(SCORES, list(course.show_scores(points))),
         Chapter("Lineage", list(show_lineage(run))),
         Chapter("Changes between starts", list(show_changes(run))),
         Chapter("Checkpoints", list(saved)),

@@ -22,7 +22,7 @@ from helios.storage import files
 def examine(folder: Path, **late: float) -> list[Diagnosis]:
     """Return what is wrong; notes are left out, since any machine may have some."""
     now = datetime.now(timezone.utc) - timedelta(**late)
-    found = examine_run_folder(folder, now).findings
+    _, found = examine_run_folder(folder, now)
     return [each for each in found if each.severity.exit_code]
 
 
@@ -37,7 +37,7 @@ def fail(code: int) -> Callable[..., None]:
 def test_a_good_folder_has_nothing_wrong_and_stays_as_it_was(tmp_path: Path) -> None:
     assert examine(tmp_path / "runs" / "new") == []
     assert list(tmp_path.iterdir()) == []
-    facts = examine_run_folder(tmp_path, datetime.now(timezone.utc)).facts
+    facts, _ = examine_run_folder(tmp_path, datetime.now(timezone.utc))
     assert facts["path"] == str(tmp_path)
     assert facts["free"] > 0
 
@@ -53,10 +53,10 @@ def test_the_file_system_is_that_of_the_nearest_mount(
         "read_text",
         lambda path, *args: read(tmp_path / "mounts" if path.name == "mounts" else path, *args),
     )
-    found = examine_run_folder(tmp_path, datetime.now(timezone.utc))
-    assert found.facts["file_system"] == "tmpfs"
-    assert [each.severity.value for each in found.findings] == ["note"]
-    assert "memory" in found.findings[0].text
+    facts, found = examine_run_folder(tmp_path, datetime.now(timezone.utc))
+    assert facts["file_system"] == "tmpfs"
+    assert [each.severity.value for each in found] == ["note"]
+    assert "memory" in found[0].text
 
 
 @pytest.mark.shows("P76")
