@@ -52,12 +52,15 @@ class Agreement(ABC):
         keeps_losses: whether losses cannot change between the last backward of a window and the
             end of its turns.
         frees_gradients: whether nothing reads the gradients of a single replica after its backward.
+        has_own_loops: whether a loop is not Helios' own: it may update more often on one process
+            than on another.
     """
 
     asked: Requests
     agreed: Requests
     keeps_losses: bool = False
     frees_gradients: bool = False
+    has_own_loops: bool = False
 
     def __init__(self, look: Callable[[], bool], take_skip: Callable[[], str]) -> None:
         self._look = look
@@ -167,8 +170,9 @@ class SharedAgreement(Agreement):
     def begin(self, asking: Set[str]) -> None:
         """Agree on what may be requested late in any process."""
         late = (_BEFORE_UPDATE, _IN_UPDATE, _AFTER_UPDATE, _BEHIND_BACKWARD)
-        self._skips_late, changes_losses, self._asks_late, looks = self._replicas.agree(
-            *(self._is_doubted or not asking.isdisjoint(events) for events in late)
+        late_flags = (self._is_doubted or not asking.isdisjoint(events) for events in late)
+        self._skips_late, changes_losses, self._asks_late, looks, self.has_own_loops = (
+            self._replicas.agree(*late_flags, self.has_own_loops)
         )
         self._is_doubted = False
         self.keeps_losses, self.frees_gradients = not changes_losses, not looks

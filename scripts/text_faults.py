@@ -629,7 +629,7 @@ FAULTS = (
     Fault(
         "parameters that join an optimizer bring gradients along",
         "helios/loops/optimizer.py",
-        "            engine.drop_old_gradients(self._find_optimizer())",
+        "            session.engine.drop_old_gradients(self._find_optimizer())",
         "            pass",
         "tests/distributed/test_joined_late.py"
         "::test_parameters_that_join_an_optimizer_train_alike_on_any_number_of_processes",

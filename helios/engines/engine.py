@@ -149,16 +149,24 @@ class Engine(ShardingEngine):
         if self._gradients.is_open:
             self._gradients.close_window()
 
-    def backward_loss(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+    def backward_loss(
+        self,
+        loss: Tensor,
+        inputs: Sequence[Tensor] | None = None,
+        *,
+        retain_graph: bool = False,
+    ) -> None:
         """Add a micro-batch's gradients to those of the window, scaled in fp16.
 
         Args:
             loss: the loss.
             inputs: the only parameters that receive gradients; ``None`` for all.
+            retain_graph: whether another backward follows through the same graph, as for
+                ``Tensor.backward``.
         """
         scaler = self._find_scaler() if self._is_scaled else None
         scaled = loss if scaler is None else scaler.scale(loss)
-        scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        scaled.backward(retain_graph=retain_graph or None, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def collect_gradients(
         self,

@@ -111,6 +111,27 @@ def signature_of(name: str, method: object, *, may_yield: bool = False) -> inspe
     return read_signature(method)
 
 
+def check_arguments(name: str, method: object, parameters: Sequence[str]) -> None:
+    """Check that a method takes arguments by position, and that a call runs its body.
+
+    Args:
+        name: name of the method in messages.
+        method: the method.
+        parameters: names of the arguments.
+
+    Raises:
+        ArgumentTypeError: if it does not.
+    """
+    signature = signature_of(name, method)
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{name} must take ({', '.join(parameters)}), but takes {signature}. Correct the "
+            "parameters of the method."
+        ) from error
+
+
 def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable[..., Any]:
     """Return the method as a callable that takes the event's arguments by position.
 

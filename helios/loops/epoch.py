@@ -159,11 +159,29 @@ class EpochLoop(Loop):
                     context.batch = context.raw_batch = batch
                 if self._tensors is not None:
                     self._tensors.begin_turn(state.global_iteration)
+                turns.has_collected = False
                 train(batch)
+                if not turns.has_collected and not session.is_manual:
+                    self._refuse_lost_turn()
                 turns.end(ends_window=state.is_step_boundary)
             self._end_iteration(batches.num_samples)
         except StopIteration as error:
             raise make_stray_stop(error) from error
+
+    def _refuse_lost_turn(self) -> None:
+        """Refuse a batch loop that trains without an optimizer loop, unless it may.
+
+        Raises:
+            UsageError: if gradients must be summed over replicas or micro-batches.
+        """
+        session = self._session
+        if session.turns.sums_gradients or session.schedule.accumulation_steps > 1:
+            raise UsageError(
+                f"{type(self.batch_loop).__name__} must run an OptimizerLoop on each batch, but "
+                "the gradients of this one were not handed over: with several replicas or "
+                "accumulation_steps they would be lost. Call self.optimizer_loop.run(batch); a "
+                "step of your own is forward, backward and update of an OptimizerLoop."
+            )
 
     def _jump(self, num_batches: int, num_samples: int) -> None:
         """Move the cursor past batches that are skipped."""

@@ -140,6 +140,7 @@ class Loop(ABC):
             self.session = self._session = session
             if not type(self).__module__.startswith("helios.") or self._is_redefined():
                 session.agreement.doubt()
+                session.agreement.has_own_loops = True
             if self._has_one_round():
                 self.enter = self.advance  # type: ignore[method-assign]
         for role, child in self.children().items():
@@ -209,7 +210,7 @@ class Loop(ABC):
             self.reset()
         if "on_run_start" in overridden:
             self.on_run_start(*args)
-        advance = self._watched_advance() if self._may_stand_still() else self.advance
+        advance = self._guarded_advance()
         while not self.done:
             try:
                 if "on_advance_start" in overridden:
@@ -246,6 +247,10 @@ class Loop(ABC):
         """Whether an ``advance`` of the user's decides when a ``done`` of Helios ends the loop."""
         own = self._has_own
         return not own["done"] and (own["advance"] or "advance" in vars(self))
+
+    def _guarded_advance(self) -> Callable[..., None]:
+        """Return ``advance``, with the checks of what a subclass does in it."""
+        return self._watched_advance() if self._may_stand_still() else self.advance
 
     def _watched_advance(self) -> Callable[..., None]:
         """Return ``advance``, which refuses a third round if the first two have moved nothing."""

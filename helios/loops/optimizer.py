@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, ClassVar
 
@@ -11,10 +11,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core.signatures import read_signature
+from helios.core.utils import parameters_of
+from helios.engines.process_member import redefines
 from helios.errors import UsageError
+from helios.hooks.bus import check_arguments
 from helios.ledger.writer import LedgerWriter
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.step import end_forward, loss_of, record_changes, take_step
+from helios.loops.rounds import EarlierGradients, OwnRound
+from helios.loops.step import end_forward, find_loss, loss_of, losses_in, record_changes, take_step
+from helios.model.model import Model
+from helios.protocols import GradientAudit
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,10 +42,17 @@ def refuse_closures(optimizer: Optimizer) -> None:
 
 
 class OptimizerLoop(Loop):
-    """The default optimizer loop: automatic or manual mode, depending on ``train_step``."""
+    """The default optimizer loop: automatic or manual mode, depending on ``train_step``.
+
+    In automatic mode a micro-batch is :meth:`forward`, :meth:`backward` and :meth:`update`. An
+    ``advance`` of your own calls the same three: the first two as often as it needs, and ``update``
+    once for each optimizer. It then trains on any number of replicas, processes and micro-batches;
+    a call that is missing is an error.
+    """
 
     _internals: ClassVar[str] = (
-        "_attribute _has_begun _is_done _ledger _optimizer _shown _updated_in"
+        "_attribute _audit _has_begun _is_counted _is_done _ledger _optimizer _own_backward _round "
+        "_shown _unused _updated_in"
     )
 
     advances_once = True
@@ -50,9 +63,16 @@ class OptimizerLoop(Loop):
         self._optimizer: Optimizer | None = None
         self._attribute: tuple[str, Any] = ("", None)
         self._ledger: LedgerWriter | None = None
+        self._audit: GradientAudit | None = None
         self._has_begun = False
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
+        # The calls of an advance of the user's; None in advance() below.
+        self._round: OwnRound | None = None
+        self._is_counted = False
+        # Optimizers that own rounds have left with gradients of the open window.
+        self._unused: set[str] = set()
+        self._own_backward: Callable[[Mapping[str, Tensor]], None] | None = None
 
     @property
     def done(self) -> bool:
@@ -67,72 +87,256 @@ class OptimizerLoop(Loop):
         self._is_done = False
 
     def advance(self, batch: Any) -> None:
-        """Run the step; in automatic mode do backward and, at a boundary, the update.
+        """Train on one micro-batch, and make the update at the end of a window.
 
         Raises:
             UsageError: if ``StopIteration`` is raised, which must not end a loop.
         """
-        self._is_done = True
-        if not self._has_begun:
-            # A resume restores the table as the last batch before it left it.
-            items = self._session.model.loss_items.items()
-            self._shown = {name: loss for name, loss in items if name.startswith("loss")}
+        session, outer = self._session, self._round
+        turns, engine = session.turns, session.engine
+        if outer is not None:
+            outer.earlier.add_back()
+        self._round, self._is_counted, turns.has_collected = None, False, False
         try:
-            self._train(batch)
+            result = self.forward(batch)
+            is_manual = bool(session.is_manual)
+            if not is_manual:
+                optimizer = self._find_optimizer()
+                updates = session.state.is_step_boundary and turns.is_last
+                if self._own_backward is None:
+                    result = session.context.attached_loss
+                if updates and engine.sends_early and self._may_send_early():
+                    with turns.sending(engine, optimizer):
+                        self.backward(result)
+                else:
+                    self.backward(result)
+                self.update(optimizer)
+                if not turns.has_collected:
+                    raise self._make_lost_error()
+                if updates:
+                    engine.close_window()
         except StopIteration as error:
             raise make_stray_stop(error) from error
+        if outer is not None:
+            outer.see_default(is_manual=is_manual)
+            self._round = outer
 
-    def _train(self, batch: Any) -> None:
-        session = self._session
-        state, turns, engine = session.state, session.turns, session.engine
+    def forward(self, batch: Any) -> Any:
+        """Run ``train_step`` on a batch, between the events of the forward pass.
+
+        Args:
+            batch: the batch, on the device.
+
+        Returns:
+            What ``train_step`` has returned: a loss, a dict with losses, or ``None`` if it does
+            backward and the update itself.
+
+        Raises:
+            UsageError: if it has returned something else.
+        """
+        session, turns = self._session, self._session.turns
+        self._is_done = True
+        if not self._has_begun:
+            self._keep_shown()
+            is_own = redefines(session.model, Model, "backward")
+            self._own_backward = session.model.backward if is_own else None
         watch = turns.begin_step()
-        if turns.begins_window and session.is_manual is False:
-            engine.drop_old_gradients(self._find_optimizer())
-        audit = None if session.audit is None else session.audit.if_due()
+        if turns.begins_window and session.is_manual is False and self._round is None:
+            session.engine.drop_old_gradients(self._find_optimizer())
+        audit = self._audit = None if session.audit is None else session.audit.if_due()
         take = take_step if audit is None else audit.take_step
-        result = take(session, "train_step", batch, state)
+        result = take(session, "train_step", batch, session.state)
         if type(result) is GeneratorType:
             raise self._make_generator_error()
-        loss = loss_of(result)
+        takes_several = self._round is not None or self._own_backward is not None
+        loss = loss_of(result, takes_several=takes_several)
         if watch is not None:
             watch.conclude(is_manual=loss is None)
         end_forward(session, result, loss)
         if not self._has_begun or session.is_manual is not (loss is None):
             self._settle_mode(is_manual=loss is None)
-        if loss is None:
-            return
-        self._show({"loss": loss.detach()}, result)
-        if turns.is_first:
-            engine.count_micro_batch()
-        optimizer = self._find_optimizer()
-        ends_window = state.is_step_boundary
-        updates = ends_window and turns.is_last
-        if audit is not None:
-            # Nothing is sent early here: gradients are compared before they are summed.
-            self._backward(loss, do=audit.backward)
-            audit.end_backward()
-        elif updates and engine.sends_early and session.agreement.frees_gradients:
-            with turns.sending(engine, optimizer):
-                self._backward(loss)
-        else:
-            self._backward(loss)
-        turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window, updates=updates)
-        if updates:
-            self._note_update(is_committed=self._update(optimizer))
-            engine.close_window()
+        if self._round is not None:
+            self._round.see_forward(is_manual=loss is None)
+        if loss is not None:
+            self._show({"loss": loss.detach()}, result)
+        return result
 
-    def _note_update(self, *, is_committed: bool) -> None:
+    def backward(
+        self, losses: Any, optimizer: Optimizer | None = None, *, retain_graph: bool = False
+    ) -> None:
+        """Add the gradients of a loss to those of the micro-batch, between the backward events.
+
+        If the model overrides :meth:`Model.backward`, that method computes them.
+
+        Args:
+            losses: a loss, or what :meth:`forward` has returned.
+            optimizer: the only optimizer whose parameters get gradients; must be passed if the
+                model has several.
+            retain_graph: whether another backward follows through the same graph, as for
+                ``Tensor.backward``.
+
+        Raises:
+            UsageError: before :meth:`forward`, or after :meth:`update`.
+        """
+        session, audit, inputs = self._session, self._audit, None
+        engine, hooks = session.engine, session.hooks
+        if self._round is not None:
+            self._round.begin_backward(optimizer, is_sharded=session.replicas.is_sharded)
+        if optimizer is not None:
+            inputs = [each for each in parameters_of(optimizer) if each.requires_grad]
+        if not self._is_counted:
+            self._is_counted = True
+            if session.turns.is_first:
+                engine.count_micro_batch()
+        loss = losses if type(losses) is Tensor else find_loss(losses)
+        if "on_backward_start" in hooks.active:
+            hooks.emit("on_backward_start", loss)
+            record_changes(session, "on_backward_start")
+        if audit is None and self._own_backward is None and not retain_graph:
+            engine.backward_loss(loss, inputs)
+        else:
+            self._compute_otherwise(losses, inputs)
+        if "on_backward_end" in hooks.active:
+            hooks.emit("on_backward_end")
+            record_changes(session, "on_backward_end")
+        if audit is not None:
+            audit.end_backward()
+
+    def update(self, optimizer: Optimizer | None = None) -> bool:
+        """Hand the gradients of a micro-batch over, and make the update if one is due.
+
+        One is due in the last micro-batch of a window, when the last replica of this process has
+        its turn: the average over micro-batches and replicas, the events, clipping, the step and
+        the schedulers of the optimizer. All processes must call it equally often.
+
+        Args:
+            optimizer: the optimizer to step; may be omitted if the model has only one.
+
+        Returns:
+            Whether the weights were updated.
+
+        Raises:
+            UsageError: before :meth:`backward`, and for a second call.
+        """
+        session, owner = self._session, None
+        state, turns, engine = session.state, session.turns, session.engine
+        if optimizer is None:
+            optimizer = self._find_optimizer()
+        ends_window = state.is_step_boundary
+        if self._round is not None:
+            owner = self._begin_own_update(self._round, optimizer)
+        updates = ends_window and turns.is_last
+        turns.has_collected = True
+        turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window, updates=updates)
+        if not updates:
+            return False
+        is_committed = self._step(optimizer, owner)
+        if is_committed:
+            self._updated_in = state.global_iteration
+        if is_committed is not state.is_step_committed:
+            self._correct_step()
+        return is_committed
+
+    def _correct_step(self) -> None:
         """Count the window's step if one of its updates was made.
 
         An outer loop may run this one several times in a window.
         """
         state, unit = self._session.state, self._session.schedule.unit
-        if is_committed:
-            self._updated_in = state.global_iteration
-            if not state.is_step_committed:
-                state.restore_step(unit)
-        elif self._updated_in != state.global_iteration:
+        if self._updated_in != state.global_iteration:
             state.withdraw_step(unit)
+        elif not state.is_step_committed:
+            state.restore_step(unit)
+
+    def _may_send_early(self) -> bool:
+        """Whether gradients may leave during backward: each is then computed once, and kept."""
+        is_own = self._own_backward is not None or self._audit is not None
+        return not is_own and self._session.agreement.frees_gradients
+
+    def _compute_otherwise(self, losses: Any, inputs: Sequence[Tensor] | None) -> None:
+        """Compute gradients by the model's own backward, in an audit, or keeping the graph.
+
+        Raises:
+            UsageError: if the model has left no gradients.
+        """
+        session = self._session
+        if self._own_backward is None:
+            loss = find_loss(losses)
+            if self._audit is not None:
+                # Nothing is sent early here: gradients are compared before they are summed.
+                self._audit.backward(loss, inputs)
+            else:
+                session.engine.backward_loss(loss, inputs, retain_graph=True)
+            return
+        optimizers = session.find_optimizers().values()
+        earlier = EarlierGradients(optimizers)
+        self._own_backward(losses_in(losses))
+        parameters = [x for each in optimizers for x in parameters_of(each) if x.requires_grad]
+        if parameters and all(each.grad is None for each in parameters):
+            raise UsageError(
+                f"{type(session.model).__name__}.backward(losses) must leave gradients in the "
+                "parameters, got none. Call self.engine.backward_loss(loss), or assign "
+                "parameter.grad."
+            )
+        earlier.add_back()
+
+    def _guarded_advance(self) -> Callable[..., None]:
+        """Return ``advance``; one of the user's must call all that belongs to a micro-batch."""
+        advance = super()._guarded_advance()
+        if not self._has_own["advance"] and "advance" not in vars(self):
+            return advance
+
+        def checked(*args: Any) -> None:
+            self._begin_round()
+            try:
+                advance(*args)
+            except StopIteration:
+                self._end_round()
+                raise
+            self._end_round()
+
+        return checked
+
+    def _begin_own_update(self, own: OwnRound, optimizer: Optimizer) -> Optimizer | None:
+        """Check an update; returns whose schedulers step with it, ``None`` for all."""
+        path, optimizers = own.begin_update(optimizer), self._session.find_optimizers()
+        if self._session.state.is_step_boundary:
+            self._unused.discard(path)
+        else:
+            self._unused.add(path)
+        if self._session.turns.is_over:
+            self._session.turns.reopen()
+        return optimizer if len(optimizers) > 1 else None
+
+    def _begin_round(self) -> None:
+        session, name = self._session, type(self).__name__
+        optimizers = session.find_optimizers()
+        if session.turns.is_first and not session.engine.open_micro_batches:
+            self._unused.clear()
+        if session.turns.begins_window:
+            for optimizer in optimizers.values():
+                session.engine.drop_old_gradients(optimizer)
+        self._is_counted = False
+        if session.audit is not None:
+            self._refuse_audit(f"{name}.advance")
+        self._round = OwnRound(name, optimizers)
+
+    def _end_round(self) -> None:
+        session, own = self._session, self._round
+        assert own is not None
+        self._round = None
+        own.earlier.add_back()
+        own.end()
+        ends_window = session.state.is_step_boundary
+        if ends_window and self._unused:
+            raise own.make_unused_error(self._unused)
+        if ends_window and session.turns.is_last and not session.is_manual:
+            session.engine.close_window()
+
+    def _keep_shown(self) -> None:
+        """Find the losses of Helios in the table: a resume restores it as a batch has left it."""
+        items = self._session.model.loss_items.items()
+        self._shown = {name: loss for name, loss in items if name.startswith("loss")}
 
     def _show(self, losses: dict[str, Tensor], *results: Any) -> None:
         """Put detached losses into the table, unless the model has written to it in this batch.
@@ -141,8 +345,10 @@ class OptimizerLoop(Loop):
             losses: by name.
             results: what the step has returned or yielded, whose other numbers are shown, too.
         """
-        self._session.keep_beside(results)
-        table, shown = self._session.model.loss_items, self._shown
+        session = self._session
+        if session.beside or len(results) > 1 or not isinstance(results[0], Tensor):
+            session.keep_beside(results)
+        table, shown = session.model.loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.
         if table and (table.keys() != shown.keys() or any(table[x] is not shown[x] for x in shown)):
             return
@@ -160,29 +366,6 @@ class OptimizerLoop(Loop):
             self._begin(is_manual=is_manual)
         if self._session.is_manual is not is_manual:
             raise self._make_mode_error()
-
-    def _backward(
-        self,
-        loss: Tensor,
-        inputs: Sequence[Tensor] | None = None,
-        *,
-        do: Callable[..., None] | None = None,
-    ) -> None:
-        """Do backward, between its events.
-
-        Args:
-            loss: the loss.
-            inputs: the only parameters that get gradients; ``None`` for all.
-            do: what does it; ``None`` for the engine.
-        """
-        engine, hooks = self._session.engine, self._session.hooks
-        if "on_backward_start" in hooks.active:
-            hooks.emit("on_backward_start", loss)
-            record_changes(self._session, "on_backward_start")
-        (do or engine.backward_loss)(loss, inputs)
-        if "on_backward_end" in hooks.active:
-            hooks.emit("on_backward_end")
-            record_changes(self._session, "on_backward_end")
 
     def _make_generator_error(self) -> UsageError:
         name = type(self._session.model).__name__
@@ -212,6 +395,46 @@ class OptimizerLoop(Loop):
                 "A train_step that returns None", remedy=", or return the loss"
             )
             self._warn_of_automatic_options()
+        else:
+            self._check_own_parts()
+
+    def _check_own_parts(self) -> None:
+        """Check what takes the place of Helios' own backward and update.
+
+        Raises:
+            UsageError: for a ``Model.backward`` in a sharded run, and for an optimizer that needs
+                a closure.
+            ArgumentTypeError: for a ``Model.backward`` that does not take the losses.
+        """
+        session = self._session
+        if self._round is not None:
+            for optimizer in session.find_optimizers().values():
+                refuse_closures(optimizer)
+        if self._own_backward is None:
+            return
+        place = f"{type(session.model).__name__}.backward"
+        check_arguments(place, self._own_backward, ("losses",))
+        if session.replicas.is_sharded:
+            raise UsageError(
+                f'{place} must not be overridden with sharding="full", whose gradients are summed '
+                'during backward. Return one loss, or use sharding="none".'
+            )
+        if session.audit is not None:
+            self._refuse_audit(place)
+
+    def _refuse_audit(self, place: str) -> None:
+        self._session.audit = self._audit = None
+        _LOGGER.warning(
+            "Trainer(audit=...) has no effect: %s computes gradients in a way of its own, which is "
+            "not repeated.",
+            place,
+        )
+
+    def _make_lost_error(self) -> UsageError:
+        return UsageError(
+            f"{type(self).__name__}.update(optimizer) must call super().update(optimizer), got no "
+            "call: the gradients would be lost. Return what it returns."
+        )
 
     def _warn_of_automatic_options(self) -> None:
         """Warn of options without effect because the model steps its optimizers itself."""
@@ -252,7 +475,7 @@ class OptimizerLoop(Loop):
         refuse_closures(optimizer)
         return path, optimizer
 
-    def _update(self, optimizer: Optimizer, schedules_of: Optimizer | None = None) -> bool:
+    def _step(self, optimizer: Optimizer, schedules_of: Optimizer | None = None) -> bool:
         """Make an update, unless a hook has requested to skip it; returns whether it was made.
 
         Args:
@@ -300,4 +523,6 @@ class OptimizerLoop(Loop):
         self._has_begun = False
         self._shown = {}
         self._updated_in = 0
+        self._audit = self._round = self._own_backward = None
+        self._unused = set()
         super().teardown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from helios.core.sharded_tensors import is_sharded
@@ -63,8 +64,25 @@ def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
         record_changes(session, "on_forward_end")
 
 
-def loss_of(result: Any) -> Tensor | None:
+def losses_in(result: Any) -> dict[str, Tensor]:
+    """Return the losses in what a training step returned, by name."""
+    if isinstance(result, Processed):
+        result = result.loss
+    if isinstance(result, Tensor):
+        return {"loss": result}
+    return {
+        name: value
+        for name, value in result.items()
+        if isinstance(value, Tensor) and value.requires_grad and value.numel() == 1
+    }
+
+
+def loss_of(result: Any, *, takes_several: bool = False) -> Tensor | None:
     """Return the loss in what a training step returned; ``None`` for a manual step.
+
+    Args:
+        result: what it returned.
+        takes_several: whether a dict without ``"loss"`` stands for the sum of its losses.
 
     Raises:
         UsageError: if a step may not return this, or the loss has no graph.
@@ -78,6 +96,8 @@ def loss_of(result: Any) -> Tensor | None:
             return None
     elif isinstance(result, dict) and "loss" in result:
         loss = result["loss"]
+    elif isinstance(result, dict) and takes_several and (losses := losses_in(result)):
+        loss = torch.stack([each.reshape(()) for each in losses.values()]).sum()
     if not isinstance(loss, Tensor):
         raise UsageError(f"{_CONTRACT}, got {type(loss).__name__}.")
     if type(loss) is not Tensor and is_sharded(loss):
@@ -90,5 +110,20 @@ def loss_of(result: Any) -> Tensor | None:
         raise UsageError(
             f"{_CONTRACT}; got a tensor of shape {tuple(loss.shape)} with requires_grad="
             f"{loss.requires_grad}. Reduce it (loss.mean()) and do not detach it."
+        )
+    return loss
+
+
+def find_loss(losses: Any) -> Tensor:
+    """Return the loss in what a loop passes to backward.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    loss = loss_of(losses, takes_several=True)
+    if loss is None:
+        raise UsageError(
+            "OptimizerLoop.backward(losses) must get a loss, or what forward(batch) has returned, "
+            "got None. Pass the loss."
         )
     return loss

@@ -17,10 +17,12 @@ from torch.optim import Optimizer
 
 from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
+from helios.engines.process_member import redefines
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.loops.loop import make_stray_stop
 from helios.loops.optimizer import OptimizerLoop, refuse_closures
 from helios.loops.step import begin_forward, end_forward
+from helios.model.model import Model
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -50,14 +52,36 @@ class YieldLoop(OptimizerLoop):
 
     _internals: ClassVar[str] = "_holders _order _skips _turns _unreached _yielded"
 
+    advances_once = True
+
     def __init__(self, optimizers: Sequence[str] = ()) -> None:
         super().__init__()
+        # The step counts a micro-batch, even if no optimizer trains.
+        self._is_counted = True
         self._order = _as_names(optimizers)
         self._turns: dict[str, Optimizer] = {}
         self._holders: dict[str, Any] = {}
         self._skips: dict[str, str] = {}
         self._unreached: set[str] = set()
         self._yielded: list[Any] = []
+
+    def advance(self, batch: Any) -> None:
+        """Run the step from yield to yield, with a backward and an update at each.
+
+        Raises:
+            UsageError: if ``StopIteration`` is raised, which must not end a loop.
+        """
+        outer, self._round = self._round, None
+        self._is_done = True
+        if not self._has_begun:
+            self._keep_shown()
+        try:
+            self._train(batch)
+        except StopIteration as error:
+            raise make_stray_stop(error) from error
+        if outer is not None:
+            outer.see_default(is_manual=False)
+            self._round = outer
 
     def _train(self, batch: Any) -> None:
         session = self._session
@@ -71,6 +95,7 @@ class YieldLoop(OptimizerLoop):
         self._yielded.clear()
         is_committed = False
         watch = session.turns.begin_step()
+        session.turns.has_collected = True
         with closing(self._start(batch)) as generator:
             self._settle_mode(is_manual=False)
             engine.count_micro_batch()
@@ -86,7 +111,9 @@ class YieldLoop(OptimizerLoop):
         self._show(shown, *self._yielded)
         if is_boundary:
             engine.close_window()
-            self._note_update(is_committed=is_committed)
+            if is_committed:
+                self._updated_in = session.state.global_iteration
+            self._correct_step()
 
     def _start(self, batch: Any) -> Losses:
         """Call the step, which does not run its body yet.
@@ -126,13 +153,13 @@ class YieldLoop(OptimizerLoop):
         self._yielded.append(result)
         end_forward(session, result, loss)
         if inputs:
-            self._do_backward(loss, inputs, path)
+            self._learn_from(loss, inputs, path)
         self._hold_skip(path)
         return loss.detach()
 
-    def _do_backward(self, loss: Tensor, inputs: list[Tensor], path: str) -> None:
+    def _learn_from(self, loss: Tensor, inputs: list[Tensor], path: str) -> None:
         try:
-            self._backward(loss, inputs)
+            self.backward(loss, self._turns[path])
         except RuntimeError as error:
             if any(words in str(error) for words in _STALE_GRAPH):
                 error.args = (
@@ -180,7 +207,7 @@ class YieldLoop(OptimizerLoop):
         reason = self._skips.pop(path, "")
         if reason:
             self._session.context.skip_step(reason)
-        return self._update(optimizer, schedules_of=optimizer)
+        return self._step(optimizer, schedules_of=optimizer)
 
     def _hold_skip(self, *paths: str) -> None:
         """Keep a requested skip until the updates that it is meant for.
@@ -227,6 +254,12 @@ class YieldLoop(OptimizerLoop):
     def _check_turns(self) -> None:
         for optimizer in self._turns.values():
             refuse_closures(optimizer)
+        if redefines(self._session.model, Model, "backward"):
+            raise UsageError(
+                f"{type(self._session.model).__name__}.backward must not be overridden with a "
+                "YieldLoop, in which each loss has a backward and an optimizer of its own. Remove "
+                "the method, or the YieldLoop."
+            )
         self._refuse_shared_windows()
         intervals = self._session.model.scheduler_interval
         for path, scheduler in self._session.find_schedulers().items():
@@ -255,6 +288,14 @@ class YieldLoop(OptimizerLoop):
                     "in it. Give each its own, or train without accumulation."
                 )
             owners |= dict.fromkeys(members, path)
+
+    def _make_generator_error(self) -> UsageError:
+        name = type(self).__name__
+        return UsageError(
+            f"{name}.advance must call super().advance(batch), which runs the step from yield to "
+            "yield, and not forward(batch). Derive it from OptimizerLoop if train_step returns its "
+            "losses."
+        )
 
     def _make_count_error(self, what: str) -> UsageError:
         names = ", ".join(self._turns)

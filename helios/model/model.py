@@ -360,6 +360,22 @@ class Model(Hooks, KeepsArguments, ABC):
         """
         return self._process(batch, is_evaluating=False)
 
+    def backward(self, losses: Mapping[str, Tensor]) -> None:
+        """Compute the gradients of a micro-batch, in automatic mode; by default those of the loss.
+
+        Override it to make one gradient of several losses, such as projected ones: ``train_step``
+        then returns a dict of losses. No parameter of an optimizer has a gradient when it is
+        called, and what ``.grad`` holds afterwards counts: it is added to what earlier
+        micro-batches of the window have left, averaged, and used in one update. In fp16 all of
+        them are scaled. For each loss call
+        ``self.engine.backward_loss(loss, retain_graph=True)``.
+
+        Args:
+            losses: the losses in what ``train_step`` has returned, by name; one that is not in a
+                dict is ``losses["loss"]``.
+        """
+        self.engine.backward_loss(losses["loss"])
+
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         """Add the losses to the running losses, in float64 and on their device."""

@@ -74,9 +74,11 @@ class Turns(ABC):
             collected.
         is_over: whether the last of several replicas has finished this iteration.
         has_message: whether a message is pending that :meth:`receive` reads.
+        has_collected: whether gradients of the turn were handed over; the loops set it.
         totals: the numbers of the iteration, added over all processes, after its last turn.
         means: the losses of the iteration as float64 means over replicas, after its last turn;
             ``None`` with one replica, whose table holds its losses as they are.
+        sums_gradients: whether gradients are summed over replicas.
         keeps_batches: whether this process may have to repeat a step of an evaluation.
         watch: watches what the turn changes; ``None`` in most iterations.
     """
@@ -87,8 +89,10 @@ class Turns(ABC):
     begins_window: bool = False
     is_over: bool = False
     has_message: bool = False
+    has_collected: bool = False
     totals: Sequence[float] = ()
     means: Mapping[str, Any] | None = None
+    sums_gradients: bool = False
     keeps_batches: bool = False
     watch: TurnWatch | None = None
 
@@ -125,6 +129,9 @@ class Turns(ABC):
             UsageError: for a second step if other replicas of this process are still to run.
         """
         return None
+
+    def reopen(self) -> None:
+        """Begin the last turn of an iteration again, after an update."""
 
     def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context manager that sends gradients during the last backward of a window.
@@ -238,6 +245,8 @@ class SharedTurns(Turns):
         agreement: sends and receives the flags of the window's message.
     """
 
+    sums_gradients = True
+
     def __init__(
         self,
         replicas: Replicas,
@@ -251,6 +260,7 @@ class SharedTurns(Turns):
         self._model = model
         self._find_networks = model.discovery.modules
         self._watch = watch
+        self._agreement = agreement
         self._exchange = WindowExchange(replicas, agreement)
         self._buffers = self._exchange.buffers
         self._knows_buffers = False
@@ -310,14 +320,36 @@ class SharedTurns(Turns):
             )
         self._has_stepped = True
         if self.is_over:
-            self.is_over = False
-            self._exchange.reopen()
-            self._num_reopened += 1
-            fields = ("train", self._iteration, self.replica, self._num_reopened)
-            rng.reseed(rng.key(self._seed, *fields))
+            self.reopen()
         if self.watch is not None:
             self.watch.conclude("process_training_batch")
         return self.watch
+
+    def reopen(self) -> None:
+        """Seed again, and exchange losses and buffers once more."""
+        self.is_over = False
+        self._exchange.reopen()
+        self._num_reopened += 1
+        fields = ("train", self._iteration, self.replica, self._num_reopened)
+        rng.reseed(rng.key(self._seed, *fields))
+
+    def _compare_updates(self, *, is_update: bool) -> None:
+        """Check that all processes make the same number of updates, with loops of the user's.
+
+        Args:
+            is_update: whether this process makes an update now, or has made all of the iteration.
+
+        Raises:
+            UsageError: in all processes, if some make one and others do not.
+        """
+        makes_one, has_ended = self._replicas.agree(is_update, not is_update)
+        if makes_one and has_ended:
+            raise UsageError(
+                f"All processes must make the same number of updates, but in iteration "
+                f"{self._iteration} some make one more than others. The number of rounds of a loop "
+                "must not depend on the batch or the loss of one replica: let all decide together "
+                "with self.session.replicas.agree(flag)."
+            )
 
     def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Send the gradients of the last replica, together with what is added to them."""
@@ -333,6 +365,8 @@ class SharedTurns(Turns):
         updates: bool = False,
     ) -> None:
         """Copy the model's own losses, which an update could change, and collect the gradients."""
+        if updates and self._agreement.has_own_loops:
+            self._compare_updates(is_update=True)
         table = self._model.loss_items
         for name, loss in table.items():
             if type(loss) is not Tensor and is_sharded(loss):
@@ -360,6 +394,8 @@ class SharedTurns(Turns):
             if self._buffers.is_exchanged:
                 self._buffers.leave(self.replica)
             return
+        if ends_window and self._agreement.has_own_loops:
+            self._compare_updates(is_update=False)
         if not self.is_over:
             self._end_last(table, ends_window=ends_window, is_before_update=False)
         if self.has_message:

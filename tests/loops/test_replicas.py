@@ -814,6 +814,33 @@ def test_several_updates_a_batch_take_the_mean_each() -> None:
     assert len({*drawn, *others}) == 8
 
 
+class UntilSmall(BatchLoop):
+    """Trains on each batch until the loss of this replica is small: not equally often."""
+
+    def advance(self, batch: Any) -> None:
+        super().advance(batch)
+        while batch > 2.0 and self.session.context.loss is not None:
+            batch /= 2
+            require(self.optimizer_loop).run(self.prepare(batch))
+
+
+def _train_until_small(rank: int) -> str:
+    with replicas_on(rank, 2, 2) as here:
+        loop = _tree_with(UntilSmall(OptimizerLoop()))
+        try:
+            run_sums(Sums(), replicas=here, rows=[[1.0, 8.0], [4.0, 8.0]], loop=loop)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.shows("L43")
+def test_processes_that_update_unequally_often_end_with_an_error_and_do_not_wait() -> None:
+    found = run_ranks(_train_until_small, 2, timeout=90)
+    assert len(set(found)) == 1
+    assert "in iteration 1 some make one more than others" in found[0]
+
+
 class LeavingAt(Quiet):
     """Ends the epoch by StopIteration, before its batch of a number."""
 

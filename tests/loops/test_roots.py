@@ -156,9 +156,11 @@ def test_an_advance_that_never_moves_an_inherited_done_is_refused(kind: type[Loo
         trainer.fit_loop = loop
     else:
         parent.connect(**{role: loop})
-    with pytest.raises(UsageError, match=r"Own\w+\.advance has run twice.*super\(\)\.advance\("):
+    is_step = issubclass(kind, OptimizerLoop)  # which is refused at its first batch
+    rule = r"must call super\(\)" if is_step else r"has run twice.*super\(\)\.advance\("
+    with pytest.raises(UsageError, match=rf"Own\w+\.advance {rule}"):
         trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert len(loop.rounds) == 2
+    assert len(loop.rounds) == (1 if is_step else 2)
 
 
 @pytest.mark.shows("L5")

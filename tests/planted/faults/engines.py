@@ -133,3 +133,52 @@ def a_file_of_rows_is_not_cut_back_at_a_resume(drop_rest, file):
 )
 def the_state_of_a_metric_is_not_saved(capture, tally):
     return {}
+
+
+ROUNDS = "tests/loops/test_own_rounds.py"
+
+
+@fault(
+    "helios.loops.optimizer:OptimizerLoop.update",
+    f"{ROUNDS}::test_a_step_of_public_words_is_the_default_one",
+)
+def a_loop_of_the_users_updates_once_for_each_replica(update, loop, optimizer=None):
+    turns = loop._session.turns
+    turns.is_last, found = True, turns.is_last
+    try:
+        return update(loop, optimizer)
+    finally:
+        turns.is_last = found
+
+
+@fault(
+    "helios.loops.rounds:OwnRound.end",
+    f"{ROUNDS}::test_a_call_that_is_missing_or_made_twice_is_an_error_at_the_first_batch",
+)
+def a_loop_of_the_users_may_forget_the_update(end, own):
+    return None
+
+
+@fault(
+    "helios.loops.rounds:EarlierGradients.__init__",
+    f"{ROUNDS}::test_each_round_begins_without_the_gradients_of_earlier_micro_batches",
+)
+def a_loop_of_the_users_sees_the_gradients_of_the_whole_window(init, earlier, optimizers):
+    init(earlier, ())
+
+
+@fault(
+    "helios.loops.rounds:EarlierGradients.add_back",
+    f"{ROUNDS}::test_a_model_may_make_one_gradient_of_several_losses",
+)
+def gradients_of_earlier_micro_batches_are_lost(add_back, earlier, optimizer=None):
+    earlier._found = []
+
+
+@fault(
+    "helios.replicas.turns:SharedTurns._compare_updates",
+    "tests/loops/test_replicas.py"
+    "::test_processes_that_update_unequally_often_end_with_an_error_and_do_not_wait",
+)
+def processes_that_update_unequally_often_wait_for_each_other(compare_updates, turns, *, is_update):
+    return None

@@ -1,0 +1,204 @@
+"""What an ``advance`` of the user's does with a micro-batch; a missing call is an error.
+
+A forgotten update would count as a step, and a second one would divide by a wrong number of
+micro-batches; neither would show in the losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from helios.core.utils import parameters_of
+from helios.errors import ArgumentError, UsageError
+
+_DEFAULT = "super().advance(batch)"
+
+
+@final
+class EarlierGradients:
+    """The gradients of earlier micro-batches of a window, set aside while those of one are made.
+
+    What the user reads, projects or replaces is then the gradient of one micro-batch, however many
+    make up a window.
+
+    Args:
+        optimizers: the optimizers of the parameters.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        parameters = (each for optimizer in optimizers for each in parameters_of(optimizer))
+        self._found: list[tuple[Tensor, Tensor]] = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._found.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def add_back(self, optimizer: Optimizer | None = None) -> None:
+        """Add them to the gradients that parameters have now.
+
+        Args:
+            optimizer: the one whose parameters are meant; ``None`` for all that are left.
+        """
+        if not self._found:
+            return
+        members = None if optimizer is None else set(map(id, parameters_of(optimizer)))
+        left: list[tuple[Tensor, Tensor]] = []
+        for parameter, gradient in self._found:
+            if members is not None and id(parameter) not in members:
+                left.append((parameter, gradient))
+            elif parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad = gradient.add_(parameter.grad)
+        self._found = left
+
+
+@final
+class OwnRound:
+    """The calls of ``forward``, ``backward`` and ``update`` in one ``advance`` of a loop.
+
+    Args:
+        name: the class of the loop.
+        optimizers: the optimizers of the model, by path.
+
+    Attributes:
+        earlier: the gradients of earlier micro-batches.
+    """
+
+    def __init__(self, name: str, optimizers: Mapping[str, Optimizer]) -> None:
+        self._name = name
+        self._optimizers = optimizers
+        self.earlier = EarlierGradients(optimizers.values())
+        self._num_forwards = self._num_backwards = 0
+        self._is_manual = False
+        self._waiting: dict[str, None] = {}
+        self._updated: set[str] = set()
+
+    def see_default(self, *, is_manual: bool) -> None:
+        """Record that ``super().advance(batch)`` has trained on the batch."""
+        self._num_forwards += 1
+        self._num_backwards += 1
+        self._is_manual |= is_manual
+        self._updated.add(_DEFAULT)
+
+    def see_forward(self, *, is_manual: bool) -> None:
+        """Record a forward pass, which is all of a manual step."""
+        self._num_forwards += 1
+        self._is_manual |= is_manual
+
+    def begin_backward(self, optimizer: Optimizer | None, *, is_sharded: bool) -> None:
+        """Record a backward.
+
+        Args:
+            optimizer: the one to which its gradients are limited.
+            is_sharded: whether models are sharded over the processes.
+
+        Raises:
+            UsageError: without a forward pass, or if none of several optimizers was passed.
+        """
+        self._check_automatic()
+        if not self._num_forwards:
+            raise UsageError(
+                f"{self._name}.advance must call forward(batch) before backward(loss), got no "
+                "call: events, precision and random numbers belong to it. Write "
+                "loss = self.forward(batch)."
+            )
+        if optimizer is None and len(self._optimizers) > 1:
+            raise UsageError(
+                f"{self._name}.advance must call backward(loss, optimizer), because the model has "
+                f"several optimizers ({', '.join(self._optimizers)}), and a loss reaches "
+                "parameters of the others, too. Pass the one whose parameters get the gradients."
+            )
+        self._num_backwards += 1
+        if is_sharded and self._num_backwards > 1:
+            raise UsageError(
+                f'{self._name}.advance must call backward(loss) once with sharding="full", whose '
+                "gradients are summed during backward, got a second call. Add the losses, or use "
+                'sharding="none".'
+            )
+        for name in self._optimizers if optimizer is None else (self._path_of(optimizer),):
+            if name in self._updated:
+                raise self._make_double_error(name)
+            self._waiting[name] = None
+
+    def begin_update(self, optimizer: Optimizer) -> str:
+        """Record an update, and add back what earlier micro-batches have made.
+
+        Returns:
+            The path of the optimizer.
+
+        Raises:
+            UsageError: without gradients, or for a second one.
+        """
+        self._check_automatic()
+        path = self._path_of(optimizer)
+        if path in self._updated:
+            raise self._make_double_error(path)
+        if path not in self._waiting:
+            raise UsageError(
+                f"{self._name}.advance must call backward(loss) before it updates {path!r}, got no "
+                "call. Write self.backward(loss), then self.update(optimizer)."
+            )
+        del self._waiting[path]
+        self._updated.add(path)
+        self.earlier.add_back(optimizer)
+        return path
+
+    def end(self) -> None:
+        """Check that nothing is missing.
+
+        Raises:
+            UsageError: if a call is.
+        """
+        if self._is_manual:
+            return
+        missing = ""
+        if not self._num_forwards:
+            missing = "super().advance(batch), or forward, backward and update,"
+        elif not self._num_backwards:
+            missing = "backward(loss) and update(optimizer)"
+        elif self._waiting:
+            missing = f"update(optimizer) for {', '.join(map(repr, self._waiting))}"
+        if missing:
+            raise UsageError(
+                f"{self._name}.advance must call {missing} for each batch, got no call. update "
+                "hands the gradients of a micro-batch over, and steps when a window ends; to leave "
+                "a step out, call self.session.context.skip_step(reason)."
+            )
+
+    def make_unused_error(self, paths: Iterable[str]) -> UsageError:
+        """Make the error for optimizers whose gradients of a window nobody uses."""
+        return UsageError(
+            f"{self._name}.advance must call update(optimizer) in the last micro-batch of a "
+            f"window, got no call for {', '.join(map(repr, sorted(paths)))}, which has gradients "
+            "of earlier ones. Call backward and update for it there, too."
+        )
+
+    def _check_automatic(self) -> None:
+        if self._is_manual:
+            raise UsageError(
+                f"{self._name}.advance must not call backward(loss) or update(optimizer) when "
+                "train_step returns None and so does both itself. Return the loss, or remove the "
+                "calls."
+            )
+
+    def _path_of(self, optimizer: object) -> str:
+        for path, known in self._optimizers.items():
+            if known is optimizer:
+                return path
+        raise ArgumentError(
+            f"{self._name}.advance must pass an optimizer of the model to backward and update, one "
+            f"of {list(self._optimizers)}, got {type(optimizer).__name__}. Assign it to an "
+            "attribute of the model in setup()."
+        )
+
+    def _make_double_error(self, path: str) -> UsageError:
+        return UsageError(
+            f"{self._name}.advance must call update(optimizer) once for each optimizer, got "
+            f"another round for {path!r}. For several updates per batch call "
+            "super().advance(batch) several times."
+        )
