@@ -1347,8 +1347,8 @@ FAULTS = (
     Fault(
         "a trial validation leaves its scores",
         "helios/loops/sanity_validation.py",
-        "Snapshot([session.model, session.engine, *",
-        "Snapshot([session.engine, *",
+        "[session.model, session.engine, *plugins",
+        "[session.engine, *plugins",
         "tests/plugins/test_metrics.py::test_a_trial_validation_leaves_nothing_behind",
     ),
     Fault(

@@ -30,12 +30,12 @@ from helios.loops.step_trace import (
     read_generators,
     set_generators,
 )
-from helios.model.snapshot import Snapshot
 from helios.replicas.assignment import blocks
 from helios.session import Session
 from helios.state import TrainingState
 from helios.state_graph.consistency import find_lazy
 from helios.state_graph.replica_watch import TurnWatch
+from helios.state_graph.rollback import Rollback
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_KEPT = 10
@@ -131,9 +131,9 @@ class StepAudit:
         if self._keeps_attributes:
             own.before = self._take_snapshot()
 
-    def _take_snapshot(self) -> Snapshot:
+    def _take_snapshot(self) -> Rollback:
         session = self._session
-        return Snapshot([session.model, session.engine, *session.plugins.values()])
+        return Rollback([session.model, session.engine, *session.plugins.values()])
 
     def _begin_watch(self, own: WatchedTurn) -> None:
         """Watch what is changed besides gradients and buffers, and whether it communicates."""
@@ -328,7 +328,7 @@ class StepAudit:
         after = None if own.before is None else self._take_snapshot()
         with trace.erased():
             if own.before is not None:
-                own.before.erase()
+                own.before.put_back()
             for name, parameter in parameters.items():
                 parameter.grad = own.old.get(name)
             StepInputs.read(own.inputs, session.engine.device).put(session)
@@ -338,7 +338,7 @@ class StepAudit:
             session.engine.backward_loss(loss, None)
             second = GradientCopy.take(parameters)
         if after is not None:
-            after.erase()
+            after.put_back()
         watch.conclude(is_manual=False)
         return Finding.of(own.gradients, second, sorted(left))
 
@@ -426,7 +426,7 @@ class WatchedTurn:
     gradients: GradientCopy = field(default_factory=lambda: GradientCopy({}))
     version: int = 0
     num_writes: int = 0
-    before: Snapshot | None = None
+    before: Rollback | None = None
     watch: TurnWatch | None = None
     num_collectives: int = 0
     changed: set[str] = field(default_factory=set)

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
 import numpy as np
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from helios.core import rng
 from helios.data.order import Order, Position
@@ -80,6 +80,14 @@ class KeyedDataset(Dataset[Any]):
         if self._getitems is not None:
             return self._getitems(indices)
         return [self.dataset[index] for index in indices]
+
+
+def data_sets_of(loader: object) -> list[Any]:
+    """Return the data set that a loader of PyTorch reads, and the user's own one inside of it."""
+    if not isinstance(loader, DataLoader):
+        return []
+    outer = loader.dataset
+    return [outer, outer.dataset] if isinstance(outer, KeyedDataset) else [outer]
 
 
 Walk: TypeAlias = Callable[[], Iterator[Keyed]]

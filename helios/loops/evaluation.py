@@ -221,7 +221,7 @@ class EvaluationLoop(Loop):
         before = copy_attributes(session)
         with StepTrace(session, ()).erased():
             take_step(session, self.step_name, self._kept, self._step, *which, has_begun=True)
-        before.erase()
+        before.put_back()
 
     def _shown(self, result: Any) -> tuple[Any, ...]:
         """Return what the end event of a batch gets of the step's result."""

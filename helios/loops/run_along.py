@@ -13,10 +13,10 @@ from torch import Tensor
 
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.loops.step_trace import StepTrace
-from helios.model.snapshot import Snapshot
 from helios.session import Session
 from helios.state import TrainingState
 from helios.state_graph.replica_watch import TurnWatch
+from helios.state_graph.rollback import Rollback
 
 
 @final
@@ -69,7 +69,7 @@ class RunningAlong:
         # The gradients of the turn are not a trace of it.
         parameters = [*session.engine.sharded_parameters()]
         gradients = [parameter.grad for parameter in parameters]
-        before.erase()
+        before.put_back()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
@@ -84,6 +84,6 @@ class RunningAlong:
         self._keeps_attributes = bool(found)
 
 
-def copy_attributes(session: Session) -> Snapshot:
+def copy_attributes(session: Session) -> Rollback:
     """Return a copy of what a step may change in the model and in plugins."""
-    return Snapshot([session.model, *session.plugins.values()])
+    return Rollback([session.model, *session.plugins.values()])

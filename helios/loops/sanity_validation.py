@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from helios.core import rng
-from helios.model.snapshot import Snapshot
+from helios.data.keyed import data_sets_of
 from helios.session import Session
 from helios.state import Phase
+from helios.state_graph.rollback import Rollback
 from helios.terminal import root_logger as log
 
 
@@ -28,7 +29,8 @@ def trying(session: Session, *others: object) -> Iterator[None]:
         requests = session.agreement.remember()
         loaders = [source.loader for source in sources]
         plugins = session.plugins.values()
-        trace = Snapshot([session.model, session.engine, *plugins, *loaders, *others])
+        owners = [session.model, session.engine, *plugins, *loaders, *others]
+        trace = Rollback(owners, leaving=[data for each in loaders for data in data_sets_of(each)])
         session.is_sanity_check = True
         try:
             with log.muted_tensorboard():
@@ -38,7 +40,7 @@ def trying(session: Session, *others: object) -> Iterator[None]:
         # Persistent workers end here, not when they are garbage collected.
         for source in sources:
             source.close()
-        trace.erase()
+        trace.put_back()
         session.agreement.take_back(requests)
         session.agree()
         session.hooks.emit("on_sanity_check_end")

@@ -21,8 +21,9 @@ from helios.core.generators import (
 )
 from helios.distributed import pickling
 from helios.model.model import Model
-from helios.replicas.module_buffers import BufferPlaces
 from helios.session import Session
+from helios.state_graph.buffers import BufferPlaces
+from helios.state_graph.rollback import Rollback
 from helios.terminal import root_logger as log
 
 
@@ -143,9 +144,11 @@ class StepTrace:
         session, context = self._session, self._session.context
         replica, batch = session.turns.replica, context.batch
         generators = read_generators(session.model, session.engine.device)
-        places = BufferPlaces(session.model.discovery.modules().values())
-        buffers = places.copies()
-        tables = [_HeldTable(table) for table in session.model.tables.values()]
+        networks = session.model.discovery.modules().values()
+        parts = [part for network in networks for part in network.modules()]
+        held = [*session.model.tables.values(), *(vars(part)["_buffers"] for part in parts)]
+        held += (buffer for part in parts for buffer in part.buffers(recurse=False))
+        before = Rollback(held, on_host=False)
         requests = session.agreement.remember()
         session.is_repeating = True
         try:
@@ -154,33 +157,11 @@ class StepTrace:
         finally:
             session.is_repeating = False
             session.agreement.take_back(requests)
-            for table in tables:
-                table.put_back()
-            places.put(buffers)
+            before.put_back()
             for leaf, gradient in self._gradients.values():
                 leaf.grad = gradient
             session.turns.replica, context.batch = replica, batch
             set_generators(session.model, generators)
-
-
-@final
-class _HeldTable:
-    """The content of a table of losses or scores, whose tensors a step may change in place."""
-
-    def __init__(self, table: dict[str, Any]) -> None:
-        self._table = table
-        self._items = dict(table)
-        self._numbers = {
-            name: value.detach().clone()
-            for name, value in table.items()
-            if isinstance(value, Tensor)
-        }
-
-    def put_back(self) -> None:
-        self._table.clear()
-        self._table.update(self._items)
-        for name, numbers in self._numbers.items():
-            self._items[name].detach().copy_(numbers)
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:

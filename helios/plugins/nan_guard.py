@@ -28,8 +28,8 @@ from helios.plugins.nonfinite_report import (
     name_moment,
 )
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.plugins.window_buffers import BufferCopies
 from helios.state import Cursor, TrainingState
+from helios.state_graph.buffers import BufferCopies
 
 _LOGGER = logging.getLogger(__name__)
 

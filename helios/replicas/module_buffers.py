@@ -13,46 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from helios.replicas.replicas import NOTHING, Replicas, join_bytes, split_bytes
+from helios.state_graph.buffers import BufferPlaces, Values
 
-Values: TypeAlias = list[Tensor | None]
+_COMMITTED = -1
 _Shape: TypeAlias = tuple[torch.Size, torch.dtype] | None
-
-
-@final
-class BufferPlaces:
-    """Where networks hold buffers, including those that are not saved.
-
-    Args:
-        networks: the networks.
-    """
-
-    def __init__(self, networks: Iterable[nn.Module] = ()) -> None:
-        seen: dict[int, nn.Module] = {}
-        for network in networks:
-            seen.update((id(module), module) for module in network.modules())
-        # named_buffers() leaves out buffers that are None, which may hold a tensor later.
-        self._places = [
-            (module, name) for module in seen.values() for name in vars(module)["_buffers"]
-        ]
-
-    def __bool__(self) -> bool:
-        return bool(self._places)
-
-    def present(self) -> Values:
-        return [getattr(module, name, None) for module, name in self._places]
-
-    def copies(self) -> Values:
-        return [value if value is None else value.detach().clone() for value in self.present()]
-
-    def put(self, values: Values) -> None:
-        """Copy values into the buffers, as :meth:`copies` has returned them."""
-        with torch.no_grad():
-            pairs = zip(self._places, self.present(), values, strict=True)
-            for (module, name), present, value in pairs:
-                if present is None or value is None or _shape_of(present) != _shape_of(value):
-                    setattr(module, name, None if value is None else value.clone())
-                else:
-                    present.copy_(value)
 
 
 @final
@@ -72,17 +36,19 @@ class ReplicaBuffers:
         self._places = BufferPlaces()
         self._committed: Values | None = None
         self._own: dict[int, Values] = {}
+        self._memory: dict[int, Values] = {}
         self._shapes: list[_Shape] = []
 
     def find(self, networks: Iterable[nn.Module]) -> None:
         """Find the buffers of networks, including those that are not saved."""
         self._places = BufferPlaces(networks)
+        self._memory.clear()
         self.is_exchanged = len(self._replicas.local_replicas) > 1 and bool(self._places)
 
     def begin_window(self) -> None:
         """Copy the committed buffers, before the first replica's first micro-batch."""
         self._own.clear()
-        self._committed = self._places.copies() if self.is_exchanged else None
+        self._committed = self._copies(_COMMITTED) if self.is_exchanged else None
 
     def enter(self, replica: int) -> None:
         """Put a replica's buffers of the window in place, or else the committed ones."""
@@ -93,7 +59,12 @@ class ReplicaBuffers:
     def leave(self, replica: int) -> None:
         """Keep the buffers of a replica at the end of its turn."""
         if self.is_exchanged:
-            self._own[replica] = self._places.copies()
+            self._own[replica] = self._copies(replica)
+
+    def _copies(self, key: int) -> Values:
+        """Return copies of the buffers, in the memory that those of this key had before."""
+        copies = self._memory[key] = self._places.copies(self._memory.get(key))
+        return copies
 
     def commit(self) -> None:
         """Put replica 0's buffers in place at a window's end, if this process runs it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from helios.core.generators import is_generator
 from helios.core.text import size_text
 from helios.core.utils import unsaved_of
-from helios.state_graph.values import ATOMS, attributes_of
+from helios.state_graph.values import ATOMS, attributes_of, each_in, elements_of
 
 _SMALL = 1 << 16
 """Maximum bytes of a member that is compared."""
@@ -36,16 +36,11 @@ def large_members(part: object) -> frozenset[str]:
 
 def _is_large(value: Any) -> bool:
     """Return whether a value takes more than 64 KiB, without reading all of it."""
-    left, waiting = _SMALL, [value]
-    while waiting:
-        part = waiting.pop()
+    left = _SMALL
+    for part in each_in(value, elements_of):
         left -= part.nbytes if isinstance(part, Tensor | np.ndarray) else sys.getsizeof(part, 0)
         if left < 0:
             return True
-        if isinstance(part, dict):
-            waiting += (*part.keys(), *part.values())
-        elif isinstance(part, list | tuple | set | frozenset):
-            waiting += part
     return False
 
 

@@ -31,6 +31,7 @@ from helios.state_graph.values import (
     ATOMS,
     delete_attribute,
     make_bare,
+    refill,
     set_attribute,
     slots_of,
 )
@@ -195,18 +196,13 @@ class Nodes:
         if isinstance(part, dict):
             pairs = code[KEYS] if _has_keys(code) else code.items()
             like = code[LIKE] if _has_keys(code) else code
-            members = [(self.decode(key), self.decode(value)) for key, value in pairs]
-            part.clear()
-            for key, value in members:
-                part[key] = value
+            refill(part, [(self.decode(key), self.decode(value)) for key, value in pairs])
             if isinstance(part, defaultdict):
                 part.default_factory = like.default_factory
             if isinstance(part, OrderedDict):
                 vars(part).update(copy.deepcopy(vars(like)))
             return
-        decoded = [self.decode(member) for member in code]
-        part.clear()
-        (part.update if isinstance(part, set) else part.extend)(decoded)
+        refill(part, [self.decode(member) for member in code])
 
     def _set_members(self, name: str, part: Any, record: Mapping[str, Any]) -> None:
         for key, code in record.get("set", {}).items():

@@ -6,14 +6,14 @@ import datetime
 import io
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import or_
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
-from types import MemberDescriptorType, SimpleNamespace
+from types import MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast, final
 from uuid import UUID
 from zoneinfo import ZoneInfo
@@ -46,14 +46,22 @@ FACTORIES = (
     *(OrderedDict, Counter, deque),
 )
 
-_OUTSIDE = frozenset(
+RESOURCES = frozenset(
     (
         *("threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"),
         *("_asyncio", "socket", "_socket", "subprocess", "io", "_io", "sqlite3", "_sqlite3"),
-        *("logging", "weakref", "_weakref", "ctypes", "_ctypes", "importlib", "inspect"),
     )
 )
 """Modules whose objects use resources outside the process's memory, or belong to other threads."""
+
+OUTSIDE = RESOURCES | {
+    *("logging", "weakref", "_weakref", "ctypes", "_ctypes", "importlib", "inspect"),
+}
+"""Modules whose objects are no values."""
+
+_MUTABLE = (OrderedDict, dict, list, bytearray, set, deque)
+_CONTAINERS = (*_MUTABLE, tuple, frozenset)
+_WITHOUT_ATTRIBUTES = frozenset((dict, list, set, deque, tuple, frozenset))
 
 
 def are_atoms(values: Iterable[Any]) -> bool:
@@ -87,13 +95,18 @@ def is_plain_object(kind: type) -> bool:
 def _is_plain_object(kind: type) -> bool:
     if issubclass(kind, Dataset | DataLoader | Sampler | Iterator | type | Enum | BaseException):
         return False
-    if any(base.__module__.partition(".")[0] in _OUTSIDE for base in kind.__mro__):
+    if comes_from(kind, OUTSIDE):
         return False
     try:
         make_bare(kind)
     except TypeError:
         return False
     return kind.__module__ != "builtins"
+
+
+def comes_from(kind: type, modules: Collection[str]) -> bool:
+    """Return whether a class, or one of its bases, is defined in one of some top-level modules."""
+    return any(base.__module__.partition(".")[0] in modules for base in kind.__mro__)
 
 
 def make_bare(kind: type) -> Any:
@@ -111,8 +124,9 @@ def _slots_of(kind: type) -> tuple[tuple[str, MemberDescriptorType], ...]:
     return tuple(
         (name, guard)
         for base in kind.__mro__
+        if "__slots__" in vars(base)
         for name, guard in vars(base).items()
-        if isinstance(guard, MemberDescriptorType) and base.__module__ != "builtins"
+        if isinstance(guard, MemberDescriptorType)
     )
 
 
@@ -141,6 +155,98 @@ def attributes_of(part: Any) -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
+def elements_of(value: Any) -> Iterable[Any]:
+    """Return what a container holds, without running a method of a user's class."""
+    if isinstance(value, dict):
+        return (*dict.keys(value), *dict.values(value))
+    base = _base_of(value)
+    if base is not None:
+        return () if base is bytearray else content_of(value)
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return list(value.flat)
+    return ()
+
+
+def children_of(value: Any) -> list[Any]:
+    """Return what a value refers to: members, attributes, and what a partial or a method calls."""
+    if type(value) in _WITHOUT_ATTRIBUTES:
+        return [*elements_of(value)]
+    if isinstance(value, ModuleType):
+        return []
+    parts = [*elements_of(value), *getattr(value, "__dict__", {}).values()]
+    if _slots_of(cast("Hashable", type(value))):
+        parts += attributes_of(value).values()
+    if isinstance(value, partial):
+        parts += (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        parts.append(value.__self__)
+    elif isinstance(value, torch.Tensor):
+        parts += (value.grad,) if value.is_leaf else ()
+    elif isinstance(value, torch.nn.Module):
+        # A scripted module holds them outside its attributes.
+        parts += (*value.parameters(recurse=False), *value.buffers(recurse=False))
+    return parts
+
+
+def each_in(root: Any, follow: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Yield a value and all that it leads to, each object once.
+
+    Args:
+        root: the value.
+        follow: returns what a value leads to.
+    """
+    seen: dict[int, Any] = {}
+    waiting = [root]
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in seen:
+            # Kept alive while its id is remembered: another object could get the same one.
+            seen[id(value)] = value
+            yield value
+            waiting += follow(value)
+
+
+def is_mutable(value: Any) -> bool:
+    """Return whether a value is a container that :func:`refill` can give other content."""
+    return _base_of(value) in _MUTABLE
+
+
+def content_of(part: Any) -> Collection[Any]:
+    """Return the members of a container in order; of a dict, its keys with their values."""
+    base = _base_of(part)
+    if base is bytearray:
+        return bytes(part)
+    return list(base.items(part) if issubclass(base, dict) else base.__iter__(part))
+
+
+def _base_of(value: Any) -> Any:
+    return _find_base(cast("Hashable", type(value)))
+
+
+@cache
+def _find_base(kind: type) -> Any:
+    return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
+
+
+def refill(part: Any, content: Collection[Any]) -> None:
+    """Give a container its members in place, without running a method of a user's class.
+
+    Args:
+        part: a list, dict, set, deque or byte array.
+        content: as :func:`content_of` returns it.
+    """
+    base = _base_of(part)
+    if base in (list, bytearray):
+        base.__setitem__(part, slice(None), base(content))
+        return
+    base.clear(part)
+    if base in (dict, OrderedDict):
+        for key, member in content:
+            base.__setitem__(part, key, member)
+    else:
+        (set.update if base is set else deque.extend)(part, content)
+
+
 def set_attribute(part: Any, name: str, value: Any) -> None:
     """Set an attribute of a plain object without running a method of its class."""
     guard = slots_of(type(part)).get(name)
@@ -164,11 +270,14 @@ class Identities:
     """Numbers for objects that are compared by identity. No number is given twice.
 
     An address alone is not enough: a new object may have the address of a deleted one.
+
+    Attributes:
+        num_given: how many were given.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
-        self._given = 0  # Not an itertools.count, which Python 3.14 can neither copy nor pickle.
+        self.num_given = 0  # Not an itertools.count, which Python 3.14 can neither copy nor pickle.
 
     def number(self, value: object) -> int:
         """Return the number of an object, which is new if the object is.
@@ -187,8 +296,8 @@ class Identities:
         return entry is not None and entry[0]() is value
 
     def _give(self) -> int:
-        self._given += 1
-        return self._given
+        self.num_given += 1
+        return self.num_given
 
 
 def refer_to(value: object) -> Callable[[], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from helios.core import rng
-from helios.data.loader_state_check import Verdict, have_same_bytes, try_state
+from helios.data.loader_state_check import Verdict, compare_batches, try_state
 from helios.data.source import Source, open_source
 from helios.data.truncated import TruncatedSource
 from tests.data.datasets import FETCH
@@ -146,6 +147,13 @@ class Item:
         self.value = value
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 @pytest.mark.shows("S46")
 @pytest.mark.parametrize(
     ("left", "right", "expected"),
@@ -162,19 +170,26 @@ class Item:
         ([1], [1, 2], False),
         ({"a": 1}, {"a": 2}, False),
         ({"a": 1}, {"b": 1}, False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),
+        ({1, 2}, {1, 2}, True),
+        ({1, 2}, {1, 3}, False),
+        (deque([1]), deque([1]), True),
+        (deque([1]), deque([2]), False),
         (0.0, -0.0, False),
         (Item([1]), Item([1]), True),
         (Item([1]), Item([2]), False),
+        (Slotted([1]), Slotted([1]), True),
+        (Slotted([1]), Slotted([2]), False),
     ],
 )
 def test_batches_are_compared_on_bytes(left: Any, right: Any, expected: bool) -> None:
-    assert have_same_bytes(left, right) is expected
+    assert compare_batches(left, right) is (Verdict.KEPT if expected else Verdict.BROKEN)
 
 
 def test_what_cannot_be_compared_is_not_judged() -> None:
     class Odd(Counting):
         def __iter__(self) -> Iterator[Any]:
             for batch in super().__iter__():
-                yield iter([batch])
+                yield (each for each in [batch])
 
     assert try_state(open_own(Odd())) is Verdict.UNKNOWN

@@ -16,8 +16,8 @@ from helios.errors import ArgumentError, UsageError
 from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
 from helios.plugins.nan_guard import NaNGuard
-from helios.plugins.window_buffers import BufferCopies
 from helios.state import TrainingState
+from helios.state_graph.buffers import BufferCopies
 from tests.data.test_order import Remembering
 from tests.loops.recorded import record
 from tests.support.resume import copy_checkpoint, resume_everywhere
@@ -601,7 +601,7 @@ def test_nothing_is_held_after_the_run() -> None:
     guard = NaNGuard("skip")
     _train(None, Setting(total_steps=5, accumulation=2), guard)
     assert guard._window == []
-    assert guard._buffers._copies == []
+    assert not guard._buffers._copies
 
 
 # --- copies of buffers ---------------------------------------------------------------------------
@@ -651,6 +651,28 @@ def test_buffers_that_went_are_no_error() -> None:
     net.num_batches_tracked += 1
     copies.put_back()
     assert net.num_batches_tracked == 0
+
+
+def test_a_buffer_that_the_window_has_set_first_is_none_again() -> None:
+    net = nn.Linear(1, 1)
+    net.register_buffer("last", None)
+    copies = BufferCopies()
+    copies.keep(_networks(net))
+    net.last = torch.ones(1)
+    copies.put_back()
+    assert net.last is None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_buffers_of_a_scripted_network_go_back() -> None:
+    net = torch.jit.script(nn.BatchNorm1d(2))
+    copies = BufferCopies()
+    for _ in range(2):
+        copies.keep(_networks(net))
+        net(torch.randn(4, 2) + 3)
+        copies.put_back()
+        assert net.running_mean.equal(torch.zeros(2))
+        assert net.num_batches_tracked == 0
 
 
 def test_networks_without_buffers_cost_nothing() -> None:

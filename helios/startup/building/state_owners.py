@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helios.core.utils import unsaved_of
 from helios.data.datamodule import DataModule
-from helios.data.keyed import KeyedDataset
+from helios.data.keyed import data_sets_of
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.hooks.events import CHANNELS
@@ -143,10 +143,7 @@ def _dataset_parts(source: Source) -> Iterator[tuple[str, object]]:
     loader = source.loader
     if not isinstance(loader, DataLoader):
         return
-    outer = loader.dataset
-    waiting: list[tuple[str, Any]] = [
-        ("data set", outer.dataset if isinstance(outer, KeyedDataset) else outer)
-    ]
+    waiting: list[tuple[str, Any]] = [("data set", data_sets_of(loader)[-1])]
     seen: set[int] = set()
     while waiting:
         name, part = waiting.pop(0)

@@ -145,7 +145,7 @@ def each_process_audits_its_own_gradients(find_turn, number, **more):
 def an_audit_repeats_a_step_with_the_buffers_that_it_has_left(put, inputs, session):
     import dataclasses
 
-    from helios.replicas.module_buffers import BufferPlaces
+    from helios.state_graph.buffers import BufferPlaces
 
     places = BufferPlaces(session.model.discovery.modules().values())
     put(dataclasses.replace(inputs, buffers=places.copies()), session)
@@ -198,10 +198,10 @@ def the_lineage_lacks_what_an_audit_has_found(report, audit, text, hosts):
 
 
 @fault(
-    "helios.model.snapshot:Snapshot.erase",
+    "helios.state_graph.rollback:Rollback.put_back",
     f"{AUDIT}::test_attributes_that_a_step_changes_are_put_back",
 )
-def attributes_that_an_audited_step_changes_are_not_put_back(erase, snapshot):
+def attributes_that_an_audited_step_changes_are_not_put_back(put_back, rollback):
     return None
 
 

@@ -449,3 +449,31 @@ def one_slow_look_names_an_attribute(end, times):
 )
 def what_loading_assigns_is_not_what_the_optimizer_updates(registered, slot):
     return slot.tensor
+
+
+@fault(
+    "helios.state_graph.rollback:Rollback._add_attributes",
+    "tests/state_graph/test_rollback.py::test_attributes_of_all_kinds_of_objects_come_back",
+)
+def only_objects_that_are_no_containers_have_attributes_put_back(add_attributes, rollback, value):
+    if not isinstance(value, tuple):
+        add_attributes(rollback, value)
+
+
+@fault(
+    "helios.state_graph.buffers:BufferPlaces.put",
+    "tests/plugins/test_nan_guard.py::test_buffers_go_back_to_what_they_held_in_place",
+)
+def a_buffer_that_a_skipped_window_has_replaced_stays(put, places, values, tensors=None):
+    put(places, values)
+
+
+@fault(
+    "helios.data.loader_state_check:compare_batches",
+    "tests/data/test_loader_state_check.py::test_what_cannot_be_compared_is_not_judged",
+)
+def a_batch_that_cannot_be_compared_counts_as_another_one(compare_batches, expected, found):
+    from helios.data.loader_state_check import Verdict
+
+    verdict = compare_batches(expected, found)
+    return Verdict.BROKEN if verdict is Verdict.UNKNOWN else verdict

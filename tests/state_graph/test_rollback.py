@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from helios.data import create_dataloader
+from helios.data.keyed import data_sets_of
 from helios.errors import UsageError
-from helios.model.snapshot import Snapshot
+from helios.state_graph.rollback import Rollback
 from tests.data.datasets import Indices
 
 
@@ -30,6 +31,10 @@ class Owner:
 
     def method(self) -> None:
         """Do nothing."""
+
+
+class Row(np.ndarray[Any, Any]):
+    """An array with attributes."""
 
 
 class Slotted:
@@ -90,10 +95,10 @@ def test_the_content_of_what_was_changed_in_place_comes_back(case: str) -> None:
     value, change = _CONTAINERS[case]
     owner = Owner(value=value, nested=[{"deep": (value,)}])
     before = show(value)
-    trace = Snapshot([owner])
+    trace = Rollback([owner])
     change(value)
     assert show(value) != before
-    trace.erase()
+    trace.put_back()
     assert show(value) == before
     assert owner.value is value
     assert owner.nested[0]["deep"][0] is value
@@ -103,12 +108,12 @@ def test_the_content_of_what_was_changed_in_place_comes_back(case: str) -> None:
 def test_attributes_come_back_go_away_and_keep_their_order() -> None:
     kept = [1]
     owner = Owner(count=1, name="a", items=kept)
-    trace = Snapshot([owner])
+    trace = Rollback([owner])
     owner.count += 1
     owner.items = [2]
     owner.added = "new"
     del owner.name
-    trace.erase()
+    trace.put_back()
     assert list(vars(owner).items()) == [("count", 1), ("name", "a"), ("items", [1])]
     assert owner.items is kept
 
@@ -137,30 +142,30 @@ def _with(holder: Any, found: Owner) -> Any:
 @pytest.mark.parametrize("way", _WAYS)
 def test_objects_are_followed_wherever_they_lie(way: str) -> None:
     found = Owner(total=0.0, history=[])
-    trace = Snapshot([Owner(value=_WAYS[way](found))])
+    trace = Rollback([Owner(value=_WAYS[way](found))])
     found.total, found.other = 5.0, 1
     found.history.append(5.0)
-    trace.erase()
+    trace.put_back()
     assert vars(found) == {"total": 0.0, "history": []}
 
 
 def test_objects_that_refer_to_each_other_are_visited_once() -> None:
     first, second = Owner(count=0), Owner(count=0)
     first.other, second.other = second, first
-    trace = Snapshot([first])
+    trace = Rollback([first])
     first.count = second.count = 3
     first.other = None
-    trace.erase()
+    trace.put_back()
     assert (first.count, second.count) == (0, 0)
     assert first.other is second
 
 
 def test_slots_come_back() -> None:
     owner = Slotted()
-    trace = Snapshot([owner])
+    trace = Rollback([owner])
     owner.count.append(2)
     owner.unset = 1
-    trace.erase()
+    trace.put_back()
     assert owner.count == [1]
     assert not [name for name in ("unset",) if getattr(owner, name, None)]
 
@@ -170,7 +175,7 @@ def test_parameters_and_buffers_of_all_kinds_come_back_in_place() -> None:
     net.register_buffer("seen", torch.zeros(2), persistent=False)
     weights = {name: part.clone() for name, part in net.state_dict(keep_vars=True).items()}
     objects = dict(net.named_parameters())
-    trace = Snapshot([Owner(net=net)])
+    trace = Rollback([Owner(net=net)])
     with torch.no_grad():
         for part in (*net.parameters(), *net.buffers()):
             part.add_(1)
@@ -183,7 +188,7 @@ def test_parameters_and_buffers_of_all_kinds_come_back_in_place() -> None:
     net.add_module("extra", nn.Linear(1, 1))
     net.register_forward_hook(lambda *args: None)
     net.eval()
-    trace.erase()
+    trace.put_back()
     assert dict(net.named_parameters()) == objects
     assert all(part.equal(weights[name]) for name, part in net.state_dict().items())
     assert net.seen.equal(torch.zeros(2))
@@ -200,10 +205,10 @@ def test_parameters_and_buffers_of_all_kinds_come_back_in_place() -> None:
 def test_a_gradient_comes_back() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = grad = torch.ones(2)
-    trace = Snapshot([Owner(weight=weight)])
+    trace = Rollback([Owner(weight=weight)])
     weight.grad.zero_()
     weight.grad = None
-    trace.erase()
+    trace.put_back()
     assert weight.grad is grad
     assert grad.equal(torch.ones(2))
 
@@ -211,11 +216,11 @@ def test_a_gradient_comes_back() -> None:
 def test_views_and_overlaps_share_their_memory_afterwards() -> None:
     whole = torch.arange(6.0)
     owner = Owner(whole=whole, part=whole[2:4], wide=torch.ones(1).expand(4), bits=whole.int())
-    trace = Snapshot([owner])
+    trace = Rollback([owner])
     owner.part.zero_()
     owner.wide.untyped_storage().fill_(0)
     owner.bits += 1
-    trace.erase()
+    trace.put_back()
     assert whole.equal(torch.arange(6.0))
     assert owner.wide.equal(torch.ones(4))
     assert owner.bits.equal(torch.arange(6, dtype=torch.int32))
@@ -225,10 +230,10 @@ def test_views_and_overlaps_share_their_memory_afterwards() -> None:
 
 def test_swapped_weights_come_back_where_they_were() -> None:
     weight, average = nn.Parameter(torch.ones(2)), torch.zeros(2)
-    trace = Snapshot([Owner(weight=weight, average=average)])
+    trace = Rollback([Owner(weight=weight, average=average)])
     weight.data, average.data = average.data, weight.data
     weight.data.add_(4)
-    trace.erase()
+    trace.put_back()
     assert weight.equal(torch.ones(2))
     assert average.equal(torch.zeros(2))
 
@@ -237,23 +242,79 @@ def test_optimizers_and_schedulers_come_back() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([weight], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    trace = Snapshot([Owner(optimizer=optimizer, scheduler=scheduler)])
+    trace = Rollback([Owner(optimizer=optimizer, scheduler=scheduler)])
     weight.grad = torch.ones(2)
     optimizer.step()
     scheduler.step()
-    trace.erase()
+    trace.put_back()
     assert not optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert scheduler.last_epoch == 0
     assert weight.equal(torch.ones(2))
 
 
+class Draws(random.Random):
+    """A generator that counts."""
+
+    count = 0
+
+
+class Pair(tuple[int, ...]):
+    """A tuple with attributes."""
+
+
+def _function() -> None:
+    """Do nothing."""
+
+
+@pytest.mark.shows("C17")
+@pytest.mark.parametrize(
+    "value", [Draws(1), Pair((1, 2)), partial(print, 1), _function, np.zeros(2).view(Row)]
+)
+def test_attributes_of_all_kinds_of_objects_come_back(value: Any) -> None:
+    value.count = 1
+    trace = Rollback([Owner(value=value)])
+    value.count, value.other = 2, 3
+    trace.put_back()
+    assert value.count == 1
+    assert not hasattr(value, "other")
+
+
+def test_the_factory_of_a_dict_comes_back() -> None:
+    owner = Owner(value=defaultdict(list))
+    trace = Rollback([owner])
+    owner.value.default_factory = int
+    trace.put_back()
+    assert owner.value["a"] == []
+
+
+def test_tensors_without_memory_of_their_own_come_back() -> None:
+    sparse, empty = torch.eye(2).to_sparse(), torch.zeros(0, 3)
+    trace = Rollback([Owner(sparse=sparse, empty=empty)])
+    for _ in range(2):
+        sparse.mul_(3)
+        empty.resize_(2, 3)
+        trace.put_back()
+        assert sparse.to_dense().equal(torch.eye(2))
+        assert empty.shape == (0, 3)
+
+
+def test_what_is_to_be_left_is_left_however_it_is_reached() -> None:
+    left = Owner(count=0)
+    owner = Owner(left=left, others=[left])
+    trace = Rollback([owner], leaving=[left])
+    left.count = owner.left = 1
+    trace.put_back()
+    assert owner.left is left
+    assert left.count == 1
+
+
 def test_the_legacy_generator_of_numpy_comes_back() -> None:
     expected = np.random.RandomState()
     expected.set_state(np.random.get_state())
-    trace = Snapshot([])
+    trace = Rollback([])
     np.random.rand(5)
-    trace.erase()
+    trace.put_back()
     assert np.random.rand() == expected.rand()
 
 
@@ -264,12 +325,13 @@ def test_a_loader_comes_back_and_its_data_is_passed_over() -> None:
     before = generator.get_state()
     ours, sampler = create_dataloader(Indices(4), shuffle=True)
     assert sampler is not None
-    trace = Snapshot([foreign, ours])
+    owners = [foreign, ours]
+    trace = Rollback(owners, leaving=[data for each in owners for data in data_sets_of(each)])
     list(foreign)
     list(ours)
     sampler.set_epoch(3)
     data[0].add_(1)
-    trace.erase()
+    trace.put_back()
     assert generator.get_state().equal(before)
     assert sampler.epoch == 0
     assert data[0] == 1
@@ -287,10 +349,10 @@ def test_what_reaches_outside_is_left_alone() -> None:
             self.count = 0
 
     owner = Owner(locked=Locked(), rows=Rows(), lock=threading.Lock(), count=0)
-    trace = Snapshot([owner])
+    trace = Rollback([owner])
     owner.locked.count = owner.rows.count = owner.count = 1
     owner.lock.acquire()
-    trace.erase()
+    trace.put_back()
     assert (owner.locked.count, owner.rows.count) == (1, 1)
     assert owner.count == 0
     assert owner.lock.locked()
@@ -300,36 +362,36 @@ def test_a_network_with_a_lock_comes_back_all_the_same() -> None:
     net = nn.Linear(1, 1)
     net.lock = threading.Lock()
     before = net.weight.detach().clone()
-    trace = Snapshot([Owner(net=net)])
+    trace = Rollback([Owner(net=net)])
     with torch.no_grad():
         net.weight.add_(1)
-    trace.erase()
+    trace.put_back()
     assert net.weight.equal(before)
 
 
 def test_read_only_arrays_are_no_error() -> None:
     array = np.arange(3)
     array.flags.writeable = False
-    Snapshot([Owner(array=array)]).erase()
+    Rollback([Owner(array=array)]).put_back()
 
 
 def test_lazy_networks_are_refused() -> None:
     with pytest.raises(UsageError, match="lazy parameter"):
-        Snapshot([Owner(net=nn.LazyLinear(2))])
+        Rollback([Owner(net=nn.LazyLinear(2))])
 
 
 def test_erasing_twice_is_erasing_once_more() -> None:
     owner = Owner(items=[1])
-    trace = Snapshot([owner])
+    trace = Rollback([owner])
     for _ in range(2):
         owner.items.append(2)
-        trace.erase()
+        trace.put_back()
         assert owner.items == [1]
 
 
 def test_a_storage_is_copied_once_however_many_views_it_has() -> None:
     whole = torch.zeros(1_000)
-    trace = Snapshot([Owner(views=[whole[i:] for i in range(50)])])
+    trace = Rollback([Owner(views=[whole[i:] for i in range(50)])])
     copies = [
         part
         for restore in trace._restores
