@@ -3,10 +3,9 @@
 An engine never decides when something happens.
 """
 
-from helios.engines.engine import Engine
-from helios.engines.precision import Precision
-
 # Importing an engine of the reference by its name raises an error that names its replacement.
 from helios.core.moved import refuse_engine_name as __getattr__  # noqa: F401
+from helios.engines.engine import Engine
+from helios.engines.precision import Precision
 
 __all__ = ["Engine", "Precision"]

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import helios
-from helios.ledger.manifest.manifest_file import FILE_NAME as MANIFEST
+from helios.ledger.manifest_file import FILE_NAME as MANIFEST
 from helios.plugins import EarlyStopping, Plugin
 from helios.state import TrainingState
 from helios.storage import files
