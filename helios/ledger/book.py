@@ -313,9 +313,12 @@ def find_folder(place: Path, names: Sequence[str]) -> Path:
     if len(found) == 1:
         return found[0]
     if not found:
+        lack, rest, them = names[0], "", "one"
+        if len(names) > 1:
+            lack, rest, them = "run", f": none of {', '.join(names)}", "them"
         raise LedgerError(
-            f"There is no {' or '.join(names)} in {place} or directly below it. A run writes that "
-            'beside its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
+            f"There is no {lack} in {place} or directly below it{rest}. A run writes {them} beside "
+            'its checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
         )
     shown = ", ".join(each.name for each in found)
     raise LedgerError(f"{place} holds several runs: {shown}. Pass the folder of one.")

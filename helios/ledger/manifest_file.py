@@ -107,6 +107,15 @@ def _check_types(start: Any, facts: Mapping[str, Any]) -> None:
         raise TypeError("parameters must be a table of tables")
 
 
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested tables, with their whole names."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a manifest atomically.
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +164,6 @@ class Diagnosis:
         """Return the finding as plain values."""
         return {**vars(self), "severity": self.severity.value}
 
-
-_variable, _gpu, _folder = (partial(Diagnosis, topic) for topic in ("environment", "gpu", "folder"))
 
 OLDEST_TORCH, NEWEST_TORCH = "2.6", "2.13"
 """The versions of PyTorch that the tests ran with: the oldest and the newest."""
@@ -511,3 +508,15 @@ def _try_lock(path: Path, place: Path) -> Iterator[Diagnosis]:
             "is not refused.",
             f"Mount it with locks (NFS: without nolock), or use another chkpt_root. {advice}",
         )
+
+
+def _variable(severity: Severity, text: str, remedy: str) -> Diagnosis:
+    return Diagnosis("environment", severity, text, remedy)
+
+
+def _gpu(severity: Severity, text: str, remedy: str) -> Diagnosis:
+    return Diagnosis("gpu", severity, text, remedy)
+
+
+def _folder(severity: Severity, text: str, remedy: str) -> Diagnosis:
+    return Diagnosis("folder", severity, text, remedy)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from helios.errors import ArgumentError
 from helios.ledger.line import hash_of
-from helios.ledger.manifest_file import Effect, compare_facts
+from helios.ledger.manifest_file import Effect, compare_facts, flatten
 from helios.reports.document import shorten
 
 _ABSENT = "not set"
@@ -73,15 +73,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the entries of nested tables, with their whole names."""
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _show(value: Any) -> str:

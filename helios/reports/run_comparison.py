@@ -15,6 +15,7 @@ from helios.core.text import number_text, with_step
 from helios.errors import ArgumentError
 from helios.ledger.book import read_course, read_last_iteration, read_last_line, read_last_losses
 from helios.ledger.differences import diff
+from helios.ledger.manifest_file import flatten
 from helios.ledger.run_facts import RunFacts, read_run
 from helios.reports.document import (
     Block,
@@ -35,7 +36,7 @@ from helios.reports.estimates import (
     split_variance,
     subtract,
 )
-from helios.reports.factors import find_levels, flatten, list_hyper_parameters, list_varying
+from helios.reports.factors import find_levels, list_hyper_parameters, list_varying
 from helios.reports.figures import RunCurves, draw_over
 
 _ALL = "all"

@@ -26,7 +26,7 @@ import helios.version
 from helios.best import BestValidation
 from helios.errors import FolderInUseError, LedgerError, UsageError
 from helios.ledger import manifest_file
-from helios.ledger.manifest_file import Manifest, read_manifest
+from helios.ledger.manifest_file import Manifest, flatten, read_manifest
 from helios.ledger.run_facts import read_run
 from helios.storage.folder_lock import FolderLock
 from helios.tracking.targets import Delivery, Destination, MLflow, Rows, from_plain
@@ -342,7 +342,7 @@ class Sender:
         """
         manifest = self._read_manifest()
         if not self._is_open:
-            self._destination.open(self._run.params | _flatten(manifest))
+            self._destination.open(self._run.params | _list_options(manifest))
             self._is_open = True
             self._has_params = manifest is not None
         for name, send in self._destination.channels().items():
@@ -350,7 +350,7 @@ class Sender:
         self._destination.confirm()
         if manifest is not None:
             if not self._has_params:
-                self._destination.add_params(_flatten(manifest))
+                self._destination.add_params(_list_options(manifest))
                 self._has_params = True
             self._add_document(Path(self._run.run_folder) / manifest_file.FILE_NAME)
 
@@ -431,22 +431,16 @@ class Sender:
             yield from rows
 
 
-def _flatten(manifest: Manifest | None) -> dict[str, Any]:
+def _list_options(manifest: Manifest | None) -> dict[str, Any]:
     """Return the options of the first start, which resumes do not change."""
     if manifest is None:
         return {}
-    found: dict[str, Any] = {}
-    for topic in _TOPICS:
-        _flatten_into(found, topic, manifest.sections[0].facts.get(topic, {}))
-    return found
-
-
-def _flatten_into(found: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(value, Mapping) and value:
-        for key, each in value.items():
-            _flatten_into(found, f"{name}.{key}", each)
-    elif not isinstance(value, Mapping):
-        found[name] = value if isinstance(value, str | int | float) else json.dumps(value)
+    facts = manifest.sections[0].facts
+    entries = flatten({topic: facts[topic] for topic in _TOPICS if topic in facts})
+    return {
+        name: value if isinstance(value, str | int | float) else json.dumps(value)
+        for name, value in entries
+    }
 
 
 def summarize(rows: Iterator[Mapping[str, Any]]) -> dict[str, Any]:

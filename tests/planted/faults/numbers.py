@@ -125,3 +125,11 @@ def a_report_shows_the_rates_of_the_next_update(trace_rates, timing, *rates, bef
 def a_comparison_draws_only_the_losses(list_curves, course):
     found = list_curves(course)
     return {topic: curves if topic == "Losses" else {} for topic, curves in found.items()}
+
+
+@fault(
+    "helios.reports.figures:RunCurves.marks",
+    "tests/reports/test_run_reports.py::test_a_start_that_began_anew_is_no_resume_in_a_chart",
+)
+def a_report_marks_a_start_that_began_anew_as_a_resume(marks, course):
+    return [(attempt.iteration, True) for attempt in course.run.attempts[1:]]
