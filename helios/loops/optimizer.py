@@ -346,7 +346,7 @@ class OptimizerLoop(Loop):
             results: what the step has returned or yielded, whose other numbers are shown, too.
         """
         session = self._session
-        if session.beside or len(results) > 1 or not isinstance(results[0], Tensor):
+        if session.beside or len(results) != 1 or not isinstance(results[0], Tensor):
             session.keep_beside(results)
         table, shown = session.model.loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.

@@ -41,6 +41,9 @@ class YieldLoop(OptimizerLoop):
     optimizer whose parameters are all frozen gets no backward. The generator's body runs under the
     engine's autocast, from yield to yield; a ``with`` block must not contain a yield.
 
+    Attributes:
+        SKIP: what a step yields, instead of a loss, to leave out the update of an optimizer.
+
     Args:
         optimizers: the model's optimizers in the order of the yields, by attribute name
             (``"optimizers.0"`` inside a list); by default the order in which they were assigned.
@@ -52,6 +55,7 @@ class YieldLoop(OptimizerLoop):
 
     _internals: ClassVar[str] = "_holders _order _skips _turns _unreached _yielded"
 
+    SKIP: ClassVar[object] = object()
     advances_once = True
 
     def __init__(self, optimizers: Sequence[str] = ()) -> None:
@@ -98,15 +102,20 @@ class YieldLoop(OptimizerLoop):
         session.turns.has_collected = True
         with closing(self._start(batch)) as generator:
             self._settle_mode(is_manual=False)
+            self._hold_skip(next(iter(turns)))
             engine.count_micro_batch()
+            earlier = ""
             for path, optimizer in turns.items():
-                losses[path] = self._learn(generator, path, is_first=not losses)
+                loss = self._learn(generator, path, earlier)
+                if loss is not None:
+                    losses[path] = loss
                 if is_boundary:
                     is_committed |= self._update_now(path, optimizer)
-            self._finish(generator)
+                earlier = path
+            self._finish(generator, earlier)
         if watch is not None:
             watch.conclude(is_manual=True)
-        is_one = len(losses) == 1
+        is_one = len(turns) == 1
         shown = {"loss" if is_one else f"loss_{path}": x for path, x in losses.items()}
         self._show(shown, *self._yielded)
         if is_boundary:
@@ -134,15 +143,31 @@ class YieldLoop(OptimizerLoop):
             "YieldLoop."
         )
 
-    def _learn(self, generator: Losses, path: str, *, is_first: bool) -> Tensor:
-        """Run the step to its next yield and do backward; returns the detached loss."""
+    def _learn(self, generator: Losses, path: str, earlier: str) -> Tensor | None:
+        """Run the step to its next yield and do backward.
+
+        Args:
+            generator: the step.
+            path: the optimizer whose loss is next.
+            earlier: the one before it; empty for the first.
+
+        Returns:
+            The detached loss; ``None`` if the step leaves this optimizer out.
+        """
         session, context = self._session, self._session.context
-        if not is_first:
+        if earlier:
             context.model_outputs = context.attached_loss = None
             session.hooks.emit("on_forward_start", context)
-        result = self._run_on(generator)
+            self._hold_skip(path)
+        result = self._run_on(generator, earlier)
         if result is _END:
             raise self._make_count_error(f"ended before it had yielded a loss for {path!r}")
+        if result is YieldLoop.SKIP:
+            self._skips.setdefault(path, f"train_step has yielded SKIP for {path!r}")
+            end_forward(session, None, None)
+            self._collect(path)
+            self._hold_skip(path)
+            return None
         inputs = [
             parameter
             for group in self._turns[path].param_groups
@@ -170,13 +195,7 @@ class YieldLoop(OptimizerLoop):
                 )
             raise
         is_reached = any(parameter.grad is not None for parameter in inputs)
-        session = self._session
-        session.turns.end_backward(
-            session.engine,
-            self._turns[path],
-            self._shown,
-            ends_window=session.state.is_step_boundary,
-        )
+        self._collect(path)
         if not is_reached and path not in self._unreached:
             self._unreached.add(path)
             _LOGGER.warning(
@@ -187,20 +206,45 @@ class YieldLoop(OptimizerLoop):
                 ", ".join(self._turns),
             )
 
-    def _run_on(self, generator: Losses) -> Any:
-        """Run the step to its next yield; returns what it yields, or ``_END`` at its end."""
+    def _collect(self, path: str) -> None:
+        session = self._session
+        ends_window = session.state.is_step_boundary
+        session.turns.end_backward(
+            session.engine, self._turns[path], self._shown, ends_window=ends_window
+        )
+
+    def _run_on(self, generator: Losses, earlier: str) -> Any:
+        """Run the step to its next yield; returns what it yields, or ``_END`` at its end.
+
+        Args:
+            generator: the step.
+            earlier: the optimizer whose yield the code follows; empty for the first.
+        """
         with self._session.engine.autocast():
             try:
-                return next(generator, _END)
+                result = next(generator, _END)
             except RuntimeError as error:
                 # Python's message for a StopIteration in the body of a generator.
                 if isinstance(error.__cause__, StopIteration):
                     raise make_stray_stop(error.__cause__) from error
                 raise
+        if reason := self._session.context.take_skip():
+            if not earlier:
+                self._skips = dict.fromkeys(self._turns, reason) | self._skips
+            elif self._session.state.is_step_boundary:
+                raise UsageError(
+                    f"Context.skip_step() must be called before the update that it skips, but that "
+                    f"of {earlier!r} is made at its yield, and train_step called it after that "
+                    f"({reason!r}). To leave out the update of an optimizer, yield YieldLoop.SKIP "
+                    "instead of its loss."
+                )
+            else:
+                self._skips.setdefault(earlier, reason)
+        return result
 
-    def _finish(self, generator: Losses) -> None:
+    def _finish(self, generator: Losses, earlier: str) -> None:
         """Run what follows the last yield."""
-        if self._run_on(generator) is not _END:
+        if self._run_on(generator, earlier) is not _END:
             raise self._make_count_error("yielded once more")
 
     def _update_now(self, path: str, optimizer: Optimizer) -> bool:
@@ -322,7 +366,7 @@ def _loss_for(path: str, result: Any, *, needs_graph: bool) -> Tensor:
         shown = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
     raise UsageError(
         f"train_step must yield a scalar loss for {path!r}, or a dict with one under 'loss', got "
-        f"{shown}. Reduce it (loss.mean()) and do not detach it."
+        f"{shown}. Reduce it (loss.mean()) and do not detach it; YieldLoop.SKIP leaves it out."
     )
 
 

@@ -563,6 +563,57 @@ def test_a_skip_before_the_first_yield_leaves_out_all_updates() -> None:
     assert train_on(loop, session, 2.0) is True
 
 
+@pytest.mark.shows("L45")
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_may_leave_out_the_update_of_an_optimizer(accumulation: int) -> None:
+    """As a GAN whose critic trains more often than its generator."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Any]:
+        yield model.b * batch
+        yield YieldLoop.SKIP if batch == 2.0 else model.a * batch
+
+    model = Pair(body)
+    loop, session = prepared(model, accumulation=accumulation)
+    for batch, weights in ((2.0, (0.0, -2.0)), (4.0, (-4.0, -4.0))):
+        for number in range(accumulation):
+            train_on(loop, session, batch, is_boundary=number == accumulation - 1)
+        assert model.weights == weights
+        assert model.gradients == (None, None)
+    assert model.moves == (1, 2)
+
+
+@pytest.mark.shows("L45")
+def test_a_skip_between_two_yields_belongs_to_the_first() -> None:
+    def body(model: Pair, batch: Any) -> Iterator[Any]:
+        yield model.b * batch
+        if batch == 4.0:
+            session.context.skip_step("test")
+        yield model.a * batch
+
+    model = Pair(body)
+    loop, session = prepared(model, accumulation=2)
+    train_on(loop, session, 4.0, is_boundary=False)
+    train_on(loop, session, 2.0)
+    assert model.weights == (-3.0, 0.0)
+    train_on(loop, session, 2.0, is_boundary=False)
+    with pytest.raises(
+        UsageError, match=r"but that of 'right' is made at its yield.*YieldLoop\.SKI"
+    ):
+        train_on(loop, session, 4.0)
+
+
+def test_a_skip_in_the_body_before_the_first_yield_leaves_out_all_updates() -> None:
+    def body(model: Pair, batch: Any) -> Iterator[Any]:
+        session.context.skip_step("test")
+        yield model.b * batch
+        yield model.a * batch
+
+    model = Pair(body)
+    loop, session = prepared(model)
+    assert train_on(loop, session, 2.0) is False
+    assert model.weights == (0.0, 0.0)
+
+
 def test_losses_are_put_into_an_empty_table_under_their_optimizers() -> None:
     """Losses go to TensorBoard without user code."""
     model = Pair()

@@ -1,0 +1,474 @@
+"""Sixteen trainings that extend Helios, written from its pages alone, and what each has left.
+
+Each is started by :func:`start` with a folder and a number of replicas; what is in the folder goes
+on. Their checkpoints and ledgers are compared on bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, softplus
+from torch.utils.data import Dataset
+
+import helios
+from helios import DataLoaderParams, DataModule, Engine, Model, Plugin, Trainer
+from helios.core import rng
+from helios.ledger.book import FILE_NAME
+from helios.loops import OptimizerLoop, YieldLoop
+from helios.model import BatchProcessor
+from helios.plugins import HookContext, PipelineHooks
+from tests.support.runs import digest
+
+
+class Points(Dataset[Any]):
+    """Points on two curves, of which a part is shown; what is shown may grow."""
+
+    def __init__(self, shown: list[int]) -> None:
+        self.shown = shown
+
+    def __len__(self) -> int:
+        return len(self.shown)
+
+    def __getitem__(self, place: int) -> Any:
+        x = torch.tensor([self.shown[place] / 8.0])
+        noise = 0.01 * torch.rand(1) + 0.01 * random.random() + 0.01 * float(np.random.normal())
+        return x + noise, x.sin(), x.cos()
+
+
+class Data(DataModule):
+    """Twelve points, four batches of each replica of two."""
+
+    def setup(self) -> None:
+        params = DataLoaderParams(batch_size=2, shuffle=True)
+        self._train_dataset = self._create_dataset(Points(list(range(16))), params)
+
+
+class Tasks(Model):
+    """Two heads on one trunk, and dropout."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.trunk = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Dropout(0.2))
+        self.sine, self.cosine = nn.Linear(8, 1), nn.Linear(8, 1)
+        networks = nn.ModuleList([self.trunk, self.sine, self.cosine])
+        self.optimizer = torch.optim.Adam(networks.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.9)
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
+        x, sine, cosine = batch
+        features = self.trunk(x)
+        return {
+            "sine": mse_loss(self.sine(features), sine),
+            "cosine": mse_loss(self.cosine(features), cosine),
+        }
+
+
+class Curve(Tasks):
+    """One loss."""
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
+        return sum(super().train_step(batch, state).values())
+
+
+def combine(parameters: list[Tensor], gradients: list[list[Tensor | None]]) -> None:
+    """Put one gradient of two into parameters, each without what opposes the other one."""
+    flat = []
+    for each in gradients:
+        pairs = zip(parameters, each, strict=True)
+        parts = [torch.zeros_like(p) if g is None else g for p, g in pairs]
+        flat.append(torch.cat([part.flatten() for part in parts]))
+    first, second = flat
+    product = (first * second).sum()
+    if product < 0:
+        first, second = (
+            first - product / (second * second).sum() * second,
+            second - product / (first * first).sum() * first,
+        )
+    sizes = [p.numel() for p in parameters]
+    for parameter, part in zip(parameters, (first + second).split(sizes), strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+class SurgeryLoop(OptimizerLoop):
+    """Gradient surgery as a loop."""
+
+    def advance(self, batch: Any) -> None:
+        model: Any = self.session.model
+        parameters, gradients = model.optimizer.param_groups[0]["params"], []
+        for loss in self.forward(batch).values():
+            self.backward(loss, retain_graph=True)
+            gradients.append([p.grad for p in parameters])
+            model.optimizer.zero_grad()
+        combine(parameters, gradients)
+        self.update(model.optimizer)
+
+
+class SurgeryEngine(Engine):
+    """Gradient surgery as an engine, which counts."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_steps = 0
+
+    def backward_losses(self, losses: Any, optimizer: Any) -> None:
+        parameters, gradients = optimizer.param_groups[0]["params"], []
+        for loss in losses:
+            self.backward_loss(loss, retain_graph=True)
+            gradients.append([p.grad for p in parameters])
+            optimizer.zero_grad()
+        combine(parameters, gradients)
+
+    def optimizer_step(self, optimizer: Any) -> bool:
+        is_committed = super().optimizer_step(optimizer)
+        self.num_steps += is_committed
+        return is_committed
+
+
+class WithEngine(Tasks):
+    """A model whose engine knows what to do with losses."""
+
+    def backward(self, losses: Any) -> None:
+        engine: Any = self.engine
+        engine.backward_losses(losses.values(), self.optimizer)
+
+
+class Surgery(Tasks):
+    """Gradient surgery as a method of the model."""
+
+    def backward(self, losses: Any) -> None:
+        parameters, gradients = self.optimizer.param_groups[0]["params"], []
+        for loss in losses.values():
+            self.engine.backward_loss(loss, retain_graph=True)
+            gradients.append([p.grad for p in parameters])
+            self.optimizer.zero_grad()
+        combine(parameters, gradients)
+
+
+class Growing(DataModule):
+    """Shows more points in each epoch."""
+
+    def setup(self) -> None:
+        self.points = Points(list(range(8)))
+        params = DataLoaderParams(batch_size=2, shuffle=True)
+        self._train_dataset = self._create_dataset(self.points, params)
+
+
+class Learner(Curve):
+    """Asks for the points of which it knows least, before each epoch but the first."""
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        points = self.trainer.datamodule.points  # type: ignore[union-attr]
+        if current_epoch == 1:
+            return
+        hidden = [number for number in range(40) if number not in points.shown]
+        with torch.no_grad():
+            x = torch.tensor(hidden)[:, None] / 8.0
+            self.trunk.eval()
+            errors = (self.sine(self.trunk(x)) - x.sin()).abs().flatten()
+            self.trunk.train()
+        points.shown += [hidden[place] for place in errors.topk(4).indices.tolist()]
+
+
+class Averaging(OptimizerLoop):
+    """Counts its updates, and pulls weights towards their average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_updates = 0
+        self.average: Tensor | None = None
+
+    def advance(self, batch: Any) -> None:
+        self.backward(self.forward(batch))
+        if self.update():
+            self.num_updates += 1
+            weight = self.session.model.sine.weight.detach()  # type: ignore[attr-defined]
+            before = weight if self.average is None else self.average
+            self.average = before.lerp(weight, 0.5)
+            weight.lerp_(self.average, 0.1)
+
+
+class Gan(Model):
+    """Two networks, and one loss of each by yields."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.generator = nn.Linear(2, 1)
+        self.critic = nn.Sequential(nn.Linear(1, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.05)
+        self.generator_optimizer = torch.optim.Adam(self.generator.parameters(), lr=0.05)
+
+    def losses(self, real: Tensor) -> tuple[Tensor, Tensor]:
+        fake = self.generator(torch.randn(len(real), 2))
+        critic = softplus(-self.critic(real)) + softplus(self.critic(fake.detach()))
+        return critic.mean(), fake
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
+        loss, fake = self.losses(batch[0])
+        yield loss
+        yield softplus(-self.critic(fake)).mean()
+
+
+class SeldomGan(Gan):
+    """Updates its generator in every second step only."""
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
+        loss, fake = self.losses(batch[0])
+        yield loss
+        is_due = state.global_iteration % 4 > 1
+        yield softplus(-self.critic(fake)).mean() if is_due else YieldLoop.SKIP
+
+
+class ManualGan(Gan):
+    """Makes two updates of its critic per batch, by hand."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.generator, self.critic = map(self.engine.wrap, (self.generator, self.critic))
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> None:
+        for _ in range(2):
+            loss, fake = self.losses(batch[0])
+            self._step(loss, self.critic_optimizer)
+        self._loss_items["critic"] = loss.detach()
+        loss = softplus(-self.critic(self.generator(torch.randn(len(fake), 2)))).mean()
+        self._step(loss, self.generator_optimizer)
+        self._loss_items["generator"] = loss.detach()
+        self.engine.close_window()
+
+    def _step(self, loss: Tensor, optimizer: Any) -> None:
+        for each in (self.critic_optimizer, self.generator_optimizer):
+            self.engine.zero_grad(each)
+        self.engine.backward_loss(loss)
+        self.engine.optimizer_step(optimizer)
+
+
+class Closing(Model):
+    """LBFGS, which evaluates its loss several times."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.LBFGS(self.net.parameters(), max_iter=3)
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> None:
+        x, sine, _ = batch
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = mse_loss(self.net(x), sine)
+            loss.backward()
+            return loss
+
+        self._loss_items["loss"] = self.optimizer.step(closure).detach()
+
+
+class Noisy(Plugin):
+    """Changes the learning rate by what three generators draw, and remembers a few values."""
+
+    def __init__(self) -> None:
+        super().__init__("noisy")
+        self.buffer: list[Tensor] = []
+        self.python = random.Random(1)
+        self.numpy = np.random.default_rng(2)
+        self.torch = torch.Generator().manual_seed(3)
+
+    def setup(self) -> None: ...
+
+    def on_optimizer_step_start(self, optimizer: Any) -> None:
+        drawn = torch.rand(1, generator=self.torch) + self.python.random() + self.numpy.random()
+        self.buffer = [*self.buffer[-3:], drawn]
+        optimizer.param_groups[0]["lr"] = 0.01 * float(torch.stack(self.buffer).mean())
+
+
+class Warmup(HookContext):
+    """Raises the learning rate with every epoch."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def on_enter(self, ctx: Any) -> None:
+        if not ctx.resumed:
+            self.epochs += 1
+            ctx.optimizer.param_groups[0]["lr"] = 0.01 * self.epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.epochs = state_dict["epochs"]
+
+
+class Largest(HookContext):
+    """Scales gradients by the largest norm so far."""
+
+    def __init__(self) -> None:
+        self.norm = 0.0
+
+    def on_enter(self, ctx: Any) -> None:
+        gradients = [p.grad for p in ctx.optimizer.param_groups[0]["params"]]
+        self.norm = max(self.norm, float(torch.stack([g.norm() for g in gradients]).norm()))
+        for gradient in gradients:
+            gradient.div_(self.norm)
+
+
+def make_hooks() -> PipelineHooks:
+    hooks = PipelineHooks()
+    hooks.register("on_epoch", Warmup())
+    hooks.register("on_optimizer_step", Largest())
+    return hooks
+
+
+class Short(Plugin):
+    """Ends each epoch before its fourth batch."""
+
+    def __init__(self) -> None:
+        super().__init__("short")
+
+    def setup(self) -> None: ...
+
+    def on_training_batch_start(self, state: helios.TrainingState) -> None:
+        if self.context.micro_step_id == 3:
+            raise StopIteration
+
+
+class Fitting(BatchProcessor):
+    """The step as a function of model and batch."""
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        x, sine, _ = batch
+        outputs = model.sine(model.trunk(x))
+        return outputs, mse_loss(outputs, sine)
+
+
+class Processing(Model):
+    """A model without steps of its own."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        Tasks.setup(self, fast_init)  # type: ignore[arg-type]
+        self.batch_processor = Fitting(transforms=lambda batch: (batch[0] / 3, *batch[1:]))
+
+
+class NoisyEngine(Engine):
+    """Adds decaying noise to the gradients."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_steps = 0
+
+    def optimizer_step(self, optimizer: Any) -> bool:
+        generator = torch.Generator().manual_seed(rng.key(0, "noise", self.num_steps))
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                noise = torch.empty_like(parameter.grad).normal_(generator=generator)
+                parameter.grad.add_(noise, alpha=0.01 / (1 + self.num_steps))
+        is_committed = super().optimizer_step(optimizer)
+        self.num_steps += is_committed
+        return is_committed
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What a training is made of.
+
+    Attributes:
+        make_model: makes the model of a name.
+        make_data: makes the data module.
+        make_engine: makes the engine; ``None`` for the trainer's.
+        make_loop: makes the optimizer loop; ``None`` for the default one.
+        make_plugins: makes the plugins.
+        refused: the error of a run that has more replicas than processes; empty if any number of
+            processes may run it.
+        refused_together: the error of a run on two processes; empty if there is none.
+        folds: how many runs follow each other.
+        options: further arguments of the trainer.
+    """
+
+    make_model: Callable[[str], Model]
+    make_data: Callable[[], DataModule] = Data
+    make_engine: Callable[..., Engine] | None = None
+    make_loop: Callable[[], OptimizerLoop] | None = None
+    make_plugins: Callable[[], list[Plugin]] = list
+    refused: str = ""
+    refused_together: str = ""
+    folds: int = 1
+    accumulation: int = 2
+
+
+EXTENSIONS: dict[str, Extension] = {
+    "surgery in a loop": Extension(Tasks, make_loop=SurgeryLoop),
+    "surgery in an engine": Extension(WithEngine, make_engine=SurgeryEngine),
+    "surgery in a model": Extension(Surgery),
+    "active learning": Extension(Learner, Growing),
+    "folds": Extension(Curve, folds=2),
+    "a loop with state": Extension(Curve, make_loop=Averaging),
+    "a GAN by yields": Extension(
+        Gan, make_loop=YieldLoop, refused="A YieldLoop needs a process for each replica"
+    ),
+    "a GAN with n_critic": Extension(
+        SeldomGan, make_loop=YieldLoop, refused="A YieldLoop needs a process for each replica"
+    ),
+    "a GAN by hand": Extension(ManualGan, accumulation=1, refused="one process per replica"),
+    "LBFGS": Extension(
+        Closing,
+        accumulation=1,
+        refused="A train_step that returns None needs one process per replica",
+        refused_together="must have the same weights",
+    ),
+    "a plugin with three generators": Extension(Curve, make_plugins=lambda: [Noisy()]),
+    "channels": Extension(Curve, make_plugins=lambda: [make_hooks()]),
+    "StopIteration": Extension(
+        Curve,
+        make_plugins=lambda: [Short()],
+        accumulation=1,
+        refused_together="must not raise StopIteration when several processes train",
+    ),
+    "a processor": Extension(Processing),
+    "an engine": Extension(Curve, make_engine=NoisyEngine),
+}
+
+
+def start(folder: Path, name: str, *plugins: Plugin, num_replicas: int = 2) -> None:
+    """Start a training, or go on with it."""
+    extension = EXTENSIONS[name]
+    torch.set_num_threads(1)
+    for fold in range(extension.folds):
+        where: dict[str, Any] = {"use_cpu": True}
+        if extension.make_engine is not None:
+            where = {"engine": extension.make_engine("cpu", clip_norm=1.0)}
+        trainer = Trainer(
+            total_steps=12 // extension.accumulation,
+            train_unit="iteration",
+            accumulation_steps=extension.accumulation,
+            chkpt_frequency=1,
+            chkpt_root=folder,
+            num_replicas=num_replicas,
+            print_banner=False,
+            plugins=[*extension.make_plugins(), *plugins],
+            **where,
+        )
+        if extension.make_loop is not None:
+            batch_loop = trainer.fit_loop.epoch_loop.batch_loop  # type: ignore[union-attr]
+            batch_loop.connect(optimizer_loop=extension.make_loop())  # type: ignore[union-attr]
+        trainer.fit(extension.make_model(f"fold-{fold}"), extension.make_data())
+
+
+def read_bits(folder: Path) -> dict[str, str]:
+    """Return digests of what the runs of a folder have left."""
+    found: dict[str, str] = {}
+    for run in sorted(each for each in folder.iterdir() if each.is_dir()):
+        newest = helios.find_last_checkpoint(run)
+        assert newest is not None
+        payload = helios.load_checkpoint(newest)
+        state = dict(payload["training_state"].dict(), average_iter_time=0.0)
+        parts = {name: payload[name] for name in ("cursor", "engine", "rng", "loops")}
+        parts |= {f"model.{name}": part for name, part in payload["model"]["objects"].items()}
+        parts |= {name: part for name, part in payload.items() if name in ("plugins", "tables")}
+        found |= {f"{run.name}/{part}": digest(value) for part, value in parts.items()}
+        found |= {f"{run.name}/name": newest.name, f"{run.name}/state": digest(state)}
+        found[f"{run.name}/ledger"] = newest.with_name(FILE_NAME).read_text()
+    return found
