@@ -28,7 +28,9 @@ from helios.engines.engine import Engine
 from helios.engines.process_member import redefines
 from helios.errors import StateError
 from helios.hooks.context import Context
+from helios.hooks.events import EVENTS, Receiver
 from helios.hooks.live_run import LiveRun
+from helios.hooks.overrides import check_overrides, find_without_super
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
@@ -48,6 +50,15 @@ _LOGGER = logging.getLogger(__name__)
 def _do_nothing() -> None:
     return
 
+
+_OF_ENGINES = [event.name for event in EVENTS.values() if Receiver.ENGINE in event.receivers]
+_DEFAULTS = {
+    "on_training_batch_start": "losses of earlier batches stay in _loss_items",
+    "on_training_batch_end": "_running_losses gets no losses",
+    "on_validation_start": "scores of the last validation stay in metrics",
+    "on_validation_end": "_running_losses is not cleared",
+}
+"""What is not done if a model overrides a method without calling that of its base."""
 
 # Engine methods that run after the gradients are computed.
 _UPDATE = (
@@ -113,6 +124,10 @@ class Session(LiveRun):
     def __post_init__(self) -> None:
         # Needed in every iteration, and constant during a run.
         self.replicas = self.engine.replicas
+        if type(self.engine) is not Engine:
+            check_overrides(self.engine, Engine, receives=_OF_ENGINES)
+        if self.recorder is not None:
+            self._warn_of_lost_defaults()
         is_there = self.engine.device.type == "cpu"
         self.leaves_batches = is_there and type(self.model).batch_to_device is Model.batch_to_device
         has_own = redefines(self.engine, Engine, "autocast")
@@ -122,7 +137,7 @@ class Session(LiveRun):
         self.loss_means = LossMeans(self._warn_of_nonfinite)
         # Only a training run reports plugins of the checkpoint that are missing.
         self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
-        self.agreement = make_agreement(self.replicas, self._look_around, self.context.take_skip)
+        self.agreement = make_agreement(self.replicas, self._look_around, self.moment.take_skip)
         watch = ReplicaWatch(
             type(self.model).__name__,
             self.model.discovery,
@@ -133,6 +148,16 @@ class Session(LiveRun):
         )
         seed = self.seed if self.training_seed is None else self.training_seed
         self.turns = make_turns(self.replicas, seed, self.model, watch, self.agreement)
+
+    def _warn_of_lost_defaults(self) -> None:
+        for name in find_without_super(self.model, _DEFAULTS):
+            _LOGGER.warning(
+                "%s.%s does not call super().%s(...), so %s.",
+                type(self.model).__name__,
+                name,
+                name,
+                _DEFAULTS[name],
+            )
 
     @property
     def sanity_steps(self) -> int:

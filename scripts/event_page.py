@@ -80,9 +80,9 @@ against recorded runs (`tests/integration/test_event_logs.py`, `tests/golden/eve
 To receive an event, define a method with its name and arguments in a plugin, the model, the data
 module or the engine; the table shows which of them receive it. Receivers are called from left to
 right, and plugins in the order of their registration; end events are emitted in the same order as
-start events, not in reverse. *Monitors* are plugins with `monitor = True`. An event without
-receivers costs nothing. A method with other arguments raises an error: in a plugin when it is
-registered, anywhere else when a run starts.
+start events, not in reverse: what a plugin reads of an earlier one is complete in both. *Monitors*
+are plugins with `monitor = True`. An event without receivers costs nothing. A method with other
+arguments raises an error: in a plugin when it is registered, anywhere else when a run starts.
 
 - If a plugin raises an exception, Helios adds a note that names the plugin and the event. Like any
   other exception, it ends the run; only `StopIteration` from `on_training_step_start` or
@@ -96,6 +96,33 @@ registered, anywhere else when a run starts.
   over the iterations since the last `should_log`, over micro-batches and replicas.
 - With several replicas, steps, `process_*_batch` and the events of forward and backward occur once
   for each replica that a process runs; all others occur once per iteration in every process.
+
+## Words
+
+| word | meaning | number, from 0 |
+|---|---|---|
+| iteration, micro-step | one batch for each replica | `global_micro_step_id` |
+| window | the `accumulation_steps` iterations of an update | `window_index` inside of it |
+| step | a window and its update | `global_step_id` |
+| epoch | one pass over the data | `epoch_id` |
+
+The counters of `TrainingState` count from 1: `global_iteration` iterations, `global_epoch` epochs,
+and `current_iteration` steps in a run that counts steps, iterations in one that counts epochs.
+
+## What a hook may change
+
+| a hook may | by |
+|---|---|
+| map the batch | returning it from `process_*_batch`, in one plugin |
+| change gradients | `parameter.grad`, from `on_backward_end` to `on_optimizer_step_start` |
+| skip an update | `self.context.skip_step(reason)`, until `on_optimizer_step_start` |
+| save, stop or interrupt | `request_checkpoint()`, `request_stop(reason)`, `interrupt(reason)` |
+| log | `self.context.log({name: number})` |
+| say that scores are summed | `declare_summed(scores)` |
+| change weights, buffers, optimizers | the objects themselves, between updates |
+
+The context itself is read only: `self.context.batch = ...` raises an `AttributeError`, because a
+part of Helios would go on with the batch that it has.
 """
 
 

@@ -341,8 +341,8 @@ FAULTS = (
     Fault(
         "a tracker mixes the points of a rewound run with those of before",
         "helios/startup/runs/fit_run.py",
-        "        session.context.went_back = self._start.is_branch or bool(self._start.plans)",
-        "        session.context.went_back = False",
+        "        session.moment.went_back = self._start.is_branch or bool(self._start.plans)",
+        "        session.moment.went_back = False",
         f"{TRACKERS}::test_going_back_on_purpose_is_another_run",
     ),
     Fault(
@@ -1206,7 +1206,7 @@ FAULTS = (
     Fault(
         "the end of a forward pass is not told",
         "helios/loops/step.py",
-        '    session.hooks.emit("on_forward_end", context)',
+        '    session.hooks.emit("on_forward_end", session.context)',
         "    pass",
         f"{CHANNELS}::test_channels_nest_in_a_training[by steps]",
     ),

@@ -332,7 +332,7 @@ class StepAudit:
             for name, parameter in parameters.items():
                 parameter.grad = own.old.get(name)
             StepInputs.read(own.inputs, session.engine.device).put(session)
-            loss = self._forward(session.context.batch)
+            loss = self._forward(session.moment.batch)
             trace.hold_gradients(leaves_of(loss))
             set_generators(session.model, own.generators)
             session.engine.backward_loss(loss, None)

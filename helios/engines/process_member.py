@@ -43,6 +43,16 @@ def redefines(owner: object, base: type, name: str) -> bool:
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
+class _Unmade:
+    """Placeholder for the device of an engine whose constructor has not set it."""
+
+    def __get__(self, engine: ProcessMember, kind: type[ProcessMember]) -> Any:
+        raise UsageError(
+            f"{kind.__name__}.__init__ must call super().__init__(device): without it the engine "
+            "has neither a device nor a precision. Add the call as its first line."
+        )
+
+
 class ProcessMember:
     """A process on a device; the base of ``Engine``.
 
@@ -61,6 +71,8 @@ class ProcessMember:
     """
 
     _internals: ClassVar[str] = "_has_joined _means device"
+
+    device: torch.device = _Unmade()  # type: ignore[assignment]
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = _as_device(device)

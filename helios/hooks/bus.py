@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from helios.core.signatures import read_signature
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import EVENTS, Event, Receiver, Verb, find_after_base, is_silent, may_ask
 
 _LOGGER = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def signature_of(name: str, method: object, *, may_yield: bool = False) -> inspe
     return read_signature(method)
 
 
-def check_arguments(name: str, method: object, parameters: Sequence[str]) -> None:
+def check_call(name: str, method: object, parameters: Sequence[str]) -> None:
     """Check that a method takes arguments by position, and that a call runs its body.
 
     Args:
@@ -306,13 +306,24 @@ class Bus:
         return receiver(*args)
 
     def transform(self, event: str, batch: Any, *args: Any) -> Any:
-        """Pass a batch through the owner of an event, if it has one."""
+        """Pass a batch through the owner of an event, if it has one.
+
+        Raises:
+            UsageError: if it returns nothing.
+        """
         for receiver in self._receivers[event]:
             try:
-                batch = receiver(batch, *args)
+                mapped = receiver(batch, *args)
             except BaseException as error:
                 self._note(error, event, 0)
                 raise
+            if mapped is None and batch is not None:
+                owner = self._owners[event][0]
+                raise UsageError(
+                    f"{event} of {owner_name(owner)} must return the batch, got None. Write return "
+                    "batch at its end."
+                )
+            batch = mapped
         return batch
 
     def _note(self, error: BaseException, event: str, place: int) -> None:

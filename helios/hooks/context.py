@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from helios.data.interfaces import BatchIterator
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, UsageError
 from helios.hooks.live_run import LiveRun
@@ -32,57 +31,94 @@ Item = TypeVar("Item")
 class Context:
     """The run, as hooks see it: one live object.
 
-    Ids count from 0 and increase after the end hooks of the epoch, step or batch that they number;
-    the counters of :attr:`state` count from 1.
+    Hooks read it and call its methods; nothing can be assigned. Ids count from 0 and increase after
+    the end hooks of the epoch, step or batch that they number; the counters of :attr:`state` count
+    from 1.
 
     Attributes:
-        batch: the current batch: as fetched in batch hooks, transformed in forward hooks; ``None``
-            between batches.
-        raw_batch: the current batch as it was fetched.
-        model_outputs: what the current step returned, or the outputs of its batch processor.
-        attached_loss: the current loss with its graph, for the loops; hooks read :attr:`loss`.
-        stepping_optimizer: the optimizer that steps; ``None`` outside an optimizer step.
-        is_optimizer_step_committed: whether the last update was made; ``None`` before the first.
-        is_window_open: whether an accumulation window is open, whose update may still be skipped.
-        exception: the exception that ended the run, for exits of contexts; otherwise ``None``.
-        resumed: whether the scope began before this start of the run, in another process.
-        start_epoch: the epoch in which this start of the run began, from 0.
-        start_step: optimizer steps made before this start.
-        is_replay: whether a part of a run is only repeated, to compare it with the run's ledger.
-            What you log or upload was logged before: write nothing then.
-        run_folder: folder of the run's checkpoints and records; ``None`` without checkpoints.
-        training_batches: the pass over the training data, for the loops; ``None`` outside one.
-        went_back: whether this start went back on purpose: by a rewind, or to the checkpoint of
-            ``Trainer(resume=<path>)``. What follows may differ from what followed before.
+        moment: for the loops, which change it.
     """
+
+    __slots__ = ("_run", "moment")
 
     def __init__(self, run: LiveRun) -> None:
         self._run = run
-        self.batch: Any = None
-        self.raw_batch: Any = None
-        self.model_outputs: Any = None
-        self.attached_loss: Tensor | None = None
-        self.stepping_optimizer: Optimizer | None = None
-        self.is_optimizer_step_committed: bool | None = None
-        self.exception: BaseException | None = None
-        self.resumed = False
-        self.start_epoch = 0
-        self.start_step = 0
-        self.is_replay = False
-        self.run_folder: Path | None = None
-        self.went_back = False
-        self.training_batches: BatchIterator | None = None
-        self._skip_reason = ""
-        self.is_window_open = False
+        self.moment = run.moment
 
-    def end_batch(self) -> None:
-        """Release the batch and everything computed from it; called by the loops."""
-        self.batch = self.raw_batch = self.model_outputs = self.attached_loss = None
+    @property
+    def batch(self) -> Any:
+        """The current batch; ``None`` between batches.
+
+        As fetched in batch hooks, transformed in forward hooks.
+        """
+        return self.moment.batch
+
+    @property
+    def raw_batch(self) -> Any:
+        """The current batch as it was fetched."""
+        return self.moment.raw_batch
+
+    @property
+    def model_outputs(self) -> Any:
+        """What the current step returned, or the outputs of its batch processor."""
+        return self.moment.model_outputs
+
+    @property
+    def stepping_optimizer(self) -> Optimizer | None:
+        """The optimizer that steps; ``None`` outside an optimizer step."""
+        return self.moment.stepping_optimizer
+
+    @property
+    def is_optimizer_step_committed(self) -> bool | None:
+        """Whether the last update was made; ``None`` before the first."""
+        return self.moment.is_optimizer_step_committed
+
+    @property
+    def exception(self) -> BaseException | None:
+        """The exception that ended the run, for exits of contexts; otherwise ``None``."""
+        return self.moment.exception
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the scope began before this start of the run, in another process."""
+        return self.moment.resumed
+
+    @property
+    def start_epoch(self) -> int:
+        """The epoch in which this start of the run began, from 0."""
+        return self.moment.start_epoch
+
+    @property
+    def start_step(self) -> int:
+        """Optimizer steps made before this start."""
+        return self.moment.start_step
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether a part of a run is only repeated, to compare it with the run's ledger.
+
+        What you log or upload was logged before: write nothing then.
+        """
+        return self.moment.is_replay
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Folder of the run's checkpoints and records; ``None`` without checkpoints."""
+        return self.moment.run_folder
+
+    @property
+    def went_back(self) -> bool:
+        """Whether this start went back on purpose: by a rewind, or to ``Trainer(resume=<path>)``.
+
+        What follows may differ from what followed before.
+        """
+        return self.moment.went_back
 
     @property
     def loss(self) -> Tensor | None:
         """The current loss, detached; ``None`` before there is one, and in manual mode."""
-        return None if self.attached_loss is None else self.attached_loss.detach()
+        loss = self.moment.attached_loss
+        return None if loss is None else loss.detach()
 
     @property
     def model(self) -> Model:
@@ -168,7 +204,7 @@ class Context:
         all replicas get equally many, unless ``drop_last`` is set. Valid as :attr:`replica` is, in
         training; (0, 0) for batches without padding.
         """
-        batches, turns = self.training_batches, self._run.turns
+        batches, turns = self.moment.training_batches, self._run.turns
         if batches is None or not batches.repeats or batches.sizes is None:
             return 0, 0
         index = self._run.replicas.local_replicas.index(turns.replica)
@@ -270,7 +306,7 @@ class Context:
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer that steps, or the model's only one; ``None`` if there are several."""
-        return self.stepping_optimizer or _only(self.optimizers)
+        return self.moment.stepping_optimizer or _only(self.optimizers)
 
     @property
     def lr_schedulers(self) -> dict[str, LRScheduler]:
@@ -303,19 +339,20 @@ class Context:
         """
         return self._run.indices_of(place or self._run.cursor)
 
-    def log(self, scalars: Mapping[str, Any]) -> None:
+    def log(self, scalars: Mapping[str, Any], *surplus: object) -> None:
         """Log numbers by name, for the current iteration: to TensorBoard and all loggers.
 
         Args:
             scalars: numbers, or tensors of one element, by name, such as ``"train/loss"``.
+            surplus: what must not be passed.
 
         Raises:
             ArgumentTypeError: if they are not a mapping.
         """
-        if not isinstance(scalars, Mapping):
+        if not isinstance(scalars, Mapping) or surplus:
             raise ArgumentTypeError(
-                "context.log(...) must be called with a mapping of names to numbers, got "
-                f"{scalars!r}. Pass e.g. {{'train/loss': loss}}."
+                "context.log(...) must be called with one mapping of names to numbers, got "
+                f"{', '.join(map(repr, (scalars, *surplus)))}. Pass e.g. {{'train/loss': loss}}."
             )
         self._run.log(scalars)
 
@@ -362,32 +399,13 @@ class Context:
                 "Context.skip_step() must be called in automatic mode, but train_step returns None "
                 "and updates the weights itself. Skip the update there, or return the loss."
             )
-        if not self.is_window_open:
+        if not self.moment.is_window_open:
             raise UsageError(
                 "Context.skip_step() must be called between on_training_step_start and the update "
                 "that it skips, in on_optimizer_step_start at the latest. No window is open "
                 "here."
             )
-        self._skip_reason = self._skip_reason or reason
-
-    def close_window(self) -> None:
-        """End a window; called by the loops.
-
-        Raises:
-            UsageError: if a skip was requested after the update.
-        """
-        self.is_window_open = False
-        if self._skip_reason:
-            self._skip_reason = ""
-            raise UsageError(
-                "Context.skip_step() must be called before the update that it skips: in "
-                "on_optimizer_step_start at the latest. This window's update was made already."
-            )
-
-    def take_skip(self) -> str:
-        """Return why the current update is skipped, empty if it is not; called by the loops."""
-        reason, self._skip_reason = self._skip_reason, ""
-        return reason
+        self.moment.skip_reason = self.moment.skip_reason or reason
 
 
 def _only(found: Mapping[str, Item]) -> Item | None:

@@ -19,6 +19,7 @@ from helios.data.interfaces import Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
+from helios.hooks.moment import Moment
 from helios.ledger.writer import LedgerWriter
 from helios.replicas.replicas import Replicas
 from helios.replicas.turns import Turns
@@ -142,6 +143,7 @@ class LiveRun:
         turns: the replica whose random numbers and buffers are in place.
         is_discovered: whether Helios finds the model's state: it has no ``state_dict`` of its own.
         loss_means: the training losses that people see.
+        moment: what happens right now, as hooks see it.
     """
 
     model: Model
@@ -169,6 +171,7 @@ class LiveRun:
     best: BestSoFar = field(default_factory=BestSoFar)
     summed_scores: dict[str, Any] = field(default_factory=dict)
     is_repeating: bool = False
+    moment: Moment = field(default_factory=Moment)
     plugin_states: States = field(init=False)
     replicas: Replicas = field(init=False)
     agreement: Agreement = field(init=False)

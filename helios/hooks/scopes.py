@@ -79,13 +79,13 @@ class Scopes:
         self.end(kind)
         scope = _Scope(kind, ctx, is_resumed)
         self._open.append(scope)
-        ctx.resumed = is_resumed
+        ctx.moment.resumed = is_resumed
         try:
             for hook in hooks:
                 hook.on_enter(ctx)
                 scope.begun.append(hook)
         finally:
-            ctx.resumed = False
+            ctx.moment.resumed = False
 
     def end(self, kind: tuple[str, str]) -> None:
         """Close a scope and all open ones inside it; does nothing if it is not open."""
@@ -124,14 +124,14 @@ def leave(
 ) -> list[BaseException]:
     """Leave all contexts; returns what they raised."""
     outer, errors = ctx.exception, list[BaseException]()
-    ctx.exception, ctx.resumed = exception, is_resumed
+    ctx.moment.exception, ctx.moment.resumed = exception, is_resumed
     for hook in hooks:
         try:
             hook.on_exit(ctx)
         except BaseException as error:
             errors.append(error)
-            ctx.exception = errors[0] if exception is None else exception
-    ctx.exception, ctx.resumed = outer, False
+            ctx.moment.exception = errors[0] if exception is None else exception
+    ctx.moment.exception, ctx.moment.resumed = outer, False
     return errors
 
 

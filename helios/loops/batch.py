@@ -17,6 +17,7 @@ class BatchLoop(Loop):
     advances_once = True
     roles = ("optimizer_loop",)
     role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
+    role_arguments: ClassVar = {"optimizer_loop": ("batch",)}
 
     def __init__(self, optimizer_loop: Loop | None = None) -> None:
         super().__init__()

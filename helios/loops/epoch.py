@@ -30,6 +30,7 @@ class EpochLoop(Loop):
 
     roles = ("batch_loop", "val_loop")
     role_types: ClassVar = {"batch_loop": BatchLoop, "val_loop": ValidationLoop}
+    role_arguments: ClassVar = {"batch_loop": ("batch",)}
 
     def __init__(self, batch_loop: Loop | None = None, val_loop: Loop | None = None) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class EpochLoop(Loop):
         self._catch_up()
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
-        session.context.training_batches = self._batches
+        session.moment.training_batches = self._batches
         session.turns.begin_epoch()
         if ledger is not None:
             ledger.find_optimizers()
@@ -139,7 +140,7 @@ class EpochLoop(Loop):
     def advance(self) -> None:
         """Train on the batches of one iteration."""
         session = self._session
-        state, context, turns = session.state, session.context, session.turns
+        state, moment, turns = session.state, session.moment, session.turns
         if self._must_open:
             # A subclass has an on_run_start of its own.
             self._open()
@@ -156,7 +157,7 @@ class EpochLoop(Loop):
             for replica, batch in zip(session.replicas.local_replicas, found, strict=True):
                 turns.begin(replica, opens_window=opens_window)
                 if not turns.is_first:
-                    context.batch = context.raw_batch = batch
+                    moment.batch = moment.raw_batch = batch
                 if self._tensors is not None:
                     self._tensors.begin_turn(state.global_iteration)
                 turns.has_collected = False
@@ -327,8 +328,8 @@ class EpochLoop(Loop):
                 session.engine.zero_grad(optimizer)
             session.engine.close_window()
             session.turns.drop_window()
-            session.context.take_skip()
-            session.context.close_window()
+            session.moment.take_skip()
+            session.moment.close_window()
             state.drop_window()
 
     def _begin_iteration(self, batch: Any, *, is_last: bool) -> bool:
@@ -350,10 +351,10 @@ class EpochLoop(Loop):
         opens_window = found[0] or state.global_iteration == 1
         try:
             if opens_window:
-                session.context.is_window_open = True
+                session.moment.is_window_open = True
                 if "on_training_step_start" in hooks.active:
                     hooks.emit("on_training_step_start", state)
-            session.context.batch = session.context.raw_batch = batch
+            session.moment.batch = session.moment.raw_batch = batch
             if "on_training_batch_start" in hooks.active:
                 hooks.emit("on_training_batch_start", state)
         except StopIteration as error:
@@ -371,14 +372,14 @@ class EpochLoop(Loop):
     def _end_iteration(self, num_samples: int) -> None:
         session, state, hooks = self._session, self._session.state, self._session.hooks
         if state.is_step_boundary:
-            session.context.close_window()
+            session.moment.close_window()
         if self._ledger is not None:
             self._ledger.take_losses(session.turns.means or session.model.loss_items)
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
         if "on_training_batch_end" in hooks.active:
-            session.context.batch = session.context.raw_batch
+            session.moment.batch = session.moment.raw_batch
             hooks.emit("on_training_batch_end", state, should_log)
-        session.context.end_batch()
+        session.moment.end_batch()
         if state.is_step_boundary:
             if "on_training_step_end" in hooks.active:
                 hooks.emit("on_training_step_end", state, state.is_step_committed)
@@ -422,4 +423,4 @@ class EpochLoop(Loop):
         self._batches, self._must_open = _NONE, False
         # An error in setup ends the call before there is a session.
         if "_session" in vars(self):
-            self._session.context.training_batches = None
+            self._session.moment.training_batches = None

@@ -45,8 +45,8 @@ class FitLoop(Loop):
     def on_run_start(self) -> None:
         """Emit the start events of training, and continue at the cursor."""
         session, cursor = self._session, self._session.cursor
-        session.context.start_epoch = cursor.epoch
-        session.context.start_step = session.state.global_step
+        session.moment.start_epoch = cursor.epoch
+        session.moment.start_step = session.state.global_step
         if not session.is_resumed:
             session.watch_idle_steps()
         self._check_sanity()

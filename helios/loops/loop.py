@@ -12,11 +12,13 @@ from itertools import count
 from typing import Any, ClassVar, TypeVar, final
 
 from helios.errors import ArgumentError, StateError, UsageError
+from helios.hooks.overrides import check_arguments, check_overrides
 from helios.loops.view import SessionView
 from helios.session import Session
 
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
+_TAKING = ("on_run_start", "on_advance_start", "advance")
 _CYCLE = (*_HOOKS, "on_skip", "done", "advance", "on_run_end", "run")
 
 
@@ -63,6 +65,7 @@ class Loop(ABC):
         roles: names of the children; each is an attribute that holds a loop.
         role_types: which of Helios' own loops a role takes; a loop that derives from none of them
             may take any role.
+        role_arguments: what a loop passes to its child in a role; nothing if it is not named.
         unsaved: names of attributes that training changes and that need not be saved.
         session: what the loop may access; a ``UsageError`` before it is attached. Helios' own loops
             access all of it, under another name.
@@ -75,6 +78,7 @@ class Loop(ABC):
 
     roles: ClassVar[tuple[str, ...]] = ()
     role_types: ClassVar[Mapping[str, type[Loop]]] = {}
+    role_arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     session: SessionView = _Unattached()  # type: ignore[assignment]
     _session: Session = _Unattached()  # type: ignore[assignment]
     advances_once: ClassVar[bool] = False
@@ -127,6 +131,7 @@ class Loop(ABC):
         Raises:
             UsageError: if a role is empty.
             ArgumentError: for a loop that was made for another role.
+            ArgumentTypeError: for a method that does not take what is passed to it.
         """
         missing = sorted(set(self.roles) - set(self.children()))
         if missing:
@@ -139,6 +144,7 @@ class Loop(ABC):
         if session is not None:
             self.session = self._session = session
             if not type(self).__module__.startswith("helios.") or self._is_redefined():
+                check_overrides(self, _find_base(type(self)), apart=_TAKING)
                 session.agreement.doubt()
                 session.agreement.has_own_loops = True
             if self._has_one_round():
@@ -146,6 +152,8 @@ class Loop(ABC):
         for role, child in self.children().items():
             if session is not None:
                 self._check_child(role, child)
+                if not self._has_own["advance"]:
+                    check_arguments(child, _TAKING, self.role_arguments.get(role, ()))
             child.attach(session)
 
     @final
@@ -354,6 +362,11 @@ class Loop(ABC):
 def _find_owner(kind: type, name: str) -> type:
     """Return the class that defines an attribute of a class."""
     return next(base for base in kind.__mro__ if name in vars(base))
+
+
+def _find_base(kind: type) -> type:
+    """Return the class of Helios from which a loop of the user's derives."""
+    return next(base for base in kind.__mro__ if base.__module__.startswith("helios."))
 
 
 def _is_built_in(kind: type) -> bool:

@@ -14,7 +14,7 @@ from helios.core.signatures import read_signature
 from helios.core.utils import parameters_of
 from helios.engines.process_member import redefines
 from helios.errors import UsageError
-from helios.hooks.bus import check_arguments
+from helios.hooks.bus import check_call
 from helios.ledger.writer import LedgerWriter
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.rounds import EarlierGradients, OwnRound
@@ -104,7 +104,7 @@ class OptimizerLoop(Loop):
                 optimizer = self._find_optimizer()
                 updates = session.state.is_step_boundary and turns.is_last
                 if self._own_backward is None:
-                    result = session.context.attached_loss
+                    result = session.moment.attached_loss
                 if updates and engine.sends_early and self._may_send_early():
                     with turns.sending(engine, optimizer):
                         self.backward(result)
@@ -413,7 +413,7 @@ class OptimizerLoop(Loop):
         if self._own_backward is None:
             return
         place = f"{type(session.model).__name__}.backward"
-        check_arguments(place, self._own_backward, ("losses",))
+        check_call(place, self._own_backward, ("losses",))
         if session.replicas.is_sharded:
             raise UsageError(
                 f'{place} must not be overridden with sharding="full", whose gradients are summed '
@@ -482,14 +482,14 @@ class OptimizerLoop(Loop):
             optimizer: the optimizer to step.
             schedules_of: the optimizer whose schedulers step; ``None`` for all of them.
         """
-        session, context = self._session, self._session.context
+        session, moment = self._session, self._session.moment
         engine, hooks, active = session.engine, session.hooks, session.hooks.active
         engine.average_gradients(optimizer)
         if session.turns.has_message:
             session.turns.receive()
         if self._ledger is not None:
             self._ledger.take_gradients(optimizer)
-        context.stepping_optimizer = optimizer
+        moment.stepping_optimizer = optimizer
         if "on_optimizer_step_start" in active:
             hooks.emit("on_optimizer_step_start", optimizer)
         if session.agreement.agree_on_skip():
@@ -504,7 +504,7 @@ class OptimizerLoop(Loop):
                     "made, True or False, got None: no step would count. Return "
                     "super().optimizer_step(optimizer), or True."
                 )
-        context.is_optimizer_step_committed = is_committed
+        moment.is_optimizer_step_committed = is_committed
         schedulers = session.schedulers
         if is_committed and schedulers is not None and not schedulers.is_empty:
             schedulers.after_step(schedules_of)
@@ -513,7 +513,7 @@ class OptimizerLoop(Loop):
         engine.zero_grad(optimizer)
         if "on_optimizer_step_end" in active:
             hooks.emit("on_optimizer_step_end", optimizer, is_committed)
-        context.stepping_optimizer = None
+        moment.stepping_optimizer = None
         return is_committed
 
     def teardown(self) -> None:

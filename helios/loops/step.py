@@ -38,12 +38,12 @@ def take_step(session: Session, step: str, batch: Any, *args: Any, has_begun: bo
 
 def begin_forward(session: Session, batch: Any) -> Any:
     """Emit the start of a forward pass; returns the batch with the processor's transforms."""
-    context, processor = session.context, session.model.batch_processor
+    processor = session.model.batch_processor
     if processor is not None:
         batch = processor.transform(batch)
-    context.batch = batch
+    session.moment.batch = batch
     if "on_forward_start" in session.hooks.active:
-        session.hooks.emit("on_forward_start", context)
+        session.hooks.emit("on_forward_start", session.context)
         record_changes(session, "on_forward_start")
     return batch
 
@@ -56,11 +56,11 @@ def record_changes(session: Session, hook: str) -> None:
 
 def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
     """Emit the end of a forward pass, with its outputs and its loss in the context."""
-    context = session.context
-    context.model_outputs = result.outputs if isinstance(result, Processed) else result
-    context.attached_loss = loss
+    moment = session.moment
+    moment.model_outputs = result.outputs if isinstance(result, Processed) else result
+    moment.attached_loss = loss
     if "on_forward_end" in session.hooks.active:
-        session.hooks.emit("on_forward_end", context)
+        session.hooks.emit("on_forward_end", session.context)
         record_changes(session, "on_forward_end")
 
 

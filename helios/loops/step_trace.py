@@ -108,7 +108,7 @@ class StepInputs:
     def put(self, session: Session) -> None:
         """Put everything in place, within :meth:`StepTrace.erased`."""
         session.turns.replica = self.replica
-        session.context.batch = self.batch
+        session.moment.batch = self.batch
         session.model.loss_items.clear()
         session.model.loss_items.update(self.losses)
         BufferPlaces(session.model.discovery.modules().values()).put(self.buffers)
@@ -141,8 +141,8 @@ class StepTrace:
         Generators, buffers, losses, gradients and requests are as before afterwards, and no scalars
         are logged meanwhile.
         """
-        session, context = self._session, self._session.context
-        replica, batch = session.turns.replica, context.batch
+        session, moment = self._session, self._session.moment
+        replica, batch = session.turns.replica, moment.batch
         generators = read_generators(session.model, session.engine.device)
         networks = session.model.discovery.modules().values()
         parts = [part for network in networks for part in network.modules()]
@@ -160,7 +160,7 @@ class StepTrace:
             before.put_back()
             for leaf, gradient in self._gradients.values():
                 leaf.grad = gradient
-            session.turns.replica, context.batch = replica, batch
+            session.turns.replica, moment.batch = replica, batch
             set_generators(session.model, generators)
 
 

@@ -154,10 +154,10 @@ class YieldLoop(OptimizerLoop):
         Returns:
             The detached loss; ``None`` if the step leaves this optimizer out.
         """
-        session, context = self._session, self._session.context
+        session, moment = self._session, self._session.moment
         if earlier:
-            context.model_outputs = context.attached_loss = None
-            session.hooks.emit("on_forward_start", context)
+            moment.model_outputs = moment.attached_loss = None
+            session.hooks.emit("on_forward_start", session.context)
             self._hold_skip(path)
         result = self._run_on(generator, earlier)
         if result is _END:
@@ -228,7 +228,7 @@ class YieldLoop(OptimizerLoop):
                 if isinstance(error.__cause__, StopIteration):
                     raise make_stray_stop(error.__cause__) from error
                 raise
-        if reason := self._session.context.take_skip():
+        if reason := self._session.moment.take_skip():
             if not earlier:
                 self._skips = dict.fromkeys(self._turns, reason) | self._skips
             elif self._session.state.is_step_boundary:
@@ -259,7 +259,7 @@ class YieldLoop(OptimizerLoop):
         It belongs to the optimizer whose yield it followed, or, if requested before the first one,
         to all. Otherwise it would apply to the next update at the end of the window.
         """
-        reason = self._session.context.take_skip()
+        reason = self._session.moment.take_skip()
         if reason:
             self._skips = dict.fromkeys(paths, reason) | self._skips
 

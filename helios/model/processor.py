@@ -111,11 +111,20 @@ class BatchProcessor(ABC):
             :attr:`need_backward` is False.
         """
 
+    def _name(self) -> str:
+        return f"{type(self).__name__}.forward"
+
     @final
     def transform(self, batch: Any) -> Any:
         """Return a batch for the forward pass."""
         for transform in self._transforms:
-            batch = transform(batch)
+            mapped = transform(batch)
+            if mapped is None and batch is not None:
+                raise UsageError(
+                    f"{_name_of(transform)}, a transform of {self._name()}, must return the "
+                    "batch, got None. Write return batch at its end."
+                )
+            batch = mapped
         return batch
 
     @final
@@ -124,7 +133,7 @@ class BatchProcessor(ABC):
 
         Raises:
             LossNotProvidedError: if backward is needed, and there is no loss.
-            UsageError: if the forward pass returns anything but a pair.
+            UsageError: if the forward pass returns anything but a pair, or a loss that is none.
         """
         self._is_evaluating = is_evaluating
         try:
@@ -133,15 +142,23 @@ class BatchProcessor(ABC):
             self._is_evaluating = False
         if not isinstance(result, tuple) or len(result) != 2:
             raise UsageError(
-                f"{type(self).__name__}.forward must return (outputs, loss), got "
-                f"{type(result).__name__}. Return (outputs, None) if there is no loss."
+                f"{self._name()} must return (outputs, loss), got {type(result).__name__}. Return "
+                "(outputs, None) if there is no loss."
             )
         outputs, loss = result
+        if isinstance(loss, Tensor) and not _is_scalar(loss):
+            remedy = "Reduce it (loss.mean())."
+            if _is_scalar(outputs):
+                remedy = "Loss and outputs seem to be exchanged: return (outputs, loss)."
+            raise UsageError(
+                f"{self._name()} must return (outputs, loss) with a scalar loss, got a tensor of "
+                f"shape {tuple(loss.shape)}. {remedy}"
+            )
         if is_evaluating or not self._need_backward:
             return Processed(outputs, loss if is_evaluating else None)
         if loss is None:
             raise LossNotProvidedError(
-                f"{type(self).__name__}.forward must return a loss in training, got None. Return "
+                f"{self._name()} must return a loss in training, got None. Return "
                 "(outputs, loss), or construct it with need_backward=False to do the update "
                 "yourself."
             )
@@ -161,9 +178,20 @@ class _FunctionProcessor(BatchProcessor):
         super().__init__(need_backward, transforms)
         self._function = function
 
+    def _name(self) -> str:
+        return _name_of(self._function)
+
     def forward(self, model: Model, batch: Any) -> tuple[Any, Tensor | None]:
         """Call the function."""
         return self._function(model, batch)
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _as_list(transforms: Transform | Sequence[Transform] | None) -> list[Transform]:

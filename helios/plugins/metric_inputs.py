@@ -237,9 +237,9 @@ def aside(*, is_lone_step: bool = False) -> Iterator[None]:
 @contextmanager
 def _at_its_end(context: Context) -> Iterator[None]:
     """Show the batch in a forward as it is shown at the batch's end."""
-    shown = context.batch
-    context.batch = context.raw_batch
+    moment = context.moment
+    shown, moment.batch = moment.batch, moment.raw_batch
     try:
         yield
     finally:
-        context.batch = shown
+        moment.batch = shown

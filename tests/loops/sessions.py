@@ -163,11 +163,11 @@ def fit(session: Session, loop: FitLoop | None = None) -> Any:
 def train_on(loop: Loop, session: Session, batch: Any, *, is_boundary: bool = True) -> bool:
     """Run one iteration, as the epoch loop does; returns whether its step was committed."""
     session.state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
-    session.context.is_window_open = True
+    session.moment.is_window_open = True
     session.model.on_training_batch_start(session.state)
     loop.run(batch)
     if is_boundary:
-        session.context.close_window()
+        session.moment.close_window()
     return session.state.is_step_committed
 
 

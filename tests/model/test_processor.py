@@ -468,3 +468,36 @@ def test_a_processor_of_the_class_that_cannot_be_copied_is_refused() -> None:
 
     with pytest.raises(ArgumentError, match=r"Model\.batch_processor must be copyable"):
         make_trainer().fit(Model(), Numbers())
+
+
+def swapped(model: Any, batch: Any) -> Any:
+    return model.net(batch).mean(), model.net(batch)
+
+
+def unreduced(model: Any, batch: Any) -> Any:
+    return model.net(batch), model.net(batch)
+
+
+def forgetful(batch: Any) -> None:
+    batch + 1
+
+
+@pytest.mark.parametrize("is_evaluating", [True, False])
+@pytest.mark.parametrize(
+    ("function", "remedy"), [(swapped, "seem to be exchanged"), (unreduced, r"loss\.mean\(\)")]
+)
+def test_a_loss_that_is_no_scalar_names_the_function(
+    function: Any, remedy: str, is_evaluating: bool
+) -> None:
+    processor = BatchProcessor.from_callable(function)
+    model = OneLayer(processor)
+    model.setup()
+    match = rf"{function.__name__} must return \(outputs, loss\) with a scalar loss, got .*{remedy}"
+    with pytest.raises(UsageError, match=match):
+        processor.process(model, torch.ones(3, 1), is_evaluating=is_evaluating)
+
+
+def test_a_transform_that_returns_nothing_is_named() -> None:
+    processor = BatchProcessor.from_callable(unreduced, transforms=[torch.neg, forgetful])
+    with pytest.raises(UsageError, match="forgetful, a transform of unreduced, must return the b"):
+        processor.transform(torch.ones(1))

@@ -20,6 +20,7 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import check_receiver
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS, EVENTS
+from helios.hooks.moment import Moment
 from helios.plugins.channels import HookHandle, PipelineHooks
 from helios.plugins.contexts import HookContext
 from helios.plugins.plugin import PLUGIN_REGISTRY
@@ -34,6 +35,7 @@ class Run:
 
     phase: Phase = Phase.TRAINING
     is_in_epoch: bool = False
+    moment: Moment = dataclasses.field(default_factory=Moment)
 
 
 class Noting(HookContext):

@@ -363,8 +363,8 @@ class FitRun(Run):
             outside=self._make_outside(),
         )
         folder = self._start.folder
-        session.context.run_folder = None if folder is None else folder.path
-        session.context.went_back = self._start.is_branch or bool(self._start.plans)
+        session.moment.run_folder = None if folder is None else folder.path
+        session.moment.went_back = self._start.is_branch or bool(self._start.plans)
         return session
 
     def _make_outside(self) -> Callable[[], str]:

@@ -113,7 +113,7 @@ class ReplayRun(FitRun):
 
     def _build(self) -> Session:
         session = super()._build()
-        session.context.is_replay = True
+        session.moment.is_replay = True
         return session
 
     def _make_outside(self) -> Callable[[], str]:
