@@ -6,9 +6,12 @@ those that need a process for each replica with one in as many.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from helios.plugins import Plugin
@@ -94,3 +97,27 @@ def test_what_needs_a_process_for_each_replica_says_so(name: str, tmp_path: Path
 def test_what_cannot_run_on_two_processes_says_so(name: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=EXTENSIONS[name].refused_together):
         run(tmp_path, name, 2, 2)
+
+
+_PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "scripted-loop.md"
+
+
+def _run_script(rank: int, folder: Path) -> bool:
+    """Run the loop of the page, whole and cut twice; returns whether both end alike."""
+    blocks = re.findall(r"^```python\n(.*?)^```", _PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    script: dict[str, Any] = {"__name__": "page"}
+    exec("".join(blocks).partition("\nfolder = Path(")[0], script)
+    _, whole = script["train"](folder / "whole.pth")
+    for steps in (3, 7):
+        with pytest.raises(KeyboardInterrupt):
+            script["train"](folder / "cut.pth", stop_after=steps)
+    _, resumed = script["train"](folder / "cut.pth")
+    return all(torch.equal(value, whole[name]) for name, value in resumed.items())
+
+
+@pytest.mark.shows("L46")
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_scripted_loop_with_an_engine_resumes_to_the_same_bits(
+    num_processes: int, tmp_path: Path
+) -> None:
+    assert run_ranks(_run_script, num_processes, tmp_path) == [True] * num_processes
