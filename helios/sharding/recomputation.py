@@ -7,11 +7,9 @@ batch once. Inputs and parameters that have changed since then are an error.
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -19,26 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helios.core import rng
-from helios.core.generators import Generator, is_generator, load_generator, state_of_generator
-from helios.core.memory import (
-    has_plain_bytes,
-    is_expanded,
-    overlapping,
-    span_of,
-    storage_bytes,
-    storage_of,
-    tensor_on,
-)
+from helios.core.generators import Generator, load_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
+from helios.state_graph.rollback import ValueCopier
+from helios.state_graph.values import attributes_of, delete_attribute, set_attribute
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
 """Attributes of all modules that no forward changes."""
-
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-_ALIGNMENT = 16
-_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
-_Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 @contextmanager
@@ -117,16 +103,20 @@ class _Start:
 
     def __init__(self, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
         self._name = name
-        self._parts = [*module.modules()]
+        self._modules = [*module.modules()]
         self._inputs = [
             (tuple(tensor.shape), _counter_of(tensor), _version_of(tensor))
             for tensor in _tensors_in(inputs)
         ]
         self._weights = self._read_weights()
         others = [None if isinstance(value, Tensor) else value for value in inputs]
-        self._kept = [*_tensors_in(others)]
-        copier = _Copier(self._kept)
-        self._values, self._others = copier.copy((self._read(), others))
+        self._kept = [*self._modules, *_tensors_in(others)]
+        copier = ValueCopier(self._kept)
+        self._objects = copier.objects
+        read = [*map(_attributes_of, self._modules)]
+        self._values, self._others = copier.copy((read, others))
+        self._values += copier.attributes
+        self._kept += self._objects
         self._generators = copier.generators
         self._states = _read_states(self._generators)
 
@@ -141,15 +131,16 @@ class _Start:
             UsageError: if inputs or parameters have changed since then.
         """
         self._require_unchanged()
-        values, states = self._read(), _read_states(self._generators)
+        parts = [*self._modules, *self._objects]
+        values, states = [*map(_attributes_of, parts)], _read_states(self._generators)
         # Copied again, because backward may run twice.
-        start, others = _Copier(self._kept).copy((self._values, self._others))
-        self._write(start)
+        start, others = ValueCopier(self._kept).copy((self._values, self._others))
+        _set_attributes(parts, start)
         _set_states(self._generators, self._states)
         try:
             yield others
         finally:
-            self._write(values)
+            _set_attributes(parts, values)
             _set_states(self._generators, states)
 
     def _require_unchanged(self) -> None:
@@ -171,128 +162,29 @@ class _Start:
             )
 
     def _read_weights(self) -> list[tuple[Tensor, int]]:
-        weights = (each for part in self._parts for each in vars(part)["_parameters"].values())
+        weights = (each for part in self._modules for each in vars(part)["_parameters"].values())
         return [(each, _version_of(each)) for each in weights if each is not None]
 
-    def _read(self) -> list[dict[str, Any]]:
-        """Return the attributes of each module, and what torch keeps its buffers and parts in."""
-        return [
-            {name: value for name, value in vars(part).items() if name not in _OF_TORCH}
-            for part in self._parts
-        ]
 
-    def _write(self, values: list[dict[str, Any]]) -> None:
-        for part, attributes in zip(self._parts, values, strict=True):
+def _attributes_of(part: Any) -> dict[str, Any]:
+    """Return the attributes of an object, of a module also its buffers and parts."""
+    if not isinstance(part, nn.Module):
+        return attributes_of(part)
+    return {name: value for name, value in vars(part).items() if name not in _OF_TORCH}
+
+
+def _set_attributes(parts: Sequence[Any], values: Sequence[dict[str, Any]]) -> None:
+    for part, attributes in zip(parts, values, strict=True):
+        if isinstance(part, nn.Module):
             table = vars(part)
             for name in table.keys() - _OF_TORCH - attributes.keys():
                 del table[name]
             table.update(attributes)
-
-
-@final
-class _Copier:
-    """Copies what a forward may change in place: tensors, arrays, lists and dicts.
-
-    What occurs twice is copied once, and tensors that share elements still do.
-
-    Args:
-        kept: tensors that are not copied.
-
-    Attributes:
-        generators: the generators that were found; they are not copied.
-    """
-
-    def __init__(self, kept: Iterable[Tensor]) -> None:
-        self.generators: list[Generator] = []
-        # A value is kept with its copy, because an id is unique only while it exists.
-        self._done: dict[int, tuple[Any, Any]] = {id(part): (part, part) for part in kept}
-        self._tensors: list[_Pair] = []
-
-    def copy(self, value: Any) -> Any:
-        """Return a copy, or the value itself if it is of another kind."""
-        found = self._copy(value)
-        _fill(self._tensors)
-        self._tensors = []
-        return found
-
-    def _copy(self, value: Any) -> Any:
-        if type(value) in _PLAIN:
-            return value
-        if id(value) not in self._done:
-            self._done[id(value)] = (value, self._make(value))
-        return self._done[id(value)][1]
-
-    def _make(self, value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            return self._make_tensor(value)
-        if kind is np.ndarray:
-            return value.copy(order="K")
-        if kind in (list, tuple, set):
-            return kind(map(self._copy, value))
-        if kind is deque:
-            return deque(map(self._copy, value), value.maxlen)
-        if kind in _DICTS:
-            # With the factory of a defaultdict.
-            found = copy.copy(value)
-            for key, member in value.items():
-                found[key] = self._copy(member)
-            return found
-        if isinstance(value, rng.DefaultNumpyRNG):
-            self.generators.append(value.generator)
-        elif is_generator(value):
-            self.generators.append(value)
-        return value
-
-    def _make_tensor(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor):
-            return tensor
-        is_lazy = tensor.is_conj() or tensor.is_neg()
-        if type(tensor) is not Tensor or not has_plain_bytes(tensor) or is_lazy:
-            return tensor.clone()
-        if is_expanded(tensor):
-            # Nothing may change it in place.
-            return tensor
-        # Filled when all tensors of its memory are known.
-        twin = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._tensors.append((tensor, twin))
-        return twin
-
-
-def _fill(pairs: Iterable[_Pair]) -> None:
-    """Copy tensors into others; those that share elements still do."""
-    storages: dict[Any, list[_Pair]] = defaultdict(list)
-    for pair in pairs:
-        storages[pair[0].device, storage_of(pair[0])].append(pair)
-    for inside in storages.values():
-        groups = overlapping([span_of(tensor) for tensor, _ in inside]) if len(inside) > 1 else []
-        together = [[inside[number] for number in group] for group in groups if len(group) > 1]
-        done = {id(tensor) for group in together for tensor, _ in group}
-        for group in together:
-            _fill_together(group)
-        for tensor, twin in inside:
-            if id(tensor) not in done:
-                twin.data = _copy_alone(tensor)
-
-
-def _copy_alone(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides, which may choose the kernel."""
-    form: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
-    return torch.empty_strided(tensor.shape, tensor.stride(), **form).copy_(tensor)
-
-
-def _fill_together(pairs: Sequence[_Pair]) -> None:
-    first = pairs[0][0]
-    spans = [span_of(tensor) for tensor, _ in pairs]
-    whole = storage_of(first)
-    begin, end = min(spans)[0] - whole, max(end for _, end in spans) - whole
-    # Elements of all types keep their alignment.
-    begin -= begin % _ALIGNMENT
-    block = storage_bytes(first)[begin:end].clone().untyped_storage()
-    for tensor, twin in pairs:
-        size = tensor.element_size()
-        offset = int(tensor.storage_offset()) - begin // size
-        twin.data = tensor_on(block, tensor.dtype, tensor.shape, tensor.stride(), offset)
+            continue
+        for name in attributes_of(part).keys() - attributes.keys():
+            delete_attribute(part, name)
+        for name, value in attributes.items():
+            set_attribute(part, name, value)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +16,13 @@ from helios.core.memory import (
     overlapping,
     root_of,
     span_of,
+    storage_bytes,
     storage_of,
+    tensor_on,
 )
+
+_Key = TypeVar("_Key", bound=Hashable)
+_ALIGNMENT = 16
 
 Group: TypeAlias = tuple[tuple[Any, ...], ...]
 """For each tensor or array in one memory: its name, its distance in bytes, and its form."""
@@ -37,9 +41,9 @@ def groups_of(views: Mapping[str, Any]) -> dict[str, Group]:
     return groups
 
 
-def _overlaps(views: Mapping[str, Any]) -> list[list[str]]:
+def _overlaps(views: Mapping[_Key, Any]) -> list[list[_Key]]:
     """Return the names of those that overlap, in lists of two and more."""
-    pools: dict[Any, list[str]] = {}
+    pools: dict[Any, list[_Key]] = {}
     lends = False
     for name, part in views.items():
         if isinstance(part, Tensor):
@@ -56,13 +60,17 @@ def _overlaps(views: Mapping[str, Any]) -> list[list[str]]:
         apart = set(on_host)
         pools = {key: names for key, names in pools.items() if apart.isdisjoint(names)}
         pools["host"] = on_host
-    found: list[list[str]] = []
+    found: list[list[_Key]] = []
     for names in pools.values():
         if len(names) > 1:
             spans = [_span(views[name]) for name in names]
             groups = overlapping(spans)
             found += [[names[number] for number in group] for group in groups if len(group) > 1]
     return found
+
+
+def _storage_key(part: Any) -> Any:
+    return (part.device, storage_of(part)) if isinstance(part, Tensor) else id(part)
 
 
 def _is_on_host(part: Any) -> bool:
@@ -90,28 +98,51 @@ def write_elements(target: Any, content: Any) -> None:
     if not isinstance(target, Tensor):
         np.copyto(target, content)
         return
-    # Of an expanded tensor, each element in memory once.
-    seen = tuple(slice(None) if step else slice(1) for step in target.stride())
     with torch.no_grad():
-        target[seen].copy_(content[seen])
+        if 0 in target.stride():
+            # Of an expanded tensor, each element in memory once.
+            seen = tuple(slice(None) if step else slice(1) for step in target.stride())
+            target, content = target[seen], content[seen]
+        target.copy_(content)
 
 
-def copies_of(parts: Mapping[str, Any]) -> dict[str, Any]:
+def copies_of(parts: Mapping[_Key, Any]) -> dict[_Key, Any]:
     """Return copies of tensors and arrays by name; those that share memory share it again."""
-    copies: dict[str, Any] = {}
+    copies: dict[_Key, Any] = {}
     for names in _overlaps(parts):
         members = [parts[name] for name in names]
-        if all(map(_is_on_host, members)):
-            copies |= zip(names, copied_together(members)[1], strict=True)
+        is_one = len({_storage_key(each) for each in members}) == 1
+        twins = _copied_from_storage(members) if is_one else copied_together(members)[1]
+        copies |= zip(names, twins, strict=True)
     for name, part in parts.items():
         if name not in copies:
             copies[name] = _copy(part)
     return copies
 
 
+def _copied_from_storage(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the part of a storage that some tensors lie in."""
+    spans = [span_of(tensor) for tensor in tensors]
+    whole = storage_of(tensors[0])
+    begin, end = min(spans)[0] - whole, max(end for _, end in spans) - whole
+    # Elements of all types keep their alignment.
+    begin -= begin % _ALIGNMENT
+    block = storage_bytes(tensors[0])[begin:end].clone().untyped_storage()
+    return [
+        tensor_on(
+            *(block, tensor.dtype, tensor.shape, tensor.stride()),
+            int(tensor.storage_offset()) - begin // tensor.element_size(),
+        ).requires_grad_(tensor.requires_grad)
+        for tensor in tensors
+    ]
+
+
 def _copy(part: Any) -> Any:
     if isinstance(part, Tensor):
-        return copy.deepcopy(part.detach()).requires_grad_(part.requires_grad)
+        # With the same strides, which may choose the kernel.
+        twin = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
+        write_elements(twin, part.detach())
+        return twin.requires_grad_(part.requires_grad)
     twin = part.copy(order="K")
     twin.flags.writeable = part.flags.writeable
     return twin

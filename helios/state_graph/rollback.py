@@ -1,5 +1,7 @@
 """Puts back what objects held, in place: references to them stay valid and see their old content.
 
+Where a block must not write in place, because autograd still needs what is there, it gets copies.
+
 What :class:`~helios.state_graph.graph.Graph` walks is what a checkpoint holds of an owner. Within a
 process more can be put back, and must be: what is declared as unsaved, what torch and Helios keep
 in attributes, and objects that training makes. So everything is followed, and nothing is named.
@@ -21,19 +23,26 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
-from helios.core.generators import is_generator, load_generator, state_of_generator
-from helios.core.memory import storage_bytes, storage_of
+from helios.core import rng
+from helios.core.generators import Generator, is_generator, load_generator, state_of_generator
+from helios.core.memory import has_plain_bytes, is_expanded, storage_bytes, storage_of
+from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
+from helios.state_graph.memory_groups import copies_of
 from helios.state_graph.values import (
     ATOMS,
+    CONTAINERS,
     OUTSIDE,
     RESOURCES,
+    are_atoms,
+    attributes_of,
     children_of,
     comes_from,
     content_of,
     delete_attribute,
     each_in,
     is_mutable,
+    is_plain_object,
     refill,
     slots_of,
 )
@@ -47,6 +56,9 @@ _OF_OTHERS = (
     "helios.sharding",
 )
 """Modules whose objects a model or plugin refers to without owning them."""
+
+_NOT_OF_USERS = frozenset(("torch", "helios"))
+"""Packages whose objects, such as those of FSDP, are not taken apart for copies."""
 
 _LEFT_ALONE = (type, ModuleType, Enum, Dataset, DataLoader)
 
@@ -198,3 +210,102 @@ def _restore_bytes(whole: Tensor, before: Tensor) -> None:
     # Memory that was mapped from a file may be read-only.
     if not (whole.is_cpu and torch.equal(whole, before)):
         whole.copy_(before)
+
+
+@final
+class ValueCopier:
+    """Copies values, in place of which a block may use and change the copies.
+
+    Plain objects of users stay the same objects; what they hold is copied. Modules and parameters
+    are not copied, nor are generators.
+
+    What occurs twice is copied once, and tensors that share elements still do.
+
+    Args:
+        kept: what is not copied.
+
+    Attributes:
+        generators: the generators that were found.
+        objects: the plain objects that were found.
+        attributes: copies of what these hold.
+    """
+
+    def __init__(self, kept: Iterable[Any]) -> None:
+        self.generators: list[Generator] = []
+        self.objects: list[Any] = []
+        self.attributes: list[dict[str, Any]] = []
+        # A value is kept with its copy, because an id is unique only while it exists.
+        self._done: dict[int, tuple[Any, Any]] = {id(part): (part, part) for part in kept}
+        self._tensors: dict[int, Tensor] = {}
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy, or the value itself if it is of another kind."""
+        found = self._copy(value)
+        for number, twin in copies_of(self._tensors).items():
+            self._done[number][1].data = twin
+        self._tensors = {}
+        return found
+
+    def _copy(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        number = id(value)
+        if number in self._done:
+            return self._done[number][1]
+        if kind in CONTAINERS:
+            # With the factory of a defaultdict, and the length of a deque.
+            twin = value.copy() if kind is dict else copy.copy(value)
+            self._done[number] = (value, twin)
+            self._fill(twin, value)
+            return twin
+        if kind is tuple:
+            twin = value if are_atoms(value) else tuple(map(self._copy, value))
+        else:
+            twin = self._copy_object(value)
+        self._done[number] = (value, twin)
+        return twin
+
+    def _fill(self, twin: Any, value: Any) -> None:
+        """Put copies into a container that has the members of another one."""
+        if isinstance(value, dict):
+            for key, member in value.items():
+                if type(member) not in ATOMS:
+                    twin[key] = self._copy(member)
+        elif type(value) is not frozenset and not are_atoms(value):
+            refill(twin, [*map(self._copy, value)])
+
+    def _copy_object(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value)
+        if type(value) is np.ndarray:
+            return value.copy(order="K")
+        if isinstance(value, rng.DefaultNumpyRNG):
+            self.generators.append(value.generator)
+        elif is_generator(value):
+            self.generators.append(value)
+        elif _is_of_user(type(value)):
+            self._done[id(value)] = (value, value)
+            self.objects.append(value)
+            self.attributes.append({})
+            attributes = self.attributes[-1]
+            attributes.update((k, self._copy(v)) for k, v in attributes_of(value).items())
+        return value
+
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor):
+            return tensor
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        if type(tensor) is not Tensor or not has_plain_bytes(tensor) or is_lazy:
+            return tensor.clone()
+        if is_expanded(tensor):
+            # Nothing may change it in place.
+            return tensor
+        # Filled when all tensors of its memory are known.
+        self._tensors[id(tensor)] = tensor
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _is_of_user(kind: type) -> bool:
+    """Return whether instances of a class are a user's own, and consist of attributes."""
+    return is_plain_object(kind) and not comes_from(kind, _NOT_OF_USERS)
