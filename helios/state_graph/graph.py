@@ -27,6 +27,7 @@ from helios.state_graph.layouts import Layouts, layouts_of
 from helios.state_graph.memory_groups import Group, groups_of
 from helios.state_graph.module_state import Parameters, sort_parameters, storages_of
 from helios.state_graph.object_names import ObjectNames, Rules, has_state, members_of, path_of
+from helios.state_graph.registered_hooks import is_known as is_of_libraries
 from helios.state_graph.registered_hooks import user_hooks_of
 from helios.state_graph.scanning import (
     CODE,
@@ -306,10 +307,6 @@ class Graph(Scanner):
             self._scan_with_hooks(path, part, self.found.members.get(id(part), ()))
             self._unit = ""
 
-    def _scan_function(self, name: str, function: FunctionType) -> None:
-        self.found.parts.setdefault(name, function)
-        self._scan_table(name, function, sorted(vars(function).items()))
-
     def _enter_network(self, path: str, network: nn.Module) -> None:
         for place, part in self.found.networks.of(network).modules:
             name = f"{path}.{place}" if place else path
@@ -515,8 +512,11 @@ class Graph(Scanner):
         cell = self.opaque[name] = Cell(name, part, self._place)
         scan = functools.partial(self._scan_opaque, cell)
         self._later(functools.partial(self._fill_cell, cell, scan))
-        if isinstance(part, FunctionType) and vars(part):
-            self._later(functools.partial(self._scan_function, name, part))
+        if is_known and isinstance(part, FunctionType) and not is_of_libraries(part):
+            # Another function would have other variables, and is lost itself.
+            self._later(
+                functools.partial(self._scan_table, name, part, attributes_of(part).items())
+            )
         # What setup made is compared by its content, and anything else by being another object.
         return (REF, name) if is_known else (_NEW, self._identities.number(part))
 

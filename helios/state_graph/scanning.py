@@ -29,10 +29,12 @@ from helios.core.sharded_tensors import is_sharded
 from helios.state_graph.values import (
     ATOMS,
     CONTAINERS,
+    OUTSIDE,
     SCALARS,
     Identities,
     are_atoms,
     attributes_of,
+    comes_from,
     is_plain_object,
     is_single,
 )
@@ -313,8 +315,9 @@ class ContentScanner(Scanner):
             # Members come from iterators, which this loop would exhaust.
             whole = [*reduced[:3], *(list(piece) for piece in reduced[3:5] if piece is not None)]
             self.scan_members(enumerate(whole), tokens)
-        # What a class tells pickle may leave some out.
-        self.scan_members(attributes_of(part).items(), tokens)
+        if not comes_from(type(part), OUTSIDE):
+            # What a class tells pickle may leave some out.
+            self.scan_members(attributes_of(part).items(), tokens)
 
 
 def _reduced(part: Any) -> tuple[Any, ...] | None:

@@ -13,7 +13,14 @@ from fractions import Fraction
 from functools import cache, partial, reduce
 from operator import or_
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
-from types import MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, cast, final
 from uuid import UUID
 from zoneinfo import ZoneInfo
@@ -144,9 +151,27 @@ def table_of(part: Any) -> dict[str, Any]:
     return table if type(table) is dict else {}
 
 
+def cells_of(part: Any) -> dict[str, CellType]:
+    """Return the variables that a function shares with the one around it, by attribute."""
+    if type(part) is not FunctionType or part.__closure__ is None:
+        return {}
+    names = (f"closure.{name}" for name in part.__code__.co_freevars)
+    return dict(zip(names, part.__closure__, strict=True))
+
+
+_OF_FUNCTIONS = ("__defaults__", "__kwdefaults__")
+
+
 def attributes_of(part: Any) -> dict[str, Any]:
-    """Return the attributes of an object, including those in slots, by name."""
+    """Return the attributes of an object by name: also slots, closures and default arguments."""
     found = dict(table_of(part))
+    if type(part) is FunctionType:
+        found |= {name: held for name in _OF_FUNCTIONS if (held := getattr(part, name))}
+    for name, cell in cells_of(part).items():
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # a variable without a value
+            continue
     for name, guard in slots_of(type(part)).items():
         try:
             found[name] = guard.__get__(part)
@@ -249,20 +274,26 @@ def refill(part: Any, content: Collection[Any]) -> None:
 
 def set_attribute(part: Any, name: str, value: Any) -> None:
     """Set an attribute of a plain object without running a method of its class."""
-    guard = slots_of(type(part)).get(name)
-    if guard is None:
-        table_of(part)[name] = value
-    else:
+    guard, cell = slots_of(type(part)).get(name), cells_of(part).get(name)
+    if guard is not None:
         guard.__set__(part, value)
+    elif cell is not None:
+        cell.cell_contents = value
+    elif type(part) is FunctionType and name in _OF_FUNCTIONS:
+        setattr(part, name, value)
+    else:
+        table_of(part)[name] = value
 
 
 def delete_attribute(part: Any, name: str) -> None:
     """Delete an attribute of a plain object, if it is there."""
-    guard = slots_of(type(part)).get(name)
-    if guard is None:
-        table_of(part).pop(name, None)
-    elif name in attributes_of(part):
+    guard, cell = slots_of(type(part)).get(name), cells_of(part).get(name)
+    if guard is not None and name in attributes_of(part):
         guard.__delete__(part)
+    elif cell is not None:
+        del cell.cell_contents
+    else:
+        table_of(part).pop(name, None)
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from enum import Enum
@@ -341,3 +342,88 @@ def test_what_no_checkpoint_can_hold_is_named(
     change(owner)
     assert list(discovery.capture()["missing"]) == [name]
     assert len(said) == 1
+
+
+def _closed() -> Any:
+    """Return an owner with a function and a hook that keep what they count around them."""
+    count, rows, side = 0, list[int](), nn.Linear(1, 1)
+    nn.init.ones_(side.weight)
+    nn.init.ones_(side.bias)
+    hidden = torch.optim.SGD(side.parameters(), lr=0.1, momentum=0.9)
+
+    def bump(kept: dict[str, int] = {"n": 0}, *, more: Any = (0, [0])) -> Any:  # noqa: B006
+        nonlocal count
+        count += 1
+        rows.append(count)
+        kept["n"] += 1
+        more[1][0] -= 1
+        hidden.zero_grad()
+        side(torch.ones(1, 1)).sum().backward()
+        hidden.step()
+        return count, [*rows], kept["n"], more[1][0], side.weight.item()
+
+    net = nn.Linear(1, 1)
+    net.register_forward_hook(lambda *args: bump() and None)
+    return Owner(net=net, bump=bump)
+
+
+@pytest.mark.shows("S57")
+def test_what_closures_and_default_arguments_hold_comes_back(
+    tmp_path: Path, said: list[str]
+) -> None:
+    owner = _closed()
+    discovery = started(owner)
+    owner.net(torch.ones(1, 1))
+    owner.bump()
+    again = resumed(_closed, through_a_file(discovery.capture(), tmp_path / "state"))
+    assert again.bump() == owner.bump()
+    assert not said
+
+
+def test_another_function_leaves_that_of_setup_alone(said: list[str]) -> None:
+    def make() -> Any:
+        one = [1]
+        return Owner(read=lambda: one)
+
+    owner = make()
+    discovery = started(owner)
+    other = [2]
+    owner.read = lambda: other
+    state = discovery.capture()
+    assert list(state["missing"]) == ["read"]
+    assert resumed(make, state).read() == [1]
+    assert len(said) == 1
+
+
+def test_a_variable_of_a_closure_may_have_no_value() -> None:
+    def make() -> Any:
+        def read() -> int:
+            return late
+
+        def write(value: int) -> None:
+            nonlocal late
+            late = value
+
+        def forget() -> None:
+            nonlocal late
+            del late
+
+        late = 1
+        return Owner(read=read, write=write, forget=forget)
+
+    owner = make()
+    discovery = started(owner)
+    owner.forget()
+    with pytest.raises(NameError):
+        resumed(make, discovery.capture()).read()
+    owner.write(3)
+    assert resumed(make, discovery.capture()).read() == 3
+
+
+def test_a_logger_is_told_by_its_name(said: list[str]) -> None:
+    owner = Owner(log=logging.getLogger("told"))
+    discovery = started(owner)
+    owner.log.isEnabledFor(logging.INFO)  # the logger remembers the answer
+    owner.log.addHandler(logging.NullHandler())
+    assert discovery.capture()["missing"] == {}
+    assert not said
