@@ -15,9 +15,10 @@ import pytest
 
 from helios import Model, Trainer
 from tests.house import ROOT
-from tests.typed import published_members, user_script
+from tests.typed import extending_script, published_members, user_script
 
 SCRIPT = ROOT / "tests" / "typed" / "user_script.py"
+EXTENDING = ROOT / "tests" / "typed" / "extending_script.py"
 MEMBERS = ROOT / "tests" / "typed" / "published_members.py"
 # Assigned in the constructor of a trainer, and listed in its docstring.
 ATTRIBUTES = {"model", "datamodule", "plugins", "train_exceptions", "test_exceptions"}
@@ -31,6 +32,8 @@ class Wrong(Plugin):
 
 Trainer(on_incomplete="rise")
 Trainer(seeds={"oder": 1})
+
+Trainer().fit_loop.epoch_loop.connect(bach_loop=None)
 """
 
 
@@ -56,13 +59,15 @@ def test_a_script_of_a_user_passes_and_a_wrong_signature_and_choice_are_seen(
     checker: str, tmp_path: Path
 ) -> None:
     (tmp_path / "right.py").write_text(SCRIPT.read_text("utf-8"))
+    (tmp_path / "right_extending.py").write_text(EXTENDING.read_text("utf-8"))
     (tmp_path / "wrong.py").write_text(WRONG)
     done = run_checker(checker, tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "right.py" not in done.stdout
+    assert "right" not in done.stdout.replace("basedpyright", "")
     assert "on_training_step_end" in done.stdout
     assert "on_incomplete" in done.stdout
     assert "wrong.py:8" in done.stdout
+    assert "wrong.py:10" in done.stdout
 
 
 def test_the_script_runs(tmp_path: Path) -> None:
@@ -72,6 +77,10 @@ def test_the_script_runs(tmp_path: Path) -> None:
     assert watch.is_first
     assert model.metrics.keys() == {"error"}
     assert "clip_norm" in str(user_script.refuse())
+
+
+def test_the_script_that_extends_runs() -> None:
+    assert extending_script.train() == 8
 
 
 def test_the_script_of_published_members_names_all_of_them_and_runs(tmp_path: Path) -> None:

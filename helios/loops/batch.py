@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from inspect import isgeneratorfunction
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.loops.optimizer import OptimizerLoop
+from helios.loops.yielding import YieldLoop
+from helios.session import Session
 from helios.state import Phase
 
 
 class BatchLoop(Loop):
     """The default batch loop."""
 
-    _internals: ClassVar[str] = "_is_done optimizer_loop"
+    _internals: ClassVar[str] = "_is_done _replaced optimizer_loop"
 
     advances_once = True
     roles = ("optimizer_loop",)
     role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
     role_arguments: ClassVar = {"optimizer_loop": ("batch",)}
 
+    if TYPE_CHECKING:
+
+        def connect(self, *, optimizer_loop: Loop = ...) -> None: ...  # type: ignore[override]
+
     def __init__(self, optimizer_loop: Loop | None = None) -> None:
         super().__init__()
-        self.optimizer_loop = optimizer_loop
+        self.optimizer_loop: OptimizerLoop = optimizer_loop  # type: ignore[assignment]
         self._is_done = False
+        # The default loop, while one that the model's step needs has its place.
+        self._replaced: OptimizerLoop | None = None
 
     @property
     def done(self) -> bool:
         """Whether the replica's batch is done."""
         return self._is_done
+
+    def _adapt(self, session: Session | None) -> None:
+        """Run a train_step that yields its losses by a YieldLoop, unless a loop was connected."""
+        step = None if session is None else session.model.train_step
+        if type(self.optimizer_loop) is OptimizerLoop and isgeneratorfunction(step):
+            self._replaced, self.optimizer_loop = self.optimizer_loop, YieldLoop()
+        elif session is None and self._replaced is not None:
+            self.optimizer_loop, self._replaced = self._replaced, None
 
     def _find_progress(self) -> object:
         return self._is_done

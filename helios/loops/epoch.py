@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import helios.schedule as due
 from helios.core.utils import AverageTimer
@@ -32,10 +32,16 @@ class EpochLoop(Loop):
     role_types: ClassVar = {"batch_loop": BatchLoop, "val_loop": ValidationLoop}
     role_arguments: ClassVar = {"batch_loop": ("batch",)}
 
+    if TYPE_CHECKING:
+
+        def connect(  # type: ignore[override]
+            self, *, batch_loop: Loop = ..., val_loop: Loop = ...
+        ) -> None: ...
+
     def __init__(self, batch_loop: Loop | None = None, val_loop: Loop | None = None) -> None:
         super().__init__()
-        self.batch_loop = batch_loop
-        self.val_loop = val_loop
+        self.batch_loop: BatchLoop = batch_loop  # type: ignore[assignment] # until attached
+        self.val_loop: ValidationLoop = val_loop  # type: ignore[assignment]
         self._batches: BatchIterator = _NONE
         self._must_open = False
         self._kind = STEP

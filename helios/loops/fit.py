@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from helios.errors import RunMismatchError
 from helios.loops.boundary import EPOCH, STEP, Boundary
@@ -23,9 +23,13 @@ class FitLoop(Loop):
     roles = ("epoch_loop",)
     role_types: ClassVar = {"epoch_loop": EpochLoop}
 
+    if TYPE_CHECKING:
+
+        def connect(self, *, epoch_loop: EpochLoop = ...) -> None: ...  # type: ignore[override]
+
     def __init__(self, epoch_loop: EpochLoop | None = None) -> None:
         super().__init__()
-        self.epoch_loop = epoch_loop
+        self.epoch_loop: EpochLoop = epoch_loop  # type: ignore[assignment] # until attached
         self._has_run = False
 
     @property

@@ -149,6 +149,7 @@ class Loop(ABC):
                 session.agreement.has_own_loops = True
             if self._has_one_round():
                 self.enter = self.advance  # type: ignore[method-assign]
+        self._adapt(session)
         for role, child in self.children().items():
             if session is not None:
                 self._check_child(role, child)
@@ -156,7 +157,6 @@ class Loop(ABC):
                     check_arguments(child, _TAKING, self.role_arguments.get(role, ()))
             child.attach(session)
 
-    @final
     def connect(self, **loops: Loop) -> None:
         """Replace children by role; roles that a new child leaves empty keep the old one's loops.
 
@@ -173,6 +173,9 @@ class Loop(ABC):
             setattr(self, role, loop)
             if "_session" in vars(self):
                 loop.attach(self._session)
+
+    def _adapt(self, session: Session | None) -> None:
+        """Choose children that the model decides, before they are attached."""
 
     def _check_made(self) -> None:
         if not self._is_made:

@@ -15,13 +15,23 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
+from helios.loops.optimizer import OptimizerLoop
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 from helios.session import Session
-from helios.state import TrainingState
-from tests.loops.sessions import ITERATION, attached, make_session, train_on
+from helios.state import Phase, TrainingState
+from tests.loops.sessions import (
+    ITERATION,
+    ListSource,
+    Stepper,
+    attached,
+    fit,
+    make_fit_loop,
+    make_session,
+    train_on,
+)
 from tests.support.quiet import Quiet
 
 Body = Callable[["Pair", Any], Iterator[Any]]
@@ -814,3 +824,25 @@ def test_a_run_of_manual_steps_does_not_go_on_with_yields() -> None:
     session.is_manual = True
     with pytest.raises(UsageError, match="returned a loss after it had returned None"):
         train_on(loop, session, 2.0)
+
+
+class Generating(Pair):
+    """Is a generator itself, and does not return one."""
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        yield from super().train_step(batch, state)
+
+
+@pytest.mark.shows("L45")
+def test_a_step_that_yields_needs_no_loop_to_be_connected() -> None:
+    """The default loop comes back for another model; a loop that was connected stays."""
+    tree = make_fit_loop()
+    batch_loop, default = tree.epoch_loop.batch_loop, tree.epoch_loop.batch_loop.optimizer_loop
+    for model in (Generating(), Stepper(), Generating()):
+        sources: Any = {Phase.TRAINING: [ListSource([[2.0]])]}
+        fit(make_session(model, sources=sources, total_steps=1), tree)
+        assert batch_loop.optimizer_loop is default
+    assert model.weights == (-2.0, -2.0)
+    own = make_fit_loop(type("Own", (OptimizerLoop,), {})())
+    with pytest.raises(UsageError, match="connect a YieldLoop"):
+        fit(make_session(Generating(), sources=sources, total_steps=1), own)

@@ -217,6 +217,7 @@ def call_model(model: Model, state: TrainingState) -> None:
     assert_type(
         model.train_step(batch, state), Tensor | dict[str, Any] | Processed | Iterator[Any] | None
     )
+    model.backward({"loss": torch.ones(1, requires_grad=True).sum()})
     assert_type(model.valid_step(batch, 0), Scores)
     assert_type(model.test_step(batch, 0), Scores)
     assert_type(model.predict_step(batch, 0), Any)
