@@ -362,7 +362,10 @@ def parse_header(data: bytes, path: Path) -> dict[str, Any]:
         version = header["ledger"]
         header["run"], header["every"], header["after"]
     except (ValueError, LookupError, TypeError) as error:
-        raise LedgerError(f"{path} is not a ledger, or its first line is damaged.") from error
+        raise LedgerError(
+            f"{path} is not a ledger, or its first line is damaged. Put a copy in its place, or "
+            "rename it to go on without it."
+        ) from error
     if version not in range(OLDEST, VERSION + 1):
         raise LedgerError(
             f"{path} is a ledger of version {version}, but this version of Helios reads versions "
