@@ -28,9 +28,9 @@ from helios.hooks.context import Context as Context
 from helios.model.model import Model as Model
 from helios.plugins.plugin import Plugin as Plugin
 from helios.sharding.units import Unit as Unit
-from helios.startup.building.warm_start import load_weights as load_weights
-from helios.startup.options.audit_options import Audit as Audit
-from helios.startup.runs.signal_policy import Signals as Signals
+from helios.startup.model_setup import load_weights as load_weights
+from helios.startup.signal_policy import Signals as Signals
+from helios.startup.trainer_options import Audit as Audit
 from helios.state import Phase as Phase
 from helios.state import TrainingState as TrainingState
 from helios.state import TrainingUnit as TrainingUnit

@@ -19,14 +19,12 @@ from torch.nn.parameter import is_lazy
 from helios.best import Validation
 from helios.checkpoint.capture import capture
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import list_missing
 from helios.core import rng
 from helios.core.loss_means import LossMeans, Viewer
 from helios.core.sharded_tensors import is_sharded
 from helios.core.text import as_numbers, with_step
 from helios.engines.engine import Engine
 from helios.engines.process_member import redefines
-from helios.errors import StateError
 from helios.hooks.context import Context
 from helios.hooks.events import EVENTS, Receiver
 from helios.hooks.live_run import LiveRun
@@ -60,6 +58,11 @@ _DEFAULTS = {
 }
 """What is not done if a model overrides a method without calling that of its base."""
 
+
+def _accept(record: Record) -> None:
+    return
+
+
 # Engine methods that run after the gradients are computed.
 _UPDATE = (
     *("average_gradients", "unscale_gradients", "clip_gradients", "optimizer_step"),
@@ -82,7 +85,7 @@ class Session(LiveRun):
         opens_early: whether an epoch's data is opened before ``on_training_epoch_start``, as in
             runs that earlier versions began.
         trial_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
-        refuses_incomplete: whether a checkpoint that lacks state is an error.
+        check_record: refuses a record that must not be saved, before hooks see it.
         note_last_safe_point: called before the save at a safe point that no batch follows.
         outside: returns why the run is to be interrupted, if the reason came from outside.
         leaves_batches: whether the model leaves batches on the device where they are.
@@ -106,7 +109,7 @@ class Session(LiveRun):
     schedulers: Schedulers | None = None
     opens_early: bool = False
     trial_steps: int = 0
-    refuses_incomplete: bool = False
+    check_record: Callable[[Record], None] = _accept
     note_last_safe_point: Callable[[], None] = _do_nothing
     outside: Callable[[], str] = str
     num_evaluated: int = 0
@@ -329,7 +332,7 @@ class Session(LiveRun):
         if self.is_leaving:
             self.note_last_safe_point()
         record = self.capture()
-        self._check_complete(record)
+        self.check_record(record)
         snapshot = record.snapshot()
         self.hooks.emit("on_save_checkpoint", snapshot)
         self.recorder.save(snapshot)
@@ -377,15 +380,6 @@ class Session(LiveRun):
     def check_alike(self) -> None:
         """Check that all processes have the same weights; raises ``UsageError`` if they differ."""
         self.replicas.compare(partial(check_alike, self.model.discovery, ignored=self.unshared))
-
-    def _check_complete(self, record: Record) -> None:
-        if self.refuses_incomplete and record.missing:
-            raise StateError(
-                'Trainer(on_incomplete="raise") requires complete checkpoints, but the one of '
-                f"iteration {with_step(*record.counters)} lacks {list_missing(record.missing)}. "
-                "Nothing was written. Change what is named, or declare what need not be saved: "
-                "unsaved = (...,)."
-            )
 
     def capture(self) -> Record:
         """Return the whole state, by reference; all processes call this together."""

@@ -23,29 +23,20 @@ from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
-from helios.startup.launching.launch_call import run_call
-from helios.startup.launching.trainer_call import Call, RuntimeState, only_call
-from helios.startup.options.audit_options import Audit, as_audit
-from helios.startup.options.checkpoint_choice import Choice
-from helios.startup.options.checkpoint_options import Change, CheckpointOptions
-from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
-from helios.startup.options.logging_options import LoggingOptions
-from helios.startup.options.object_checks import check_subjects
-from helios.startup.options.plugin_table import PluginTable, check_plugin_list
-from helios.startup.options.replay_options import ReplayOptions
-from helios.startup.options.root_loops import EvaluationRoot, Roots
-from helios.startup.options.schedule_options import make_schedule
-from helios.startup.options.trainer_options import (
-    RegistryOptions,
-    RunOptions,
-    SeedSource,
-    TrainerOptions,
-    WaitingOptions,
-    as_signals,
+from helios.startup.chosen_checkpoint import Choice
+from helios.startup.launch_call import run_call
+from helios.startup.objects import (
+    EvaluationRoot,
+    PluginTable,
+    Roots,
+    check_plugin_list,
+    check_subjects,
 )
-from helios.startup.options.trial_options import TrialOptions
-from helios.startup.options.unknown_arguments import with_known_arguments
-from helios.startup.runs.signal_policy import Signals, exit_code_of
+from helios.startup.replay_start import ReplayOptions
+from helios.startup.signal_policy import Signals, exit_code_of
+from helios.startup.trainer_call import Call, RuntimeState, only_call
+from helios.startup.trainer_options import Audit, Change, Options, SeedSource
+from helios.startup.unknown_arguments import with_known_arguments
 from helios.state import Phase, TrainingState, TrainingUnit
 
 __all__ = [
@@ -202,57 +193,7 @@ class Trainer:
         hang_warning: float | None = 60.0,
         hang_timeout: float | None = None,
     ) -> None:
-        self._options = TrainerOptions(
-            run=RunOptions(run_name, random_seed, seeds=seeds, init=init, params=params),
-            registry=RegistryOptions(src_root=src_root, import_prefix=import_prefix),
-            schedule=make_schedule(
-                train_unit=train_unit,
-                total_steps=total_steps,
-                valid_frequency=valid_frequency,
-                chkpt_frequency=chkpt_frequency,
-                print_frequency=print_frequency,
-                accumulation_steps=accumulation_steps,
-                early_stop_cycles=early_stop_cycles,
-            ),
-            numerics=NumericsOptions(
-                enable_deterministic=enable_deterministic,
-                enable_cudnn_benchmark=enable_cudnn_benchmark,
-            ),
-            logging=LoggingOptions(
-                enable_tensorboard=enable_tensorboard,
-                enable_file_logging=enable_file_logging,
-                capture_warnings=capture_warnings,
-                enable_progress_bar=enable_progress_bar,
-                print_banner=print_banner,
-                log_path=log_path,
-                run_path=run_path,
-            ),
-            checkpoints=CheckpointOptions(
-                chkpt_root=chkpt_root,
-                chkpt_frequency=chkpt_frequency,
-                store=store,
-                resume=resume,
-                allow_changes=allow_changes,
-                on_incomplete=on_incomplete,
-                ledger=ledger,
-                reproducibility=reproducibility,
-                rewind_to=rewind_to,
-                skip_batches=skip_batches,
-            ),
-            signals=as_signals(signals),
-            engine=EngineOptions(
-                engine=engine,
-                use_cpu=use_cpu,
-                gpus=gpus,
-                precision=precision,
-                clip_norm=clip_norm,
-                clip_value=clip_value,
-            ),
-            processes=ProcessOptions(num_replicas=num_replicas, nproc=nproc, sharding=sharding),
-            trial=TrialOptions(sanity_steps=sanity_steps, batch_limits=batch_limits),
-            waiting=WaitingOptions(hang_warning, hang_timeout),
-            audit=as_audit(audit),
-        )
+        self._options = Options.of(locals())
         check_plugin_list(plugins)
         self.train_exceptions: list[type[BaseException]] = []
         self.test_exceptions: list[type[BaseException]] = []
@@ -267,7 +208,7 @@ class Trainer:
     @property
     def gpu_ids(self) -> list[int]:
         """Ids of the GPUs in use; empty on the CPU."""
-        return self._options.engine.gpu_ids
+        return self._options.gpu_ids
 
     @property
     def global_rank(self) -> int:

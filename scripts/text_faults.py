@@ -82,14 +82,14 @@ class Fault:
 FAULTS = (
     Fault(
         "each process reads averages of sharded models whole",
-        "helios/startup/runs/base_run.py",
+        "helios/startup/base_run.py",
         "for name, part in self.plugins.items() if part.loads_shards]",
         "for name, part in self.plugins.items() if not part]",
         f"{KEYED_RUNS}::test_no_process_holds_more_than_its_part_of_an_average",
     ),
     Fault(
         "each process reads the weights of another run whole",
-        "helios/startup/building/keyed_setup.py",
+        "helios/startup/model_setup.py",
         "load(replicas.share)",
         "load(None)",
         f"{KEYED_RUNS}::test_no_process_reads_more_than_its_part_of_the_weights_of_another_run",
@@ -117,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "a full ledger names replicas in the order of processes",
-        "helios/startup/building/run_ledger.py",
+        "helios/startup/run_evidence.py",
         "gather=replicas.gather_replicas,",
         "gather=lambda own: [each for part in replicas.gather_objects(own) for each in part],",
         "tests/sharding/test_full_ledgers.py::test_they_are_those_of_whole_models",
@@ -131,7 +131,7 @@ FAULTS = (
     ),
     Fault(
         "all units are made before the first one is cut",
-        "helios/startup/building/keyed_setup.py",
+        "helios/startup/model_setup.py",
         "        mark(init.initialize(modules[name]))",
         "        mark(init.initialize(part for parts in modules.values() for part in parts))",
         f"{KEYED_RUNS}::test_no_process_holds_more_than_its_shards_and_a_unit",
@@ -155,14 +155,14 @@ FAULTS = (
     ),
     Fault(
         "a part that could not be written is not reported to rank 0",
-        "helios/startup/building/run_saves.py",
+        "helios/startup/run_saves.py",
         "                self._newest.fail(token, text)",
         "                pass",
         f"{SHARDED_SAVES}::test_a_full_disk_of_one_rank_ends_all_with_the_same_error",
     ),
     Fault(
         "damage that one process has found ends the start",
-        "helios/startup/checkpoint_search/resume_point.py",
+        "helios/startup/resume_point.py",
         '    except DamagedCheckpointError as error:\n        return str(error)\n    return ""',
         '    except ZeroDivisionError as error:\n        return str(error)\n    return ""',
         f"{SHARDED_SAVES}::"
@@ -191,7 +191,7 @@ FAULTS = (
     ),
     Fault(
         "the order of accumulation is not stored",
-        "helios/startup/checkpoint_search/run_identity.py",
+        "helios/startup/run_identity.py",
         '        found["accumulation_order"] = "micro-batches"',
         "        pass",
         f"{SHARDED}::test_what_sums_in_another_order_must_not_change",
@@ -255,7 +255,7 @@ FAULTS = (
     ),
     Fault(
         "states of a stream's parts are used without a test",
-        "helios/startup/reporting/loader_claims.py",
+        "helios/startup/reproducibility_level.py",
         "    if name and try_state(source.for_trial()) is Verdict.KEPT:",
         "    if name:",
         "tests/integration/test_streams.py::test_a_run_on_a_stream_resumes_everywhere",
@@ -319,7 +319,7 @@ FAULTS = (
     ),
     Fault(
         "the weights of a mixture are not compared at a resume",
-        "helios/startup/checkpoint_search/run_identity.py",
+        "helios/startup/run_identity.py",
         '    if description.get("mixture"):',
         '    if description.get("mixed"):',
         "tests/integration/test_mixtures.py::test_other_weights_are_refused_until_they_are_allowed",
@@ -340,7 +340,7 @@ FAULTS = (
     ),
     Fault(
         "a tracker mixes the points of a rewound run with those of before",
-        "helios/startup/runs/fit_run.py",
+        "helios/startup/fit_run.py",
         "        session.moment.went_back = self._start.is_branch or bool(self._start.plans)",
         "        session.moment.went_back = False",
         f"{TRACKERS}::test_going_back_on_purpose_is_another_run",
@@ -369,7 +369,7 @@ FAULTS = (
     ),
     Fault(
         "a parameter that is shared counts twice in the banner",
-        "helios/startup/reporting/run_summary.py",
+        "helios/startup/run_log.py",
         "    seen.update(map(id, new))",
         "    pass",
         "tests/startup/test_run_summary.py::test_a_shared_parameter_counts_once",
@@ -397,21 +397,21 @@ FAULTS = (
     ),
     Fault(
         "the first hour: resume=<path> is not what an evaluation loads",
-        "helios/startup/options/checkpoint_choice.py",
-        "    if asked is None and isinstance(options.resume, Path) and not has_fitted:",
-        "    if asked is None and isinstance(options.resume, str) and not has_fitted:",
+        "helios/startup/chosen_checkpoint.py",
+        "    if asked is None and not has_fitted:",
+        "    if asked is None and has_fitted:",
         f"{CHOSEN}::test_the_file_of_resume_is_evaluated_until_the_trainer_has_trained",
     ),
     Fault(
         "the first hour: the best checkpoint is the newest one",
-        "helios/startup/checkpoint_search/chosen_checkpoint.py",
+        "helios/startup/chosen_checkpoint.py",
         "    if not choice.is_best:\n",
         "    if choice.is_best:\n",
         f"{CHOSEN}::test_each_evaluation_loads_what_it_is_asked_for",
     ),
     Fault(
         "the first hour: a typo of valid_step is not named",
-        "helios/startup/reporting/idle_options.py",
+        "helios/startup/run_log.py",
         "    elif validates and _computes_nothing(model):",
         "    elif not validates and _computes_nothing(model):",
         "tests/startup/test_idle_options.py"
@@ -427,49 +427,49 @@ FAULTS = (
     ),
     Fault(
         "a seed of the source init is not applied",
-        "helios/startup/runs/base_run.py",
+        "helios/startup/base_run.py",
         '        if "init" in run.seeds:',
         '        if "initial" in run.seeds:',
         f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
     ),
     Fault(
         "a seed of the source order also seeds the fetches",
-        "helios/startup/runs/base_run.py",
+        "helios/startup/base_run.py",
         '            fetch_seed=run.seed_of("augmentation") if trains else run.seed,',
         '            fetch_seed=run.seed_of("order") if trains else run.seed,',
         f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
     ),
     Fault(
         "a seed of the source order also orders evaluations",
-        "helios/startup/runs/base_run.py",
+        "helios/startup/base_run.py",
         '            run_seed=run.seed_of("order") if trains else run.seed,',
         '            run_seed=run.seed_of("order"),',
         f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
     ),
     Fault(
         "a seed of the source training is not applied",
-        "helios/startup/runs/fit_run.py",
-        '            training_seed=self.options.run.seed_of("training"),',
+        "helios/startup/fit_run.py",
+        '            training_seed=self.options.seed_of("training"),',
         "            training_seed=None,",
         f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
     ),
     Fault(
         "seeds of sources that are no longer given are not compared",
-        "helios/startup/checkpoint_search/run_identity.py",
+        "helios/startup/run_identity.py",
         "    stored, present = {**_UNNAMED, **stored}, {**_UNNAMED, **present}",
         "    stored, present = {**_UNNAMED, **stored}, {**_UNNAMED, **stored, **present}",
         f"{SEEDS}::test_other_seeds_are_refused_at_a_resume_until_they_are_allowed",
     ),
     Fault(
         "every run is defined by seeds of sources",
-        "helios/startup/checkpoint_search/run_identity.py",
-        '    return found | {"seeds": run.seeds} if run.seeds else found',
-        '    return found | {"seeds": run.seeds}',
+        "helios/startup/run_identity.py",
+        "for name, value in others.items() if value != _UNNAMED[name]}",
+        "for name, value in others.items()}",
         f"{SEEDS}::test_a_run_without_seeds_stays_what_it_was",
     ),
     Fault(
         "any seed of a source restarts the epoch",
-        "helios/startup/checkpoint_search/run_identity.py",
+        "helios/startup/run_identity.py",
         '    return options["seeds"].get("order", seed)',
         '    return (options["seeds"], seed)',
         f"{SEEDS}::test_other_seeds_are_refused_at_a_resume_until_they_are_allowed",
@@ -497,7 +497,7 @@ FAULTS = (
     ),
     Fault(
         "an audit does not lower the level",
-        "helios/startup/reporting/reproducibility_level.py",
+        "helios/startup/reproducibility_level.py",
         "        if is_compiled or record.mismatches:",
         "        if is_compiled:",
         f"{AUDITS}::test_a_mismatch_lowers_the_level_of_all_later_checkpoints",
@@ -547,15 +547,15 @@ FAULTS = (
     ),
     Fault(
         "a run that begins in a place where no folder can be made prepares its data first",
-        "helios/startup/launching/launch_call.py",
-        "        require_writable(call.options.checkpoints, model.save_name)",
+        "helios/startup/launch_call.py",
+        "        require_writable(call.options, model.save_name)",
         "        pass",
         "tests/distributed/test_processes.py"
         "::test_a_folder_that_cannot_be_made_is_refused_by_all_before_the_data_is_prepared",
     ),
     Fault(
         "a run that goes on where nothing can be written trains to its first save",
-        "helios/startup/runs/fit_run.py",
+        "helios/startup/fit_run.py",
         "        on_first(self.replicas, lambda: require_writable(checkpoints, name))",
         "        pass",
         "tests/integration/test_disks.py"
@@ -643,7 +643,7 @@ FAULTS = (
     ),
     Fault(
         "the data module puts back a loader that has read ahead",
-        "helios/startup/building/state_owners.py",
+        "helios/startup/state_owners.py",
         "    claimed = () if source is None else source.claimed",
         "    claimed: tuple[object, ...] = ()",
         "tests/integration/test_data.py::test_a_loader_with_state_resumes_exactly",
@@ -657,21 +657,21 @@ FAULTS = (
     ),
     Fault(
         "an incomplete checkpoint is written though it was refused",
-        "helios/session.py",
-        "        if self.refuses_incomplete and record.missing:",
+        "helios/startup/fit_run.py",
+        '        if record.missing and self.options.on_incomplete == "raise":',
         "        if False:",
         f"{LEVELS}::test_an_incomplete_checkpoint_can_be_refused_before_anything_is_written",
     ),
     Fault(
         "nothing is said of an incomplete checkpoint that is loaded",
-        "helios/startup/runs/fit_run.py",
+        "helios/startup/fit_run.py",
         "        if not record.missing:",
         "        if True:",
         f"{LEVELS}::test_fit_warns_once_when_it_loads_an_incomplete_checkpoint",
     ),
     Fault(
         "the finding of a trial is forgotten at a resume",
-        "helios/startup/reporting/loader_claims.py",
+        "helios/startup/reproducibility_level.py",
         "        if place in record.missing:",
         "        if False:",
         f"{LEVELS}::test_fit_warns_once_when_it_loads_an_incomplete_checkpoint",
@@ -720,21 +720,21 @@ FAULTS = (
     ),
     Fault(
         "inductor keeps the level",
-        "helios/startup/reporting/reproducibility_level.py",
+        "helios/startup/reproducibility_level.py",
         "    if compiled:\n",
         "    if False:\n",
         f"{LEVELS}::test_inductor_lowers_the_level_without_a_warning",
     ),
     Fault(
         "every backend of torch.compile lowers the level",
-        "helios/startup/reporting/reproducibility_level.py",
+        "helios/startup/reproducibility_level.py",
         "    return configure is None or configure() is not None",
         "    return True",
         f"{LEVELS}::test_inductor_lowers_the_level_without_a_warning",
     ),
     Fault(
         "what is compiled after the start keeps the level",
-        "helios/startup/reporting/reproducibility_level.py",
+        "helios/startup/reproducibility_level.py",
         "        if is_compiled or record.mismatches:",
         "        if record.mismatches:",
         f"{LEVELS}::test_a_network_that_is_compiled_later_lowers_the_level_of_its_checkpoints",
@@ -791,7 +791,7 @@ FAULTS = (
     ),
     Fault(
         "a plugin that only saves a state is refused",
-        "helios/startup/options/object_checks.py",
+        "helios/startup/objects.py",
         " and not is_shown_only:",
         ":",
         "tests/startup/test_registration.py::test_a_plugin_may_save_a_state_that_nobody_loads",
@@ -841,7 +841,7 @@ FAULTS = (
     ),
     Fault(
         "another data set class goes on in silence",
-        "helios/startup/checkpoint_search/run_identity.py",
+        "helios/startup/run_identity.py",
         '*("dataset", "length",',
         '*("length",',
         f"{OTHER_DATA}::test_another_class_of_equal_length_stops_the_run",
@@ -869,21 +869,21 @@ FAULTS = (
     ),
     Fault(
         "another fingerprint is not said",
-        "helios/startup/checkpoint_search/run_identity.py",
+        "helios/startup/run_identity.py",
         "    if before is None or before == now:",
         "    if True:",
         f"{OTHER_DATA}::test_another_fingerprint_warns_and_goes_on",
     ),
     Fault(
         "a run that was finished under a smaller total stays finished",
-        "helios/startup/checkpoint_search/run_identity.py",
+        "helios/startup/run_identity.py",
         "    if is_limit(reason) and not cursor.stop_reason:",
         "    if False:",
         f"{STAGES}::test_a_mark_that_a_smaller_total_has_left_in_mid_run_does_not_count",
     ),
     Fault(
         "a start with a smaller total marks the run of a larger one",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_saves.py",
         " or self._is_past_its_end(saver.newest):",
         ":",
         f"{STAGES}::test_a_total_that_the_run_has_passed_finishes_nothing",
@@ -935,7 +935,7 @@ FAULTS = (
     ),
     Fault(
         "a data set declares in vain",
-        "helios/startup/building/state_owners.py",
+        "helios/startup/state_owners.py",
         "Owner(name, part, unsaved_of(part), is_data=True)",
         "Owner(name, part, is_data=True)",
         "tests/startup/test_owners.py::test_a_data_set_declares_what_need_not_be_saved",
@@ -950,14 +950,14 @@ FAULTS = (
     ),
     Fault(
         "the first save names again what the load has named",
-        "helios/startup/runs/fit_run.py",
+        "helios/startup/fit_run.py",
         "            self.model.discovery.note_named(lacking)",
         "            pass",
         f"{LEVELS}::test_what_a_model_loses_is_in_the_sidecar_and_warned_of_at_the_load",
     ),
     Fault(
         "every stage of a finished script warns",
-        "helios/startup/checkpoint_search/run_identity.py",
+        "helios/startup/run_identity.py",
         "        logging.INFO if is_passed else logging.WARNING,",
         "        logging.WARNING,",
         f"{STAGES}::test_only_the_last_stage_of_a_finished_script_warns_that_nothing_is_to_do",
@@ -978,7 +978,7 @@ FAULTS = (
     ),
     Fault(
         "a training that only loads ends the run",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_saves.py",
         " or self._schedule.chkpt_frequency is None:",
         ":",
         "tests/startup/test_outputs.py::test_a_training_that_only_loads_ends_no_run",
@@ -992,7 +992,7 @@ FAULTS = (
     ),
     Fault(
         "a resume lists its folder again to load",
-        "helios/startup/checkpoint_search/resume_point.py",
+        "helios/startup/resume_point.py",
         "Start(folder, folder.load_newest(safe_types, listed=listed))",
         "Start(folder, folder.load_newest(safe_types))",
         "tests/startup/test_resume_point.py"
@@ -1000,7 +1000,7 @@ FAULTS = (
     ),
     Fault(
         "one listing that holds nothing makes a new run",
-        "helios/startup/checkpoint_search/resume_point.py",
+        "helios/startup/resume_point.py",
         "file_names.list_checkpoints(folder.path) or None",
         "file_names.list_checkpoints(folder.path)",
         "tests/startup/test_resume_point.py"
@@ -1008,21 +1008,21 @@ FAULTS = (
     ),
     Fault(
         "the trainer limits no batches",
-        "helios/startup/options/trial_options.py",
+        "helios/startup/trainer_options.py",
         "if phase in self.batch_limits else []",
         "if False else []",
         "tests/plugins/test_quick_trials.py::test_the_trainer_limits_passes_without_a_plugin",
     ),
     Fault(
         "the trainer tries no validation",
-        "helios/startup/runs/fit_run.py",
-        "            trial_steps=self.options.trial.sanity_steps,\n",
+        "helios/startup/fit_run.py",
+        "            trial_steps=self.options.sanity_steps,\n",
         "",
         "tests/plugins/test_quick_trials.py::test_the_trainer_asks_for_a_trial_like_a_plugin",
     ),
     Fault(
         "the file of the command is deleted",
-        "helios/startup/checkpoint_search/resume_point.py",
+        "helios/startup/resume_point.py",
         "        folder.protect(Path(start.origin))",
         "        pass",
         "tests/integration/test_which_run.py"
@@ -1030,7 +1030,7 @@ FAULTS = (
     ),
     Fault(
         "two trainings in one process",
-        "helios/startup/launching/trainer_call.py",
+        "helios/startup/trainer_call.py",
         "setdefault(pid, own) is not own:",
         "setdefault(pid, own) is None:",
         f"{TWO_RUNS}::test_a_call_of_another_trainer_inside_of_a_fit_leaves_that_fit_as_it_was",
@@ -1044,7 +1044,7 @@ FAULTS = (
     ),
     Fault(
         "nobody looks whether all processes see the folder",
-        "helios/startup/checkpoint_search/run_folder.py",
+        "helios/startup/resume_point.py",
         "if team.rank != 0 and not lock.is_shown(token)",
         "if team.rank == 0 and not token",
         f"{TWO_RUNS}::test_a_folder_that_one_rank_does_not_see_ends_the_run_before_it_begins",
@@ -1059,7 +1059,7 @@ FAULTS = (
     ),
     Fault(
         "a sidecar holds the scores of other weights",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_saves.py",
         "as_numbers(self._model.metrics) if record.has_validated else {}",
         "as_numbers(self._model.metrics)",
         "tests/startup/test_outputs.py::test_a_sidecar_holds_scores_of_its_own_weights_only",
@@ -1182,7 +1182,7 @@ FAULTS = (
     ),
     Fault(
         "event files are not cut back",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_log.py",
         "            marks=record.events if is_training else None,",
         "            marks=None,",
         "tests/integration/test_logs.py",
@@ -1228,7 +1228,7 @@ FAULTS = (
     ),
     Fault(
         "the banner says nothing of a scheduler of epochs",
-        "helios/startup/reporting/run_summary.py",
+        "helios/startup/run_log.py",
         "    if not schedule.is_by_epoch:",
         "    if schedule.is_by_epoch:",
         "tests/startup/test_banner.py::"
@@ -1301,7 +1301,7 @@ FAULTS = (
     ),
     Fault(
         "an interruption is noted as finished",
-        "helios/startup/runs/fit_run.py",
+        "helios/startup/fit_run.py",
         "            self._recorder.finish(None if is_interrupted else reason)",
         '            self._recorder.finish(reason or "interrupted")',
         f"{CHANNELS}::test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again",
@@ -1338,7 +1338,7 @@ FAULTS = (
     ),
     Fault(
         "a limit on batches is not compared at a resume",
-        "helios/startup/checkpoint_search/run_identity.py",
+        "helios/startup/run_identity.py",
         '*("limit_batches", "is_distributed")',
         '*("is_distributed",)',
         "tests/plugins/test_quick_trials.py::"
@@ -1462,7 +1462,7 @@ FAULTS = (
     ),
     Fault(
         "an error of fit leaves a save in flight",
-        "helios/startup/runs/fit_run.py",
+        "helios/startup/fit_run.py",
         "        self._settings.callback(recorder.close)\n",
         "",
         "tests/integration/test_saves_in_flight.py::"
@@ -1493,7 +1493,7 @@ FAULTS = (
     ),
     Fault(
         "a folder that was deleted is not locked again",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_saves.py",
         "            self._start.lock.renew()",
         "            pass",
         f"{TWO_RUNS}::test_a_folder_deleted_in_the_run_is_locked_again_with_the_next_save",
@@ -1523,7 +1523,7 @@ FAULTS = (
     ),
     Fault(
         "an end that cannot be noted is an error",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_saves.py",
         "            except OSError as error:\n                _LOGGER.error(\n"
         '                    "Could not mark',
         "            except ZeroDivisionError as error:\n                _LOGGER.error(\n"
@@ -1539,7 +1539,7 @@ FAULTS = (
     ),
     Fault(
         "the size of checkpoints is not estimated",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_saves.py",
         "            num_bytes=sum(sizes) + discovery.values.num_bytes,",
         "            num_bytes=0,",
         "tests/startup/test_outputs.py",
@@ -1635,7 +1635,7 @@ FAULTS = (
     ),
     Fault(
         "a migrated run stands at sample 0",
-        "helios/startup/checkpoint_search/migrated_cursor.py",
+        "helios/startup/run_identity.py",
         "sample=cursor.batch * size * replicas.num_replicas)",
         "sample=0)",
         f"{MIGRATED_RUNS}::test_the_epoch_under_way_goes_on_at_its_next_sample",
@@ -1649,7 +1649,7 @@ FAULTS = (
     ),
     Fault(
         "a start that is refused has cut event files back",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_log.py",
         "            cuts=False,\n",
         "            cuts=True,\n",
         f"{REWINDS}::test_a_start_that_is_refused_late_cuts_no_events",
@@ -1671,14 +1671,14 @@ FAULTS = (
     ),
     Fault(
         "a strict start accepts another program",
-        "helios/startup/building/run_manifest.py",
+        "helios/startup/run_manifest.py",
         "        if changes:\n            topics",
         "        if False:\n            topics",
         "tests/ledger/test_starts.py::test_a_strict_start_refuses_what_may_change_the_training",
     ),
     Fault(
         "a start that was refused is written into the manifest",
-        "helios/startup/building/run_manifest.py",
+        "helios/startup/run_manifest.py",
         "        if self._start:\n",
         "        if True:\n",
         "tests/ledger/test_starts.py::test_a_strict_start_refuses_what_may_change_the_training",
@@ -1727,7 +1727,7 @@ FAULTS = (
     ),
     Fault(
         "a resume changes what a ledger holds",
-        "helios/startup/building/run_ledger.py",
+        "helios/startup/run_evidence.py",
         "    return found\n\n\ndef _read_generators",
         "    return asked\n\n\ndef _read_generators",
         "tests/ledger/test_full.py::test_a_ledger_keeps_its_level",
@@ -1814,7 +1814,7 @@ FAULTS = (
     ),
     Fault(
         "evidence is gathered during the first iteration",
-        "helios/startup/building/run_manifest.py",
+        "helios/startup/run_manifest.py",
         "        while not self._has_stepped() and not self._hurries.wait(_PAUSE):",
         "        while False:",
         "tests/ledger/test_starts.py::test_the_first_iteration_waits_for_no_evidence",
@@ -1919,14 +1919,14 @@ FAULTS = (
     ),
     Fault(
         "a rewind is not in later checkpoints",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_saves.py",
         "            rewinds=[each.as_plain() for each in self._start.rewinds],\n",
         "",
         f"{REWINDS}::test_a_rewound_run_resumes_from_each_of_its_checkpoints",
     ),
     Fault(
         "a rewind is written down after it has moved files",
-        "helios/startup/checkpoint_search/rewinding.py",
+        "helios/startup/rewinding.py",
         "    for plan in plans:\n        _move_later(folder, plan)\n",
         "    write_plans(folder.path, known)\n    for plan in plans:\n"
         "        _move_later(folder, plan)\n    write_plans(folder.path, known + added)\n",
@@ -1934,21 +1934,21 @@ FAULTS = (
     ),
     Fault(
         "a rewind moves checkpoints before their sidecars",
-        "helios/startup/checkpoint_search/rewinding.py",
+        "helios/startup/rewinding.py",
         "        for path in (entry.sidecar_path, entry.path):",
         "        for path in (entry.path, entry.sidecar_path):",
         f"{REWINDS}::test_a_kill_at_any_file_operation_of_a_rewind_costs_nothing",
     ),
     Fault(
         "a later rewind brings skipped batches back",
-        "helios/startup/checkpoint_search/rewinding.py",
+        "helios/startup/rewinding.py",
         "        return Course(loaded, [*rewinds, plan.rewind], [plan])",
         "        return Course(loaded, [plan.rewind], [plan])",
         f"{REWINDS}::test_a_later_rewind_keeps_what_an_earlier_one_skips",
     ),
     Fault(
         "a replay opens the logs of its run",
-        "helios/startup/runs/replay_run.py",
+        "helios/startup/replay_run.py",
         "    def _open_logs(",
         "    def _open_no_logs(",
         "tests/ledger/test_replay.py::test_a_replay_writes_nothing",
@@ -1962,28 +1962,28 @@ FAULTS = (
     ),
     Fault(
         "a replay from the beginning has the threads of the process",
-        "helios/startup/runs/replay_run.py",
+        "helios/startup/replay_run.py",
         "        if record is not None or witness is None:",
         "        if True:",
         "tests/ledger/test_replay.py::test_the_run_decides_the_number_of_threads",
     ),
     Fault(
         "a replay does not end at its last iteration",
-        "helios/startup/runs/replay_run.py",
+        "helios/startup/replay_run.py",
         "        if is_done and not stretch.meets_end:",
         "        if False:",
         "tests/ledger/test_replay.py::test_a_replay_ends_at_its_stop_or_with_its_window",
     ),
     Fault(
         "a replay announces a save twice",
-        "helios/startup/building/run_outputs.py",
+        "helios/startup/run_saves.py",
         "            return self._unwritten == (state.global_epoch, state.global_iteration)",
         "            return False",
         "tests/ledger/test_replay.py::test_a_save_that_two_events_ask_for_is_one",
     ),
     Fault(
         "a replay takes any level",
-        "helios/startup/checkpoint_search/replay_start.py",
+        "helios/startup/replay_start.py",
         "    if level.height < Level.RESTART.height:",
         "    if False:",
         "tests/ledger/test_replay.py::test_below_restart_a_replay_is_refused",
@@ -2011,7 +2011,7 @@ FAULTS = (
     ),
     Fault(
         "a task takes one that has given up before for one that has failed",
-        "helios/startup/runs/signal_policy.py",
+        "helios/startup/signal_policy.py",
         "        code = 1 if self._has_lost_rank else TRY_AGAIN",
         "        code = 1 if has_lost_rank() else TRY_AGAIN",
         "tests/distributed/test_signals.py::test_tasks_that_all_hang_ask_to_be_requeued",
@@ -2060,7 +2060,7 @@ FAULTS = (
     ),
     Fault(
         "two loggers write one file",
-        "helios/startup/options/object_checks.py",
+        "helios/startup/objects.py",
         "            if isinstance(other, RowLogger) and other.path == plugin.path:",
         "            if False:",
         "tests/plugins/test_row_loggers.py::test_two_loggers_must_not_write_one_file",

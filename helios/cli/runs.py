@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from helios.checkpoint.comparison import CheckpointDifference
     from helios.ledger.differences import Replay
     from helios.reports.run_comparison import RunComparison
-    from helios.startup.launching.replay_request import ReplayRequest
+    from helios.startup.trainer_call import ReplayRequest
 
 
 _MOST_TENSORS = 20
@@ -188,8 +188,8 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
     run cannot be repeated.
     """
     # Only this command needs what trains.
-    from helios.startup.launching.replay_request import ReplayRequest
-    from helios.startup.options.replay_options import ReplayOptions
+    from helios.startup.replay_start import ReplayOptions
+    from helios.startup.trainer_call import ReplayRequest
 
     if (namespace.script is None) is (namespace.module is None):
         raise UsageError("Pass either the SCRIPT of the run or -m MODULE.")

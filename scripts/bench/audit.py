@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from overhead import WIDTH, Clock, Data, Timed, make_data
 
-from helios.startup.options.audit_options import Audit
+from helios.startup.trainer_options import Audit
 from helios.trainer import Trainer
 
 MODES: dict[str, Audit | None] = {

@@ -22,7 +22,7 @@ from overhead import Data, Timed, make_data
 
 from helios.ledger import environment
 from helios.ledger.source_files import hash_package
-from helios.startup.building import run_manifest
+from helios.startup import run_manifest
 from helios.state import TrainingState
 from helios.trainer import Trainer
 

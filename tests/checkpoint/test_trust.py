@@ -367,8 +367,8 @@ ALLOWED = {
     "launch/worker.py": "pickle.loads",
     "launch/ipc.py": "pickle.Unpickler",
     "launch/supervisor.py": "pickle.loads",
-    "startup/launching/launch_call.py": "pickle.loads",
-    "startup/launching/on_all_ranks.py": "pickle.loads",
+    "startup/launch_call.py": "pickle.loads",
+    "startup/processes.py": "pickle.loads",
 }
 
 

@@ -365,7 +365,7 @@ def test_no_thread_of_a_group_is_left_that_would_abort_the_process(tmp_path: Pat
 
 def save_after_a_failure(rank: int, folder: Path) -> str:
     from helios.distributed.process_groups import own_membership
-    from helios.startup.building.run_outputs import FitRecorder
+    from helios.startup.run_saves import FitRecorder
 
     class Failing(train_script.Faults):
         def on_training_batch_end(self, state: Any, should_log: bool) -> None:

@@ -20,7 +20,7 @@ from helios.core import rng
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.replicas.replicas import Replicas
-from helios.startup.building.keyed_setup import set_up_keyed
+from helios.startup.model_setup import set_up_keyed
 from tests.support.keyed import GPT, Zoo
 
 SEED = 5

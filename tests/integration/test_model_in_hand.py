@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 import helios
 from helios import DataLoaderParams, Trainer
 from helios.plugins import EMA, SWA, Plugin
-from helios.startup.launching import launch_call
-from helios.startup.launching.process_plan import ThisProcess
+from helios.startup import launch_call
+from helios.startup.processes import ThisProcess
 from tests.support.ranks import run_ranks
 
 EPOCHS = 3

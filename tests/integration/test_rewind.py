@@ -22,9 +22,8 @@ from helios.ledger import diff
 from helios.ledger.book import FILE_NAME
 from helios.ledger.lineage import read_lineage
 from helios.plugins import CSVLogger
-from helios.startup.checkpoint_search import rewind_plan
-from helios.startup.checkpoint_search.rewind_plan import Rewind, RewindPlan
-from helios.startup.checkpoint_search.rewinding import settle
+from helios.startup import rewinding
+from helios.startup.rewinding import Rewind, RewindPlan, settle
 from tests.support import elastic, tier
 from tests.support.elastic import Elastic
 from tests.support.kills import KillAt, KillAtFileOperation, run_in_child, train_in_child
@@ -557,7 +556,7 @@ def test_rewinds_of_a_run_whose_checkpoints_are_gone_do_not_concern_a_new_one(
         path.unlink()
     train(root, STEPS)
     assert_equal_ledgers(root, spiked[0])
-    assert not (_folder_of(root) / rewind_plan.FILE_NAME).exists()
+    assert not (_folder_of(root) / rewinding.FILE_NAME).exists()
     assert replay(root, STEPS, start=0)[0].is_equal
 
 
@@ -571,7 +570,7 @@ def test_an_undone_rewind_leaves_the_run_that_it_was(
             path.unlink()
     for path in _aside(root)[0].iterdir():
         path.rename(_folder_of(root) / path.name)
-    (_folder_of(root) / rewind_plan.FILE_NAME).write_text("[]")
+    (_folder_of(root) / rewinding.FILE_NAME).write_text("[]")
     assert train(root, STEPS).records == {}
     assert replay(root, STEPS, start=0)[0].is_equal
     assert main(["verify", str(root)]) == 0
@@ -592,7 +591,7 @@ def test_a_branch_of_a_rewound_run_skips_the_same_batches(
 
 def test_a_damaged_file_of_rewinds_is_named(again: tuple[Path, Outcome], tmp_path: Path) -> None:
     root = _copy(again[0], tmp_path / "run")
-    (_folder_of(root) / rewind_plan.FILE_NAME).write_text('[{"to": 5}]')
+    (_folder_of(root) / rewinding.FILE_NAME).write_text('[{"to": 5}]')
     with pytest.raises(CheckpointError, match="holds the rewinds of the run, cannot be read"):
         train(root, STEPS)
 

@@ -532,9 +532,7 @@ def test_below_elastic_the_number_of_processes_may_be_the_cause(
 
 
 def test_a_script_below_restart_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "helios.startup.reporting.reproducibility_level.find_compiled", lambda model: ["net"]
-    )
+    monkeypatch.setattr("helios.startup.reproducibility_level.find_compiled", lambda model: ["net"])
     ran: list[int] = []
     with pytest.raises(UsageError, match=r"'order' .*torch.compile"):
         replay(whole, STEPS, AtBatch(lambda plugin, state: ran.append(1)))

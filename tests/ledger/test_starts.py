@@ -28,7 +28,7 @@ from helios.ledger.manifest_file import (
     write_manifest,
 )
 from helios.plugins import Plugin
-from helios.startup.building import run_manifest
+from helios.startup import run_manifest
 from helios.state import TrainingState
 from helios.storage import codec, files
 from tests.support import elastic

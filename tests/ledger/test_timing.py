@@ -17,7 +17,7 @@ from helios.core.utils import AverageTimer
 from helios.ledger.timing import FILE_NAME, Timing, read_timing
 from helios.loops import epoch
 from helios.plugins import Plugin
-from helios.startup.building import run_evidence
+from helios.startup import run_evidence
 from helios.state import TrainingState
 from helios.storage import files
 from tests.support.runs import Setting, train

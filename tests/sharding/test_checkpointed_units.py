@@ -14,7 +14,7 @@ import helios
 from helios import Unit
 from helios.errors import ArgumentTypeError
 from helios.plugins import EMA
-from helios.startup.building import model_preparation
+from helios.startup import model_setup
 from tests.sharding.test_sharded_training import EVERYTHING, MATRIX, cases
 from tests.support.models import Fitting
 from tests.support.ranks import RankError
@@ -151,8 +151,8 @@ def test_units_may_come_from_a_generator(monkeypatch: pytest.MonkeyPatch) -> Non
         found.extend(units)
         return units
 
-    find = model_preparation.find_units
-    monkeypatch.setattr(model_preparation, "find_units", find_units)
+    find = model_setup.find_units
+    monkeypatch.setattr(model_setup, "find_units", find_units)
     run(Yielding("deep"), "full")
     assert found == ["net", "net.1"]
 

@@ -17,8 +17,7 @@ from torch import nn
 import helios
 from helios.core.sharded_tensors import local_of
 from helios.session import Session
-from helios.startup.building import run_outputs
-from helios.startup.runs import base_run, fit_run
+from helios.startup import base_run, fit_run, run_saves
 from tests.support.keyed import (
     GPT,
     Keyed,
@@ -255,7 +254,7 @@ class Large(KeyedModel):
 WIDTH, DEPTH = 64, 6
 METHODS: tuple[tuple[Any, str, str], ...] = (
     (fit_run.FitRun, "_load", "load"),
-    (run_outputs.FitRecorder, "prepare", "begin"),
+    (run_saves.FitRecorder, "prepare", "begin"),
     (Session, "save", "save"),
     (helios.plugins.EMA, "on_fit_start", "average"),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import math
@@ -21,10 +20,9 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.schedule import Schedule
-from helios.startup.options.checkpoint_options import CHANGEABLE
-from helios.startup.options.trainer_options import SeedSource, TrainerOptions
-from helios.startup.options.unknown_arguments import MEANT as MEANT_INSTEAD
-from helios.startup.runs.signal_policy import Signals
+from helios.startup.signal_policy import Signals
+from helios.startup.trainer_options import CHANGEABLE, ROWS, Options, SeedSource
+from helios.startup.unknown_arguments import MEANT as MEANT_INSTEAD
 from helios.state import Phase, TrainingUnit
 from tests.support.quiet import Quiet
 
@@ -82,7 +80,7 @@ FLAGS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 CPU = torch.device("cpu")
 
 
-def make(**options: Any) -> TrainerOptions:
+def make(**options: Any) -> Options:
     return helios.Trainer(**{**DEFAULTS, **options})._options
 
 
@@ -119,10 +117,10 @@ def a_file(tmp_path: Path) -> Path:
 def test_the_defaults_are_accepted_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     """API section 12."""
     arguments = make()
-    assert arguments.run.seed == 6691
-    assert arguments.engine.gpu_ids == []
+    assert arguments.seed == 6691
+    assert arguments.gpu_ids == []
     assert arguments.schedule == Schedule()
-    assert not arguments.checkpoints.can_save
+    assert not arguments.can_save
     assert caplog.records == []
 
 
@@ -198,7 +196,7 @@ def test_a_seed_must_have_64_bits(value: Any) -> None:
 @pytest.mark.parametrize("value", [0, 1, (1 << 64) - 1])
 def test_an_explicit_seed_wins_also_when_it_is_zero(value: int) -> None:
     """H1."""
-    assert make(random_seed=value).run.seed == value
+    assert make(random_seed=value).seed == value
 
 
 @pytest.mark.shows("P30")
@@ -211,7 +209,7 @@ def test_each_seed_of_a_source_must_have_64_bits(value: Any) -> None:
 @pytest.mark.parametrize("value", ["key", None, True])
 def test_a_model_is_initialized_by_setup_or_by_keys(value: Any) -> None:
     check_refusal("init", value, init=value)
-    assert make(init="keyed").run.init == "keyed"
+    assert make(init="keyed").init == "keyed"
 
 
 @pytest.mark.shows("P30")
@@ -251,17 +249,17 @@ def test_a_rewind_needs_checkpoints_and_what_it_skips_a_ledger(
 def test_skipped_batches_are_sorted_and_named_once(tmp_path: Path) -> None:
     more = {"chkpt_root": tmp_path, "chkpt_frequency": 1, "rewind_to": 2}
     for given in ([9, 5, 5, 7], {5, 7, 9}, range(5, 10, 2)):
-        assert make(**more, skip_batches=given).checkpoints.skip_batches == (5, 7, 9)
+        assert make(**more, skip_batches=given).skip_batches == (5, 7, 9)
 
 
 def test_a_source_without_a_seed_has_that_of_the_run() -> None:
     given = {"training": (1 << 64) - 1, "order": 0}
-    run = make(random_seed=7, seeds=MappingProxyType(given)).run
+    run = make(random_seed=7, seeds=MappingProxyType(given))
     assert [run.seed_of(name) for name in get_args(SeedSource)] == [7, 0, 7, (1 << 64) - 1]
     given["order"] = 5
     assert list(run.seeds.items()) == [("order", 0), ("training", (1 << 64) - 1)]
     for none in (None, {}):
-        assert make(random_seed=7, seeds=none).run == make(random_seed=7).run
+        assert make(random_seed=7, seeds=none) == make(random_seed=7)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -292,7 +290,7 @@ def test_a_run_name_must_be_the_name_of_a_file(value: Any) -> None:
 @pytest.mark.parametrize("value", ["", "run", "run_epoch_1_iter_2", "läuft schon", "v1.2"])
 def test_other_run_names_are_accepted(value: str) -> None:
     """C1: also one that contains the words of a checkpoint's name."""
-    assert make(run_name=value).run.run_name == value
+    assert make(run_name=value).run_name == value
 
 
 @pytest.mark.shows("H42")
@@ -303,7 +301,7 @@ def test_a_log_needs_its_folder(flag: str, path: str, tmp_path: Path) -> None:
     """H42."""
     assert f"{flag}=True" in check_refusal(path, None, **{flag: True})
     arguments = make(**{flag: True, path: tmp_path / "new"})
-    assert getattr(arguments.logging, path) == tmp_path / "new"
+    assert getattr(arguments, path) == tmp_path / "new"
     assert not (tmp_path / "new").exists()
 
 
@@ -325,16 +323,14 @@ def test_a_folder_must_be_a_path(name: str, value: Any) -> None:
 def test_folders_may_be_given_as_strings(tmp_path: Path) -> None:
     names = ("chkpt_root", "log_path", "run_path", "src_root")
     arguments = make(**dict.fromkeys(names, str(tmp_path)))
-    groups = (arguments.checkpoints, arguments.logging, arguments.logging, arguments.registry)
-    found = [getattr(group, name) for group, name in zip(groups, names, strict=True)]
-    assert found == [tmp_path] * 4
+    assert [getattr(arguments, name) for name in names] == [tmp_path] * 4
 
 
 def test_the_root_of_the_sources_must_exist(tmp_path: Path) -> None:
     """API section 12."""
     missing = tmp_path / "missing"
     check_refusal("src_root", str(missing), src_root=missing)
-    assert make(src_root=tmp_path).registry.src_root == tmp_path
+    assert make(src_root=tmp_path).src_root == tmp_path
 
 
 def test_a_prefix_of_imports_must_be_a_string(tmp_path: Path) -> None:
@@ -356,7 +352,7 @@ def test_checkpoints_are_written_where_folder_and_frequency_are_set(
 ) -> None:
     """H19: a folder alone only loads."""
     root = tmp_path if has_root else None
-    assert make(chkpt_root=root, chkpt_frequency=frequency).checkpoints.can_save is can_save
+    assert make(chkpt_root=root, chkpt_frequency=frequency).can_save is can_save
 
 
 @pytest.mark.shows("R39")
@@ -371,8 +367,8 @@ def test_a_clip_must_be_a_positive_number(name: str, value: Any) -> None:
 def test_gradients_are_clipped_in_one_way_only() -> None:
     """R39."""
     check_refusal("clip_value", 2.0, clip_norm=1.0, clip_value=2.0)
-    assert make(clip_norm=1).engine.clip_norm == 1
-    assert make(clip_value=0.5).engine.clip_value == 0.5
+    assert make(clip_norm=1).clip_norm == 1
+    assert make(clip_value=0.5).clip_value == 0.5
 
 
 @pytest.mark.parametrize("value", [1, 0, "yes", []])
@@ -407,8 +403,8 @@ def test_the_gpus_that_are_asked_for_or_all_are_used(
 ) -> None:
     """H46, H48."""
     set_gpus(monkeypatch, 2)
-    assert make(gpus=gpus).engine.gpu_ids == ids
-    assert make(use_cpu=True).engine.gpu_ids == []
+    assert make(gpus=gpus).gpu_ids == ids
+    assert make(use_cpu=True).gpu_ids == []
 
 
 @pytest.mark.parametrize("value", [(15,), False])
@@ -421,23 +417,23 @@ def test_signals_are_none_or_options(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "60", float("inf"), float("nan")])
 def test_a_warning_of_hangs_comes_after_some_seconds_or_never(value: Any) -> None:
-    assert make(hang_warning=None).waiting.hang_warning is None
+    assert make(hang_warning=None).hang_warning is None
     check_refusal("hang_warning", value, hang_warning=value)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "60", float("inf"), float("nan"), 60.0, 59])
 def test_an_end_of_hangs_comes_after_the_warning_or_never(value: Any) -> None:
-    assert make(hang_timeout=60.5).waiting.hang_timeout == 60.5
-    assert make(hang_timeout=1, hang_warning=None).waiting.hang_timeout == 1
-    assert make(hang_timeout=None).waiting.hang_timeout is None
+    assert make(hang_timeout=60.5).hang_timeout == 60.5
+    assert make(hang_timeout=1, hang_warning=None).hang_timeout == 1
+    assert make(hang_timeout=None).hang_timeout is None
     check_refusal("hang_timeout", value, hang_timeout=value)
 
 
 @pytest.mark.parametrize("value", ["fp8", "", torch.float32, 16])
 def test_a_precision_is_one_or_the_name_of_one(value: Any) -> None:
     """E22, E23."""
-    assert make(precision="fp16").engine.precision == Precision.FP16
-    assert make(precision=Precision.BF16).engine.precision == Precision.BF16
+    assert make(precision="fp16").precision == Precision.FP16
+    assert make(precision=Precision.BF16).precision == Precision.BF16
     check_refusal("precision", value, precision=value)
 
 
@@ -445,13 +441,13 @@ def test_a_precision_is_one_or_the_name_of_one(value: Any) -> None:
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "2"])
 def test_replicas_and_processes_are_positive_numbers(name: str, value: Any) -> None:
     """DESIGN section 6, "Processes"."""
-    assert getattr(make(**{name: 3}).processes, name) == 3
+    assert getattr(make(**{name: 3}), name) == 3
     check_refusal(name, value, **{name: value})
 
 
 def test_a_process_carries_one_replica_at_least() -> None:
     """DESIGN section 6, "Processes": an explicit P > V is an error."""
-    assert make(num_replicas=2, nproc=2).processes.nproc == 2
+    assert make(num_replicas=2, nproc=2).nproc == 2
     assert "num_replicas=2" in check_refusal("nproc", 3, num_replicas=2, nproc=3)
 
 
@@ -489,7 +485,7 @@ def test_determinism_on_a_gpu_is_refused_where_it_is_too_late(
 @pytest.mark.parametrize("value", ["auto", "never"])
 def test_resuming_is_automatic_or_never(value: str) -> None:
     """DESIGN section 6."""
-    assert make(resume=value, chkpt_root=Path()).checkpoints.resume == value
+    assert make(resume=value, chkpt_root=Path()).resume == value
 
 
 @pytest.mark.parametrize("value", [None, True, 3, b"path"])
@@ -505,26 +501,26 @@ def test_resuming_from_a_path_needs_a_folder_for_new_checkpoints(
     """DESIGN section 6."""
     path = tmp_path / "run_epoch_1_iter_2.pth"
     assert "resume=" in check_refusal("chkpt_root", None, resume=kind(path))
-    assert make(resume=kind(path), chkpt_root=tmp_path).checkpoints.resume == path
+    assert make(resume=kind(path), chkpt_root=tmp_path).resume == path
 
 
 @pytest.mark.parametrize("name", CHANGEABLE)
 def test_a_change_is_allowed_by_its_name(name: str, tmp_path: Path) -> None:
     """DESIGN section 6; a single name need not stand in a tuple."""
-    assert make(allow_changes=[name], chkpt_root=tmp_path).checkpoints.allow_changes == (name,)
-    assert make(allow_changes=name, chkpt_root=tmp_path).checkpoints.allow_changes == (name,)
+    assert make(allow_changes=[name], chkpt_root=tmp_path).allow_changes == (name,)
+    assert make(allow_changes=name, chkpt_root=tmp_path).allow_changes == (name,)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, None, "2"])
 def test_a_trial_validation_takes_a_count_of_batches(value: Any) -> None:
-    assert make(sanity_steps=2).trial.sanity_steps == 2
+    assert make(sanity_steps=2).sanity_steps == 2
     check_refusal("sanity_steps", value, sanity_steps=value)
 
 
 @pytest.mark.parametrize("value", [3, {"train": 1}, {Phase.TRAINING: 0}, {Phase.TESTING: True}])
 def test_limits_of_batches_are_positive_numbers_by_phase(value: Any) -> None:
     limits = MappingProxyType({Phase.TRAINING: 1, Phase.TESTING: 3})
-    assert make(batch_limits=limits).trial.batch_limits == dict(limits)
+    assert make(batch_limits=limits).batch_limits == dict(limits)
     check_refusal("batch_limits", value, batch_limits=value)
 
 
@@ -557,13 +553,13 @@ def test_plugins_that_are_no_list_are_refused_by_their_name(value: Any) -> None:
 def test_a_store_must_be_a_store(tmp_path: Path) -> None:
     """DESIGN section 6."""
     store = CheckpointStore()
-    assert make(store=store, chkpt_root=tmp_path, chkpt_frequency=1).checkpoints.store is store
+    assert make(store=store, chkpt_root=tmp_path, chkpt_frequency=1).store is store
     check_refusal("store", "folder", store="folder", chkpt_root=tmp_path)
 
 
 def test_an_engine_must_be_an_engine() -> None:
     """E40."""
-    assert make(engine=Engine(CPU)).engine.gpu_ids == []
+    assert make(engine=Engine(CPU)).gpu_ids == []
     check_refusal("engine", CPU, engine=CPU)
     check_refusal("engine", Engine, engine=Engine)
 
@@ -591,7 +587,7 @@ def test_an_engine_brings_its_own_device_and_clipping(name: str, value: Any) -> 
 )
 def test_the_gpus_of_an_engine_are_those_of_its_device(device: str, ids: list[int]) -> None:
     """API section 12: gpu_ids is empty on the CPU, which has an index too."""
-    assert make(engine=Engine(torch.device(device))).engine.gpu_ids == ids
+    assert make(engine=Engine(torch.device(device))).gpu_ids == ids
 
 
 @pytest.mark.parametrize(
@@ -676,7 +672,7 @@ def test_the_schedule_takes_every_option_that_decides_when(tmp_path: Path) -> No
     )
 
 
-def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None:
+def test_every_option_has_its_own_name(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "run_name": "name",
         "total_steps": 9,
@@ -731,14 +727,9 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
     assert {name: each.default for name, each in parameters.items()} == DEFAULTS
     assert set(given) | set(apart) == set(parameters)
     options = make(**given, **apart)
-    groups = [getattr(options, field.name) for field in dataclasses.fields(options)]
-    found = {
-        field.name: getattr(group, field.name)
-        for group in groups
-        for field in dataclasses.fields(group)
-    }
-    assert {name: found[name] for name in given} == given
-    assert (options.schedule.unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))
+    assert set(ROWS) | {"plugins"} == set(parameters)
+    assert {name: getattr(options, name) for name in given} == given
+    assert (options.train_unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))
     assert options.audit is audit
 
 

@@ -11,7 +11,7 @@ import helios
 from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
-from helios.startup.options.object_checks import (
+from helios.startup.objects import (
     check_batch_processor,
     check_made,
     check_plugins,

@@ -10,7 +10,7 @@ import pytest
 
 from helios.core.stored_values import ABSENT, ValueChange
 from helios.ledger.manifest_file import Effect, compare_facts
-from helios.startup.reporting.command_line import KEY, as_change, parse_words, report_arguments
+from helios.startup.run_log import KEY, as_change, parse_words, report_arguments
 from tests.integration.test_declared_params import fit
 
 
@@ -59,7 +59,7 @@ def test_words_that_nothing_explains_are_said_at_info(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", *before.split()])
-    from helios.startup.reporting.command_line import read_arguments
+    from helios.startup.run_log import read_arguments
 
     stored: dict[str, Any] = {KEY: read_arguments()}
     monkeypatch.setattr(sys, "argv", ["train.py", *after.split()])

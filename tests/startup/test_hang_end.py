@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from helios.startup.runs import hang_end
+from helios.startup import hangs
 from tests.support import hanging
 from tests.support.hanging import list_workers, run_forked, survives
 from tests.support.signals import environment
@@ -283,13 +283,13 @@ def test_a_run_that_hangs_with_the_lock_of_the_log_ends(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_while_its_stacks_are_written_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = hang_end._write
+    write = hangs._write
 
     def write_slowly(path: Path, text: str) -> bool:
         time.sleep(2.0)
         return write(path, text)
 
-    monkeypatch.setattr(hang_end, "_write", write_slowly)
+    monkeypatch.setattr(hangs, "_write", write_slowly)
     codes, _ = run_forked(tmp_path, act="stand_for_a_while", at=8, **QUICK)
     assert codes == [0]
     assert not (tmp_path / "net" / "hang.json").exists()

@@ -25,9 +25,8 @@ import helios
 from helios import DataLoaderParams
 from helios.distributed.heartbeats import Heard
 from helios.distributed.process_groups import open_store
-from helios.startup.building import optimizer_settings
-from helios.startup.runs import hang_watch
-from helios.startup.runs.hang_watch import describe_ranks
+from helios.startup import given_values, hangs
+from helios.startup.hangs import describe_ranks
 from tests.support.ranks import run_ranks
 
 SECONDS = 0.6
@@ -305,9 +304,9 @@ def test_who_waits_for_whom(words: dict[int, Any], mute: list[int], text: str) -
 
 def test_the_modules_that_are_named_exist() -> None:
     """Else a file that moves would make a rank wait in "advance (epoch.py)"."""
-    for name in (*hang_watch._PEERS, *hang_watch._OWN):
+    for name in (*hangs._PEERS, *hangs._OWN):
         importlib.import_module(name)
-    assert set(hang_watch._PATIENCE) <= set(hang_watch._OWN)
+    assert set(hangs._PATIENCE) <= set(hangs._OWN)
 
 
 def _add_in_step(rank: int, said: Path) -> list[str]:
@@ -355,7 +354,7 @@ def test_a_constructor_that_takes_long_is_named_by_the_setup_that_calls_it() -> 
     found = []
 
     def look() -> None:
-        found.append(hang_watch.find_whereabouts(sys._getframe().f_back).text)
+        found.append(hangs.find_whereabouts(sys._getframe().f_back).text)
 
     def call(path: str, module: str, function: str, inner: Any) -> Any:
         scope: dict[str, Any] = {"__name__": module, "inner": inner}
@@ -363,7 +362,7 @@ def test_a_constructor_that_takes_long_is_named_by_the_setup_that_calls_it() -> 
         return scope[function]
 
     library = call(torch.__file__, "torch.optim.sgd", "__init__", look)
-    wrapper = call(optimizer_settings.__file__, optimizer_settings.__name__, "construct", library)
+    wrapper = call(given_values.__file__, given_values.__name__, "construct", library)
     user = call("train.py", "__main__", "setup", wrapper)
-    call(hang_watch.__file__, "helios.startup.building", "prepare", user)()
+    call(hangs.__file__, "helios.startup.run_setup", "prepare", user)()
     assert found == ["is in setup (train.py)"]

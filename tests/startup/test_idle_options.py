@@ -9,7 +9,7 @@ import pytest
 from helios import CheckpointStore, KeepBest, Trainer
 from helios.model import BatchProcessor, Model
 from helios.schedule import Schedule
-from helios.startup.reporting.idle_options import warn_of_idle_options
+from helios.startup.run_log import warn_of_idle_options
 from tests.support.quiet import QuietModel
 from tests.typed.user_script import Line, Numbers
 

@@ -12,9 +12,7 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.options import KeepBest
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import CheckpointError
-from helios.startup.checkpoint_search.chosen_checkpoint import find_chosen
-from helios.startup.checkpoint_search.newest_checkpoint import find_newest
-from helios.startup.options.checkpoint_choice import CheckpointChoice
+from helios.startup.chosen_checkpoint import CheckpointChoice, find_chosen, find_newest
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.engines.joined import replicas_on
 from tests.startup.test_arguments import make
@@ -22,7 +20,7 @@ from tests.support.ranks import run_ranks
 
 
 def _find(rank: int, root: Path, patch: Callable[[pytest.MonkeyPatch, int, Path], None]) -> Any:
-    options = make(chkpt_root=root).checkpoints
+    options = make(chkpt_root=root)
     with replicas_on(rank, 2, 2) as team, pytest.MonkeyPatch.context() as context:
         patch(context, rank, root / "run")
         try:
@@ -77,7 +75,7 @@ def test_where_nothing_is_found_no_process_loads_anything(tmp_path: Path) -> Non
 
 
 def _find_best(rank: int, root: Path) -> tuple[str, list[str]]:
-    options = make(chkpt_root=root).checkpoints
+    options = make(chkpt_root=root)
     load, rest = loading.load_present, [0.3, 0.1]
 
     def load_and_save(*args: Any, **kwargs: Any) -> Any:

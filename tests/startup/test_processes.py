@@ -16,14 +16,14 @@ from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, RunMismatchError, UsageError
 from helios.launch.launcher import Launch, LaunchKind
-from helios.startup.checkpoint_search.resume_point import find_stored
-from helios.startup.launching.process_plan import (
+from helios.startup.processes import (
     Stored,
     ThisProcess,
     choose_processes,
     choose_replicas,
 )
-from helios.startup.options.trainer_options import TrainerOptions
+from helios.startup.resume_point import find_stored
+from helios.startup.trainer_options import Options
 from tests.startup.test_arguments import make, set_gpus
 from tests.support.runs import IndexModule, Setting, SmallModel, train
 
@@ -40,8 +40,8 @@ def stored(count: int | None) -> Stored | None:
     return None if count is None else Stored(count, _PATH)
 
 
-def _count(options: TrainerOptions, place: ThisProcess) -> int:
-    return choose_processes(options.processes, options.engine, place, None)
+def _count(options: Options, place: ThisProcess) -> int:
+    return choose_processes(options, place, None)
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +79,8 @@ def test_a_plain_start_follows_the_run_then_the_arguments_then_the_machine(
 ) -> None:
     set_gpus(monkeypatch, num_gpus)
     arguments = make(**options)
-    count = choose_processes(arguments.processes, arguments.engine, _ALONE, stored(kept))
-    assert (count, choose_replicas(arguments.processes, _ALONE, stored(kept), count)) == expected
+    count = choose_processes(arguments, _ALONE, stored(kept))
+    assert (count, choose_replicas(arguments, _ALONE, stored(kept), count)) == expected
 
 
 @pytest.mark.shows("H48", "E29")
@@ -93,9 +93,9 @@ def test_a_launcher_decides_the_number_of_processes(
     kind: LaunchKind, options: dict[str, Any], kept: int | None, expected: int
 ) -> None:
     arguments, place = make(**options), started(kind, 3)
-    count = choose_processes(arguments.processes, arguments.engine, place, stored(kept))
+    count = choose_processes(arguments, place, stored(kept))
     assert count == 3
-    assert choose_replicas(arguments.processes, place, stored(kept), count) == expected
+    assert choose_replicas(arguments, place, stored(kept), count) == expected
 
 
 @pytest.mark.parametrize("place", [started(LaunchKind.TORCHRUN, 3), started(LaunchKind.SRUN, 1)])
@@ -126,7 +126,7 @@ def test_more_processes_than_replicas_are_refused(
 ) -> None:
     arguments = make(**options)
     with pytest.raises(UsageError, match=rf"A run of 2 replicas .*{words}"):
-        choose_replicas(arguments.processes, place, stored(kept), 3)
+        choose_replicas(arguments, place, stored(kept), 3)
 
 
 @pytest.mark.shows("S31")
@@ -134,7 +134,7 @@ def test_the_number_of_replicas_never_changes() -> None:
     with pytest.raises(
         RunMismatchError, match=r"started with 4 replicas .*must not change.*start a new run"
     ):
-        choose_replicas(make(num_replicas=2).processes, _ALONE, stored(4), 1)
+        choose_replicas(make(num_replicas=2), _ALONE, stored(4), 1)
 
 
 @pytest.mark.shows("H48", "E32")
@@ -142,15 +142,15 @@ def test_each_process_of_a_machine_has_its_gpu(monkeypatch: pytest.MonkeyPatch) 
     """H48."""
     set_gpus(monkeypatch, 4)
     second = started(LaunchKind.TORCHRUN, 2, local_rank=1)
-    assert second.device_for(make(gpus=[2, 3]).engine) == torch.device("cuda:3")
-    assert second.device_for(make(use_cpu=True).engine) == torch.device("cpu")
-    assert second.device_for(make(engine=Engine("cuda:0")).engine) == torch.device("cuda:0")
+    assert second.device_for(make(gpus=[2, 3])) == torch.device("cuda:3")
+    assert second.device_for(make(use_cpu=True)) == torch.device("cpu")
+    assert second.device_for(make(engine=Engine("cuda:0"))) == torch.device("cuda:0")
     with pytest.raises(ArgumentError, match=r"name a GPU for each process .*are 2, got \[2\]"):
         _count(make(gpus=[2]), second)
     # SLURM may show a task its own GPU only.
     set_gpus(monkeypatch, 1)
     alone = started(LaunchKind.SRUN, 2, local_rank=1)
-    assert alone.device_for(make().engine) == torch.device("cuda:0")
+    assert alone.device_for(make()) == torch.device("cuda:0")
 
 
 _SHARED = Setting(total_steps=2, validates=False, valid_frequency=None)
@@ -194,7 +194,7 @@ def _setting(**options: Any) -> Setting:
 
 @pytest.mark.shows("S33")
 def test_what_a_run_was_begun_with_is_read_from_its_newest_file(tmp_path: Path) -> None:
-    options = make(chkpt_root=tmp_path).checkpoints
+    options = make(chkpt_root=tmp_path)
     assert find_stored(options, "small", [], is_fit=True) is None
     train(tmp_path, _setting(num_replicas=3))
     newest = tmp_path / "small" / "small_epoch_1_iter_2.pth"
@@ -204,7 +204,7 @@ def test_what_a_run_was_begun_with_is_read_from_its_newest_file(tmp_path: Path) 
     assert find_stored(options, "small", [], is_fit=True) == Stored(3, older)
     newest.with_suffix(".json").unlink()
     assert find_stored(options, "small", [], is_fit=True) == Stored(3, newest)
-    anew = make(chkpt_root=tmp_path, resume="never").checkpoints
+    anew = make(chkpt_root=tmp_path, resume="never")
     assert find_stored(anew, "small", [], is_fit=True) is None
     assert find_stored(anew, "small", [], is_fit=False) == Stored(3, newest)
 
@@ -212,10 +212,10 @@ def test_what_a_run_was_begun_with_is_read_from_its_newest_file(tmp_path: Path) 
 def test_a_path_says_what_its_run_was_begun_with(tmp_path: Path) -> None:
     train(tmp_path / "first", _setting(num_replicas=3))
     origin = tmp_path / "first" / "small" / "small_epoch_1_iter_1.pth"
-    options = make(chkpt_root=tmp_path / "second", resume=origin).checkpoints
+    options = make(chkpt_root=tmp_path / "second", resume=origin)
     assert find_stored(options, "small", [], is_fit=True) == Stored(3, origin)
     assert find_stored(options, "small", [], is_fit=False) is None
-    missing = make(chkpt_root=tmp_path / "second", resume=tmp_path / "gone.pth").checkpoints
+    missing = make(chkpt_root=tmp_path / "second", resume=tmp_path / "gone.pth")
     assert find_stored(missing, "small", [], is_fit=True) is None
 
 
@@ -241,10 +241,9 @@ def test_the_plugins_in_the_box_can_be_handed_to_ranks(tmp_path: Path) -> None:
     assert list(received.plugins) == list(trainer.plugins)
     received.plugins.pop("sanity-check")
     received.plugins.pop("limit-batches")
-    frequent = dataclasses.replace(
-        received._options.schedule, valid_frequency=1, total_steps=1, print_frequency=1
+    received._options = dataclasses.replace(
+        received._options, valid_frequency=1, total_steps=1, print_frequency=1
     )
-    received._options = dataclasses.replace(received._options, schedule=frequent)
     assert received.fit(SmallModel(_SHARED), IndexModule(Setting())) is True
     assert (tmp_path / "rows.csv").read_text().count("\n") > 1
     assert any((tmp_path / "traces").iterdir())

@@ -18,7 +18,7 @@ from helios.checkpoint.reproducibility import Level
 from helios.errors import UsageError
 from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
-from helios.startup.reporting.reproducibility_level import Reproducibility
+from helios.startup.reproducibility_level import Reproducibility
 from helios.state import TrainingState
 from tests.distributed.train_script import Module, Net, Points, parse
 

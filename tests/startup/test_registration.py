@@ -15,7 +15,7 @@ import helios
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus
 from helios.plugins import Plugin
-from helios.startup.options.plugin_table import PluginTable, log_order
+from helios.startup.objects import PluginTable, log_order
 from helios.state import TrainingState
 from tests.support.event_logs import Linear, Numbers
 from tests.support.quiet import Quiet

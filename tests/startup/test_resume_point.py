@@ -12,7 +12,7 @@ import pytest
 import helios
 from helios.checkpoint import file_names, loading
 from helios.plugins import Plugin
-from helios.startup.checkpoint_search.resume_point import find_stored
+from helios.startup.resume_point import find_stored
 from helios.storage.folder_lock import FolderLock
 from tests.startup.test_arguments import make
 from tests.support.runs import IndexModule, Setting, SmallModel, train
@@ -109,7 +109,7 @@ def test_a_listing_that_has_missed_everything_is_made_again(
         return listed(folder)
 
     monkeypatch.setattr(file_names, "list_checkpoints", list_late)
-    options = make(chkpt_root=tmp_path).checkpoints
+    options = make(chkpt_root=tmp_path)
     stored = find_stored(options, "small", [], is_fit=True)
     assert stored is not None
     assert stored.path.name == "small_epoch_1_iter_2.pth"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import helios
-from helios.startup.checkpoint_search.run_rules import RULES, adopt_rules
+from helios.startup.run_identity import RULES, adopt_rules
 from helios.storage import codec
 from tests.support.runs import Setting, train
 

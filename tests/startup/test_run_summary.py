@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from helios import DataLoaderParams, DataModule, Model, Trainer
 from helios.data.steps import Steps, StepsSource
-from helios.startup.reporting.run_summary import describe_data, describe_model
+from helios.startup.run_log import describe_data, describe_model
 from helios.state import Phase
 
 

@@ -12,7 +12,7 @@ import pytest
 from helios import CheckpointStore, KeepBest, Trainer
 from helios.best import BestRule, BestSoFar, Validation
 from helios.plugins import EarlyStopping
-from helios.startup.reporting.score_log import ScoreLog, describe_progress
+from helios.startup.run_log import ScoreLog, describe_progress
 from helios.state import TrainingState
 from tests.typed.user_script import Line, Numbers
 

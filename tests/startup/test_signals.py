@@ -16,7 +16,7 @@ import helios
 from helios import Signals
 from helios.core.signal_watch import SignalReceiver
 from helios.errors import ArgumentError
-from helios.startup.runs.signal_policy import Listener, exit_code_of, listening
+from helios.startup.signal_policy import Listener, exit_code_of, listening
 from tests.support.runs import IndexModule, Setting, SmallModel
 
 
@@ -149,7 +149,7 @@ def test_evaluations_handle_no_signals() -> None:
 def test_a_process_that_gives_up_ends_its_workers_and_says_why() -> None:
     code = """
 import multiprocessing, signal, os
-from helios.startup.runs.signal_policy import UnsavedEnd
+from helios.startup.signal_policy import UnsavedEnd
 child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
 child.start()
 os.write(1, str(child.pid).encode())

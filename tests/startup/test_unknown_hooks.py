@@ -10,7 +10,7 @@ from torch import nn
 from helios.data.datamodule import DataModule
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
-from helios.startup.options.object_checks import warn_of_unknown_hooks
+from helios.startup.objects import warn_of_unknown_hooks
 from tests.support.quiet import Quiet
 
 

@@ -95,6 +95,6 @@ def test_files_and_drives_are_paths(tmp_path: Path) -> None:
     folder = tmp_path / "two words"
     assert as_local_path("folder", folder.as_uri()) == folder
     assert as_local_path("folder", Path(folder.as_uri())) == folder
-    assert helios.Trainer(chkpt_root=folder.as_uri())._options.checkpoints.chkpt_root == folder
+    assert helios.Trainer(chkpt_root=folder.as_uri())._options.chkpt_root == folder
     for path in ("C:/runs", "runs/s3:/x", "a:b", "./s3://x", "", "~/runs"):
         assert as_local_path("folder", path) == Path(path)

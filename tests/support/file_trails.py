@@ -24,10 +24,12 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.ledger.manifest_file import FILE_NAME as MANIFEST
+from helios.ledger.timing import FILE_NAME as TIMES
 from helios.plugins import EarlyStopping, Plugin
 from helios.state import TrainingState
 from helios.storage import files
 from helios.storage.folder_lock import FolderLock
+from helios.terminal.root_logger import get_tensorboard_writer
 from tests.support.kills import kill_self, run_in_child
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,8 +97,11 @@ class Trail:
     def _note(self, word: str, *paths: Any) -> None:
         texts = [os.fspath(path) for path in paths if isinstance(path, str | os.PathLike)]
         is_below = all(f"{text}{os.sep}".startswith(self._folder) for text in texts)
+        # How often the times of a run are written depends on how long it takes.
+        if not texts or Path(texts[0]).name == TIMES:
+            return
         is_there = word == "make" and Path(texts[0]).exists()
-        if texts and is_below and not is_there and not self._is_inside:
+        if is_below and not is_there and not self._is_inside:
             names = [text[len(self._folder) :] or "." for text in texts]
             line = f"{word} {' -> '.join(names)}"
             for name, pattern in _CHANGING.items():
@@ -154,6 +159,10 @@ class Told(Plugin):
     def on_training_step_start(self, state: TrainingState) -> None:
         self._tell("on_training_step_start")
         if state.global_iteration == self.dies_at:
+            # Whether the thread of TensorBoard has written the last events is left to chance.
+            writer = get_tensorboard_writer()
+            if writer is not None:
+                writer.mark()
             kill_self()
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import helios
 from helios.distributed.collectives import TORCHRUN_VARIABLES
 from helios.plugins import Plugin
-from helios.startup.options import plugin_table
+from helios.startup import objects
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, read_bits, train
 from tests.support.started import started
@@ -233,7 +233,7 @@ def main() -> None:
             )
         )
     # A test waits for the order of hooks, which is logged when all ranks have started.
-    logging.getLogger(plugin_table.__name__).setLevel(logging.DEBUG)
+    logging.getLogger(objects.__name__).setLevel(logging.DEBUG)
     signals = helios.Signals(grace=options.grace)
     trainer, _ = train(
         options.folder, setting_of(options), *plugins, nproc=options.nproc, signals=signals

@@ -19,7 +19,7 @@ import helios
 from helios.terminal.root_logger import RootLogger
 from tests.support.quiet import Quiet
 
-_NAMES = ("helios", "helios.startup.options", "py.warnings")
+_NAMES = ("helios", "helios.startup.trainer_options", "py.warnings")
 
 
 class Lines(logging.Handler):
@@ -61,7 +61,7 @@ def say(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], li
     logger = RootLogger(capture_warnings=False)
     try:
         logger.setup(folder / "run.log")
-        module = logging.getLogger("helios.startup.options")
+        module = logging.getLogger("helios.startup.trainer_options")
         for level in ("DEBUG", "INFO", "WARNING", "ERROR"):
             module.log(getattr(logging, level), "a line")
     finally:
@@ -83,8 +83,8 @@ _ALL = ["INFO", "WARNING", "ERROR"]
         ({"": "ERROR"}, ["ERROR"], _ALL),
         ({"": "ERROR", "helios": "INFO"}, _ALL, _ALL),
         ({"": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
-        ({"helios.startup.options": "ERROR"}, ["ERROR"], ["ERROR"]),
-        ({"helios.startup.options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
+        ({"helios.startup.trainer_options": "ERROR"}, ["ERROR"], ["ERROR"]),
+        ({"helios.startup.trainer_options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
     ],
 )
 def test_levels_hold_on_the_screen_and_the_file_has_info(
@@ -110,7 +110,7 @@ def test_levels_hold_on_the_screen_and_the_file_has_info(
         ({"": "ERROR"}, ["ERROR"], _ALL),
         ({"": "ERROR", "helios": "INFO"}, _ALL, _ALL),
         ({"helios": "ERROR"}, ["ERROR"], ["ERROR"]),
-        ({"helios.startup.options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
+        ({"helios.startup.trainer_options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
     ],
 )
 def test_a_handler_of_the_user_gets_each_line_once_and_the_screen_none(

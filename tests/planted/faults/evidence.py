@@ -112,7 +112,7 @@ def a_replay_compares_nothing(append, follower, body):
 
 
 @fault(
-    "helios.startup.runs.replay_run:ReplayRun._ask_outside",
+    "helios.startup.replay_run:ReplayRun._ask_outside",
     "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
 )
 def a_replay_goes_on_after_a_difference(ask_outside, run, *args):
@@ -310,7 +310,7 @@ def a_sender_outlives_its_training_as_long_as_a_loader_worker_lives(os):
 
 
 @fault(
-    "helios.startup.building.run_manifest:RunManifest.check",
+    "helios.startup.run_manifest:RunManifest.check",
     "tests/ledger/test_starts.py::test_what_may_change_the_training_is_said_before_the_first_step",
 )
 def a_resume_says_nothing_of_what_differs(check, manifest):
@@ -386,7 +386,7 @@ def buffers_of_checkpoints_are_not_verified(check_buffers, status, name, stated,
     check_buffers(status, name, recorded, recorded)
 
 
-@fault("helios.startup.building.run_ledger:RunLedger.add_scores", SCORES)
+@fault("helios.startup.run_evidence:RunLedger.add_scores", SCORES)
 def scores_come_before_the_line_of_their_iteration(add_scores, ledger, iteration, scores, by_hand):
     if ledger.book is not None:
         ledger.book.append_scores(iteration, scores, ledger.unscored, by_hand)

@@ -172,7 +172,7 @@ def spawned_workers_do_not_know_that_keys_seed_numpy(getstate, init):
 
 
 @fault(
-    "helios.startup.checkpoint_search.run_rules:find_rules",
+    "helios.startup.run_identity:find_rules",
     f"{NUMPY}::test_a_run_that_began_without_the_rule_keeps_drawing_from_the_script",
 )
 def runs_under_way_get_rules_that_change_their_bits(find_rules, options):
@@ -180,7 +180,7 @@ def runs_under_way_get_rules_that_change_their_bits(find_rules, options):
 
 
 @fault(
-    "helios.startup.runs.replay_run:ReplayRun._find_known",
+    "helios.startup.replay_run:ReplayRun._find_known",
     f"{NUMPY}::test_a_run_without_the_rule_is_replayed_and_tested_without_it[replay]",
 )
 def a_replay_from_the_start_has_the_rules_of_a_new_run(find_known, run, record):

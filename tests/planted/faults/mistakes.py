@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 
-@fault("helios.startup.options.validators:as_local_path", "tests/storage/test_local_paths.py")
+@fault("helios.startup.trainer_options:as_local_path", "tests/storage/test_local_paths.py")
 def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
     from pathlib import Path
 
@@ -13,7 +13,7 @@ def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
 
 
 @fault(
-    "helios.startup.options.unknown_arguments:_refuse",
+    "helios.startup.unknown_arguments:_refuse",
     "tests/startup/test_arguments.py::test_an_unknown_argument_names_the_one_that_is_meant",
 )
 def an_unknown_argument_names_no_other_one(refuse, name, known):
@@ -66,7 +66,7 @@ def a_comparison_forgets_steps(set_step, found, name, step):
     set_step(found, name, None)
 
 
-@fault("helios.startup.reporting.banner:say_what_does_not_seed", "tests/startup/test_banner.py")
+@fault("helios.startup.run_log:say_what_does_not_seed", "tests/startup/test_banner.py")
 def a_seed_of_pytorch_is_taken_for_that_of_the_run(say_what_does_not_seed, torch_seed, seed):
     return
 
@@ -89,3 +89,23 @@ def long_work_of_a_command_is_silent(progress, what, total=None, *, unit="B"):
     import contextlib
 
     return contextlib.nullcontext(lambda count: None)
+
+
+OPTIONS = "tests/startup/test_trainer_options.py"
+
+
+@fault(
+    "helios.startup.run_identity:identity",
+    f"{OPTIONS}::test_another_value_stops_a_resume_if_it_defines_the_run[train_unit]",
+)
+def a_run_is_resumed_in_another_unit(identity, options, description, engine):
+    found = identity(options, description, engine)
+    return {name: value for name, value in found.items() if name != "train_unit"}
+
+
+@fault(
+    "helios.startup.trainer_options:Options.plain",
+    f"{OPTIONS}::test_ranks_that_differ_are_told_by_the_name_of_the_option[hang_timeout]",
+)
+def ranks_may_differ_in_when_they_give_up(plain, options, name):
+    return None if name == "hang_timeout" else plain(options, name)

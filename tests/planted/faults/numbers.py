@@ -71,7 +71,7 @@ def each_batch_of_a_processor_weighs_the_same(add, totals, result, suffix="", *,
 
 
 @fault(
-    "helios.startup.checkpoint_search.run_rules:adopt_rules",
+    "helios.startup.run_identity:adopt_rules",
     "tests/startup/test_run_rules.py",
 )
 def what_is_new_is_not_said(adopt_rules, options, *, place="0"):

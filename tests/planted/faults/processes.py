@@ -35,7 +35,7 @@ def a_job_whose_rank_has_failed_asks_to_be_requeued(note_failure, store):
 
 
 @fault(
-    "helios.startup.runs.signal_policy:Listener.ignore_the_rest",
+    "helios.startup.signal_policy:Listener.ignore_the_rest",
     f"{SIGNALS}::test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them",
 )
 def slurm_ends_tasks_that_are_exiting_with_75(ignore_the_rest, listener):
@@ -88,7 +88,7 @@ HANGS = "tests/startup/test_hang_watch.py"
 
 
 @fault(
-    "helios.startup.runs.hang_watch:_find_known",
+    "helios.startup.hangs:_find_known",
     f"{HANGS}::test_a_loader_that_hangs_is_named_again_and_again",
 )
 def a_rank_that_waits_is_in_helios(find_known, module):
@@ -190,7 +190,7 @@ HANG_ENDS = "tests/startup/test_hang_end.py"
 
 
 @fault(
-    "helios.startup.runs.hang_end:_find_newest",
+    "helios.startup.hangs:_find_newest",
     f"{HANG_ENDS}::test_a_second_hang_in_a_row_is_not_tried_again_unless_a_checkpoint_was_committed",
 )
 def a_hang_after_a_checkpoint_counts_as_the_same(find_newest, folder):
@@ -198,7 +198,7 @@ def a_hang_after_a_checkpoint_counts_as_the_same(find_newest, folder):
 
 
 @fault(
-    "helios.startup.runs.hang_end:forget_hang",
+    "helios.startup.hangs:forget_hang",
     f"{HANG_ENDS}::test_a_second_hang_in_a_row_is_not_tried_again_unless_a_checkpoint_was_committed",
 )
 def a_hang_is_remembered_after_a_start_that_ended_in_another_way(forget_hang, folder):
@@ -214,7 +214,7 @@ def loader_workers_do_not_show_where_they_hang(find_worker_stacks, seconds):
 
 
 @fault(
-    "helios.startup.runs.hang_watch:HangWatch.hurry",
+    "helios.startup.hangs:HangWatch.hurry",
     f"{HANG_ENDS}::test_ranks_that_got_a_signal_say_who_waits_for_whom",
 )
 def ranks_that_got_a_signal_do_not_ask_where_the_others_are(hurry, watch, seconds):
@@ -222,7 +222,7 @@ def ranks_that_got_a_signal_do_not_ask_where_the_others_are(hurry, watch, second
 
 
 @fault(
-    "helios.startup.runs.process_end:write_to_stderr",
+    "helios.startup.hangs:write_to_stderr",
     f"{HANG_ENDS}::test_an_end_without_a_safe_point_needs_no_lock_of_the_log",
 )
 def a_process_ends_in_silence_that_holds_the_lock_of_the_log(write_to_stderr, text):

@@ -206,7 +206,7 @@ def classes_of_helpers_are_passed_over(user_classes, owner, found, kinds):
 
 
 @fault(
-    "helios.startup.building.state_owners:_holders_in",
+    "helios.startup.state_owners:_holders_in",
     "tests/startup/test_owners.py::test_what_a_collate_function_counts_comes_back",
 )
 def only_objects_collate(holders_in, name, call):
@@ -390,7 +390,7 @@ def weights_are_not_compared_over_processes(check_alike, session):
 
 
 @fault(
-    "helios.startup.reporting.reproducibility_level:Reproducibility.level_after",
+    "helios.startup.reproducibility_level:Reproducibility.level_after",
     "tests/startup/test_levels.py::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
 )
 def what_is_missing_does_not_lower_the_level(level_after, found, record, **more):
@@ -403,23 +403,23 @@ NEW_SETTINGS = "tests/integration/test_new_settings.py"
 
 
 @fault(
-    "helios.startup.checkpoint_search.declared_params:has_ended",
+    "helios.startup.given_values:has_ended",
     f"{DECLARED}::test_a_run_that_was_killed_at_its_end_is_not_relabelled",
 )
-def a_run_at_its_end_is_relabelled(has_ended, schedule, record):
+def a_run_at_its_end_is_relabelled(has_ended, options, record):
     return False
 
 
 @fault(
-    "helios.startup.checkpoint_search.declared_params:_params_at",
+    "helios.startup.given_values:_params_at",
     f"{DECLARED}::test_a_script_in_stages_is_compared_with_the_values_that_held",
 )
-def a_stage_is_compared_with_the_newest_values(params_at, schedule, stored):
+def a_stage_is_compared_with_the_newest_values(params_at, options, stored):
     return dict(stored["params"])
 
 
 @fault(
-    "helios.startup.checkpoint_search.given_values:_with_groups",
+    "helios.startup.given_values:_with_groups",
     f"{GIVEN}::test_a_setting_that_is_not_taken_is_said_with_both_values",
 )
 def a_setting_that_one_group_no_longer_has_apart_is_silent(with_groups, settings, others):

@@ -1,0 +1,456 @@
+"""One call of fit, validate, test or predict: build, load, run the loop, tear down.
+
+Whatever happens, everything that was set up is torn down, and changed settings are restored.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
+from helios.checkpoint.record import Record
+from helios.core import rng
+from helios.core.registry import update_all_registries
+from helios.core.sharded_tensors import RowShare
+from helios.data.datamodule import DataModule
+from helios.data.multi_loader import open_sources
+from helios.data.shard import Shard
+from helios.data.source import Source
+from helios.distributed.lost_ranks import is_lost_peer
+from helios.engines.device import move_to_device
+from helios.engines.engine import Engine
+from helios.engines.precision import Precision
+from helios.errors import ArgumentTypeError
+from helios.hooks.bus import Bus, naming
+from helios.launch.ipc import pickle_value
+from helios.loops.loop import Loop
+from helios.model.model import Model
+from helios.plugins.plugin import Plugin
+from helios.plugins.plugin_states import PluginStates
+from helios.replicas.replicas import Replicas
+from helios.session import Session
+from helios.startup import run_identity
+from helios.startup.given_values import ConstructorCalls
+from helios.startup.hangs import HangEnd, HangWatch, showing_stacks
+from helios.startup.model_in_hand import ModelInHand
+from helios.startup.model_setup import (
+    build_networks,
+    take_own_processor,
+)
+from helios.startup.objects import (
+    check_batch_processor,
+    check_plugins,
+    check_state_methods,
+    warn_of_unknown_hooks,
+)
+from helios.startup.processes import (
+    Plan,
+    describe_setup,
+    on_each,
+    options_that_must_match,
+    require_alike,
+)
+from helios.startup.state_owners import find_owners
+from helios.startup.trainer_call import Call
+from helios.startup.trainer_options import Options
+from helios.state import Phase
+from helios.state_graph.owner_states import Owners
+from helios.terminal import root_logger as log
+from helios.terminal.progress import Display, create_display
+
+_LOGGER = logging.getLogger(__name__)
+
+_PURPOSES = {
+    Phase.TRAINING: "fetch",
+    Phase.VALIDATION: "fetch-validation",
+    Phase.TESTING: "fetch-testing",
+    Phase.PREDICTION: "fetch-prediction",
+}
+
+
+def _make_engine(options: Options, device: torch.device) -> Engine:
+    if options.engine is not None:
+        return options.engine
+    return Engine(
+        device,
+        clip_norm=options.clip_norm,
+        clip_value=options.clip_value,
+        precision=options.precision or Precision.FP32,
+    )
+
+
+class Run(ABC):
+    """Base of all four calls.
+
+    Args:
+        call: the call.
+        plan: which processes run which replicas.
+        device: the device of this process, if the user passes no engine.
+
+    Attributes:
+        verb: name of the call, for messages.
+        team: the processes, for what they do together.
+        collects: whether to keep the state at the end of the call for another process.
+        collected: that state, packed; ``None`` before the regular end.
+        in_hand: how a training leaves the model, for the evaluations that follow.
+    """
+
+    verb: str
+
+    def __init__(self, call: Call, plan: Plan, device: torch.device) -> None:
+        self.call = call
+        self.plan = plan
+        self.options = call.options
+        self.plugins: Mapping[str, Plugin] = call.plugins
+        self.model: Model = call.model
+        self.datamodule: DataModule = call.datamodule
+        self.collects = False
+        self.collected: bytes | None = None
+        self.in_hand: ModelInHand | None = None
+        check_plugins(self.plugins)
+        check_state_methods(self.model)
+        self.team = plan.make_team()
+        self.engine = _make_engine(self.options, device)
+        is_sharded = self.options.sharding == "full"
+        self.engine.replicas = plan.make_replicas(self.engine.device, is_sharded=is_sharded)
+        self.hooks = self._make_bus()
+        self.display = self._open_display()
+        self.sources: dict[Phase, list[Source]] = {}
+        self.session: Session | None = None
+        self._settings = ExitStack()
+        self._constructor_calls = ConstructorCalls()
+        self._has_begun = False
+        self.owners = Owners()
+
+    def _make_bus(self) -> Bus:
+        return Bus(
+            plugins=list(self.plugins.values()),
+            monitors=[plugin for plugin in self.plugins.values() if plugin.monitor],
+            data=self.datamodule,
+            model=self.model,
+            engine=self.engine,
+        )
+
+    def _open_display(self) -> Display:
+        return create_display(self.options.enable_progress_bar)
+
+    @property
+    def loop(self) -> Loop:
+        """The loop to run."""
+        return self.call.loop
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas of the run, and which of them this process runs."""
+        return self.engine.replicas
+
+    @abstractmethod
+    def _run(self, stack: ExitStack) -> Any:
+        """Do the work; ``stack`` is closed on every exit path."""
+
+    def execute(self) -> Any:
+        """Run the call from its start to its end.
+
+        Raises:
+            BaseException: whatever the call raises, after everything was torn down.
+        """
+        is_regular = False
+        log.create_default_loggers(
+            enable_tensorboard=self.options.enable_tensorboard,
+            capture_warnings=self.options.capture_warnings,
+        )
+        with rng.numpy_global_kept(), self._watching():
+            try:
+                for owner in (*self.plugins.values(), self.model, self.datamodule):
+                    warn_of_unknown_hooks(owner)
+                result = self._run(self._settings)
+                is_regular = True
+                return result
+            except BaseException as error:
+                self._report(error)
+                raise
+            finally:
+                self._tear_down(is_regular=is_regular)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Name what this process waits for when it stands still, and end it if it must not."""
+        watch = HangWatch(
+            self.plan.info,
+            self.options.hang_warning,
+            self._find_progress,
+            end=self._make_hang_end(),
+        )
+        with showing_stacks(), self.call.runtime.listener.describing(watch), watch.watching():
+            yield
+
+    def _make_hang_end(self) -> HangEnd | None:
+        """Return what ends this process if it stands still for too long; ``None`` for nothing."""
+        seconds = self.options.hang_timeout
+        if seconds is None:
+            return None
+        folder = self._run_folder
+        is_resumable = self.call.phase is Phase.TRAINING and self.options.can_save
+        is_replay = self.call.replay is not None
+        return HangEnd(
+            seconds,
+            rank=self.plan.info.rank,
+            place=None if is_replay else self._find_stacks_file(),
+            folder=folder if is_resumable and not is_replay else None,
+        )
+
+    @property
+    def _run_folder(self) -> Path | None:
+        """Where the checkpoints of the run are; ``None`` without ``chkpt_root``."""
+        root = self.options.chkpt_root
+        return None if root is None else root / self.model.save_name
+
+    def _find_stacks_file(self) -> Path | None:
+        folder, logs = self._run_folder, self.options
+        if folder is not None and (folder.is_dir() or self.options.can_save):
+            return folder / "stacks-rank"
+        name = f"{self.options.name_for(self.model.save_name)}-stacks-rank"
+        if logs.enable_file_logging and logs.log_path is not None:
+            return Path(logs.log_path, name)
+        if logs.enable_tensorboard and logs.run_path is not None:
+            return Path(logs.run_path, name)
+        return None
+
+    def _find_progress(self) -> tuple[str, object]:
+        """Return where the run is, in words, and what changes with each batch."""
+        session = self.session
+        if session is None:
+            return f"{self.verb} has not begun", None
+        steps, is_training = session.state.global_step, session.phase is Phase.TRAINING
+        words = self.verb
+        if is_training and session.context.phase is Phase.TRAINING:
+            words = f"step {steps + 1}"
+        elif is_training:
+            words = f"{session.context.phase.value} after step {steps}"
+        done = session.num_evaluated, session.num_read_again
+        return words, (session.state.global_iteration, *done)
+
+    def _report(self, error: BaseException) -> None:
+        self.display.close()
+        self.hooks.emit_to_all("on_exception", error)
+        if isinstance(error, KeyboardInterrupt):
+            _LOGGER.warning("Interrupted. %s", self._describe_rescue())
+        elif isinstance(error, self.call.passed_through):
+            return
+        elif not self.team.has_single_process and is_lost_peer(error):
+            # The cause is in the log of another process.
+            _LOGGER.error("%s ends because another process has ended.", self.verb)
+            _LOGGER.debug("This process noticed it as follows.", exc_info=error)
+        else:
+            text = f"{self.verb} ended with an error ({type(error).__name__}). "
+            text = f"{text}{self._describe_rescue()}".rstrip()
+            _LOGGER.error("%s", text, exc_info=error, extra=log.RAISED)
+
+    def _describe_rescue(self) -> str:
+        return ""
+
+    def _tear_down(self, *, is_regular: bool) -> None:
+        # A stack runs all of these, last first, even if one of them raises.
+        with ExitStack() as stack:
+            stack.callback(log.close_default_loggers)
+            stack.callback(self._forget_session)
+            stack.callback(self.loop.attach, None)
+            for sources in self.sources.values():
+                for source in sources:
+                    stack.callback(source.close)
+            stack.callback(self.hooks.emit_to_all, "teardown")
+            if is_regular and self.in_hand is not None:
+                stack.callback(self.in_hand.record_attributes)
+            if is_regular and self.collects:
+                stack.callback(self._collect)
+            if is_regular and self._has_begun:
+                stack.callback(self._emit_fit_end)
+            stack.callback(self.engine.teardown)
+            stack.callback(self.display.close)
+            # After the loops: an interrupted evaluation restores the settings of the training.
+            stack.callback(self._settings.close)
+            stack.callback(self.loop.teardown)
+            stack.callback(self.call.show, None)
+        if is_regular and self.in_hand is not None:
+            self.in_hand.record_contents()
+            self.call.runtime.in_hand = self.in_hand
+
+    def _emit_fit_end(self) -> None:
+        try:
+            self.hooks.emit("on_fit_end")
+        except BaseException as error:
+            # The teardown has started, so nothing else would report or log it.
+            self._report(error)
+            raise
+
+    def _collect(self) -> None:
+        """Keep the state that a process needs to have the model as it is here.
+
+        All processes build it, because a plugin may gather its state; rank 0 keeps it.
+        """
+        plugins = PluginStates(self.plugins, carries=False)
+        trained = capture_trained(self.model, plugins, self.owners, self.replicas)
+        if self.plan.info.rank != 0:
+            return
+        on_cpu = move_to_device(trained, torch.device("cpu"))
+        self.collected = pickle_value(on_cpu, "The state of model and plugins", "state")
+
+    def _require_alike_setup(self) -> None:
+        require_alike(self.replicas, describe_setup(self.hooks, self.sources))
+
+    def _prepare_data(self) -> None:
+        """Let one process of each machine prepare the data, while the others wait."""
+        own = options_that_must_match(self.options, self.plugins, self.replicas)
+        require_alike(self.replicas, own)
+
+        def prepare() -> None:
+            if self.plan.info.local_rank == 0:
+                self.datamodule.prepare_data()
+
+        if not self.plan.has_prepared:
+            on_each(self.team, prepare)
+
+    def _restore(self, trained: Trained) -> None:
+        """Set everything up for inference, with the results of a training that has ended."""
+        self._set_up(is_inference=True)
+        session = self._make_inference_session()
+        self._take_session(session)
+        apply_trained(trained, self.model, session.plugin_states, self.owners)
+
+    @property
+    def _share(self) -> RowShare | None:
+        """What this process reads of sharded tensors in a checkpoint; ``None`` for everything."""
+        share = self.replicas.share
+        if share is None:
+            return None
+        plugins = [f"plugins.{name}." for name, part in self.plugins.items() if part.loads_shards]
+        return share._replace(prefixes=(*share.prefixes, *plugins))
+
+    def _detach(self, record: Record, *, is_shown: bool = False) -> Record:
+        """Return a record without references to its file; ``is_shown``: user code sees it whole."""
+        keeps_nothing = type(self.model).load_state_dict is Model.load_state_dict and not is_shown
+        return detach(record, keeps_model=not keeps_nothing, is_shown=is_shown)
+
+    def _take_session(self, session: Session) -> None:
+        """Set the session of all objects that may see it."""
+        self.session = session
+        self.call.show(session)
+        for plugin in self.plugins.values():
+            plugin.context = session.context
+        self.model.enter_run(session.context)
+        self.loop.attach(session)
+
+    def _make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
+        """Return a session that does not train."""
+        return Session(
+            model=self.model,
+            engine=self.engine,
+            hooks=self.hooks,
+            display=self.display,
+            seed=self.options.seed,
+            sources=self.sources,
+            plugins=self.plugins,
+            phase=phase,
+        )
+
+    def _forget_session(self) -> None:
+        for plugin in self.plugins.values():
+            plugin.context = None
+        self.model.enter_run(None)
+        # A user's engine outlives the run; a process group does not.
+        self.engine.replicas.close()
+        self.team.close()
+        self.engine.replicas = self.team = Replicas()
+
+    def _follow_rules(self, rules: Mapping[str, bool]) -> None:
+        """Let keys seed NumPy's global generator until the end of the call, if the run does so."""
+        rng.key_numpy_global(rules[run_identity.NUMPY_GLOBAL])
+
+    def _set_places(self) -> None:
+        """Set ranks and devices of the user's objects."""
+        is_distributed = not self.replicas.has_single_replica
+        info = self.plan.info
+        owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
+        for owner in owners:
+            owner.device = self.engine.device
+            owner.map_loc = str(self.engine.device)
+            owner.global_rank, owner.rank = info.rank, info.local_rank
+            owner.is_distributed = is_distributed
+        self.model.engine = self.engine
+        self.datamodule.global_rank, self.datamodule.local_rank = info.rank, info.local_rank
+        self.datamodule.is_distributed = is_distributed
+        self.datamodule.num_replicas = self.replicas.num_replicas
+
+    def _set_up_others(self) -> None:
+        """Set up everything but the model: seed, registries, plugins and data."""
+        registry = self.options
+        run = self.options
+        rng.seed_setup(run.seed)
+        if registry.src_root is not None:
+            update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
+        self._set_places()
+        for plugin in self.plugins.values():
+            with naming(plugin, "setup"):
+                plugin.setup()
+        self.datamodule.setup()
+
+    def _set_up(self, *, is_inference: bool) -> None:
+        self._set_up_others()
+        run = self.options
+        take_own_processor(self.model)
+        for table in self.model.tables.values():
+            table.clear()
+        if self.engine.device.type != "cpu":
+            # A trainer and its model know each other, so a run that was dropped keeps its memory.
+            gc.collect()
+        if "init" in run.seeds:
+            rng.seed_setup(run.seed_of("init"))
+        with self._constructor_calls.recording():
+            again = build_networks(self.model, self.engine, run, is_inference=is_inference)
+        self._settings.enter_context(again)
+        check_batch_processor(self.model, is_inference=is_inference)
+        self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
+        self.model.discovery.take_baseline()
+        if is_inference:
+            self.owners = find_owners(self.plugins, self.model, self.datamodule, engine=self.engine)
+        # Methods that setup has replaced receive events from here on.
+        self.hooks = self._make_bus()
+
+    def _open_source(self, phase: Phase) -> Source | None:
+        """Open the data of a phase; returns that of its first loader, ``None`` without data."""
+        make = {
+            Phase.TRAINING: self.datamodule.train_dataloader,
+            Phase.VALIDATION: self.datamodule.valid_dataloader,
+            Phase.TESTING: self.datamodule.test_dataloader,
+            Phase.PREDICTION: self.datamodule.predict_dataloader,
+        }[phase]
+        found: Any = make()
+        if found is None:
+            return None
+        if phase is Phase.TRAINING and isinstance(found, list | Mapping):
+            raise ArgumentTypeError(
+                f"{type(self.datamodule).__name__}.train_dataloader() must return one loader, got "
+                f"a {type(found).__name__} of {len(found)}. Join the data sets, or use a "
+                "batch_sampler that mixes them."
+            )
+        replicas, run = self.replicas, self.options
+        # Runs that differ in the seed of a source are evaluated with the same random numbers.
+        trains = phase is Phase.TRAINING
+        self.sources[phase] = open_sources(
+            found,
+            label=phase.value,
+            run_seed=run.seed_of("order") if trains else run.seed,
+            fetch_seed=run.seed_of("augmentation") if trains else run.seed,
+            purpose=_PURPOSES[phase],
+            limit=self.options.limit_of(phase, self.plugins),
+            share=Shard(replicas.num_replicas, replicas.local_replicas, pads=trains),
+        )
+        return self.sources[phase][0]

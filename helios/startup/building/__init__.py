@@ -1,1 +1,0 @@
-"""What a call builds before its loop runs: owners of state, logs, checkpoints."""

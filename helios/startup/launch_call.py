@@ -1,0 +1,262 @@
+"""Runs a call: in this process, together with processes of a launcher, or in ranks it starts.
+
+The process that starts ranks does not train. It prepares the data, waits, and then sets up the
+model with the state of rank 0, so that a script continues as after a training in this process.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from helios.checkpoint.capture import Trained
+from helios.checkpoint.record import Record
+from helios.engines.device import as_current
+from helios.launch.ipc import LaunchQueue
+from helios.launch.launcher import LaunchKind, spawn
+from helios.launch.worker import end_with_launcher
+from helios.startup.base_run import Run
+from helios.startup.chosen_checkpoint import require_present
+from helios.startup.evaluation_run import EvaluationRun
+from helios.startup.fit_run import FitRun
+from helios.startup.model_in_hand import ModelInHand
+from helios.startup.processes import (
+    Plan,
+    Stored,
+    ThisProcess,
+    choose_processes,
+    choose_replicas,
+    on_first,
+)
+from helios.startup.replay_run import ReplayRun
+from helios.startup.resume_point import find_replicas, find_stored, require_writable
+from helios.startup.signal_policy import Listener, listening
+from helios.startup.trainer_call import Call, ReplayRequest, only_call
+from helios.state import Phase
+from helios.terminal.progress import Display, NullDisplay
+
+
+def run_call(call: Call) -> Any:
+    """Run a call of the trainer, whatever has started this process.
+
+    Raises:
+        BaseException: whatever the call raises, in this process or in a rank.
+        SystemExit: after the call that ``helios replay`` waits for.
+    """
+    request = ReplayRequest.current
+    if request is None:
+        return _perform(call)
+    if request.is_answered:
+        # The script has caught the end of the replay: end it again, and keep the answer.
+        raise SystemExit(0)
+    if not request.takes(call.phase, call.model.save_name):
+        return [] if call.phase is Phase.PREDICTION else True
+    call.asked = request.options
+    try:
+        request.result = _perform(call)
+        request.rank = call.runtime.info.rank
+    except Exception as error:
+        request.failure = error
+        raise
+    # What follows in the script belongs to a training.
+    raise SystemExit(0)
+
+
+def _perform(call: Call) -> Any:
+    call.find_replay()
+    with call.plugins.used(), _listening(call):
+        return _carry_out(call)
+
+
+@contextmanager
+def _listening(call: Call) -> Iterator[None]:
+    """Record signals while fit runs."""
+    if call.phase is not Phase.TRAINING:
+        yield
+        return
+    try:
+        with listening(call.options.signals) as call.runtime.listener:
+            yield
+    finally:
+        call.runtime.listener = Listener()
+
+
+def _carry_out(call: Call) -> Any:
+    process = ThisProcess.find()
+    if process.is_given:
+        return _take_part(call, process)
+    if call.phase is Phase.PREDICTION:
+        # Every process would predict everything.
+        return _run_here(call, Plan(0, 1), process)
+    stored = _find_stored(call)
+    plan = _plan(call, process, stored)
+    if plan.num_processes == 1:
+        return _run_here(call, plan, process)
+    if call.phase is not Phase.TRAINING:
+        # An error here is raised once, and before any process is started.
+        name, run = call.model.save_name, call.options
+        require_present(call.choice, call.options, name, run.name_for(name))
+    return LauncherRun(call, plan).execute()
+
+
+def _find_stored(call: Call) -> Stored | None:
+    model = call.model
+    is_fit = call.phase is Phase.TRAINING
+    types = model.types_for_safe_load()
+    if call.is_in_hand:
+        return None
+    if call.choice.path is not None:
+        return find_replicas(call.choice.path, types)
+    stored = find_stored(call.options, model.save_name, types, is_fit=is_fit)
+    if is_fit and stored is None and call.replay is None:
+        # A new run will save. An existing one may be finished, on a read-only disk.
+        require_writable(call.options, model.save_name)
+    return stored
+
+
+def _plan(call: Call, process: ThisProcess, stored: Stored | None) -> Plan:
+    if call.is_in_hand and call.in_hand is not None and call.in_hand.record is not None:
+        return Plan(call.in_hand.record.num_replicas, 1, process.info)
+    options = call.options
+    num_processes = choose_processes(options, process, stored)
+    num_replicas = choose_replicas(options, process, stored, num_processes)
+    return Plan(num_replicas, num_processes, process.info)
+
+
+def _take_part(call: Call, process: ThisProcess) -> Any:
+    """Run a call as one of the processes that a launcher has started."""
+    if process.launch.is_external:
+        end_with_launcher()
+    with process.joined(process.device_for(call.options)):
+        if call.phase is Phase.PREDICTION:
+            return _run_here(call, Plan(0, process.info.world_size, process.info), process)
+        team = Plan(0, process.info.world_size, process.info).make_team()
+        stored = on_first(team, lambda: _find_stored(call))
+        team.close()
+        result = _run_here(call, _plan(call, process, stored), process)
+        is_interrupted = call.phase is Phase.TRAINING and result is False
+        if is_interrupted and process.launch.kind is LaunchKind.SRUN:
+            call.runtime.listener.ignore_the_rest()
+        return result
+
+
+def _make_run(call: Call, plan: Plan, process: ThisProcess) -> Run:
+    call.runtime.info = plan.info
+    kind: type[Run] = EvaluationRun
+    if call.phase is Phase.TRAINING:
+        kind = FitRun if call.replay is None else ReplayRun
+    return kind(call, plan, process.device_for(call.options))
+
+
+def _run_here(call: Call, plan: Plan, process: ThisProcess) -> Any:
+    run = _make_run(call, plan, process)
+    with as_current(run.engine.device):
+        return run.execute()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a rank.
+
+    Attributes:
+        value: what the call returns.
+        state: the packed state of model and plugins; ``None`` from ranks other than 0.
+        end: the counters and logs of the end of a training.
+    """
+
+    value: Any
+    state: bytes | None
+    end: Record | None
+
+
+def run_in_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
+    """Run a call in a process that :class:`LauncherRun` has started."""
+    process = ThisProcess.find()
+    plan = Plan(num_replicas, process.info.world_size, process.info, has_prepared=True)
+    run = _make_run(call, plan, process)
+    run.collects = True
+    with only_call(), call.plugins.used(), _listening(call):
+        value = run.execute()
+    return Outcome(value, run.collected, None if run.in_hand is None else run.in_hand.record)
+
+
+class LauncherRun(Run):
+    """A call that other processes run, in the process that starts them.
+
+    Args:
+        call: the call.
+        plan: how many processes run how many replicas.
+    """
+
+    def __init__(self, call: Call, plan: Plan) -> None:
+        gpus = call.options.gpu_ids
+        super().__init__(
+            call,
+            Plan(plan.num_replicas, 1),
+            torch.device("cuda", gpus[0]) if gpus else torch.device("cpu"),
+        )
+        self._launch = plan
+        name = Phase.TRAINING.value if call.replay is None else ReplayRun.verb
+        self.verb = (name if call.phase is Phase.TRAINING else call.phase.value).capitalize()
+        self._is_launched = False
+
+    def _open_display(self) -> Display:
+        return NullDisplay()
+
+    def _run(self, stack: ExitStack) -> Any:
+        call = self.call
+        self.datamodule.prepare_data()
+        if call.in_hand is not None:
+            call.handed = self._hand_over(call.in_hand.record)
+        self._is_launched = True
+        outcome = self._spawn()
+        call.handed = None
+        if outcome.state is not None:
+            with call.runtime.footprint.taking(call.owners):
+                self._restore(pickle.loads(outcome.state))
+        if call.phase is Phase.TRAINING and call.replay is None:
+            is_interrupted = outcome.value is False
+            count = self._launch.num_processes
+            obstacle = "fit was interrupted" if is_interrupted else f"{count} processes trained it"
+            self.in_hand = ModelInHand(self.model, obstacle, outcome.end, dict(self.plugins))
+        return outcome.value
+
+    def _hand_over(self, end: Record | None) -> Trained:
+        """Return the state of the trained model, for ranks that set it up again.
+
+        Args:
+            end: the counters and logs of the end of training.
+        """
+        self._collect()
+        assert self.collected is not None
+        trained: Trained = pickle.loads(self.collected)
+        return replace(trained, end=end)
+
+    def _spawn(self) -> Outcome:
+        call, runtime, count = self.call, self.call.runtime, self._launch.num_processes
+        # From here on, the ranks supervise themselves.
+        runtime.listener.note_safe_point()
+        runtime.queue = runtime.queue or LaunchQueue()
+        own = self.options
+        gpus = own.gpu_ids if own.engine is None else []
+        with runtime.footprint.removed(call.owners):
+            outcomes = spawn(
+                run_in_rank,
+                count,
+                (call, self._launch.num_replicas),
+                devices=gpus[:count] or None,
+                queue=runtime.queue,
+                signals=runtime.listener.receiver,
+            )
+        first: Outcome = outcomes[0]
+        return first
+
+    def _report(self, error: BaseException) -> None:
+        # The rank has logged its error and emitted on_exception.
+        if not self._is_launched:
+            super()._report(error)

@@ -1,1 +1,0 @@
-"""Which processes run a call, and what they do together."""

@@ -1,0 +1,398 @@
+"""Sets a model up: its networks, their first values, their shards, or weights of another run.
+
+``Trainer(init="keyed")`` sets it up without values, and initializes it piece by piece.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from helios.checkpoint import loading
+from helios.checkpoint.loading import load_checkpoint
+from helios.core.sharded_tensors import RowShare
+from helios.engines.engine import Engine
+from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
+from helios.init.keyed_init import KeyedInit
+from helios.init.values_of_setup import without_values
+from helios.model.model import Model
+from helios.model.processor import BatchProcessor
+from helios.sharding.recomputation import recomputed
+from helios.sharding.requirements import check_checkpointable, check_shardable
+from helios.sharding.units import Unit, find_in_networks, find_units, modules_of_units
+from helios.startup.objects import check_made
+from helios.startup.trainer_options import Options
+from helios.state_graph.consistency import check_alike
+from helios.state_graph.graph import Graph
+from helios.state_graph.object_names import Rules
+from helios.state_graph.owner_states import internals_of
+from helios.state_graph.values import Identities
+from helios.storage.checksums import bit_sum
+from helios.storage.local_paths import as_local_path
+
+AskForUnits: TypeAlias = Callable[[], Sequence[nn.Module | Unit] | None]
+
+_OPTION = 'Trainer(init="keyed")'
+
+
+def set_up_keyed(
+    model: Model, engine: Engine, ask_for_units: AskForUnits, *, seed: int, fast_init: bool
+) -> Sequence[nn.Module | Unit] | None:
+    """Call ``Model.setup`` without values, then initialize the networks, and shard them if asked.
+
+    No process holds more than its shards and one unit.
+
+    Args:
+        model: the model.
+        engine: the engine of the run.
+        ask_for_units: is called when ``Model.setup`` has returned; returns what ``Model.shard``
+            returns.
+        seed: the seed of the source ``init``.
+        fast_init: as ``Model.setup`` takes it.
+
+    Returns:
+        What ``ask_for_units`` has returned.
+
+    Raises:
+        UsageError: for a value of ``setup`` that would be lost, and for what has no initializer.
+    """
+    model.loads_after_setup = []
+    try:
+        with without_values() as values:
+            model.setup(fast_init=fast_init)
+        discovery, replicas = model.discovery, engine.replicas
+        networks, optimizers = discovery.modules(), discovery.optimizers()
+        loose = discovery.moved()[0]
+        _check_loose(loose)
+        named, units = ask_for_units(), {}
+        if replicas.is_sharded:
+            check_shardable(networks, optimizers, loose)
+            units = find_units(networks, named)
+        init = KeyedInit(
+            networks, values, seed=seed, init_unit=model.init_unit, device=engine.device
+        )
+        begun = _take_states(optimizers)
+        # What has looked at the model refers to itself and to parameters, which would stay whole.
+        gc.collect()
+        marks = _initialize(init, engine, networks, optimizers, units)
+        for optimizer in begun:
+            _begin_again(optimizer)
+        del init
+        _refuse_left_over(model, values.forget())
+        for name, load in model.loads_after_setup:
+            load(replicas.share)
+            # Shards are not compared; that all processes load is.
+            marks[f"load_weights of {name}"] = 1
+        replicas.compare(partial(check_alike, discovery, marks=marks))
+        return named
+    finally:
+        model.loads_after_setup = None
+
+
+def _initialize(
+    init: KeyedInit,
+    engine: Engine,
+    networks: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    units: Mapping[str, nn.Module],
+) -> dict[str, int]:
+    """Initialize and shard unit by unit; returns marks that differ if values do."""
+    marks: dict[str, int] = {}
+    modules = modules_of_units(units)
+
+    def mark(tensors: Mapping[str, Tensor]) -> None:
+        if not engine.replicas.has_single_process:
+            marks.update({name: int(bit_sum(tensor)) for name, tensor in tensors.items()})
+
+    def prepare(name: str) -> None:
+        mark(init.initialize(modules[name]))
+
+    if engine.replicas.is_sharded_over_processes:
+        engine.shard(networks, optimizers, units, prepare)
+    else:
+        for name in reversed([*units]):
+            prepare(name)
+    mark(init.initialize_rest())
+    return marks
+
+
+def _check_loose(loose: Mapping[str, Tensor]) -> None:
+    for path, tensor in loose.items():
+        if tensor.is_meta:
+            raise UsageError(
+                f"{_OPTION} needs parameters that are in networks, but {path} is in none. Put it "
+                'in a module, or make it in "with self.device:".'
+            )
+
+
+def _take_states(optimizers: Mapping[str, Optimizer]) -> list[optim.Adagrad]:
+    """Remove what optimizers have made of parameters without values; returns those that have.
+
+    Raises:
+        UsageError: for an optimizer of which it is not known how it does so.
+    """
+    found = []
+    for path, optimizer in optimizers.items():
+        if not optimizer.state:
+            continue
+        if type(optimizer) is not optim.Adagrad:
+            raise UsageError(
+                f"{_OPTION} needs optimizers that make their state in their first step, but "
+                f"{path} ({type(optimizer).__name__}) makes it in its constructor, of parameters "
+                "without values. Make it in step()."
+            )
+        optimizer.state.clear()
+        found.append(optimizer)
+    return found
+
+
+def _begin_again(optimizer: optim.Adagrad) -> None:
+    """Let an optimizer have the state that its constructor makes."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.state.update(optim.Adagrad(groups, **optimizer.defaults).state)
+
+
+def _refuse_left_over(model: Model, list_left: Callable[[], list[str]]) -> None:
+    """Refuse tensors without values that are in no network."""
+    graph = Graph(model, Rules(internals_of(model)), Identities())
+    tensors = {name: cell.part for name, cell in graph.opaque.items()} | graph.found.leaves
+    named = sorted(
+        path for path, value in tensors.items() if isinstance(value, Tensor) and value.is_meta
+    )
+    del tensors, graph
+    if named:
+        what = ", ".join(named[:3])
+    elif places := list_left():
+        what = f"what {', '.join(places[:3])} has made"
+    else:
+        return
+    raise UsageError(
+        f"{_OPTION} builds tensors without values, and initializes those of networks, but {what} "
+        'is in none. Make it in "with self.device:", which gives it values, or a buffer.'
+    )
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def take_own_processor(model: Model) -> None:
+    """Give a model its own copy of the processor that its class sets.
+
+    As an attribute of the instance, its state is saved. It is copied so that models of one class do
+    not share state, which would be missing in the next process.
+
+    Raises:
+        ArgumentError: if it cannot be copied.
+    """
+    named = inspect.getattr_static(model, "batch_processor")
+    if "batch_processor" in vars(model) or not isinstance(named, BatchProcessor):
+        return
+    try:
+        model.batch_processor = copy.deepcopy(named)
+    except Exception as error:
+        raise ArgumentError(
+            f"{type(model).__name__}.batch_processor must be copyable, because each model gets its "
+            f"own, but copy.deepcopy failed: {error!r}. Assign self.batch_processor in setup() "
+            "instead."
+        ) from error
+
+
+def build_networks(
+    model: Model, engine: Engine, run: Options, *, is_inference: bool
+) -> AbstractContextManager[None]:
+    """Call ``Model.setup``, and shard the networks if the run is sharded.
+
+    Args:
+        model: the model, whose ``shard`` names the units.
+        engine: the engine of the run.
+        run: says how networks get their initial values.
+        is_inference: whether the run does not train.
+
+    Returns:
+        Within it, the activations of units that ask for it are computed again in backward.
+
+    Raises:
+        ArgumentTypeError: if ``Model.shard`` returns something else than units.
+        UsageError: if a network or an optimizer does not allow what the run asks for.
+    """
+    ask_for_units = partial(_ask_for_units, model, engine, trains=not is_inference)
+    if run.init == "keyed":
+        seed = run.seed_of("init")
+        named = set_up_keyed(model, engine, ask_for_units, seed=seed, fast_init=is_inference)
+    else:
+        model.setup(fast_init=is_inference)
+        move_networks(model, engine.device)
+        named = ask_for_units()
+        if engine.replicas.is_sharded:
+            _shard_networks(model, engine, named)
+    return recomputed({} if is_inference else _find_checkpointed(model, named))
+
+
+def move_networks(model: Model, device: torch.device) -> None:
+    """Move the networks that setup has created to the device of the engine.
+
+    Networks that are there already are not touched, and nothing is if the device is the CPU.
+
+    Raises:
+        UsageError: if moving creates new parameters, which the optimizers do not have.
+    """
+    if device.type == "cpu":
+        return
+    for path, network in model.discovery.modules().items():
+        before = list(network.parameters())
+        network.to(device)
+        if any(old is not new for old, new in zip(before, network.parameters(), strict=True)):
+            raise UsageError(
+                f"The network {path!r} gets new parameters on {device}, which optimizers created "
+                "before do not have. Build it there: .to(self.device) in Model.setup()."
+            )
+
+
+def _ask_for_units(
+    model: Model, engine: Engine, *, trains: bool
+) -> Sequence[nn.Module | Unit] | None:
+    """Return what ``Model.shard`` returns, if the run is sharded or trains."""
+    is_sharded = engine.replicas.is_sharded
+    named = _call_shard(model) if is_sharded else _try_shard(model) if trains else None
+    if not isinstance(named, list | None):
+        raise ArgumentTypeError(
+            "Model.shard() must return a list of modules or None, got "
+            f"{type(named).__name__}. Return e.g. list(self.net.layers)."
+        )
+    return named
+
+
+def _call_shard(model: Model) -> Any:
+    """Return the units in a list, since an iterator is empty after its first use."""
+    named: Any = model.shard()
+    return [*named] if isinstance(named, Iterable) else named
+
+
+def _try_shard(model: Model) -> Any:
+    """Return the units of a model that is not sharded, which may be none."""
+    try:
+        return _call_shard(model)
+    except Exception as error:
+        _LOGGER.warning(
+            '%s.shard() failed, so no activations are computed again: %r. With sharding="none", '
+            "only Unit(..., checkpoint=True) in its result counts.",
+            type(model).__name__,
+            error,
+        )
+        return None
+
+
+def _find_checkpointed(
+    model: Model, named: Sequence[nn.Module | Unit] | None
+) -> dict[str, nn.Module]:
+    chosen = [each.module for each in named or () if isinstance(each, Unit) and each.checkpoint]
+    if not chosen:
+        return {}
+    networks = model.discovery.modules()
+    found = find_in_networks(networks, chosen)
+    check_checkpointable(networks, found)
+    _LOGGER.info("Activations of the units %s are computed again in backward.", ", ".join(found))
+    return found
+
+
+def _shard_networks(model: Model, engine: Engine, named: Sequence[nn.Module | Unit] | None) -> None:
+    discovery = model.discovery
+    networks, optimizers = discovery.modules(), discovery.optimizers()
+    check_shardable(networks, optimizers, discovery.moved()[0])
+    units = find_units(networks, named)
+    engine.replicas.compare(partial(check_alike, discovery))
+    engine.shard(networks, optimizers, units)
+
+
+def load_weights(path: str | Path, model: Model | nn.Module) -> None:
+    """Load the weights of a checkpoint, without counters, optimizers and random number generators.
+
+    Args:
+        path: a checkpoint of Helios.
+        model: a model whose networks are built (e.g. at the end of ``setup``), or one network; the
+            checkpoint must then hold exactly one with the same parameter names.
+
+    Raises:
+        ArgumentError: for a URL.
+        CheckpointError: if the file cannot be used.
+        UsageError: in a setup without values (``Trainer(init="keyed")``), for one network.
+        StateError: if no network of the checkpoint matches, or several do; also if the model has
+            no networks yet, as before ``setup``.
+        ArgumentTypeError: if ``model`` is neither a model nor a network.
+    """
+    path = as_local_path("load_weights(path=...)", path)
+    if isinstance(model, Model):
+        check_made(model)
+        if model.loads_after_setup is not None:
+            # Setup builds without values.
+            model.loads_after_setup.append((path.name, partial(_load_model, path, model)))
+            return
+        _load_model(path, model)
+    elif isinstance(model, nn.Module):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise UsageError(
+                f"load_weights({str(path)!r}, ...) must get the Model in setup() with "
+                f'Trainer(init="keyed"), got a {type(model).__name__} that has no values yet. Pass '
+                "self, or call it in on_training_start if state.global_iteration is 0."
+            )
+        model.load_state_dict(_find_fitting(load_checkpoint(path)["model"], model, path))
+    else:
+        raise ArgumentTypeError(
+            f"load_weights(model=...) must be a Model or an nn.Module, got {model!r}."
+        )
+
+
+def _load_model(path: Path, model: Model, share: RowShare | None = None) -> None:
+    is_default = type(model).load_state_dict is Model.load_state_dict
+    types, share = model.types_for_safe_load(), share if is_default else None
+    state = loading.load(path, types, maps=share is not None, share=share).payload["model"]
+    if is_default and "objects" in state:
+        _require_networks(state, model, path)
+    model.load_state_dict(state, fast_init=True)
+
+
+def _require_networks(state: Mapping[str, Any], model: Model, path: Path) -> None:
+    """Refuse a model to which nothing of the checkpoint would be loaded."""
+    present = {*model.discovery.modules(), *model.discovery.moved()[0]}
+    saved = {*state["objects"], *state.get("parameters", {})}
+    if present & saved or not (present or saved):
+        return
+    kind = type(model).__name__
+    if not present:
+        raise StateError(
+            f"load_weights({str(path)!r}, ...) must get a model whose networks are built, but "
+            f"{kind} has none yet. Call it as the last line of setup(): "
+            "helios.load_weights(path, self)."
+        )
+    raise StateError(
+        f"load_weights({str(path)!r}, ...) must find a network of {kind}, {sorted(present)}, in "
+        f"the checkpoint, but that holds {sorted(saved)}. Give the attributes the same names, or "
+        "pass one network instead of the model."
+    )
+
+
+def _find_fitting(state: Mapping[str, Any], network: nn.Module, path: Path) -> Any:
+    names = set(network.state_dict())
+    objects: Mapping[str, Any] = state.get("objects", state)
+    fitting = [
+        name
+        for name, saved in objects.items()
+        if isinstance(saved, Mapping) and set(saved) == names
+    ]
+    if len(fitting) != 1:
+        raise StateError(
+            f"load_weights({str(path)!r}, ...) must find one network with these parameter names, "
+            f"found {fitting or 'none'} among {sorted(objects)}. Pass the whole Model instead."
+        )
+    return objects[fitting[0]]

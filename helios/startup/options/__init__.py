@@ -1,1 +1,0 @@
-"""The options of a trainer, its plugins and its loops: checked before anything starts."""

@@ -1,0 +1,379 @@
+"""Which processes run which replicas, what they do together, and whether they are alike.
+
+The number of processes (P) is the world size of torchrun or srun, else ``nproc``, else the number
+of selected GPUs, else 1. The number of replicas (V) is that of the existing run, else
+``num_replicas``, else P.
+
+An error that only one process can see, such as a damaged checkpoint, would leave the others waiting
+in a collective: :func:`on_each` raises it in all processes, with the same type and message. A
+plugin that is registered on rank 0 only would wait for answers that never come:
+:func:`require_alike` compares what all processes have before they do anything together, and again
+after the setup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from helios.data.source import Source
+from helios.distributed.collectives import get_dist_info
+from helios.distributed.process_groups import DistributedInfo, is_dist_active, membership
+from helios.engines.device import device_of_rank
+from helios.errors import ArgumentError, RankError, RunMismatchError, UsageError
+from helios.hooks.bus import Bus
+from helios.hooks.events import EVENTS, Verb
+from helios.launch.launcher import Launch, LaunchKind
+from helios.launch.worker import pack_error
+from helios.plugins.plugin import Plugin
+from helios.replicas.replicas import Replicas
+from helios.startup.trainer_options import ROWS, Options
+from helios.state import Phase
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Facts about a run that its checkpoint holds.
+
+    Attributes:
+        num_replicas: number of its replicas; 0 if a migrated file does not say it.
+        path: the checkpoint.
+        origin: the path of ``resume=<path>`` from which the run was started, if any.
+    """
+
+    num_replicas: int
+    path: Path
+    origin: str | None = None
+
+
+@dataclass(frozen=True)
+class ThisProcess:
+    """How this process was started, and its rank, before a call of the trainer.
+
+    Attributes:
+        launch: how it was started.
+        info: its rank among all processes.
+        is_given: whether the number of processes is already fixed.
+    """
+
+    launch: Launch
+    info: DistributedInfo
+    is_given: bool
+
+    @classmethod
+    def find(cls) -> ThisProcess:
+        """Detect it; a process group that the script has joined counts as a launcher."""
+        launch = Launch.read()
+        if is_dist_active():
+            return cls(launch, get_dist_info(), is_given=True)
+        return cls(launch, launch.info, is_given=launch.kind is not LaunchKind.PYTHON)
+
+    @property
+    def text(self) -> str:
+        """A text that says what has started the processes, and how many."""
+        kind, count = self.launch.kind, self.info.world_size
+        if self.launch.is_external:
+            return f"{kind.value} has started {_count(count, 'process')}"
+        return f"the script has joined a group of {_count(count, 'process')}"
+
+    def device_for(self, options: Options) -> torch.device:
+        """Return the device of this process.
+
+        Raises:
+            UsageError: if there is none for it.
+        """
+        if options.engine is not None:
+            return options.engine.device
+        return device_of_rank(options.gpu_ids, self.info.local_rank)
+
+    @contextmanager
+    def joined(self, device: torch.device) -> Iterator[None]:
+        """Join the group of all processes for a block; does nothing with a single process."""
+        if self.info.world_size == 1:
+            yield
+            return
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            index = self.info.local_rank if device.index is None else device.index
+            device = torch.device("cuda", index)
+            torch.cuda.set_device(device)
+        with membership(
+            self.info,
+            backend="nccl" if is_gpu else "gloo",
+            meeting=self.launch.meeting,
+            device=device if is_gpu else None,
+        ):
+            yield
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which processes run which replicas.
+
+    Attributes:
+        num_replicas: V; 0 if every process works on its own.
+        num_processes: P.
+        info: the rank of this process.
+        has_prepared: whether the process that started this one has already prepared the data.
+    """
+
+    num_replicas: int
+    num_processes: int
+    info: DistributedInfo = field(default_factory=DistributedInfo)
+    has_prepared: bool = False
+
+    def make_team(self) -> Replicas:
+        """Return all processes, for what they do together."""
+        return Replicas(self.info.world_size, self.info)
+
+    def make_replicas(self, device: torch.device, *, is_sharded: bool) -> Replicas:
+        """Return the replicas of the run, assigned as planned.
+
+        Args:
+            device: the device of this process.
+            is_sharded: whether models are sharded over the processes.
+        """
+        if self.num_replicas == 0:
+            return Replicas()
+        return Replicas(self.num_replicas, self.info, device=device, is_sharded=is_sharded)
+
+
+def choose_processes(options: Options, process: ThisProcess, stored: Stored | None) -> int:
+    """Return the number of processes, P.
+
+    Raises:
+        ArgumentError: if ``nproc`` contradicts the launcher or the GPUs.
+    """
+    nproc = options.nproc
+    if process.is_given:
+        if nproc not in (None, process.info.world_size):
+            raise ArgumentError(
+                f"Trainer(nproc=...) must be None or the number of processes that exist, but "
+                f"{process.text}, and nproc is {nproc}. Omit it."
+            )
+        if options.gpus is not None and len(options.gpus) < process.info.local_world_size:
+            raise ArgumentError(
+                "Trainer(gpus=...) must name a GPU for each process of this machine, of which "
+                f"there are {process.info.local_world_size}, got {options.gpus}. Name more, or "
+                "start fewer processes."
+            )
+        return process.info.world_size
+    num_gpus = len(options.gpu_ids)
+    if nproc is not None:
+        _check_gpus(options, nproc)
+        return nproc
+    limit = options.num_replicas if stored is None else stored.num_replicas
+    count = max(1, num_gpus if options.engine is None else 1)
+    if limit is not None and limit < count:
+        _LOGGER.info("Of %d GPUs, %d are used: the run has %d replicas.", count, limit, limit)
+        return limit
+    return count
+
+
+def _check_gpus(options: Options, nproc: int) -> None:
+    num_gpus = len(options.gpu_ids)
+    if num_gpus == 0 or nproc <= num_gpus:
+        return
+    if options.engine is not None:
+        raise ArgumentError(
+            f"Trainer(nproc=...) must be 1 with an engine on {options.engine.device}, since each "
+            f"process needs its own GPU, got {nproc}. Omit engine, or start the processes with "
+            "torchrun, where each creates its engine."
+        )
+    raise ArgumentError(
+        f"Trainer(nproc=...) must be at most the number of GPUs, {num_gpus}, got {nproc}. Start "
+        "fewer processes, each of which runs several replicas, or pass use_cpu=True."
+    )
+
+
+def choose_replicas(
+    options: Options, process: ThisProcess, stored: Stored | None, num_processes: int
+) -> int:
+    """Return the number of replicas, V.
+
+    Raises:
+        RunMismatchError: if the run was started with another number than ``num_replicas``.
+        UsageError: if there are more processes than replicas.
+    """
+    asked = options.num_replicas
+    if stored is not None and asked not in (None, stored.num_replicas):
+        raise RunMismatchError(
+            f"The run was started with {_count(stored.num_replicas, 'replica')} ({stored.path}), "
+            f"but Trainer(num_replicas={asked}) sets another number. It defines what a batch and a "
+            "step are, so it must not change. Omit num_replicas to resume (nproc may change), or "
+            "start a new run: with another save_name, or resume='never'."
+        )
+    count = asked if stored is None else stored.num_replicas
+    if count is None:
+        return num_processes
+    if num_processes > count:
+        who = process.text if process.is_given else f"Trainer(nproc={num_processes}) requests more"
+        where = f"num_replicas is {count}" if stored is None else f"as started: {stored.path}"
+        raise UsageError(
+            f"A run of {_count(count, 'replica')} ({where}) can use at most "
+            f"{_count(count, 'process')}, but {who}. Start fewer, or start a new run with more "
+            "replicas."
+        )
+    return count
+
+
+def describe_processes(replicas: Replicas) -> str:
+    """Return how many processes run how many replicas, for the banner."""
+    carriers = _count(replicas.num_processes, "process")
+    return f"{carriers}, {_count(replicas.num_replicas, 'replica')}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+Result = TypeVar("Result")
+
+
+def on_each(team: Replicas, function: Callable[[], Result]) -> list[Result]:
+    """Run a function in every process; returns the results by rank, which must be small.
+
+    Args:
+        team: the processes; all of them call this at the same place.
+        function: the function.
+
+    Raises:
+        Exception: what the function raises; if another process fails, its error, whose cause is a
+            ``RankError`` that names the process.
+    """
+    if team.has_single_process:
+        return [function()]
+    value: Result | None = None
+    own: Exception | None = None
+    try:
+        value = function()
+    except Exception as error:
+        own = error
+    lost: Exception | None = None
+    reports: list[Any] = []
+    try:
+        reports = team.gather_objects((value, None if own is None else _describe(own)))
+    except Exception as error:
+        lost = error
+    # Outside the exception handlers, so that no error appears as the context of another.
+    if own is not None:
+        raise own
+    if lost is not None:
+        raise lost
+    for rank, (_, failure) in enumerate(reports):
+        if failure is not None:
+            _raise_again(failure, f"rank {rank} of {team.num_processes}")
+    return [result for result, _ in reports]
+
+
+def on_first(team: Replicas, function: Callable[[], Result]) -> Result:
+    """Run a function on rank 0; all processes get its result, or its error.
+
+    Args:
+        team: the processes; all of them call this at the same place.
+        function: the function; its result must be small.
+
+    Raises:
+        Exception: what the function raises, in all processes.
+    """
+    results = on_each(team, lambda: function() if team.rank == 0 else None)
+    return results[0]  # type: ignore[return-value]
+
+
+def _describe(error: Exception) -> tuple[str, bytes | None]:
+    return f"{type(error).__name__}: {error}", pack_error(error)
+
+
+def _raise_again(failure: tuple[str, bytes | None], place: str) -> NoReturn:
+    text, packed = failure
+    error: BaseException = RankError(f"{place.capitalize()} has failed: {text}")
+    if packed is not None:
+        with contextlib.suppress(Exception):
+            error = pickle.loads(packed)
+            error.__cause__ = RankError(f"{place.capitalize()} has raised it first.")
+    raise error
+
+
+_NOTHING = "nothing"
+_FREE = ("num_workers", "fingerprint")
+"""Keys of a data description that may differ between processes."""
+
+
+def options_that_must_match(
+    options: Options, plugins: Mapping[str, Plugin], replicas: Replicas
+) -> dict[str, str]:
+    """Return what processes must have in common before the setup, by name.
+
+    Args:
+        options: options of the trainer.
+        plugins: by id; their order counts, because they receive events in it.
+        replicas: replicas of the run.
+    """
+    known = [f"{name} ({type(plugin).__qualname__})" for name, plugin in plugins.items()]
+    values = {name: options.plain(name) for name, row in ROWS.items() if row.is_alike}
+    return {
+        "the plugins": ", ".join(known) or _NOTHING,
+        "num_replicas": str(replicas.num_replicas),
+        # The path of the folder may differ: a process that does not see a file reports it.
+        "a folder for checkpoints": str(options.chkpt_root is not None),
+        "checkpoints to write": str(options.can_save),
+    } | {f"Trainer({name}=...)": repr(value) for name, value in values.items()}
+
+
+def describe_setup(hooks: Bus, sources: Mapping[Phase, list[Source]]) -> dict[str, str]:
+    """Return what processes must have in common after the setup, by name.
+
+    Args:
+        hooks: the receivers of the events whose answers all processes combine.
+        sources: the data of each phase.
+    """
+    asked = [name for name, event in EVENTS.items() if event.verb is Verb.ASK]
+    table = {
+        f"what answers {name}": ", ".join(hooks.names_of_receivers(name)) or _NOTHING
+        for name in asked
+    }
+    for phase, found in sources.items():
+        for index, source in enumerate(found):
+            description = {
+                name: value for name, value in source.description.items() if name not in _FREE
+            }
+            table[f"the {phase.value} data, loader {index}"] = repr(description)
+    return table
+
+
+def require_alike(team: Replicas, own: Mapping[str, str]) -> None:
+    """Compare what all processes have; all of them call this at the same place.
+
+    Args:
+        team: the processes.
+        own: the values of this process, by name.
+
+    Raises:
+        UsageError: in all of them, if one differs from rank 0.
+    """
+    if team.has_single_process:
+        return
+    first, *others = team.gather_objects(dict(own))
+    for rank, other in enumerate(others, start=1):
+        for name in first | other:
+            here, there = first.get(name, _NOTHING), other.get(name, _NOTHING)
+            if here != there:
+                # Rank 0 reports it; the errors of the others follow from that.
+                cause = None if team.rank == 0 else RankError("Rank 0 has raised the same error.")
+                raise UsageError(
+                    f"All processes must agree on {name}, but rank {rank} of {team.num_processes} "
+                    f"has {there}, and rank 0 has {here}. Create the trainer, its plugins and the "
+                    "data in the same way on all processes; to let a plugin act on rank 0 only, "
+                    "check context.global_rank in it."
+                ) from cause

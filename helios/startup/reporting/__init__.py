@@ -1,1 +1,0 @@
-"""What is logged at the start: versions, device, level of reproducibility."""

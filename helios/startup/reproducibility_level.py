@@ -1,0 +1,277 @@
+"""The level of reproducibility that a run reaches, and what prevents the next one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from helios.checkpoint.record import Record
+from helios.checkpoint.reproducibility import Level, list_missing
+from helios.core.wrappers import COMPILED
+from helios.data.loader_state_check import Verdict, try_state
+from helios.data.source import Source
+from helios.data.stream_source import StreamSource
+from helios.data.truncated import TruncatedSource
+from helios.engines.engine import Engine
+from helios.errors import UsageError
+from helios.loops.loop import Loop
+from helios.loops.yielding import YieldLoop
+from helios.model.model import Model
+from helios.replicas.replicas import Replicas
+from helios.startup.trainer_options import Options
+
+_CONFIGURATION = "get_compiler_config"
+_MANUAL = "train_step returns None, and so steps by itself"
+
+
+@dataclass(frozen=True)
+class Reproducibility:
+    """What may change between the start and the resumed run without changing a bit.
+
+    Attributes:
+        level: its level, for a checkpoint that lacks nothing.
+        text: what prevents the next level.
+        missing: what is already known to be missing in checkpoints: path and reason.
+        claims: components that are taken at their word.
+    """
+
+    level: Level
+    text: str
+    missing: dict[str, str] = field(default_factory=dict)
+    claims: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Return the text for the banner."""
+        if self.missing:
+            level = self.level.at_most(Level.INCOMPLETE)
+            return f"{level.value} (lacks {list_missing(self.missing)})"
+        return f"{self.level.value} ({'; '.join([*self.claims, self.text])})"
+
+    def level_after(self, record: Record, *, is_compiled: bool = False) -> Level:
+        """Return the level of a checkpoint, lowered by what training has found until then.
+
+        Args:
+            record: the content to save.
+            is_compiled: whether a network is compiled by now.
+        """
+        level = self.level
+        if record.obstacles or record.is_manual:
+            level = level.at_most(Level.RESTART)
+        if is_compiled or record.mismatches:
+            level = level.at_most(Level.ORDER)
+        return level.at_most(Level.INCOMPLETE) if record.missing else level
+
+
+def find_reproducibility(
+    numerics: Options,
+    engine: Engine,
+    source: Source,
+    *,
+    model: Model,
+    loop: Loop,
+    record: Record | None,
+    claim: Claim,
+) -> Reproducibility:
+    """Find the level that a training reaches.
+
+    Args:
+        numerics: whether arithmetic is deterministic.
+        engine: the engine, with the replicas of the run.
+        source: the training data.
+        model: the model, after its setup.
+        loop: the root of all loops.
+        record: the checkpoint that the run resumes from, if any.
+        claim: what is known of the loader's own state.
+
+    Raises:
+        UsageError: if the run needs a process for each replica and has fewer.
+    """
+    bound = list(_find_bound(engine.replicas, model, loop, record))
+    level, text = _find_level(numerics, engine, source, find_compiled(model), bound)
+    if record is not None and record.mismatches and level.height > Level.ORDER.height:
+        level, text = Level.ORDER, "an audit has found a gradient that differed when repeated"
+    missing = claim.missing if record is None else {**record.missing, **claim.missing}
+    return Reproducibility(level, text, missing, claim.words)
+
+
+def _find_level(
+    numerics: Options,
+    engine: Engine,
+    source: Source,
+    compiled: list[str],
+    bound: list[str],
+) -> tuple[Level, str]:
+    if source.level == "none":
+        return Level.NONE, "the training loader can neither seek nor be saved"
+    if engine.device.type != "cpu" and not numerics.enable_deterministic:
+        return Level.ORDER, "enable_deterministic=True makes arithmetic exact on this device"
+    if compiled:
+        return Level.ORDER, f"torch.compile with inductor ({', '.join(compiled)})"
+    if source.level == "restart":
+        return Level.RESTART, "the training loader has a state or a split of its own"
+    if engine.replicas.has_single_replica:
+        return (
+            Level.RESTART,
+            "one replica: set num_replicas to change the number of processes later",
+        )
+    if bound:
+        return Level.RESTART, "; ".join(bound)
+    return Level.ELASTIC, "any number of processes, up to the number of replicas"
+
+
+def find_compiled(model: Model) -> list[str]:
+    """Return the paths of what inductor, or an unknown backend, compiles.
+
+    It is unknown whether two processes choose the same kernels. Functions are found if they are
+    attributes of the model or methods of its class.
+    """
+    found = [
+        f"{path}.{name}".rstrip(".")
+        for path, network in model.discovery.modules().items()
+        for name, module in network.named_modules()
+        if _is_compiled(module) and _is_of_inductor(module)
+    ]
+    places = (*reversed(type(model).__mro__), model)
+    functions = {name: value for place in places for name, value in vars(place).items()}
+    return found + [
+        name
+        for name, value in functions.items()
+        if isinstance(value, FunctionType)
+        and _CONFIGURATION in vars(value)
+        and _is_of_inductor(value)
+    ]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    attributes = vars(module)
+    in_place = attributes.get("_compiled_call_impl")
+    return in_place is not None or COMPILED in attributes.get("_modules", {})
+
+
+def _is_of_inductor(compiled: Any) -> bool:
+    in_place = vars(compiled).get("_compiled_call_impl")
+    configure: Any = getattr(in_place or compiled, _CONFIGURATION, None)
+    # Inductor has a configuration; other backends have none.
+    return configure is None or configure() is not None
+
+
+def _find_bound(
+    replicas: Replicas, model: Model, loop: Loop, record: Record | None
+) -> Iterator[str]:
+    """Yield what binds a run of several replicas to its number of processes."""
+    if replicas.has_single_replica:
+        return
+    if record is not None and record.is_manual:
+        _check_one_each(replicas, f"{_MANUAL}, which", "Return the loss")
+        yield _MANUAL
+    if any(isinstance(part, YieldLoop) for part in _all_loops(loop)):
+        _check_one_each(replicas, "A YieldLoop", "Use one optimizer without it")
+        yield "a YieldLoop needs a process for each replica"
+    names = list(_find_sync_batch_norms(model))
+    if names:
+        _check_one_each(replicas, f"SyncBatchNorm ({', '.join(names)})", "Use BatchNorm")
+        yield f"SyncBatchNorm ({', '.join(names)}) sums in its own order"
+    if record is not None:
+        yield from record.obstacles
+
+
+def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:
+    if not replicas.has_one_per_process:
+        raise UsageError(
+            f"{what} needs a process for each replica, but there are {replicas.num_processes} "
+            f"for {replicas.num_replicas} replicas. Start {replicas.num_replicas} processes, with "
+            f"Trainer(nproc={replicas.num_replicas}) or torchrun. {remedy} to train on fewer."
+        )
+
+
+def _all_loops(loop: Loop) -> Iterator[Loop]:
+    yield loop
+    for child in loop.children().values():
+        yield from _all_loops(child)
+
+
+def _find_sync_batch_norms(model: Model) -> Iterator[str]:
+    for path, network in model.discovery.modules().items():
+        for name, module in network.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                yield f"{path}.{name}".rstrip(".")
+
+
+_LOGGER = logging.getLogger(__name__)
+_REASON = (
+    "its state does not bring back the next batch: its state_dict() must hold everything that the "
+    "next batch depends on"
+)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is known of the state of a training loader that Helios did not create.
+
+    Attributes:
+        words: components that claim that it is complete.
+        missing: what a trial has found to be missing: path and reason.
+    """
+
+    words: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def determine_trust(source: Source, record: Record | None, *, can_save: bool) -> Claim:
+    """Determine whether the state of the training data has to be trusted.
+
+    It is tested once in a run, at its first start, if no loader workers are involved.
+
+    Args:
+        source: the training data, before its first pass.
+        record: the checkpoint that the run resumes from.
+        can_save: whether checkpoints are written.
+    """
+    whole = source.whole if isinstance(source, TruncatedSource) else source
+    if isinstance(whole, StreamSource):
+        return _judge_stream(whole, record, can_save=can_save)
+    if source.claimant is None:
+        return Claim()
+    word, place = f"claimed by {source.claimant}", f"data: {source.claimant}"
+    tried = f"{word}, tried at the first start"
+    if record is not None:
+        if place in record.missing:
+            return Claim([], {place: record.missing[place]})
+        return Claim([tried if tried in record.claims else word])
+    is_here = source.description.get("num_workers", 0) == 0
+    verdict = try_state(source) if is_here and can_save else Verdict.UNKNOWN
+    if verdict is not Verdict.BROKEN:
+        return Claim([tried if verdict is Verdict.KEPT else word])
+    _LOGGER.warning(
+        "The state of %s does not bring back the next batch: a copy that loaded it gave another "
+        "one. A resumed run would train on other samples, so the level of this run is incomplete. "
+        "Save everything that the next batch depends on in state_dict() (e.g. the content of a "
+        "shuffle buffer), remove the buffer, or use a map-style data set with create_dataloader.",
+        source.claimant,
+    )
+    return Claim([], {place: _REASON})
+
+
+def _judge_stream(source: StreamSource, record: Record | None, *, can_save: bool) -> Claim:
+    """Determine whether a resume uses the states of a stream's parts; otherwise it reads again.
+
+    The states are only used if they were tested and found to be complete.
+    """
+    if record is not None:
+        return Claim([each for each in record.claims if source.holds_states(record.data["state"])])
+    if not can_save:
+        return Claim()
+    name = source.find_stateful()
+    if name and try_state(source.for_trial()) is Verdict.KEPT:
+        source.uses_state = True
+        return Claim([f"claimed by {name}, tried at the first start"])
+    _LOGGER.info(
+        "The parts of the stream have no state that brings back the next batch, so a resume inside "
+        "an epoch reads the epoch again up to its position. This changes no bit, but takes time."
+    )
+    return Claim()

@@ -1,0 +1,418 @@
+"""Finds the checkpoint that a training starts from, according to ``Trainer(resume=...)``.
+
+A run's folder belongs to one run; ``run_identity`` defines what identifies it. One run writes to a
+folder at a time: rank 0 writes, and every process reads at the next start.
+
+The folder is read twice. :func:`find_stored` returns the number of replicas, on which the number of
+processes depends: only these processes can take the lock, and until then another run may change the
+folder. Therefore :func:`find_start` searches again under the lock, in one listing, and its
+:class:`Start` holds everything that the call needs from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint import file_names, loading
+from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
+from helios.core.sharded_tensors import RowShare
+from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError, RunMismatchError
+from helios.replicas.replicas import Replicas
+from helios.startup.processes import Stored, on_each, on_first
+from helios.startup.rewinding import FILE_NAME, Rewind, RewindPlan, find_course
+from helios.startup.trainer_options import Options
+from helios.storage import files
+from helios.storage.folder_lock import FolderLock
+
+SHARING = (
+    "All processes must see the folder chkpt_root: put it on a file system that the machines "
+    "share, under the same path."
+)
+"""Remedy if a process does not see what another one has written."""
+
+
+def open_folder(options: Options, save_name: str) -> RunFolder | None:
+    """Return the folder of a run, or ``None`` without ``chkpt_root``.
+
+    Raises:
+        ArgumentError: if there is a file with its name.
+    """
+    if options.chkpt_root is None:
+        return None
+    path = options.chkpt_root / save_name
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"The run's folder, chkpt_root/<save_name>, must be a folder, got the file {path}. "
+            "Move the file away, or give the model another save_name."
+        )
+    return RunFolder(path, options.store or CheckpointStore())
+
+
+def require_writable(options: Options, save_name: str) -> None:
+    """Refuse a folder that cannot be written to, before the first save would fail.
+
+    Raises:
+        ArgumentError: if the run saves, and its folder cannot be created or written to.
+    """
+    folder = open_folder(options, save_name)
+    if folder is None or not options.can_save:
+        return
+    try:
+        files.check_writable(folder.path)
+    except OSError as error:
+        raise ArgumentError(
+            "Trainer(chkpt_root=...) must be a folder that can be created and written to, got "
+            f"{str(options.chkpt_root)!r}: {error}. Pass another one, or correct its permissions. "
+            "Omit chkpt_frequency to train without checkpoints."
+        ) from error
+
+
+def lock_folder(
+    options: Options, save_name: str, stack: ExitStack, *, team: Replicas
+) -> FolderLock | None:
+    """Lock the folder of a run for this call, before anything in it is read.
+
+    A run that only loads creates no folder, but locks an existing one, because it also moves
+    damaged files aside.
+
+    Args:
+        options: where the folder is, and whether the run saves.
+        save_name: name of the run's folder.
+        stack: releases the lock.
+        team: the processes; rank 0 holds the lock.
+
+    Returns:
+        The lock, ``None`` without ``chkpt_root``.
+
+    Raises:
+        FolderInUseError: in all processes, if another run holds it.
+        CheckpointError: in all processes, if one of them does not see the folder for saving.
+    """
+    folder = open_folder(options, save_name)
+    if folder is None:
+        return None
+    lock = FolderLock(folder.path, makes_folder=options.can_save)
+    stack.callback(lock.release)
+
+    def take() -> str | None:
+        lock.acquire()
+        return lock.token if folder.path.is_dir() else None
+
+    token = on_first(team, take)
+    if options.can_save and token is not None:
+        on_each(team, lambda: _require_sight(lock, token, team))
+    return lock
+
+
+def _require_sight(lock: FolderLock, token: str, team: Replicas) -> None:
+    """Check that a process sees the folder that rank 0 has locked: it must resume from there."""
+    if team.rank != 0 and not lock.is_shown(token):
+        raise CheckpointError(
+            f"Rank 0 of {team.num_processes} saves to {lock.path.parent}, but rank {team.rank} "
+            f"does not see the same folder. {SHARING}"
+        )
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass
+class Start:
+    """Where a training starts.
+
+    Attributes:
+        folder: the run's folder; ``None`` without ``chkpt_root``.
+        loaded: the checkpoint to continue from; ``None`` for a first start.
+        origin: the path of ``resume=<path>`` from which the run was started, if any.
+        is_branch: whether this is the first start from that path.
+        changes: changes that were allowed, in all starts of the run.
+        is_shortened: whether this run is shorter than the one that wrote the checkpoint.
+        lock: keeps a second run out of the folder during the call; rank 0 holds it.
+        definition: what defines the run and what ends it, once its data is known.
+        rules: the rules of Helios that hold in this run, by name.
+        rewinds: all rewinds of the run, with the batches that it skips.
+        plans: rewinds to carry out before training continues.
+    """
+
+    folder: RunFolder | None = None
+    loaded: Loaded | None = None
+    origin: str | None = None
+    is_branch: bool = False
+    changes: list[str] = field(default_factory=list)
+    is_shortened: bool = False
+    lock: FolderLock | None = None
+    definition: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, bool] = field(default_factory=dict)
+    rewinds: list[Rewind] = field(default_factory=list)
+    plans: list[RewindPlan] = field(default_factory=list)
+
+    def forget_payload(self) -> None:
+        """Release the checkpoint's content, once it is loaded."""
+        if self.loaded is not None:
+            self.loaded = replace(self.loaded, payload={})
+
+
+def _read_stored(path: Path, *, safe_types: list[Any]) -> Stored | None:
+    """Read a checkpoint's sidecar, or its content if it has none; ``None`` if it is damaged.
+
+    The content decides whether a run resumes, not the age of a file.
+    """
+    try:
+        sidecar = loading.read_sidecar(path)
+        if sidecar is not None:
+            return Stored(sidecar.num_replicas, path, sidecar.resumed_from)
+        record = loading.load_present(path, safe_types, maps=True).record
+    except DamagedCheckpointError:
+        # An older one says the same; loading the run reports the damage.
+        return None
+    return Stored(record.num_replicas, path, record.resumed_from)
+
+
+def _search_stored(
+    folder: RunFolder, safe_types: list[Any], listed: list[Path] | None
+) -> Stored | None:
+    """Return what the newest undamaged checkpoint says."""
+    look = partial(_read_stored, safe_types=safe_types)
+    return file_names.search(folder.path, look, listed=listed)
+
+
+def find_stored(
+    options: Options, save_name: str, safe_types: list[Any], *, is_fit: bool
+) -> Stored | None:
+    """Return what the run was started with; ``None`` for a new run.
+
+    Args:
+        options: where checkpoints are, and which one is resumed.
+        save_name: name of the run's folder.
+        safe_types: types that may be built.
+        is_fit: whether ``resume`` applies; an evaluation uses the newest checkpoint.
+
+    Raises:
+        CheckpointError: if the newest checkpoint is undamaged, but cannot be used.
+    """
+    folder = open_folder(options, save_name)
+    if folder is None or (is_fit and options.resume == "never"):
+        return None
+    # Any checkpoint of the run will do, so one listing is enough, unless it holds none: a training
+    # in progress commits one and deletes an older one, and a listing may miss both.
+    listed = file_names.list_checkpoints(folder.path) or None
+    stored = _search_stored(folder, safe_types, listed)
+    origin = options.resume_path if is_fit else None
+    if origin is not None and (stored is None or stored.origin != str(origin.absolute())):
+        return find_replicas(origin, safe_types)
+    return stored if stored is not None and stored.num_replicas else None
+
+
+def find_replicas(path: Path, safe_types: list[Any]) -> Stored | None:
+    """Return what a file says of the number of replicas; ``None`` without a file, or if unknown."""
+    stored = _read_stored(path, safe_types=safe_types) if file_names.is_present(path) else None
+    return stored if stored is not None and stored.num_replicas else None
+
+
+def load_found_by_rank_0(
+    folder: RunFolder, path: Path | None, safe_types: list[Any], team: Replicas
+) -> Loaded | None:
+    """Load the file that rank 0 has found.
+
+    Raises:
+        CheckpointError: if this process does not see it.
+    """
+    if path is None:
+        return None
+    if not file_names.is_present(path):
+        raise CheckpointError(
+            f"Rank 0 of {team.num_processes} resumes from {path}, but rank {team.rank} finds no "
+            f"such file. {SHARING}"
+        )
+    return folder.load(path, safe_types)
+
+
+def find_start(
+    options: Options,
+    save_name: str,
+    safe_types: list[Any],
+    *,
+    run_name: str,
+    replicas: Replicas,
+    share: RowShare | None,
+) -> Start:
+    """Find the checkpoint that ``resume`` selects; rank 0 searches, and all load the same file.
+
+    Args:
+        options: where checkpoints are, and which one is resumed.
+        save_name: name of the run's folder.
+        safe_types: types that may be built.
+        run_name: name of the current run, which must be that of the folder's files.
+        replicas: the replicas of the run.
+        share: what this process reads of sharded tensors.
+
+    Raises:
+        RunMismatchError: if the newest checkpoint belongs to a run of another name, or of another
+            number of replicas.
+        CheckpointError: if there is a checkpoint that cannot be used.
+    """
+    folder = open_folder(options, save_name)
+    if folder is None:
+        return Start()
+    folder.share = share
+    while True:
+        start = _find(folder, options, safe_types, run_name=run_name, replicas=replicas)
+        if start is not None:
+            return start
+
+
+def _find(
+    folder: RunFolder,
+    options: Options,
+    safe_types: list[Any],
+    *,
+    run_name: str,
+    replicas: Replicas,
+) -> Start | None:
+    """Search once; ``None`` if a process has found its part damaged, which is put aside then."""
+    own: list[Start] = []
+
+    def look() -> tuple[str | None, Start]:
+        start = _look(folder, options, run_name, safe_types)
+        _check_replicas(start.loaded, replicas.num_replicas)
+        own.append(start)
+        name = None if start.loaded is None else start.loaded.path.name
+        return name, replace(start, folder=None, loaded=None)
+
+    def load_too() -> None:
+        if own:
+            return
+        path = None if name is None else folder.path / name
+        if path is not None and found.is_branch:
+            path = options.resume_path
+        own.append(
+            replace(
+                found,
+                folder=folder,
+                loaded=load_found_by_rank_0(folder, path, safe_types, replicas),
+            )
+        )
+
+    name, found = on_first(replicas, look)
+    if found.is_branch or folder.share is None:
+        on_each(replicas, load_too)
+        return own[0]
+    reports = on_each(replicas, lambda: _find_damage(load_too))
+    damage = next(filter(None, reports), None)
+    if damage is None:
+        return own[0]
+    on_first(replicas, lambda: folder.pass_over(folder.path / str(name), damage))
+    return None
+
+
+def _find_damage(load: Callable[[], None]) -> str:
+    """Return what is damaged of what this process needs; empty if nothing is."""
+    try:
+        load()
+    except DamagedCheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
+    if loaded is not None and loaded.record.num_replicas not in (0, num_replicas):
+        raise RunMismatchError(
+            f"{loaded.path} was saved with {loaded.record.num_replicas} replicas, but newer "
+            f"files of the run were saved with {num_replicas}. Move the files of one kind out of "
+            "the folder."
+        )
+
+
+def _look(folder: RunFolder, options: Options, run_name: str, safe_types: list[Any]) -> Start:
+    """Find the start, and move or delete files as ``resume`` requires; runs in one process."""
+    listed = folder.clean()
+    if options.resume == "never":
+        _move_aside(folder, keep=None)
+        _put_rewinds_aside(folder)
+        return Start(folder)
+    if options.resume_path is None:
+        start = Start(folder, folder.load_newest(safe_types, listed=listed))
+    else:
+        start = _start_from_path(folder, options.resume_path, safe_types, listed)
+    if start.loaded is None or start.is_branch:
+        _put_rewinds_aside(folder)
+    if start.loaded is None and options.rewind_to is not None:
+        raise CheckpointError(
+            f"Trainer(rewind_to={options.rewind_to}) needs a checkpoint at or before that "
+            f"iteration, but there is none in {folder.path}. Omit it to start the run."
+        )
+    if start.loaded is not None:
+        if not start.is_branch:
+            _check_name(start.loaded, run_name, folder)
+        course = find_course(folder, start.loaded, options, safe_types)
+        start.loaded, start.rewinds, start.plans = course
+        _inherit(start, start.loaded)
+    if start.origin is not None:
+        # The user's command names it: without it, the same command would fail.
+        folder.protect(Path(start.origin))
+    return start
+
+
+def _put_rewinds_aside(folder: RunFolder) -> None:
+    """Rename the rewinds of a run whose checkpoints are gone: they do not concern a new one."""
+    path = folder.path / FILE_NAME
+    if path.exists():
+        target = files.rename_aside(path)
+        _LOGGER.warning("%s is of an earlier run, and was renamed to %s.", path, target.name)
+
+
+def _move_aside(folder: RunFolder, *, keep: Path | None) -> None:
+    moved = folder.move_aside(f"{datetime.now():%Y-%m-%d_%H-%M-%S}", keep=keep)
+    if moved is not None:
+        _LOGGER.warning("Moved the existing checkpoints of the run to %s.", moved)
+
+
+def _start_from_path(
+    folder: RunFolder, path: Path, safe_types: list[Any], listed: list[Path]
+) -> Start:
+    origin = str(path.absolute())
+    stored = _search_stored(folder, safe_types, listed)
+    if stored is None or stored.origin == origin:
+        try:
+            newest = folder.load_newest(safe_types, listed=listed)
+            if newest is not None:
+                return Start(folder, newest, origin)
+        except DamagedCheckpointError as error:
+            # The file that they were started from is the next older one.
+            if not file_names.is_present(path):
+                raise
+            _LOGGER.warning("%s The run starts again from %s.", error, path)
+    if not file_names.is_present(path):
+        raise CheckpointError(
+            f'Trainer(resume=...) must be "auto", "never" or a checkpoint file, but there is no '
+            f"file at {path}. Correct the path, or omit resume to continue from the newest."
+        )
+    loaded = folder.load(path, safe_types)
+    _move_aside(folder, keep=path)
+    return Start(folder, loaded, origin, is_branch=True)
+
+
+def _check_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
+    sidecar = loaded.sidecar
+    if sidecar is not None and sidecar.names_run and sidecar.run_name != name:
+        raise RunMismatchError(
+            f"The folder {folder.path} belongs to the run {sidecar.run_name!r} (newest checkpoint "
+            f"{loaded.path.name}), but this run is {name!r}. Give the model another save_name, "
+            f"pass run_name={sidecar.run_name!r} to continue that run, or resume='never' to "
+            "move its files aside."
+        )
+
+
+def _inherit(start: Start, loaded: Loaded) -> None:
+    sidecar = loaded.sidecar
+    origin = loaded.record.resumed_from
+    if sidecar is not None:
+        start.changes, origin = list(sidecar.changes), sidecar.resumed_from
+    start.origin = start.origin or origin

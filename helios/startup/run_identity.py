@@ -1,0 +1,339 @@
+"""What defines a run, what ends it, which rules hold in it, and where it continues.
+
+A difference from its checkpoint is found before the first step, and must be allowed by the user;
+this is recorded. Rules are no arguments: they say how Helios computes what surrounds a training. A
+new run has all of them, and its checkpoints name them. A run that an earlier version began is told
+once, at its next start, which ones hold from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from helios.checkpoint.record import Record
+from helios.checkpoint.store import Loaded
+from helios.core.text import tuple_text
+from helios.engines.engine import Engine
+from helios.errors import RunMismatchError
+from helios.replicas.replicas import Replicas
+from helios.schedule import find_limit, is_limit
+from helios.startup.trainer_options import ROWS, Options
+from helios.state import Cursor, TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+_RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "is_distributed", "mixture")
+
+_UNCOUNTED = ("length", None)
+"""Stored length of a loader with an unknown number of samples."""
+
+_UNNAMED: Mapping[str, Any] = {
+    "seeds": {},
+    "accumulation_order": "replicas",
+    "norm": "whole",
+    "init": "setup",
+}
+"""What is compared for a run that does not name it, and for earlier versions."""
+
+_OF_DATA = (
+    *("dataset", "length", "batch_size", "shuffle", "drop_last", "seed", "sampler"),
+    *("limit_batches", "is_distributed"),
+)
+
+ORDERING = (*_OF_DATA, "mixture", "random_seed", "seeds")
+"""Names of what the order of the samples, and their distribution over batches, depend on."""
+
+
+def identity(options: Options, description: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """Return what defines a run, in the names of ``allow_changes``.
+
+    Seeds of single sources, and the sources of a mixture, are in it only if there are any; and
+    ``sharding="full"`` only where it changes bits, in accumulation and in clipping; ``init`` only
+    if it is keyed.
+    """
+    found = {name: description.get(name) for name in _OF_DATA}
+    defining = {name: options.plain(name) for name, row in ROWS.items() if row.defines_run}
+    # The engine may be the user's.
+    defining["precision"] = engine.precision.value
+    found |= {name: value for name, value in defining.items() if name not in _UNNAMED}
+    if description.get("mixture"):
+        found["mixture"] = description["mixture"]
+    if engine.replicas.is_sharded and options.accumulation_steps > 1:
+        found["accumulation_order"] = "micro-batches"
+    if engine.clips_by_rows:
+        found["norm"] = "rows"
+    others = {name: defining[name] for name in defining if name in _UNNAMED}
+    return found | {name: value for name, value in others.items() if value != _UNNAMED[name]}
+
+
+def limits(options: Options) -> dict[str, float | None]:
+    """Return the options that end a run; raising one lets a finished run continue."""
+    return {name: options.plain(name) for name, row in ROWS.items() if row.ends_run}
+
+
+def is_extended(options: Options, stored: Mapping[str, Any]) -> bool:
+    """Whether this run is longer than the one that wrote the checkpoint."""
+    return any(now > before for now, before in _pair_limits(options, stored))
+
+
+def is_shortened(options: Options, stored: Mapping[str, Any]) -> bool:
+    """Whether this run is shorter than the one that wrote the checkpoint."""
+    return any(now < before for now, before in _pair_limits(options, stored))
+
+
+def _pair_limits(options: Options, stored: Mapping[str, Any]) -> list[tuple[float, float]]:
+    pairs = [(now, stored.get(name)) for name, now in limits(options).items()]
+    infinite = float("inf")
+    return [
+        (infinite if now is None else now, infinite if before is None else before)
+        for now, before in pairs
+    ]
+
+
+def is_still_finished(options: Options, record: Record, reason: str) -> bool:
+    """Whether a run that was marked as finished has nothing left to train with these options.
+
+    Args:
+        options: the current ones.
+        record: the content of the marked checkpoint.
+        reason: why the run ended there.
+    """
+    stored = record.options
+    if stored.get("train_unit") != options.plain("train_unit"):
+        return False
+    cursor = Cursor(**record.cursor)
+    if is_limit(reason) and not cursor.stop_reason:
+        # The mark may have been made with a smaller total than that of the checkpoint.
+        state = TrainingState(**record.training_state)
+        return bool(find_limit(options.schedule, state, cursor))
+    return not is_extended(options, stored)
+
+
+def note_limits(options: Options, stored: Mapping[str, Any]) -> list[str]:
+    """Log which limits differ from the checkpoint's; returns them as text, to be recorded."""
+    changes = [
+        f"{name}: {stored[name]} -> {now}"
+        for name, now in limits(options).items()
+        if name in stored and stored[name] != now
+    ]
+    for text in changes:
+        _LOGGER.info("Changed since the checkpoint: %s.", text)
+    return changes
+
+
+def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Warn if the fingerprint of the data set has changed; returns the change as text.
+
+    The user defines the fingerprint, so only the user can judge what a difference means.
+    """
+    before, now = stored.get("fingerprint"), description.get("fingerprint")
+    if before is None or before == now:
+        return []
+    text = f"fingerprint: {before!r} -> {now!r}"
+    _LOGGER.warning(
+        "The training data set has another fingerprint than that of the checkpoint (%s). The "
+        "run continues with the new data, so its results differ from here on.",
+        text,
+    )
+    return [text]
+
+
+def report_finished(
+    name: str, loaded: Loaded, reason: str, *, is_passed: bool, changes: str
+) -> None:
+    """Log that the run is finished, and how to continue it.
+
+    If the run has passed this total, as in the earlier stages of a script that is started again,
+    this is not a warning.
+
+    Args:
+        name: the name of the run.
+        loaded: its newest checkpoint.
+        reason: why it has ended.
+        is_passed: whether the run has passed the end of this start.
+        changes: what this start was given otherwise; empty for nothing.
+    """
+    _LOGGER.log(
+        logging.INFO if is_passed else logging.WARNING,
+        "Nothing to do: the run %r in %s is finished (%s; %s). %sRaise total_steps or "
+        "early_stop_cycles to continue it, pass resume='never' to start a new run, or give another "
+        "model its own save_name.",
+        name,
+        loaded.path.parent,
+        reason,
+        loaded.path.name,
+        f"It was trained with other values: {changes}. " if changes else "",
+    )
+
+
+def reconcile(
+    stored: Mapping[str, Any],
+    present: Mapping[str, Any],
+    allowed: tuple[str, ...],
+    *,
+    state: TrainingState,
+    cursor: Cursor,
+) -> list[str]:
+    """Compare what defines the run with the checkpoint; returns changes as ``name: old -> new``.
+
+    After an allowed change of data set, length, shuffle, sampler or a seed of the order, the
+    current epoch starts over; with another batch size it continues at the stored sample.
+
+    Raises:
+        RunMismatchError: for a change that was not allowed.
+    """
+    stored, present = {**_UNNAMED, **stored}, {**_UNNAMED, **present}
+    changed = {
+        name: f"{name}: {stored[name]!r} -> {value!r}"
+        for name, value in present.items()
+        if name in stored and stored[name] != value and (name, stored[name]) != _UNCOUNTED
+    }
+    refused = [name for name in changed if name not in allowed]
+    if refused:
+        raise RunMismatchError(
+            "The run cannot resume, because what defines it has changed since its checkpoint: "
+            f"{'; '.join(changed[name] for name in refused)}. Undo the change, or allow it "
+            f"with Trainer(allow_changes={tuple_text(refused)})."
+        )
+    has_other_order = _order_seed(stored, present) != _order_seed(present, present)
+    if has_other_order or any(name in _RESTARTING for name in changed):
+        cursor.restart_epoch()
+        state.end_epoch()
+    for text in changed.values():
+        _LOGGER.warning("Changed since the checkpoint, as allowed: %s.", text)
+    return list(changed.values())
+
+
+def _order_seed(options: Mapping[str, Any], default: Mapping[str, Any]) -> Any:
+    """Return the seed of the order; checkpoints of helios-ml do not contain any."""
+    seed = options.get("random_seed", default["random_seed"])
+    return options["seeds"].get("order", seed)
+
+
+KEY = "rules"
+"""The entry of the options of a checkpoint that holds the rules."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that earlier versions did not have.
+
+    Attributes:
+        name: its name in checkpoints.
+        news: what changes in a run that began without it, as a clause for the log; if it is kept
+            out, what stays as it was.
+        is_kept_out: whether such a run stays without it, because its bits would change.
+    """
+
+    name: str
+    news: str
+    is_kept_out: bool = False
+
+
+NUMPY_GLOBAL = "numpy_global"
+"""The rule that keys seed NumPy's global generator, too."""
+LATE_OPENING = "late_opening"
+"""The rule that an epoch's data is opened, and its workers start, after the hooks before it."""
+
+RULES = (
+    Rule(
+        "exact_totals",
+        "totals of scores and losses are added in float64, the scores of a batch processor weigh "
+        "each batch by its samples, and training metrics leave out the padding of an epoch",
+    ),
+    Rule(
+        "one_best",
+        "the best validation is the one with the best finite score, the earlier one at a tie, and "
+        "one that enters the best of KeepBest is saved, whatever chkpt_frequency says",
+    ),
+    Rule(
+        "mean_losses",
+        "training losses that are logged and shown are means over the iterations since they were "
+        "logged or shown before, no longer those of one iteration",
+    ),
+    Rule(
+        "compared_values",
+        "declared parameters, arguments of constructors and settings of optimizers are compared "
+        "(unknown before iteration {place})",
+    ),
+    Rule(
+        NUMPY_GLOBAL,
+        "NumPy's global generator (numpy.random) is neither seeded nor saved",
+        is_kept_out=True,
+    ),
+    Rule(
+        LATE_OPENING,
+        "the order of an epoch is fixed, and its loader workers start, before "
+        "on_training_epoch_start",
+        is_kept_out=True,
+    ),
+)
+
+
+def adopt_rules(options: Mapping[str, Any] | None, *, place: str = "0") -> dict[str, bool]:
+    """Return which rules hold in a run, by name, and log once what is new in one under way.
+
+    Args:
+        options: those of the checkpoint that the run continues from; ``None`` for a new run.
+        place: the iteration of that checkpoint, as messages have it.
+    """
+    fresh = [] if options is None else _fresh_rules(options)
+    sentences = []
+    for begin, is_kept_out in (("From here on", False), ("As before", True)):
+        rules = [rule for rule in fresh if rule.is_kept_out is is_kept_out]
+        if rules:
+            news = "; ".join(rule.news.format(place=place) for rule in rules)
+            sentences.append(f"{begin}: {news}.")
+    if sentences:
+        _LOGGER.info("An earlier version of Helios began this run. %s", " ".join(sentences))
+    return find_rules(options)
+
+
+def find_rules(options: Mapping[str, Any] | None) -> dict[str, bool]:
+    """Return which rules hold in a run, by name.
+
+    Args:
+        options: those of one of its checkpoints; ``None`` for a new run.
+    """
+    if options is None:
+        return {rule.name: True for rule in RULES}
+    fresh = {rule.name: not rule.is_kept_out for rule in _fresh_rules(options)}
+    return {**options.get(KEY, {}), **fresh}
+
+
+def _fresh_rules(options: Mapping[str, Any]) -> list[Rule]:
+    return [rule for rule in RULES if rule.name not in options.get(KEY, {})]
+
+
+def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replicas) -> Cursor:
+    """Return the position of the next batch.
+
+    A migrated checkpoint holds only the number of that batch. Its first sample follows from the
+    current batch size, and the consequences are logged.
+
+    Args:
+        record: the content of the checkpoint.
+        description: description of the current data.
+        replicas: the current replicas, each of which gets a batch.
+    """
+    cursor = Cursor(**record.cursor)
+    if record.migrated_from is None:
+        return cursor
+    size = description.get("batch_size") or 1
+    cursor = replace(cursor, sample=cursor.batch * size * replicas.num_replicas)
+    _LOGGER.warning(
+        "The run resumes from a checkpoint of helios-ml %s, with its weights, optimizers and "
+        "counters, at batch %d of epoch %d. The order of samples follows the new rule: it differs "
+        "from that of the old package, and so do losses. From here on both are exactly "
+        "reproducible. The old file does not say how many processes trained it: the run now has "
+        "%d %s.",
+        record.migrated_from or "before 0.3",
+        cursor.batch + 1,
+        cursor.epoch + 1,
+        replicas.num_replicas,
+        "replica" if replicas.has_single_replica else "replicas",
+    )
+    return cursor

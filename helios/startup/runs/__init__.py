@@ -1,1 +1,0 @@
-"""The life of one call: build, load, run, tear down; and how it handles signals."""
