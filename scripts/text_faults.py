@@ -82,7 +82,7 @@ class Fault:
 FAULTS = (
     Fault(
         "each process reads averages of sharded models whole",
-        "helios/startup/base_run.py",
+        "helios/startup/run_setup.py",
         "for name, part in self.plugins.items() if part.loads_shards]",
         "for name, part in self.plugins.items() if not part]",
         f"{KEYED_RUNS}::test_no_process_holds_more_than_its_part_of_an_average",
@@ -427,21 +427,21 @@ FAULTS = (
     ),
     Fault(
         "a seed of the source init is not applied",
-        "helios/startup/base_run.py",
+        "helios/startup/run_setup.py",
         '        if "init" in run.seeds:',
         '        if "initial" in run.seeds:',
         f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
     ),
     Fault(
         "a seed of the source order also seeds the fetches",
-        "helios/startup/base_run.py",
+        "helios/startup/run_setup.py",
         '            fetch_seed=run.seed_of("augmentation") if trains else run.seed,',
         '            fetch_seed=run.seed_of("order") if trains else run.seed,',
         f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
     ),
     Fault(
         "a seed of the source order also orders evaluations",
-        "helios/startup/base_run.py",
+        "helios/startup/run_setup.py",
         '            run_seed=run.seed_of("order") if trains else run.seed,',
         '            run_seed=run.seed_of("order"),',
         f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
@@ -449,7 +449,7 @@ FAULTS = (
     Fault(
         "a seed of the source training is not applied",
         "helios/startup/fit_run.py",
-        '            training_seed=self.options.seed_of("training"),',
+        '            training_seed=run.options.seed_of("training"),',
         "            training_seed=None,",
         f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
     ),
@@ -556,8 +556,8 @@ FAULTS = (
     Fault(
         "a run that goes on where nothing can be written trains to its first save",
         "helios/startup/fit_run.py",
-        "        on_first(self.replicas, lambda: require_writable(checkpoints, name))",
-        "        pass",
+        "    on_first(replicas, lambda: require_writable(options, name))",
+        "    pass",
         "tests/integration/test_disks.py"
         "::test_a_disk_that_cannot_be_written_to_is_refused_before_the_first_step",
     ),
@@ -658,7 +658,7 @@ FAULTS = (
     Fault(
         "an incomplete checkpoint is written though it was refused",
         "helios/startup/fit_run.py",
-        '        if record.missing and self.options.on_incomplete == "raise":',
+        '        if record.missing and self._run.options.on_incomplete == "raise":',
         "        if False:",
         f"{LEVELS}::test_an_incomplete_checkpoint_can_be_refused_before_anything_is_written",
     ),
@@ -951,7 +951,7 @@ FAULTS = (
     Fault(
         "the first save names again what the load has named",
         "helios/startup/fit_run.py",
-        "            self.model.discovery.note_named(lacking)",
+        "            run.model.discovery.note_named(lacking)",
         "            pass",
         f"{LEVELS}::test_what_a_model_loses_is_in_the_sidecar_and_warned_of_at_the_load",
     ),
@@ -1016,7 +1016,7 @@ FAULTS = (
     Fault(
         "the trainer tries no validation",
         "helios/startup/fit_run.py",
-        "            trial_steps=self.options.sanity_steps,\n",
+        "            trial_steps=run.options.sanity_steps,\n",
         "",
         "tests/plugins/test_quick_trials.py::test_the_trainer_asks_for_a_trial_like_a_plugin",
     ),
@@ -1302,8 +1302,8 @@ FAULTS = (
     Fault(
         "an interruption is noted as finished",
         "helios/startup/fit_run.py",
-        "            self._recorder.finish(None if is_interrupted else reason)",
-        '            self._recorder.finish(reason or "interrupted")',
+        "        self._recorder.finish(None if is_interrupted else reason)",
+        '        self._recorder.finish(reason or "interrupted")',
         f"{CHANNELS}::test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again",
     ),
     Fault(
@@ -1463,7 +1463,7 @@ FAULTS = (
     Fault(
         "an error of fit leaves a save in flight",
         "helios/startup/fit_run.py",
-        "        self._settings.callback(recorder.close)\n",
+        "        run.settings.callback(recorder.close)\n",
         "",
         "tests/integration/test_saves_in_flight.py::"
         "test_an_error_that_passes_through_unlogged_waits_for_the_save_too",
@@ -1948,9 +1948,9 @@ FAULTS = (
     ),
     Fault(
         "a replay opens the logs of its run",
-        "helios/startup/replay_run.py",
-        "    def _open_logs(",
-        "    def _open_no_logs(",
+        "helios/startup/fit_run.py",
+        "        if self._make_evidence is None:\n            # Logs",
+        "        if True:\n            # Logs",
         "tests/ledger/test_replay.py::test_a_replay_writes_nothing",
     ),
     Fault(
@@ -1963,8 +1963,8 @@ FAULTS = (
     Fault(
         "a replay from the beginning has the threads of the process",
         "helios/startup/replay_run.py",
-        "        if record is not None or witness is None:",
-        "        if True:",
+        "known=None if start.loaded else _load_witness(stretch, types)",
+        "known=None",
         "tests/ledger/test_replay.py::test_the_run_decides_the_number_of_threads",
     ),
     Fault(

@@ -1,14 +1,14 @@
-"""One call of fit, from preparing the data to marking the run as finished."""
+"""A call of fit, from preparing the data to marking the run as finished; see docs/order.md."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, final
 
 import torch
 
@@ -36,8 +36,7 @@ from helios.model.new_settings import NewSettings, steps_of_epochs
 from helios.model.schedulers import Schedulers
 from helios.protocols import GradientAudit
 from helios.session import Session
-from helios.startup import resume_point, run_identity, run_log, run_saves
-from helios.startup.base_run import Run
+from helios.startup import run_identity, run_log, run_saves
 from helios.startup.best_validations import continue_best, find_best_rule, require_one_mode
 from helios.startup.given_values import (
     DeclaredParams,
@@ -50,14 +49,14 @@ from helios.startup.given_values import (
 from helios.startup.hangs import forget_hang
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import check_training_source, log_order
-from helios.startup.processes import Plan, describe_processes, on_first
+from helios.startup.processes import describe_processes, on_first
 from helios.startup.reproducibility_level import (
     Claim,
     Reproducibility,
     determine_trust,
     find_reproducibility,
 )
-from helios.startup.resume_point import lock_folder, require_writable
+from helios.startup.resume_point import Start, find_start, lock_folder, require_writable
 from helios.startup.rewinding import (
     apply_rewinds,
     check_order,
@@ -68,8 +67,8 @@ from helios.startup.run_evidence import RunEvidence, make_evidence
 from helios.startup.run_identity import find_cursor
 from helios.startup.run_log import describe_run, warn_of_idle_options
 from helios.startup.run_manifest import describe_topic, manifest_facts, report_changed_start
+from helios.startup.run_setup import Run
 from helios.startup.state_owners import find_owners, find_stranded_generators
-from helios.startup.trainer_call import Call
 from helios.startup.trainer_options import Audit
 from helios.state import Phase, TrainingState
 
@@ -78,15 +77,76 @@ _LOGGER = logging.getLogger(__name__)
 _LOOP_PATH = "fit"
 
 
-class FitRun(Run):
-    """One training; see ``Run`` for the arguments."""
+def fit(run: Run) -> bool:
+    """Train until the run is finished, which returns True, or interrupted."""
+    run.prepare_data()
+    options, name, replicas = run.options, run.model.save_name, run.replicas
+    lock = lock_folder(options, name, run.settings, team=replicas)
+    if run.folder is not None and options.can_save and replicas.rank == 0:
+        # All ranks have read it before they have met.
+        forget_hang(run.folder)
+    start = find_start(
+        options,
+        name,
+        run.model.types_for_safe_load(),
+        run_name=options.name_for(name),
+        replicas=replicas,
+        share=run.share,
+    )
+    start.lock = lock
+    training = Training(run, start)
+    run.describe_rescue = training.describe_rescue
+    reason_to_stay = training.find_end()
+    training.compare_params(is_finished=bool(reason_to_stay))
+    if reason_to_stay:
+        training.restore_end(reason_to_stay)
+        return True
+    on_first(replicas, lambda: require_writable(options, name))
+    return training.finish(training.train())
 
-    verb = "Training"
 
-    def __init__(self, call: Call, plan: Plan, device: torch.device) -> None:
-        super().__init__(call, plan, device)
-        self._can_save = self.options.can_save
-        self._start = resume_point.Start()
+def keep_in_hand(run: Run, end: Record, *, is_interrupted: bool = False) -> None:
+    """Describe how a training leaves its model, for evaluations in this process."""
+    replicas, obstacle = run.replicas, ""
+    if is_interrupted:
+        obstacle = "fit was interrupted"
+    elif not replicas.has_single_process:
+        obstacle = f"{replicas.num_processes} processes trained it"
+    elif replicas.is_sharded:
+        obstacle = "it is sharded"
+    run.in_hand = ModelInHand(run.model, obstacle, end, dict(run.plugins))
+
+
+MakeEvidence: TypeAlias = Callable[[dict[str, Any], Reproducibility], RunEvidence]
+"""Takes what defines a run and the level that it reaches; returns what it records of itself."""
+
+
+@final
+class Training:
+    """A training from a start that was found.
+
+    Args:
+        run: the call, of which nothing is set up yet.
+        start: where it starts.
+        make_evidence: what a replay records instead of writing files; ``None`` to train.
+        outside: returns why the run is to be interrupted, empty if nothing asks for it; by default,
+            signals do.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        start: Start,
+        *,
+        make_evidence: MakeEvidence | None = None,
+        outside: Callable[[], str] | None = None,
+    ) -> None:
+        self._run = run
+        self._start = start
+        self._can_save = run.options.can_save
+        self._make_evidence = make_evidence
+        listener = run.call.runtime.listener
+        self._outside = outside or partial(listener.ask, saves=self._can_save)
         self._recorder: run_saves.FitRecorder | None = None
         self._evidence: RunEvidence | None = None
         self._params = begin_params({})
@@ -94,113 +154,87 @@ class FitRun(Run):
         self._stranded: dict[str, str] = {}
         self._seconds = 0.0
 
-    def _run(self, stack: ExitStack) -> Any:
-        self._prepare_data()
-        name, checkpoints = self.model.save_name, self.options
-        lock = lock_folder(checkpoints, name, stack, team=self.replicas)
-        if self._run_folder is not None and self._can_save and self.replicas.rank == 0:
-            # All ranks have read it before they have met.
-            forget_hang(self._run_folder)
-        types = self.model.types_for_safe_load()
-        self._start = resume_point.find_start(
-            checkpoints, name, types, run_name=self._name, replicas=self.replicas, share=self._share
-        )
-        self._start.lock = lock
-        is_finished = self._is_finished()
-        self._params = self._compare_params(is_finished=is_finished)
-        if is_finished:
-            # A script that uses the model after fit finds the weights and values of the run's end;
-            # what only training needs, such as optimizers, is as setup creates it.
-            assert self._start.loaded is not None
-            record = self._start.loaded.record
-            self._follow_rules(run_identity.find_rules(record.options))
-            self._restore(Trained.of(self._detach(record)))
-            self._keep_in_hand(replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
-            self._report_finished()
-            return True
-        on_first(self.replicas, lambda: require_writable(checkpoints, name))
-        reason = self._train(stack)
-        session = self.session
-        is_interrupted = session is not None and session.is_interrupted
-        if session is not None:
-            self._keep_in_hand(self._record_end(session), is_interrupted=is_interrupted)
-        if self._recorder is not None:
-            self._recorder.finish(None if is_interrupted else reason)
-        cause = None if self.session is None else self.session.requests.interruption
+    def train(self, *, known: Record | None = None) -> str:
+        """Train from the start that was found; returns why training has ended.
+
+        Args:
+            known: a record that knows how the run began, where it starts without a checkpoint.
+        """
+        run = self._run
+        session = self._prepare(known if self._record is None else self._record)
+        # Its tensors are copied to their destinations; kept, they would double the memory.
+        self._start.forget_payload()
+        if self._recorder is not None and self._can_save:
+            self._recorder.prepare(session.state)
+        run.has_begun = True
+        run.hooks.emit("on_fit_start")
+        begin = time.perf_counter()
+        reason: str = run.loop.run()
+        self._seconds = time.perf_counter() - begin
+        run.call.runtime.listener.note_safe_point()
+        run.display.close()
+        return reason
+
+    def finish(self, reason: str) -> bool:
+        """Wait for the last checkpoint, and say how training has ended; returns whether it has."""
+        run = self._run
+        session = run.session
+        assert session is not None
+        assert self._recorder is not None
+        is_interrupted, cause = session.is_interrupted, session.requests.interruption
+        keep_in_hand(run, self._record_end(session), is_interrupted=is_interrupted)
+        self._recorder.finish(None if is_interrupted else reason)
         if self._evidence is not None:
             self._evidence.note_end(reason, interruption=cause if is_interrupted else None)
         if is_interrupted:
-            rescue = f"{self._describe_rescue()}{self._describe_end()}"
-            _LOGGER.warning("The training was interrupted: %s. %s", cause, rescue)
+            rescue = self.describe_rescue()
+            end = self._recorder.describe_end(session, seconds=self._seconds)
+            _LOGGER.warning("The training was interrupted: %s. %s%s", cause, rescue, end)
             return False
-        self.call.runtime.listener.warn_of_late_signals()
-        _LOGGER.info("Training has ended: %s.%s", reason, self._describe_end())
+        run.call.runtime.listener.warn_of_late_signals()
+        end = self._recorder.describe_end(session, seconds=self._seconds)
+        _LOGGER.info("Training has ended: %s.%s", reason, end)
         return True
-
-    def _train(self, stack: ExitStack) -> str:
-        """Train from the start that was found; returns why training has ended."""
-        self._prepare(stack)
-        # Its tensors are copied to their destinations; kept, they would double the memory.
-        self._start.forget_payload()
-        if self._recorder is not None and self.session is not None and self._can_save:
-            self._recorder.prepare(self.session.state)
-        self._has_begun = True
-        self.hooks.emit("on_fit_start")
-        begin = time.perf_counter()
-        reason: str = self.loop.run()
-        self._seconds = time.perf_counter() - begin
-        self.call.runtime.listener.note_safe_point()
-        self.display.close()
-        return reason
-
-    def _keep_in_hand(self, end: Record, *, is_interrupted: bool = False) -> None:
-        """Describe how the model is left, for evaluations in this process."""
-        replicas, obstacle = self.replicas, ""
-        if is_interrupted:
-            obstacle = "fit was interrupted"
-        elif not replicas.has_single_process:
-            obstacle = f"{replicas.num_processes} processes trained it"
-        elif replicas.is_sharded:
-            obstacle = "it is sharded"
-        plugins = dict(self.plugins)
-        self.in_hand = ModelInHand(self.model, obstacle, end, plugins)
 
     def _record_end(self, session: Session) -> Record:
         """Return counters and logs at the end, without what the objects themselves hold."""
+        run = self._run
         return Record(
             training_state=session.state.dict(),
             cursor=session.cursor.dict(),
             model={},
             rng={},
             num_threads=torch.get_num_threads(),
-            num_replicas=self.replicas.num_replicas,
+            num_replicas=run.replicas.num_replicas,
             options=self._start.definition,
             # Other processes have no logs.
-            **(run_log.log_places() if self.replicas.rank == 0 else {}),
+            **(run_log.log_places() if run.replicas.rank == 0 else {}),
         )
 
-    def _prepare(self, stack: ExitStack) -> None:
-        record = self._record
-        known = self._find_known(record)
-        stack.enter_context(self._numerics(known))
-        self._open_logs(record)
+    def _prepare(self, known: Record | None) -> Session:
+        run, record = self._run, self._record
+        run.settings.enter_context(self._numerics(known))
+        if self._make_evidence is None:
+            # Logs of another run must not be truncated: a branch starts its own.
+            logged = None if self._start.is_branch else record
+            run_log.open_logs(run.options, self._name, logged, is_training=True)
         self._start.rules = (
             run_identity.adopt_rules(None)
             if known is None
             else run_identity.adopt_rules(known.options, place=with_step(*known.counters))
         )
-        self._follow_rules(self._start.rules)
-        self._set_up(is_inference=False)
+        run.follow_rules(self._start.rules)
+        run.set_up(is_inference=False)
         session = self._build()
-        session.audit = make_audit(self.options.audit, session, self.loop)
-        self._take_session(session)
-        log_order(self.plugins, self.hooks)
+        session.audit = make_audit(run.options.audit, session, run.loop)
+        run.take_session(session)
+        log_order(run.plugins, run.hooks)
         if record is not None:
             self._load(session, record)
-            on_first(self.replicas, lambda: self._compare_start(record))
+            on_first(run.replicas, lambda: self._compare_start(record))
         folder, plans = self._start.folder, self._start.plans
         if folder is not None and plans:
-            on_first(self.replicas, lambda: rewind_folder(folder, plans))
+            on_first(run.replicas, lambda: rewind_folder(folder, plans))
         run_log.cut_logs()
         if record is None or self._start.is_branch:
             params = stored_params(self._params.options)
@@ -208,18 +242,14 @@ class FitRun(Run):
             run_log.log_hparams(named | self._given.all)
         if self._evidence is not None:
             self._evidence.open(self._start)
+        return session
 
     def _compare_start(self, record: Record) -> None:
         """Warn once of all that differs from the start that wrote the checkpoint, or refuse."""
-        machine = run_log.describe_other_machine(record.machine, self.engine)
+        machine = run_log.describe_other_machine(record.machine, self._run.engine)
         others = "" if self._evidence is None else self._evidence.check()
         if machine or others:
             _LOGGER.warning("%s", " ".join(filter(None, (machine, others))))
-
-    def _open_logs(self, record: Record | None) -> None:
-        # Logs of another run must not be truncated: a branch starts its own.
-        logged = None if self._start.is_branch else record
-        run_log.open_logs(self.options, self._name, logged, is_training=True)
 
     @property
     def _record(self) -> Record | None:
@@ -227,36 +257,47 @@ class FitRun(Run):
 
     @property
     def _name(self) -> str:
-        return self.options.name_for(self.model.save_name)
+        run = self._run
+        return run.options.name_for(run.model.save_name)
 
-    def _is_finished(self) -> bool:
+    def find_end(self) -> str:
+        """Return why the run has ended before, with nothing left to train; else empty."""
         loaded = self._start.loaded
-        if loaded is None or loaded.sidecar is None or not loaded.sidecar.finished:
-            return False
-        return run_identity.is_still_finished(self.options, loaded.record, loaded.sidecar.finished)
+        reason = None if loaded is None or loaded.sidecar is None else loaded.sidecar.finished
+        if loaded is None or not reason:
+            return ""
+        is_over = run_identity.is_still_finished(self._run.options, loaded.record, reason)
+        return reason if is_over else ""
 
-    def _report_finished(self) -> None:
-        loaded = self._start.loaded
+    def restore_end(self, reason: str) -> None:
+        """Set up, restore the end of a finished run, and say that there is nothing to do.
+
+        A script that uses the model after fit finds the weights and values of the run's end; what
+        only training needs, such as optimizers, is as setup creates it.
+        """
+        run, loaded = self._run, self._start.loaded
         assert loaded is not None
-        assert loaded.sidecar is not None
-        is_passed = run_identity.is_shortened(self.options, loaded.record.options)
-        reason = loaded.sidecar.finished or ""
+        record, options = loaded.record, run.options
+        run.follow_rules(run_identity.find_rules(record.options))
+        run.restore(Trained.of(run.detach(record)))
+        keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
+        is_passed = run_identity.is_shortened(options, record.options)
         changes = "" if is_passed else self._compare_given().changes
-        if not is_passed and self.replicas.rank == 0 and self.options.writes_ledger:
+        if not is_passed and run.replicas.rank == 0 and options.writes_ledger:
             report_changed_start(
                 loaded.path.parent,
-                lambda: manifest_facts(self.call, None),
-                after=loaded.record.place[1],
-                allowed=self.options.allow_changes,
+                lambda: manifest_facts(run.call, None),
+                after=record.place[1],
+                allowed=options.allow_changes,
             )
         run_identity.report_finished(
             self._name, loaded, reason, is_passed=is_passed, changes=changes
         )
         self._params.report()
 
-    def _compare_params(self, *, is_finished: bool) -> DeclaredParams:
+    def compare_params(self, *, is_finished: bool) -> None:
         """Compare what rank 0 declares with the checkpoint, before anything is built."""
-        options, loaded = self.options, self._start.loaded
+        options, loaded = self._run.options, self._start.loaded
 
         def compare() -> DeclaredParams:
             params = scrub_table(options.params)
@@ -271,14 +312,15 @@ class FitRun(Run):
                 is_finished=is_finished,
             )
 
-        return on_first(self.replicas, compare)
+        self._params = on_first(self._run.replicas, compare)
 
     def _compare_given(self) -> GivenValues:
         """Compare what the constructors of rank 0 were given with the checkpoint."""
-        model, record, options = self.model, self._record, self.options
+        run, record = self._run, self._record
+        model, options = run.model, run.options
 
         def compare() -> GivenValues:
-            owners = {"model": model, "data": self.datamodule}
+            owners = {"model": model, "data": run.datamodule}
             arguments = {
                 f"{prefix}.{name}": value
                 for prefix, owner in owners.items()
@@ -287,19 +329,16 @@ class FitRun(Run):
                 if value != model.save_name
             }
             parts = {**model.discovery.optimizers(), **model.discovery.schedulers()}
-            settings = scrub_table(self._constructor_calls.settings(parts))
-            allowed = self.options.allow_changes
+            settings = scrub_table(run.constructor_calls.settings(parts))
+            allowed = options.allow_changes
             stored = None if record is None else record.options
             is_over = record is not None and has_ended(options, record)
             return compare_given(scrub_table(arguments), settings, stored, allowed, is_over=is_over)
 
-        return on_first(self.replicas, compare)
+        return on_first(run.replicas, compare)
 
-    def _find_known(self, record: Record | None) -> Record | None:
-        """Return a record that knows how the run began; ``None`` for a new run."""
-        return record
-
-    def _numerics(self, known: Record | None) -> Any:
+    def _numerics(self, known: Record | None) -> AbstractContextManager[None]:
+        run = self._run
         threads = None if known is None else known.num_threads
         if threads not in (None, torch.get_num_threads()):
             _LOGGER.info(
@@ -309,70 +348,71 @@ class FitRun(Run):
                 torch.get_num_threads(),
             )
         return numerics(
-            is_deterministic=self.options.enable_deterministic,
-            use_cudnn_benchmark=self.options.enable_cudnn_benchmark,
+            is_deterministic=run.options.enable_deterministic,
+            use_cudnn_benchmark=run.options.enable_cudnn_benchmark,
             num_threads=threads,
         )
 
     def _build(self) -> Session:
+        run = self._run
         source = self._open_training_source()
-        has_validation = self._open_source(Phase.VALIDATION) is not None
+        has_validation = run.open_source(Phase.VALIDATION) is not None
         owners = find_owners(
-            self.plugins,
-            self.model,
-            self.datamodule,
-            engine=self.engine,
-            loop=(_LOOP_PATH, self.loop),
+            run.plugins,
+            run.model,
+            run.datamodule,
+            engine=run.engine,
+            loop=(_LOOP_PATH, run.loop),
             source=source,
         )
         if self._start.folder is not None:
             owners.limit(self._start.folder.options.max_plain_bytes)
-        self.owners = owners
-        self._require_alike_setup()
+        run.owners = owners
+        run.require_alike_setup()
         warn_of_idle_options(
-            self.options.schedule,
-            self.options.store if self._can_save else None,
-            self.model,
+            run.options.schedule,
+            run.options.store if self._can_save else None,
+            run.model,
             has_validation=has_validation,
         )
         claim = determine_trust(source, self._record, can_save=self._can_save)
         self._stranded = find_stranded_generators(source)
         claim = replace(claim, missing=claim.missing | self._stranded)
-        schedulers = Schedulers(self.model.discovery.schedulers(), self.model.scheduler_interval)
-        checkpoints, plugins = self.options, self.plugins.values()
-        require_one_mode(checkpoints, plugins, schedulers)
+        schedulers = Schedulers(run.model.discovery.schedulers(), run.model.scheduler_interval)
+        require_one_mode(run.options, run.plugins.values(), schedulers)
         self._recorder = self._make_recorder(source, claim)
         session = Session(
-            model=self.model,
-            engine=self.engine,
-            hooks=self.hooks,
-            display=self.display,
-            seed=self.options.seed,
-            training_seed=self.options.seed_of("training"),
-            schedule=self.options.schedule,
-            sources=self.sources,
-            plugins=self.plugins,
+            model=run.model,
+            engine=run.engine,
+            hooks=run.hooks,
+            display=run.display,
+            seed=run.options.seed,
+            training_seed=run.options.seed_of("training"),
+            schedule=run.options.schedule,
+            sources=run.sources,
+            plugins=run.plugins,
             schedulers=schedulers,
-            best=BestSoFar(find_best_rule(checkpoints, plugins, self.model)),
+            best=BestSoFar(find_best_rule(run.options, run.plugins.values(), run.model)),
             recorder=self._recorder,
             can_save=self._can_save,
             opens_early=not self._start.rules[run_identity.LATE_OPENING],
-            trial_steps=self.options.sanity_steps,
-            loop_states=LoopStates(self.loop, _LOOP_PATH),
-            owner_states=self.owners,
+            trial_steps=run.options.sanity_steps,
+            loop_states=LoopStates(run.loop, _LOOP_PATH),
+            owner_states=run.owners,
             missing=claim.missing,
             claims=claim.words,
             check_record=self._check_record,
-            note_last_safe_point=self.call.runtime.listener.note_safe_point,
-            outside=self._make_outside(),
+            note_last_safe_point=run.call.runtime.listener.note_safe_point,
+            outside=self._outside,
         )
         folder = self._start.folder
+        session.moment.is_replay = self._make_evidence is not None
         session.moment.run_folder = None if folder is None else folder.path
         session.moment.went_back = self._start.is_branch or bool(self._start.plans)
         return session
 
     def _check_record(self, record: Record) -> None:
-        if record.missing and self.options.on_incomplete == "raise":
+        if record.missing and self._run.options.on_incomplete == "raise":
             raise StateError(
                 'Trainer(on_incomplete="raise") requires complete checkpoints, but the one of '
                 f"iteration {with_step(*record.counters)} lacks {list_missing(record.missing)}. "
@@ -380,72 +420,72 @@ class FitRun(Run):
                 "unsaved = (...,)."
             )
 
-    def _make_outside(self) -> Callable[[], str]:
-        """Return what returns why the run is to be interrupted; empty if nothing asks for it."""
-        return partial(self.call.runtime.listener.ask, saves=self._can_save)
-
     def _make_recorder(self, source: Source, claim: Claim) -> run_saves.FitRecorder:
         """Log the banner, with the level that the run reaches, and return the recorder."""
+        run = self._run
         reproducibility = find_reproducibility(
-            self.options,
-            self.engine,
+            run.options,
+            run.engine,
             source,
-            model=self.model,
-            loop=self.loop,
+            model=run.model,
+            loop=run.loop,
             record=self._record,
             claim=claim,
         )
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
-        limits = run_identity.limits(self.options)
+        limits = run_identity.limits(run.options)
         rules = {run_identity.KEY: self._start.rules}
         self._start.definition = identity | limits | rules
         self._given = self._compare_given()
         self._start.definition |= self._params.options | self._given.options
         self._start.definition[run_log.KEY] = run_log.read_arguments()
-        self._evidence = self._make_evidence(source, identity, reproducibility)
+        if self._make_evidence is not None:
+            self._evidence = self._make_evidence(identity, reproducibility)
+        elif self._start.folder is not None and run.options.writes_ledger:
+            self._evidence = self._make_files(source, identity, reproducibility)
         if self._evidence is not None:
-            self._settings.callback(self._evidence.close)
+            run.note_error = self._evidence.note_error
+            run.settings.callback(self._evidence.close)
         recorder = run_saves.FitRecorder(
             self._name,
-            self.model,
+            run.model,
             self._start,
             reproducibility=reproducibility,
-            engine=self.engine,
-            schedule=self.options.schedule,
+            engine=run.engine,
+            schedule=run.options.schedule,
             evidence=self._evidence,
-            plugins=self.plugins.values(),
+            plugins=run.plugins.values(),
         )
-        self._settings.callback(recorder.close)
-        recorder.show_on(self.display)
+        run.settings.callback(recorder.close)
+        recorder.show_on(run.display)
         loaded = self._start.loaded
-        run = self.options
-        if loaded is None and run.random_seed is None:
-            run_log.say_what_does_not_seed(self.call.torch_seed, run.seed)
-        if self.options.print_banner:
+        options = run.options
+        if loaded is None and options.random_seed is None:
+            run_log.say_what_does_not_seed(run.call.torch_seed, options.seed)
+        if options.print_banner:
             run_log.show_banner(
-                self.model,
+                run.model,
                 {
                     "run": self._name,
-                    "seed": run.describe_seed(),
-                    **describe_run(self.model, self.sources, self.options.schedule),
-                    "processes": describe_processes(self.replicas),
+                    "seed": options.describe_seed(),
+                    **describe_run(run.model, run.sources, options.schedule),
+                    "processes": describe_processes(run.replicas),
                     "reproducibility": str(reproducibility),
                 },
                 where=None if loaded is None else loaded.path.name,
             )
         return recorder
 
-    def _make_evidence(
+    def _make_files(
         self, source: Source, identity: dict[str, Any], reproducibility: Reproducibility
-    ) -> RunEvidence | None:
-        """Return what the run records of itself; ``None`` for nothing."""
-        if self._start.folder is None or not self.options.writes_ledger:
-            return None
+    ) -> RunEvidence:
+        """Return what the run records of itself, in files."""
+        run = self._run
 
         def describe() -> dict[str, Any]:
             return {
-                **manifest_facts(self.call, source),
-                "processes": {"number": self.replicas.num_processes},
+                **manifest_facts(run.call, source),
+                "processes": {"number": run.replicas.num_processes},
                 "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
                 **describe_topic("params", stored_params(self._params.options)),
                 **describe_topic("found", self._given.all),
@@ -453,26 +493,28 @@ class FitRun(Run):
 
         return make_evidence(
             self._start,
-            self.model,
-            self.replicas,
+            run.model,
+            run.replicas,
             identity,
             describe=describe,
-            options=self.options,
+            options=run.options,
         )
 
     def _identify(self, source: Source) -> dict[str, Any]:
         """Return what defines the run, by name."""
-        return run_identity.identity(self.options, source.description, self.engine)
+        run = self._run
+        return run_identity.identity(run.options, source.description, run.engine)
 
     def _open_training_source(self) -> Source:
-        source = self._open_source(Phase.TRAINING)
+        run = self._run
+        source = run.open_source(Phase.TRAINING)
         if source is None:
             raise ArgumentError(
-                f"{type(self.datamodule).__name__} must have training data for fit, got none. "
+                f"{type(run.datamodule).__name__} must have training data for fit, got none. "
                 "Assign self._train_dataset in setup()."
             )
         check_training_source(
-            source, can_save=self._can_save, is_by_epoch=self.options.schedule.is_by_epoch
+            source, can_save=self._can_save, is_by_epoch=run.options.schedule.is_by_epoch
         )
         start = self._start
         start.rewinds, start.plans = settle(start.rewinds, start.plans, source)
@@ -480,33 +522,34 @@ class FitRun(Run):
         return source
 
     def _load(self, session: Session, record: Record) -> None:
-        record = self._detach(record, is_shown="on_load_checkpoint" in session.hooks.active)
+        run = self._run
+        record = run.detach(record, is_shown="on_load_checkpoint" in session.hooks.active)
         state = TrainingState(**record.training_state)
         source = session.training_source
         cursor = find_cursor(record, source.description, session.replicas)
-        if run_identity.is_extended(self.options, record.options):
+        if run_identity.is_extended(run.options, record.options):
             cursor.go_on()
         identity = self._identify(source)
         changes = run_identity.reconcile(
             record.options,
             identity,
-            tuple(self.options.allow_changes),
+            run.options.allow_changes,
             state=state,
             cursor=cursor,
         )
-        self._start.is_shortened = run_identity.is_shortened(self.options, record.options)
+        self._start.is_shortened = run_identity.is_shortened(run.options, record.options)
         check_order(self._start.rewinds, changes, cursor)
         self._start.changes += changes
         self._start.changes += self._params.report()
         # What held at the end of a stage that the run has passed is not known.
-        if not (self._start.is_shortened and has_ended(self.options, record)):
+        if not (self._start.is_shortened and has_ended(run.options, record)):
             self._start.changes += self._given.report()
         self._start.changes += [str(each.rewind) for each in self._start.plans]
         self._start.changes += run_identity.note_fingerprint(source.description, record.options)
         if record.options.get("length") == identity["length"]:
             session.saved_length = record.data.get("length")
-            session.allows_other_length = "length" in self.options.allow_changes
-        limits = run_identity.note_limits(self.options, record.options)
+            session.allows_other_length = "length" in run.options.allow_changes
+        limits = run_identity.note_limits(run.options, record.options)
         self._start.changes += limits
         texts = map(run_log.as_change, (*changes, *limits))
         told = (*self._params.named, *self._given.named, *texts)
@@ -524,7 +567,7 @@ class FitRun(Run):
             session.best.rule,
             after=record.place[1],
             folder=None if folder is None else folder.path,
-            replicas=self.replicas,
+            replicas=run.replicas,
         )
         if session.schedulers is not None:
             session.schedulers.remember()
@@ -532,13 +575,14 @@ class FitRun(Run):
 
     def _make_adoption(self, session: Session) -> Callable[[], None]:
         """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
-        given, schedule = self._given, self.options.schedule
+        run = self._run
+        given, schedule = self._given, run.options.schedule
         if not given.are_settings_adopted or session.schedulers is None:
             return lambda: None
         new = NewSettings(
-            self.model.discovery.optimizers(),
+            run.model.discovery.optimizers(),
             session.schedulers,
-            self._constructor_calls.names_of,
+            run.constructor_calls.names_of,
         )
         steps = steps_of_epochs(
             session.training_source.num_batches(),
@@ -552,6 +596,7 @@ class FitRun(Run):
 
         The first save does not name it again, and this does not repeat what the start has named.
         """
+        run = self._run
         if not record.missing:
             return []
         lacking = {p: text for p, text in record.missing.items() if p not in self._stranded}
@@ -564,23 +609,14 @@ class FitRun(Run):
                 with_step(*record.counters),
                 list_missing(lacking, most=len(lacking)),
             )
-            self.model.discovery.note_named(lacking)
-            self.owners.note_named(lacking)
+            run.model.discovery.note_named(lacking)
+            run.owners.note_named(lacking)
         return [f"resumed without: {', '.join(record.missing)}"]
 
-    def _report(self, error: BaseException) -> None:
-        if self._evidence is not None:
-            self._evidence.note_error(error)
-        super()._report(error)
-
-    def _describe_end(self) -> str:
-        if self._recorder is None or self.session is None:
-            return ""
-        return self._recorder.describe_end(self.session, seconds=self._seconds)
-
-    def _describe_rescue(self) -> str:
+    def describe_rescue(self) -> str:
+        """Return what an error or an interruption leaves to the user."""
         loaded = self._start.loaded
-        if not self._has_begun:
+        if not self._run.has_begun:
             return "" if loaded is None else f"Nothing was trained; {loaded.path} is unchanged."
         newest = None if self._recorder is None else self._recorder.settle()
         if newest is not None:

@@ -7,9 +7,10 @@ model with the state of rank 0, so that a script continues as after a training i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,9 @@ from helios.engines.device import as_current
 from helios.launch.ipc import LaunchQueue
 from helios.launch.launcher import LaunchKind, spawn
 from helios.launch.worker import end_with_launcher
-from helios.startup.base_run import Run
 from helios.startup.chosen_checkpoint import require_present
-from helios.startup.evaluation_run import EvaluationRun
-from helios.startup.fit_run import FitRun
+from helios.startup.evaluation_run import evaluate
+from helios.startup.fit_run import fit
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.processes import (
     Plan,
@@ -33,12 +33,12 @@ from helios.startup.processes import (
     choose_replicas,
     on_first,
 )
-from helios.startup.replay_run import ReplayRun
+from helios.startup.replay_run import replay
 from helios.startup.resume_point import find_replicas, find_stored, require_writable
+from helios.startup.run_setup import Run
 from helios.startup.signal_policy import Listener, listening
 from helios.startup.trainer_call import Call, ReplayRequest, only_call
 from helios.state import Phase
-from helios.terminal.progress import Display, NullDisplay
 
 
 def run_call(call: Call) -> Any:
@@ -99,9 +99,12 @@ def _carry_out(call: Call) -> Any:
         return _run_here(call, plan, process)
     if call.phase is not Phase.TRAINING:
         # An error here is raised once, and before any process is started.
-        name, run = call.model.save_name, call.options
-        require_present(call.choice, call.options, name, run.name_for(name))
-    return LauncherRun(call, plan).execute()
+        name = call.model.save_name
+        require_present(call.choice, call.options, name, call.options.name_for(name))
+    gpus = call.options.gpu_ids
+    device = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
+    run = Run(call, Plan(plan.num_replicas, 1), device, is_shown=False)
+    return run.execute(partial(_run_in_ranks, plan=plan))
 
 
 def _find_stored(call: Call) -> Stored | None:
@@ -147,16 +150,19 @@ def _take_part(call: Call, process: ThisProcess) -> Any:
 
 def _make_run(call: Call, plan: Plan, process: ThisProcess) -> Run:
     call.runtime.info = plan.info
-    kind: type[Run] = EvaluationRun
-    if call.phase is Phase.TRAINING:
-        kind = FitRun if call.replay is None else ReplayRun
-    return kind(call, plan, process.device_for(call.options))
+    return Run(call, plan, process.device_for(call.options))
+
+
+def _choose_work(call: Call) -> Callable[[Run], Any]:
+    if call.phase is not Phase.TRAINING:
+        return evaluate
+    return fit if call.replay is None else replay
 
 
 def _run_here(call: Call, plan: Plan, process: ThisProcess) -> Any:
     run = _make_run(call, plan, process)
     with as_current(run.engine.device):
-        return run.execute()
+        return run.execute(_choose_work(call))
 
 
 @dataclass(frozen=True)
@@ -175,88 +181,70 @@ class Outcome:
 
 
 def run_in_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
-    """Run a call in a process that :class:`LauncherRun` has started."""
+    """Run a call in a process that :func:`run_call` has started."""
     process = ThisProcess.find()
     plan = Plan(num_replicas, process.info.world_size, process.info, has_prepared=True)
     run = _make_run(call, plan, process)
     run.collects = True
     with only_call(), call.plugins.used(), _listening(call):
-        value = run.execute()
+        value = run.execute(_choose_work(call))
     return Outcome(value, run.collected, None if run.in_hand is None else run.in_hand.record)
 
 
-class LauncherRun(Run):
-    """A call that other processes run, in the process that starts them.
+def _run_in_ranks(run: Run, *, plan: Plan) -> Any:
+    """Let ranks run a call, and set up what rank 0 has made of the model.
 
     Args:
-        call: the call.
+        run: the call, in the process that starts them.
         plan: how many processes run how many replicas.
     """
+    call = run.call
+    run.datamodule.prepare_data()
+    if call.in_hand is not None:
+        call.handed = _hand_over(run, call.in_hand.record)
+    # A rank logs its error and emits on_exception.
+    run.is_reported = True
+    outcome = _spawn(run, plan)
+    call.handed = None
+    if outcome.state is not None:
+        with call.runtime.footprint.taking(call.owners):
+            run.restore(pickle.loads(outcome.state))
+    if call.phase is Phase.TRAINING and call.replay is None:
+        is_interrupted = outcome.value is False
+        count = plan.num_processes
+        obstacle = "fit was interrupted" if is_interrupted else f"{count} processes trained it"
+        run.in_hand = ModelInHand(run.model, obstacle, outcome.end, dict(run.plugins))
+    return outcome.value
 
-    def __init__(self, call: Call, plan: Plan) -> None:
-        gpus = call.options.gpu_ids
-        super().__init__(
-            call,
-            Plan(plan.num_replicas, 1),
-            torch.device("cuda", gpus[0]) if gpus else torch.device("cpu"),
+
+def _hand_over(run: Run, end: Record | None) -> Trained:
+    """Return the state of the trained model, for ranks that set it up again.
+
+    Args:
+        run: the call.
+        end: the counters and logs of the end of training.
+    """
+    run.collect()
+    assert run.collected is not None
+    trained: Trained = pickle.loads(run.collected)
+    return replace(trained, end=end)
+
+
+def _spawn(run: Run, plan: Plan) -> Outcome:
+    call, options = run.call, run.options
+    runtime = call.runtime
+    # From here on, the ranks supervise themselves.
+    runtime.listener.note_safe_point()
+    runtime.queue = runtime.queue or LaunchQueue()
+    gpus = options.gpu_ids if options.engine is None else []
+    with runtime.footprint.removed(call.owners):
+        outcomes = spawn(
+            run_in_rank,
+            plan.num_processes,
+            (call, plan.num_replicas),
+            devices=gpus[: plan.num_processes] or None,
+            queue=runtime.queue,
+            signals=runtime.listener.receiver,
         )
-        self._launch = plan
-        name = Phase.TRAINING.value if call.replay is None else ReplayRun.verb
-        self.verb = (name if call.phase is Phase.TRAINING else call.phase.value).capitalize()
-        self._is_launched = False
-
-    def _open_display(self) -> Display:
-        return NullDisplay()
-
-    def _run(self, stack: ExitStack) -> Any:
-        call = self.call
-        self.datamodule.prepare_data()
-        if call.in_hand is not None:
-            call.handed = self._hand_over(call.in_hand.record)
-        self._is_launched = True
-        outcome = self._spawn()
-        call.handed = None
-        if outcome.state is not None:
-            with call.runtime.footprint.taking(call.owners):
-                self._restore(pickle.loads(outcome.state))
-        if call.phase is Phase.TRAINING and call.replay is None:
-            is_interrupted = outcome.value is False
-            count = self._launch.num_processes
-            obstacle = "fit was interrupted" if is_interrupted else f"{count} processes trained it"
-            self.in_hand = ModelInHand(self.model, obstacle, outcome.end, dict(self.plugins))
-        return outcome.value
-
-    def _hand_over(self, end: Record | None) -> Trained:
-        """Return the state of the trained model, for ranks that set it up again.
-
-        Args:
-            end: the counters and logs of the end of training.
-        """
-        self._collect()
-        assert self.collected is not None
-        trained: Trained = pickle.loads(self.collected)
-        return replace(trained, end=end)
-
-    def _spawn(self) -> Outcome:
-        call, runtime, count = self.call, self.call.runtime, self._launch.num_processes
-        # From here on, the ranks supervise themselves.
-        runtime.listener.note_safe_point()
-        runtime.queue = runtime.queue or LaunchQueue()
-        own = self.options
-        gpus = own.gpu_ids if own.engine is None else []
-        with runtime.footprint.removed(call.owners):
-            outcomes = spawn(
-                run_in_rank,
-                count,
-                (call, self._launch.num_replicas),
-                devices=gpus[:count] or None,
-                queue=runtime.queue,
-                signals=runtime.listener.receiver,
-            )
-        first: Outcome = outcomes[0]
-        return first
-
-    def _report(self, error: BaseException) -> None:
-        # The rank has logged its error and emitted on_exception.
-        if not self._is_launched:
-            super()._report(error)
+    first: Outcome = outcomes[0]
+    return first

@@ -210,6 +210,13 @@ class Call:
         return found if is_evaluation and found is not None and found.model is self.model else None
 
     @property
+    def verb(self) -> str:
+        """The name of the call, for messages."""
+        if self.phase is Phase.TRAINING:
+            return "Training" if self.replay is None else "Replay"
+        return str(self.phase.value).capitalize()
+
+    @property
     def loop(self) -> Loop:
         """The loop of the call."""
         is_fit = self.phase is Phase.TRAINING

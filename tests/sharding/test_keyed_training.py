@@ -17,7 +17,7 @@ from torch import nn
 import helios
 from helios.core.sharded_tensors import local_of
 from helios.session import Session
-from helios.startup import base_run, fit_run, run_saves
+from helios.startup import fit_run, run_saves, run_setup
 from tests.support.keyed import (
     GPT,
     Keyed,
@@ -253,7 +253,7 @@ class Large(KeyedModel):
 
 WIDTH, DEPTH = 64, 6
 METHODS: tuple[tuple[Any, str, str], ...] = (
-    (fit_run.FitRun, "_load", "load"),
+    (fit_run.Training, "_load", "load"),
     (run_saves.FitRecorder, "prepare", "begin"),
     (Session, "save", "save"),
     (helios.plugins.EMA, "on_fit_start", "average"),
@@ -267,8 +267,8 @@ def measure(rank: int, folder: Path, setting: Keyed, *plugins: Any) -> dict[str,
     live = LiveBytes()
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        build = base_run.build_networks
-        patch.setattr(base_run, "build_networks", live.around("init", build))
+        build = run_setup.build_networks
+        patch.setattr(run_setup, "build_networks", live.around("init", build))
         for owner, name, phase in METHODS:
             method = functools.partialmethod(_measured, live, phase, getattr(owner, name))
             patch.setattr(owner, name, method)
@@ -350,7 +350,7 @@ def measure_warm(rank: int, folder: Path) -> dict[str, int]:
         total_steps=0, num_replicas=4, use_cpu=True, init="keyed", sharding="full"
     )
     with pytest.MonkeyPatch.context() as patch, live:
-        patch.setattr(base_run, "build_networks", live.around("init", base_run.build_networks))
+        patch.setattr(run_setup, "build_networks", live.around("init", run_setup.build_networks))
         trainer.fit(LargeWarm(folder, Keyed(network="gpt")), KeyedData())
     return live.peaks
 

@@ -322,7 +322,7 @@ def an_average_replaces_what_a_script_has_changed(leave_out_averages, in_hand, p
 
 
 @fault(
-    "helios.startup.fit_run:FitRun._keep_in_hand",
+    "helios.startup.fit_run:keep_in_hand",
     "tests/integration/test_model_in_hand.py::test_everything_else_loads_and_the_log_says_which_weights_and_why",
 )
 def the_newest_checkpoint_replaces_the_model_in_hand(keep_in_hand, run, end, **options):
@@ -330,7 +330,7 @@ def the_newest_checkpoint_replaces_the_model_in_hand(keep_in_hand, run, end, **o
 
 
 @fault(
-    "helios.startup.fit_run:FitRun._keep_in_hand",
+    "helios.startup.fit_run:keep_in_hand",
     "tests/sharding/test_model_in_hand.py::test_an_omitted_checkpoint_is_the_newest",
 )
 def a_sharded_model_in_hand_is_evaluated_as_it_is(keep_in_hand, run, end, **options):
@@ -339,7 +339,7 @@ def a_sharded_model_in_hand_is_evaluated_as_it_is(keep_in_hand, run, end, **opti
 
 
 @fault(
-    "helios.startup.launch_call:LauncherRun._hand_over",
+    "helios.startup.launch_call:_hand_over",
     "tests/integration/test_model_in_hand.py::test_shuffled_data_has_one_order_on_any_processes",
 )
 def spawned_ranks_draw_the_order_of_data_from_fresh_counters(hand_over, run, end):
@@ -347,7 +347,7 @@ def spawned_ranks_draw_the_order_of_data_from_fresh_counters(hand_over, run, end
 
 
 @fault(
-    "helios.startup.evaluation_run:EvaluationRun._add_averages",
+    "helios.startup.evaluation_run:_add_averages",
     "tests/integration/test_scored_averages.py::test_the_best_is_tested_with_the_average_that_was_scored",
 )
 def the_best_is_tested_without_its_average(add_averages, run, loaded):
@@ -380,9 +380,9 @@ def of_a_folder_the_oldest_checkpoint_is_taken(find_checkpoint, place, *, takes_
 
 
 @fault(
-    "helios.startup.fit_run:FitRun._compare_start",
+    "helios.startup.fit_run:Training._compare_start",
     "tests/integration/test_order.py::test_the_first_of_two_refusals_counts_and_no_file_of_the_run_changes",
 )
-def a_start_cuts_its_ledger_before_it_may_be_refused(compare_start, run, record):
-    run._evidence.open(run._start)
-    return compare_start(run, record)
+def a_start_cuts_its_ledger_before_it_may_be_refused(compare_start, training, record):
+    training._evidence.open(training._start)
+    return compare_start(training, record)

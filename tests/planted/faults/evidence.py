@@ -112,10 +112,10 @@ def a_replay_compares_nothing(append, follower, body):
 
 
 @fault(
-    "helios.startup.replay_run:ReplayRun._ask_outside",
+    "helios.startup.replay_run:_Comparison.ask",
     "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
 )
-def a_replay_goes_on_after_a_difference(ask_outside, run, *args):
+def a_replay_goes_on_after_a_difference(ask, comparison):
     return ""
 
 

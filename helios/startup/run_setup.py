@@ -1,4 +1,4 @@
-"""One call of fit, validate, test or predict: build, load, run the loop, tear down.
+"""What every call of fit, validate, test or predict has: one set-up, one session, one tear-down.
 
 Whatever happens, everything that was set up is torn down, and changed settings are restored.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, final
 
 import torch
 
@@ -64,9 +63,10 @@ from helios.startup.trainer_options import Options
 from helios.state import Phase
 from helios.state_graph.owner_states import Owners
 from helios.terminal import root_logger as log
-from helios.terminal.progress import Display, create_display
+from helios.terminal.progress import Display, NullDisplay, create_display
 
 _LOGGER = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 _PURPOSES = {
     Phase.TRAINING: "fetch",
@@ -87,25 +87,33 @@ def _make_engine(options: Options, device: torch.device) -> Engine:
     )
 
 
-class Run(ABC):
-    """Base of all four calls.
+@final
+class Run:
+    """What a call sets up, the session that its loop sees, and how all of it is torn down.
 
     Args:
         call: the call.
         plan: which processes run which replicas.
         device: the device of this process, if the user passes no engine.
+        is_shown: whether its progress is shown.
 
     Attributes:
-        verb: name of the call, for messages.
         team: the processes, for what they do together.
+        settings: closed at the end of the call, whatever happens.
+        sources: the data of each phase that was opened.
+        session: what its loop sees; ``None`` before there is one.
+        has_begun: whether ``on_fit_start`` was reached, which ``on_fit_end`` follows.
+        is_reported: whether another process has logged the error of this one.
+        note_error: is called with an error that ends the call.
+        describe_rescue: returns what an error leaves to the user, as sentences.
         collects: whether to keep the state at the end of the call for another process.
         collected: that state, packed; ``None`` before the regular end.
         in_hand: how a training leaves the model, for the evaluations that follow.
     """
 
-    verb: str
-
-    def __init__(self, call: Call, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self, call: Call, plan: Plan, device: torch.device, *, is_shown: bool = True
+    ) -> None:
         self.call = call
         self.plan = plan
         self.options = call.options
@@ -115,6 +123,10 @@ class Run(ABC):
         self.collects = False
         self.collected: bytes | None = None
         self.in_hand: ModelInHand | None = None
+        self.has_begun = False
+        self.is_reported = False
+        self.note_error: Callable[[BaseException], None] = lambda error: None
+        self.describe_rescue: Callable[[], str] = str
         check_plugins(self.plugins)
         check_state_methods(self.model)
         self.team = plan.make_team()
@@ -122,12 +134,13 @@ class Run(ABC):
         is_sharded = self.options.sharding == "full"
         self.engine.replicas = plan.make_replicas(self.engine.device, is_sharded=is_sharded)
         self.hooks = self._make_bus()
-        self.display = self._open_display()
+        self.display: Display = NullDisplay()
+        if is_shown:
+            self.display = create_display(self.options.enable_progress_bar)
         self.sources: dict[Phase, list[Source]] = {}
         self.session: Session | None = None
-        self._settings = ExitStack()
-        self._constructor_calls = ConstructorCalls()
-        self._has_begun = False
+        self.settings = ExitStack()
+        self.constructor_calls = ConstructorCalls()
         self.owners = Owners()
 
     def _make_bus(self) -> Bus:
@@ -139,9 +152,6 @@ class Run(ABC):
             engine=self.engine,
         )
 
-    def _open_display(self) -> Display:
-        return create_display(self.options.enable_progress_bar)
-
     @property
     def loop(self) -> Loop:
         """The loop to run."""
@@ -152,12 +162,8 @@ class Run(ABC):
         """The replicas of the run, and which of them this process runs."""
         return self.engine.replicas
 
-    @abstractmethod
-    def _run(self, stack: ExitStack) -> Any:
-        """Do the work; ``stack`` is closed on every exit path."""
-
-    def execute(self) -> Any:
-        """Run the call from its start to its end.
+    def execute(self, work: Callable[[Run], Result]) -> Result:
+        """Do the work of the call, and tear down whatever it has set up.
 
         Raises:
             BaseException: whatever the call raises, after everything was torn down.
@@ -171,7 +177,7 @@ class Run(ABC):
             try:
                 for owner in (*self.plugins.values(), self.model, self.datamodule):
                     warn_of_unknown_hooks(owner)
-                result = self._run(self._settings)
+                result = work(self)
                 is_regular = True
                 return result
             except BaseException as error:
@@ -197,7 +203,7 @@ class Run(ABC):
         seconds = self.options.hang_timeout
         if seconds is None:
             return None
-        folder = self._run_folder
+        folder = self.folder
         is_resumable = self.call.phase is Phase.TRAINING and self.options.can_save
         is_replay = self.call.replay is not None
         return HangEnd(
@@ -208,13 +214,13 @@ class Run(ABC):
         )
 
     @property
-    def _run_folder(self) -> Path | None:
+    def folder(self) -> Path | None:
         """Where the checkpoints of the run are; ``None`` without ``chkpt_root``."""
         root = self.options.chkpt_root
         return None if root is None else root / self.model.save_name
 
     def _find_stacks_file(self) -> Path | None:
-        folder, logs = self._run_folder, self.options
+        folder, logs = self.folder, self.options
         if folder is not None and (folder.is_dir() or self.options.can_save):
             return folder / "stacks-rank"
         name = f"{self.options.name_for(self.model.save_name)}-stacks-rank"
@@ -228,9 +234,9 @@ class Run(ABC):
         """Return where the run is, in words, and what changes with each batch."""
         session = self.session
         if session is None:
-            return f"{self.verb} has not begun", None
+            return f"{self.call.verb} has not begun", None
         steps, is_training = session.state.global_step, session.phase is Phase.TRAINING
-        words = self.verb
+        words = self.call.verb
         if is_training and session.context.phase is Phase.TRAINING:
             words = f"step {steps + 1}"
         elif is_training:
@@ -239,23 +245,23 @@ class Run(ABC):
         return words, (session.state.global_iteration, *done)
 
     def _report(self, error: BaseException) -> None:
+        self.note_error(error)
+        if self.is_reported:
+            return
         self.display.close()
         self.hooks.emit_to_all("on_exception", error)
         if isinstance(error, KeyboardInterrupt):
-            _LOGGER.warning("Interrupted. %s", self._describe_rescue())
+            _LOGGER.warning("Interrupted. %s", self.describe_rescue())
         elif isinstance(error, self.call.passed_through):
             return
         elif not self.team.has_single_process and is_lost_peer(error):
             # The cause is in the log of another process.
-            _LOGGER.error("%s ends because another process has ended.", self.verb)
+            _LOGGER.error("%s ends because another process has ended.", self.call.verb)
             _LOGGER.debug("This process noticed it as follows.", exc_info=error)
         else:
-            text = f"{self.verb} ended with an error ({type(error).__name__}). "
-            text = f"{text}{self._describe_rescue()}".rstrip()
+            text = f"{self.call.verb} ended with an error ({type(error).__name__}). "
+            text = f"{text}{self.describe_rescue()}".rstrip()
             _LOGGER.error("%s", text, exc_info=error, extra=log.RAISED)
-
-    def _describe_rescue(self) -> str:
-        return ""
 
     def _tear_down(self, *, is_regular: bool) -> None:
         # A stack runs all of these, last first, even if one of them raises.
@@ -270,13 +276,13 @@ class Run(ABC):
             if is_regular and self.in_hand is not None:
                 stack.callback(self.in_hand.record_attributes)
             if is_regular and self.collects:
-                stack.callback(self._collect)
-            if is_regular and self._has_begun:
+                stack.callback(self.collect)
+            if is_regular and self.has_begun:
                 stack.callback(self._emit_fit_end)
             stack.callback(self.engine.teardown)
             stack.callback(self.display.close)
             # After the loops: an interrupted evaluation restores the settings of the training.
-            stack.callback(self._settings.close)
+            stack.callback(self.settings.close)
             stack.callback(self.loop.teardown)
             stack.callback(self.call.show, None)
         if is_regular and self.in_hand is not None:
@@ -291,7 +297,7 @@ class Run(ABC):
             self._report(error)
             raise
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Keep the state that a process needs to have the model as it is here.
 
         All processes build it, because a plugin may gather its state; rank 0 keeps it.
@@ -303,10 +309,11 @@ class Run(ABC):
         on_cpu = move_to_device(trained, torch.device("cpu"))
         self.collected = pickle_value(on_cpu, "The state of model and plugins", "state")
 
-    def _require_alike_setup(self) -> None:
+    def require_alike_setup(self) -> None:
+        """Check that all processes have the same receivers and data."""
         require_alike(self.replicas, describe_setup(self.hooks, self.sources))
 
-    def _prepare_data(self) -> None:
+    def prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""
         own = options_that_must_match(self.options, self.plugins, self.replicas)
         require_alike(self.replicas, own)
@@ -318,15 +325,15 @@ class Run(ABC):
         if not self.plan.has_prepared:
             on_each(self.team, prepare)
 
-    def _restore(self, trained: Trained) -> None:
+    def restore(self, trained: Trained) -> None:
         """Set everything up for inference, with the results of a training that has ended."""
-        self._set_up(is_inference=True)
-        session = self._make_inference_session()
-        self._take_session(session)
+        self.set_up(is_inference=True)
+        session = self.make_inference_session()
+        self.take_session(session)
         apply_trained(trained, self.model, session.plugin_states, self.owners)
 
     @property
-    def _share(self) -> RowShare | None:
+    def share(self) -> RowShare | None:
         """What this process reads of sharded tensors in a checkpoint; ``None`` for everything."""
         share = self.replicas.share
         if share is None:
@@ -334,12 +341,12 @@ class Run(ABC):
         plugins = [f"plugins.{name}." for name, part in self.plugins.items() if part.loads_shards]
         return share._replace(prefixes=(*share.prefixes, *plugins))
 
-    def _detach(self, record: Record, *, is_shown: bool = False) -> Record:
+    def detach(self, record: Record, *, is_shown: bool = False) -> Record:
         """Return a record without references to its file; ``is_shown``: user code sees it whole."""
         keeps_nothing = type(self.model).load_state_dict is Model.load_state_dict and not is_shown
         return detach(record, keeps_model=not keeps_nothing, is_shown=is_shown)
 
-    def _take_session(self, session: Session) -> None:
+    def take_session(self, session: Session) -> None:
         """Set the session of all objects that may see it."""
         self.session = session
         self.call.show(session)
@@ -348,7 +355,7 @@ class Run(ABC):
         self.model.enter_run(session.context)
         self.loop.attach(session)
 
-    def _make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
+    def make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
         """Return a session that does not train."""
         return Session(
             model=self.model,
@@ -370,7 +377,7 @@ class Run(ABC):
         self.team.close()
         self.engine.replicas = self.team = Replicas()
 
-    def _follow_rules(self, rules: Mapping[str, bool]) -> None:
+    def follow_rules(self, rules: Mapping[str, bool]) -> None:
         """Let keys seed NumPy's global generator until the end of the call, if the run does so."""
         rng.key_numpy_global(rules[run_identity.NUMPY_GLOBAL])
 
@@ -389,7 +396,7 @@ class Run(ABC):
         self.datamodule.is_distributed = is_distributed
         self.datamodule.num_replicas = self.replicas.num_replicas
 
-    def _set_up_others(self) -> None:
+    def set_up_others(self) -> None:
         """Set up everything but the model: seed, registries, plugins and data."""
         registry = self.options
         run = self.options
@@ -402,8 +409,9 @@ class Run(ABC):
                 plugin.setup()
         self.datamodule.setup()
 
-    def _set_up(self, *, is_inference: bool) -> None:
-        self._set_up_others()
+    def set_up(self, *, is_inference: bool) -> None:
+        """Set up everything; for inference, the owners of state are found, too."""
+        self.set_up_others()
         run = self.options
         take_own_processor(self.model)
         for table in self.model.tables.values():
@@ -413,18 +421,21 @@ class Run(ABC):
             gc.collect()
         if "init" in run.seeds:
             rng.seed_setup(run.seed_of("init"))
-        with self._constructor_calls.recording():
+        with self.constructor_calls.recording():
             again = build_networks(self.model, self.engine, run, is_inference=is_inference)
-        self._settings.enter_context(again)
+        self.settings.enter_context(again)
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
         if is_inference:
             self.owners = find_owners(self.plugins, self.model, self.datamodule, engine=self.engine)
-        # Methods that setup has replaced receive events from here on.
+        self.renew_hooks()
+
+    def renew_hooks(self) -> None:
+        """Let methods that setup has replaced receive events from here on."""
         self.hooks = self._make_bus()
 
-    def _open_source(self, phase: Phase) -> Source | None:
+    def open_source(self, phase: Phase) -> Source | None:
         """Open the data of a phase; returns that of its first loader, ``None`` without data."""
         make = {
             Phase.TRAINING: self.datamodule.train_dataloader,
