@@ -55,7 +55,7 @@ class Baseline:
     forms: dict[str, Form | None]
     roster: Roster
     marks: dict[str, bytes]
-    hooks: dict[str, tuple[int, ...]]
+    hooks: dict[str, tuple[Any, ...]]
     kinds: list[type]
     classes: dict[str, bytes]
     scripts: dict[str, bytes]

@@ -25,9 +25,12 @@ _KNOWN = ("helios.", "torch.")
 """Modules that register and remove their own hooks."""
 
 
-def hooks_of(found: ObjectNames) -> dict[str, tuple[int, ...]]:
-    """Return the ids of the hooks of user code, in order, by the name that messages show."""
-    hooks: dict[str, tuple[int, ...]] = {}
+def hooks_of(found: ObjectNames) -> dict[str, tuple[Any, ...]]:
+    """Return the hooks of user code, in order, by the name that messages show.
+
+    A new hook may have the id of one that is gone, so they are kept.
+    """
+    hooks: dict[str, tuple[Any, ...]] = {}
     for path, part in (*found.objects.items(), *found.inner.items()):
         if isinstance(part, nn.Module):
             network = found.networks.of(part)
@@ -65,12 +68,12 @@ def _tables_of(part: Any) -> dict[str, dict[int, Callable[..., Any]]]:
 
 
 def _note(
-    hooks: dict[str, tuple[int, ...]],
+    hooks: dict[str, tuple[Any, ...]],
     place: tuple[str, str],
     tables: Mapping[str, dict[int, Callable[..., Any]]],
 ) -> None:
     for name, table in tables.items():
-        if own := tuple(id(hook) for hook in table.values() if not is_known(hook)):
+        if own := tuple(hook for hook in table.values() if not is_known(hook)):
             shown = ".".join(place).rstrip(".")
             hooks[f"{shown} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
 

@@ -427,3 +427,13 @@ def test_a_logger_is_told_by_its_name(said: list[str]) -> None:
     owner.log.addHandler(logging.NullHandler())
     assert discovery.capture()["missing"] == {}
     assert not said
+
+
+def test_a_hook_that_takes_the_memory_of_another_one_is_named() -> None:
+    owner = _scheduled()
+    handle = owner.net.register_forward_hook(lambda *args: None)
+    discovery = started(owner)
+    for _ in range(20):
+        handle.remove()
+        handle = owner.net.register_forward_hook(lambda *args: None)
+        assert list(discovery.capture()["missing"]) == ["net (forward hook)"]
