@@ -9,9 +9,9 @@ from typing import Any
 
 import helios.ledger.book as book
 import helios.ledger.lineage as lineage
+import helios.ledger.manifest_file as manifest_file
 import helios.ledger.timing as timing
 from helios.best import BestRule, BestSoFar, BestValidation, Validation
-from helios.ledger import manifest_file
 from helios.ledger.book import find_folder
 from helios.ledger.lineage import read_lineage
 from helios.ledger.manifest_file import Manifest, read_manifest

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO, final
 
 import helios.ledger.book as book
 import helios.ledger.lineage as lineage
+import helios.ledger.manifest_file as manifest_file
 import helios.ledger.timing as timing
 from helios.errors import LedgerError
-from helios.ledger import manifest_file
 from helios.ledger.book import read_last_line
 from helios.ledger.line import stated_hash
 from helios.ledger.lineage import read_event_file

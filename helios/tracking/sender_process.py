@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+import helios.ledger.manifest_file as manifest_file
 import helios.version
 from helios.best import BestValidation
 from helios.errors import FolderInUseError, LedgerError, UsageError
-from helios.ledger import manifest_file
 from helios.ledger.manifest_file import Manifest, flatten, read_manifest
 from helios.ledger.run_facts import read_run
 from helios.storage.folder_lock import FolderLock
