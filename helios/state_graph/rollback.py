@@ -34,6 +34,7 @@ from helios.state_graph.values import (
     CONTAINERS,
     OUTSIDE,
     RESOURCES,
+    WITHOUT_ATTRIBUTES,
     are_atoms,
     attributes_of,
     children_of,
@@ -45,6 +46,7 @@ from helios.state_graph.values import (
     is_plain_object,
     refill,
     slots_of,
+    table_of,
 )
 
 _Restore: TypeAlias = Callable[[], object]
@@ -116,7 +118,7 @@ class Rollback:
             return True
         if any(base.__module__.startswith(_OF_OTHERS) for base in kind.__mro__):
             return True
-        held = getattr(value, "__dict__", {}).values()
+        held = table_of(value).values()
         return any(type(each).__module__.partition(".")[0] in RESOURCES for each in held)
 
     def _add(self, value: Any) -> None:
@@ -140,9 +142,9 @@ class Rollback:
             self._restores.append(partial(guard.__set__, part, part.default_factory))
 
     def _add_attributes(self, value: Any) -> None:
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            self._add_content(attributes)
+        if type(value) in WITHOUT_ATTRIBUTES:
+            return
+        self._add_content(table_of(value))
         for name, guard in slots_of(type(value)).items():
             try:
                 self._restores.append(partial(guard.__set__, value, guard.__get__(value)))

@@ -68,7 +68,8 @@ OUTSIDE = RESOURCES | {
 
 _MUTABLE = (OrderedDict, dict, list, bytearray, set, deque)
 _CONTAINERS = (*_MUTABLE, tuple, frozenset)
-_WITHOUT_ATTRIBUTES = frozenset((dict, list, set, deque, tuple, frozenset))
+WITHOUT_ATTRIBUTES = frozenset((dict, list, set, deque, tuple, frozenset))
+"""Types of containers that hold nothing but their members."""
 
 
 def are_atoms(values: Iterable[Any]) -> bool:
@@ -182,9 +183,9 @@ def attributes_of(part: Any) -> dict[str, Any]:
 
 def elements_of(value: Any) -> Iterable[Any]:
     """Return what a container holds, without running a method of a user's class."""
-    if isinstance(value, dict):
-        return (*dict.keys(value), *dict.values(value))
     base = _base_of(value)
+    if base in (dict, OrderedDict):
+        return (*dict.keys(value), *dict.values(value))
     if base is not None:
         return () if base is bytearray else content_of(value)
     if isinstance(value, np.ndarray) and value.dtype == object:
@@ -194,13 +195,11 @@ def elements_of(value: Any) -> Iterable[Any]:
 
 def children_of(value: Any) -> list[Any]:
     """Return what a value refers to: members, attributes, and what a partial or a method calls."""
-    if type(value) in _WITHOUT_ATTRIBUTES:
+    if type(value) in WITHOUT_ATTRIBUTES:
         return [*elements_of(value)]
     if isinstance(value, ModuleType):
         return []
-    parts = [*elements_of(value), *getattr(value, "__dict__", {}).values()]
-    if _slots_of(cast("Hashable", type(value))):
-        parts += attributes_of(value).values()
+    parts = [*elements_of(value), *attributes_of(value).values()]
     if isinstance(value, partial):
         parts += (value.func, value.args, value.keywords)
     elif isinstance(value, MethodType):

@@ -22,12 +22,11 @@ from helios.core.utils import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.storage import archive_records, files
 from helios.storage.container_checks import check_directory, reason_of, reraise_os_error
-from helios.storage.decoding import Decoder, FindSharded, fill_sharded
 from helios.storage.digest import DigestWriter
 from helios.storage.placeholders import stand_in
 from helios.storage.staging import HostBuffers
 from helios.storage.user_types import names_of_global
-from helios.storage.weights_only import Encoder
+from helios.storage.weights_only import Decoder, Encoder, FindSharded, fill_sharded
 
 _ZIP_BEGINS = b"PK\x03\x04"
 # Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
