@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.core.wrappers import class_of
 from helios.state_graph.values import attributes_of
 
-_OF_MODULES = frozenset(vars(nn.Module())) | {
+OF_MODULES = frozenset(vars(nn.Module())) | {
     *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
     *("_load_hook", "_initialize_hook"),
     *("_fsdp_use_orig_params", "_is_fsdp_managed_module"),
@@ -66,7 +66,7 @@ def _left_out_of_module(module: nn.Module) -> list[tuple[str, Any]]:
     table = vars(module)
     parameters, buffers = table["_parameters"], table["_buffers"]
     hidden = table["_non_persistent_buffers_set"]
-    own = sorted([key for key in table if key not in _OF_MODULES and not key.startswith(_OF_FSDP)])
+    own = [key for key in sorted(table.keys() - OF_MODULES) if not key.startswith(_OF_FSDP)]
     if any(name.endswith(("_orig", "_v")) for name in parameters):
         # Pruning and the older norms compute this weight from saved ones.
         own = [key for key in own if not {f"{key}_orig", f"{key}_v"} & parameters.keys()]

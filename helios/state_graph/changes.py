@@ -24,8 +24,19 @@ from helios.core.generators import kind_of_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
 from helios.core.text import size_text
 from helios.state_graph import unsupported_values as reasons
-from helios.state_graph.graph import BUFFERS, MODULES, PARAMETERS, Cell, Graph, Table
+from helios.state_graph.attribute_rules import OF_MODULES
+from helios.state_graph.graph import (
+    BUFFERS,
+    MODULES,
+    PARAMETERS,
+    PARTS,
+    Cell,
+    Graph,
+    Table,
+    is_flat_tuple,
+)
 from helios.state_graph.object_names import has_state, path_of
+from helios.state_graph.registered_hooks import has_hooks
 from helios.state_graph.state_dict_coverage import Coverage
 from helios.state_graph.values import (
     ATOMS,
@@ -85,8 +96,27 @@ class Made:
         self.cells, self.tables, self.opaque = graph.cells, graph.tables, graph.opaque
         self.types = set(graph.types)
         self.late: set[str] = set()
+        self._keys = _keys_of_untouched(graph.tables)
         self.size = sum(cell.size for cell in graph.all_cells)
         graph.release()
+
+    def untouched(self, name: str, module: nn.Module) -> dict[Any, Any] | None:
+        """Return the attributes of a module if all are atoms, and none has changed since setup."""
+        held, keys = vars(module), self._keys.get(name)
+        if keys is None or tuple(held) != keys or has_hooks(module):
+            return None
+        table = self.tables[name]
+        if table.kind is not type(module) or held.get("_non_persistent_buffers_set"):
+            return None
+        for key, slot in table.slots.items():
+            value = held.get(key, held)
+            # Other cells have forgotten their values.
+            is_same = value is slot or (
+                type(slot) is Cell and type(value) is tuple and slot.part is value
+            )
+            if not is_same and key not in PARTS:
+                return None
+        return table.slots
 
     def distrust(self, nodes: Mapping[str, Any]) -> None:
         """Treat what was restored as changed: the next checkpoint needs it too."""
@@ -99,7 +129,7 @@ class Made:
             for key in record.get("set", ()):
                 slot = table.slots.get(key)
                 if isinstance(slot, Cell):
-                    slot.digest = b""
+                    slot.digest, slot.part = b"", None
                 else:
                     table.slots[key] = _ABSENT
             for key in record.get("deleted", ()):
@@ -139,6 +169,22 @@ class Made:
             if name not in self.tables and f"{name}.".startswith(begins) and begins:
                 self.late.add(name)
                 self.tables[name] = _without_parts(table)
+
+
+def _keys_of_untouched(tables: Mapping[str, Table]) -> dict[str, tuple[Any, ...]]:
+    """Return all keys of modules whose attributes cannot change in place, by name."""
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, table in tables.items():
+        if isinstance(table.part, nn.Module):
+            slots, keys = table.slots, tuple(vars(table.part))
+            own = {key for key in keys if key not in OF_MODULES}
+            is_untouched = all(
+                type(slot) is not Cell or is_flat_tuple(slot.part) for slot in slots.values()
+            )
+            if is_untouched and own == slots.keys() - PARTS:
+                found[name] = known.setdefault(keys, keys)
+    return found
 
 
 def _distrust_parts(slots: dict[Any, Any], record: Mapping[str, Any]) -> None:
@@ -304,10 +350,7 @@ class Comparison:
             if _has_changed(cell, made.cells.get(name)) and not self._is_covered(cell.place):
                 self._add(cell)
         for name, table in now.tables.items():
-            if name in made.late:
-                self._compare_late(name, table)
-            elif not self._is_late(name, table):
-                self._compare(name, table)
+            self._look_at(name, table)
         for name in made.tables.keys() - now.tables.keys():
             part = now.views.get(name, now.find(name))
             if isinstance(part, Tensor):
@@ -316,6 +359,16 @@ class Comparison:
         for cell in now.all_cells:
             for storage in cell.reached:
                 self.changes.reached.setdefault(storage, []).append(cell.place)
+
+    def _look_at(self, name: str, table: Table) -> None:
+        """Compare an object, unless it still has the very attributes that setup gave it."""
+        old = self._made.tables.get(name)
+        if old is not None and old.slots is table.slots:
+            return
+        if name in self._made.late:
+            self._compare_late(name, table)
+        elif not self._is_late(name, table):
+            self._compare(name, table)
 
     def _is_late(self, name: str, table: Table) -> bool:
         """Return whether an object is reported as a whole, because setup does not make it."""

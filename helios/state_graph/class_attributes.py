@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
@@ -62,9 +62,9 @@ def user_classes(owner: object, found: ObjectNames, kinds: Iterable[type]) -> li
     """
     kinds = dict.fromkeys(base for kind in (type(owner), *kinds) for base in kind.__mro__)
     for part in (*found.objects.values(), *found.inner.values()):
-        kinds_in = {type(part)}
+        kinds_in: Collection[type] = {type(part)}
         if isinstance(part, nn.Module):
-            kinds_in = {type(member) for _, member in found.networks.of(part).modules}
+            kinds_in = found.networks.of(part).kinds
         for kind in kinds_in:
             kinds |= dict.fromkeys(kind.__mro__)
     return [kind for kind in kinds if _is_of_the_user(kind)]

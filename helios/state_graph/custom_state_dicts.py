@@ -24,6 +24,7 @@ from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.state_graph.changes import Changes
 from helios.state_graph.module_state import is_loaded_by_torch, method_of, state_of
+from helios.state_graph.network_parts import Network
 from helios.state_graph.object_names import ObjectNames
 from helios.state_graph.registered_hooks import is_known
 from helios.state_graph.save_times import SaveTimes
@@ -147,15 +148,14 @@ def _odd_networks(found: ObjectNames) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in found.all_modules().items()
-        if _is_odd([part for _, part in found.networks.of(module).modules])
+        if _is_odd(found.networks.of(module), found.untouched)
     }
 
 
-def _is_odd(parts: Collection[nn.Module]) -> bool:
-    kinds = set(map(type, parts))
-    if not all(is_known(getattr(kind, name)) for kind in kinds for name in _WRITERS):
+def _is_odd(network: Network, untouched: Collection[int]) -> bool:
+    if not all(is_known(getattr(kind, name)) for kind in network.kinds for name in _WRITERS):
         return True
-    for table in map(vars, parts):
+    for table in [vars(part) for _, part in network.modules if id(part) not in untouched]:
         own = [table[name] for name in _WRITERS if name in table]
         if not all(map(is_known, (*own, *table.get("_state_dict_hooks", {}).values()))):
             return True

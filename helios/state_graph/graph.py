@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from functools import cached_property
 from types import FunctionType, MethodType
@@ -27,8 +27,8 @@ from helios.state_graph.layouts import Layouts, layouts_of
 from helios.state_graph.memory_groups import Group, groups_of
 from helios.state_graph.module_state import Parameters, sort_parameters, storages_of
 from helios.state_graph.object_names import ObjectNames, Rules, has_state, members_of, path_of
+from helios.state_graph.registered_hooks import has_hooks, user_hooks_of
 from helios.state_graph.registered_hooks import is_known as is_of_libraries
-from helios.state_graph.registered_hooks import user_hooks_of
 from helios.state_graph.scanning import (
     CODE,
     OPAQUE,
@@ -40,7 +40,14 @@ from helios.state_graph.scanning import (
     is_dense,
 )
 from helios.state_graph.storages import Storages, Target
-from helios.state_graph.values import ATOMS, Identities, attributes_of, is_plain_object, table_of
+from helios.state_graph.values import (
+    ATOMS,
+    Identities,
+    are_atoms,
+    attributes_of,
+    is_plain_object,
+    table_of,
+)
 from helios.storage.checksums import array_sum, tensor_sum
 from helios.storage.user_types import Alias
 
@@ -50,6 +57,7 @@ OF_GRAPH = "<"
 MODULES: tuple[str, ...] = ("_modules",)
 PARAMETERS: tuple[str, ...] = ("_parameters",)
 BUFFERS: tuple[str, ...] = ("_buffers",)
+PARTS = frozenset((MODULES, PARAMETERS, BUFFERS))
 """The keys of a module's slots with the names of its parts."""
 
 _LONG_TEXT, _LONG_PATH = 1 << 6, 1 << 10
@@ -62,7 +70,7 @@ class Cell:
 
     Attributes:
         name: its path.
-        part: the container or the value; ``None`` once the graph is released.
+        part: the container or the value; ``None`` once the graph is released, but of a tuple.
         kind: its type.
         place: the attribute whose size it counts for, and under which it is reported.
         digest, size: of its own content, without that of the nodes that it refers to.
@@ -97,9 +105,9 @@ class Table:
 
     __slots__ = ("kind", "name", "part", "slots")
 
-    def __init__(self, name: str, part: Any) -> None:
+    def __init__(self, name: str, part: Any, slots: dict[Any, Slot] | None = None) -> None:
         self.name, self.part, self.kind = name, part, type(part)
-        self.slots: dict[Any, Slot] = {}
+        self.slots: dict[Any, Slot] = {} if slots is None else slots
 
 
 @final
@@ -226,7 +234,8 @@ class Graph(Scanner):
         for table in self.tables.values():
             table.part = None
         for cell in (*self.all_cells, *self.opaque.values()):
-            cell.part = None
+            if not is_flat_tuple(cell.part):
+                cell.part = None
             cell.views = []
         held: tuple[Any, ...] = (self.generators, self.soft, self.aliases, self.obstacles)
         for each in (*held, self.view_names, self._kept):
@@ -308,31 +317,41 @@ class Graph(Scanner):
             self._unit = ""
 
     def _enter_network(self, path: str, network: nn.Module) -> None:
+        names, known = self.found.names, self.found.untouched
         for place, part in self.found.networks.of(network).modules:
-            name = f"{path}.{place}" if place else path
-            if (place and id(part) in self._entered) or self.rules.is_declared(name):
+            number, held = id(part), vars(part)
+            self._unit = f"{path}.{place}" if place else path
+            if (place and number in self._entered) or self.rules.is_declared(self._unit):
                 continue
-            self._entered.add(id(part))
-            begin, self._unit = self.rules.clock(), name
-            self._enter_module(self.found.names.get(id(part), name), part)
-            self._unit = ""
-            self.rules.add_time(name, self.rules.clock() - begin)
+            self._entered.add(number)
+            name = names.get(number, self._unit)
+            if number in known:
+                table = self.tables[name] = Table(name, part, known[number])
+            else:
+                begin = self.rules.clock()
+                table = self._scan_with_hooks(name, part, self.found.members.get(number, ()))
+                self.rules.add_time(self._unit, self.rules.clock() - begin)
+            self._add_parts(table, held)
+            self._enter_tensors(held.get("_parameters"))
+            self._enter_tensors(held.get("_buffers"))
+        self._unit = ""
 
-    def _enter_module(self, name: str, part: nn.Module) -> None:
-        table = self._scan_with_hooks(name, part, self.found.members.get(id(part), ()))
-        held, names = vars(part), self.found.names
-        if isinstance(held.get("_modules"), dict) and held["_modules"]:
-            kids = held["_modules"].items()
-            table.slots[MODULES] = tuple(
-                (key, None if kid is None else names.get(id(kid))) for key, kid in kids
-            )
-        for part_key in (PARAMETERS, BUFFERS):
-            tensors = held.get(part_key[0])
-            if not isinstance(tensors, dict) or not tensors:
-                continue
-            table.slots[part_key] = self._tensors_in(part, tensors)
-            for tensor in tensors.values():
-                place = names.get(id(tensor))
+    def _add_parts(self, table: Table, held: Mapping[str, Any]) -> None:
+        """Add the names of the parts of a module, unless a table of setup has the same."""
+        slots, parts, names = table.slots, dict[Any, Any](), self.found.names
+        if isinstance(kids := held.get("_modules"), dict) and kids:
+            parts[MODULES] = tuple([(key, names.get(id(kid))) for key, kid in kids.items()])
+        for key in (PARAMETERS, BUFFERS):
+            if isinstance(tensors := held.get(key[0]), dict) and tensors:
+                parts[key] = self._tensors_in(tensors, held["_non_persistent_buffers_set"])
+        if any(slots.get(key) != parts.get(key) for key in PARTS):
+            table.slots = {key: slot for key, slot in slots.items() if key not in PARTS} | parts
+
+    def _enter_tensors(self, tensors: Any) -> None:
+        for tensor in tensors.values() if isinstance(tensors, dict) else ():
+            # Most have nothing beside their content.
+            if tensor is not None and (table_of(tensor) or has_hooks(tensor)):
+                place = self.found.names.get(id(tensor))
                 if place is not None and place not in self.tables:
                     self._scan_extras(place, tensor)
 
@@ -350,9 +369,9 @@ class Graph(Scanner):
             self._place = ""
         return table
 
-    def _tensors_in(self, part: nn.Module, table: Mapping[str, Any]) -> dict[str, Any]:
+    def _tensors_in(self, table: Mapping[str, Any], hidden: Collection[str]) -> dict[str, Any]:
         """Return the names of tensors by key: none for no tensor, ``False`` if it is not saved."""
-        hidden, name_of = vars(part)["_non_persistent_buffers_set"], self.found.name_of
+        name_of = self.found.name_of
         return {
             key: False if key in hidden else None if tensor is None else name_of(id(tensor))
             for key, tensor in table.items()
@@ -543,6 +562,11 @@ def _kind_of(part: Any) -> str:
         return kind_of_generator(part)
     kind = type(part).__qualname__
     return f"{kind} {part.maxlen}" if type(part) is deque else kind
+
+
+def is_flat_tuple(part: Any) -> bool:
+    """Return whether a value is a tuple that says all by its identity: nothing in it can change."""
+    return type(part) is tuple and len(part) < _LONG_TEXT and are_atoms(part)
 
 
 def parts_of_call(part: Any) -> tuple[Any, ...]:

@@ -181,16 +181,11 @@ def shape_of(part: Stateful, networks: Networks) -> Shape:
     """
     if not isinstance(part, nn.Module):
         return {"": kind_of(part)}
-    shape: Shape = {}
-    for place, inner in networks.of(part).modules:
-        if isinstance(inner, LazyModuleMixin):
-            return {}
-        shape[place] = type(inner).__name__
-        prefix = f"{place}." if place else ""
-        for key, parameter in vars(inner).get("_parameters", {}).items():
-            if parameter is not None:
-                shape[f"{prefix}{key}"] = "parameter"
-    return shape
+    network = networks.of(part)
+    if any(issubclass(kind, LazyModuleMixin) for kind in network.kinds):
+        return {}
+    classes = {place: type(inner).__name__ for place, inner in network.modules}
+    return {**classes, **{place.name: "parameter" for place in network.registered}}
 
 
 def difference(before: Shape, now: Shape) -> str:

@@ -40,31 +40,52 @@ class Network:
         self.modules = [(bare.of(name), part) for name, part in named]
 
     @cached_property
+    def kinds(self) -> frozenset[type[nn.Module]]:
+        """The classes of all submodules."""
+        return frozenset([type(part) for _, part in self.modules])
+
+    @cached_property
+    def _lists(self) -> tuple[list[NamedTensor], list[NamedTensor]]:
+        """All parameters; and the same with persistent buffers, those of each submodule once."""
+        parameters: list[NamedTensor] = []
+        tensors: list[NamedTensor] = []
+        for place, part in self.modules:
+            prefix, held = f"{place}." if place else "", vars(part)
+            own = [
+                NamedTensor(f"{prefix}{key}", part, key, tensor)
+                for key, tensor in part._parameters.items()  # noqa: SLF001 - named_parameters() would walk again
+                if tensor is not None
+            ]
+            parameters += own
+            # Modules that torch.nn did not build, such as compiled scripts, may have no table.
+            buffers = held.get("_buffers")
+            if isinstance(buffers, dict):
+                tensors += own
+                hidden = held["_non_persistent_buffers_set"]
+                tensors += (
+                    NamedTensor(f"{prefix}{key}", part, key, tensor)
+                    for key, tensor in buffers.items()
+                    if isinstance(tensor, Tensor) and key not in hidden
+                )
+        return parameters, tensors
+
+    @property
+    def registered(self) -> list[NamedTensor]:
+        """All parameters, those of each submodule once."""
+        return self._lists[0]
+
+    @property
+    def tensors(self) -> list[NamedTensor]:
+        """All parameters and persistent buffers, those of each submodule once."""
+        return self._lists[1]
+
+    @cached_property
     def parameters(self) -> list[tuple[str, Tensor]]:
         """All parameters, each once, with their bare names."""
         first: dict[int, tuple[str, Tensor]] = {}
-        for place, part in self.modules:
-            for key, tensor in part._parameters.items():  # noqa: SLF001 - named_parameters() would walk again
-                if tensor is not None:
-                    first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
+        for name, _, _, tensor in self.registered:
+            first.setdefault(id(tensor), (name, tensor))
         return list(first.values())
-
-    @cached_property
-    def tensors(self) -> list[NamedTensor]:
-        """All parameters and persistent buffers, those of each submodule once."""
-        return list(self._tensors())
-
-    def _tensors(self) -> Iterator[NamedTensor]:
-        for place, part in self.with_tables():
-            prefix = f"{place}." if place else ""
-            table = vars(part)
-            for key, tensor in table["_parameters"].items():
-                if isinstance(tensor, Tensor):
-                    yield NamedTensor(f"{prefix}{key}", part, key, tensor)
-            hidden = table["_non_persistent_buffers_set"]
-            for key, tensor in table["_buffers"].items():
-                if isinstance(tensor, Tensor) and key not in hidden:
-                    yield NamedTensor(f"{prefix}{key}", part, key, tensor)
 
     def with_tables(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the submodules that have tables of tensors, with their bare names."""

@@ -35,7 +35,8 @@ def hooks_of(found: ObjectNames) -> dict[str, tuple[Any, ...]]:
         if isinstance(part, nn.Module):
             network = found.networks.of(part)
             for name, module in network.modules:
-                if tables := _tables_of(module):
+                tables = {} if id(module) in found.untouched else _tables_of(module)
+                if tables:
                     _note(hooks, (path, name), tables)
             for name, tensor in network.parameters:
                 if tables := _tables_of(tensor):
@@ -43,6 +44,14 @@ def hooks_of(found: ObjectNames) -> dict[str, tuple[Any, ...]]:
         elif isinstance(part, Optimizer):
             _note(hooks, (path, ""), _tables_of(part))
     return hooks
+
+
+def has_hooks(part: Any) -> bool:
+    """Return whether a module, an optimizer or a tensor has hooks, also of torch and Helios."""
+    if isinstance(part, Tensor):
+        return bool(part._backward_hooks or part._post_accumulate_grad_hooks)  # noqa: SLF001
+    names = _OF_MODULES if isinstance(part, nn.Module) else OF_OPTIMIZERS
+    return any(map(table_of(part).get, names))
 
 
 def user_hooks_of(part: Any) -> list[tuple[tuple[str, int], Callable[..., Any]]]:
@@ -57,9 +66,9 @@ def user_hooks_of(part: Any) -> list[tuple[tuple[str, int], Callable[..., Any]]]
 
 def _tables_of(part: Any) -> dict[str, dict[int, Callable[..., Any]]]:
     """Return the tables of hooks of a module, an optimizer or a tensor that are not empty."""
+    if not has_hooks(part):
+        return {}
     if isinstance(part, Tensor):
-        if not (part._backward_hooks or part._post_accumulate_grad_hooks):  # noqa: SLF001
-            return {}
         found = {name: getattr(part, name) for name in _OF_TENSORS}
     else:
         names = _OF_MODULES if isinstance(part, nn.Module) else OF_OPTIMIZERS

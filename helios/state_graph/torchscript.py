@@ -25,6 +25,9 @@ def script_marks(found: ObjectNames, content: Callable[[], ContentScanner]) -> d
     return {
         f"{path}.{name}.{key}" if name else f"{path}.{key}": content().mark(value)
         for path, module in found.modules().items()
+        if any(
+            issubclass(kind, ScriptModule | GraphModule) for kind in found.networks.of(module).kinds
+        )
         for name, part in found.networks.of(module).modules
         for key, value in _attributes_of(part)
     }

@@ -36,7 +36,7 @@ from helios.model.model import Model
 from helios.state_graph.discovery import Discovery
 
 HERE = Path(__file__).resolve().parents[2]
-NUM_MODULES = 10_000
+NUM_MODULES, NUM_LAYERS = 10_000, 12
 ARRAY_BYTES = 200 * 10**6
 NUM_TRANSITIONS = 100_000
 NUM_PATHS = 1_280_000
@@ -70,6 +70,26 @@ def many_parameters() -> Program:
         for parameter in model.network.parameters():
             parameter.grad = torch.ones_like(parameter)
         model.optimizer.step()
+        model.optimizer.zero_grad()
+
+    return Program(model, step)
+
+
+def transformer() -> Program:
+    """Return a small transformer of 12 layers with Adam and a schedule."""
+    model = Bare("bench")
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    model.network = nn.TransformerEncoder(layer, NUM_LAYERS, enable_nested_tensor=False)
+    model.head = nn.Linear(64, 10)
+    parameters = [*model.network.parameters(), *model.head.parameters()]
+    model.optimizer = torch.optim.AdamW(parameters)
+    model.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(model.optimizer, 1000)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        model.optimizer.step()
+        model.scheduler.step()
         model.optimizer.zero_grad()
 
     return Program(model, step)
@@ -156,6 +176,7 @@ def tokenizer() -> Program:
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "20,000 parameters": many_parameters,
+    "a transformer of 12 layers": transformer,
     "an array of 200 MB": large_array,
     "100,000 replay tuples": replay,
     "a data set of 1.28 M paths": many_paths,
