@@ -32,11 +32,14 @@ _OWN_PLACES = ("inner",)
 
 def capture(run: LiveRun) -> Record:
     """Return the whole state of a training, by reference; all processes call this together."""
-    source, model = run.training_source, run.model.state_dict()
-    plugins, loops = run.plugin_states.capture(), run.loop_states.capture()
-    engine = run.engine.state_dict()
-    own = {"model": model, "engine": engine, **_named("plugin", plugins), **_named("loop", loops)}
-    owners, lacking = run.owner_states.capture(own)
+    source = run.training_source
+    with run.model.discovery.keeping_names():
+        model = run.model.state_dict()
+        plugins, loops = run.plugin_states.capture(), run.loop_states.capture()
+        engine = run.engine.state_dict()
+        own = {"model": model, "engine": engine}
+        own |= {**_named("plugin", plugins), **_named("loop", loops)}
+        owners, lacking = run.owner_states.capture(own)
     # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if run.is_discovered else {}
     misfits = model.pop("misfits", {}) if run.is_discovered else {}
@@ -155,8 +158,9 @@ class Trained:
 
 def capture_trained(model: Model, plugins: States, owners: Owners, team: Replicas) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
-    state, states = model.state_dict(), plugins.capture()
-    attributes, _ = owners.capture({"model": state, **_named("plugin", states)})
+    with model.discovery.keeping_names():
+        state, states = model.state_dict(), plugins.capture()
+        attributes, _ = owners.capture({"model": state, **_named("plugin", states)})
     state, states, attributes = team.join_shards((state, states, attributes))
     return Trained(state, _capture_tables(model), states, attributes)
 

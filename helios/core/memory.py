@@ -26,7 +26,7 @@ def storage_of(tensor: Tensor) -> int:
 def has_plain_bytes(tensor: Tensor) -> bool:
     """Return whether a tensor's elements are in a storage that can be read as bytes."""
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized
-    return is_dense and tensor.device.type != "meta" and not tensor.is_nested
+    return is_dense and not tensor.is_meta and not tensor.is_nested
 
 
 def root_of(array: Array) -> Any:

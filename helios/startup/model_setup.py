@@ -35,7 +35,7 @@ from helios.startup.objects import check_made
 from helios.startup.trainer_options import Options
 from helios.state_graph.consistency import check_alike
 from helios.state_graph.graph import Graph
-from helios.state_graph.object_names import Rules
+from helios.state_graph.object_names import ObjectNames, Rules
 from helios.state_graph.owner_states import internals_of
 from helios.state_graph.values import Identities
 from helios.storage.checksums import bit_sum
@@ -165,7 +165,7 @@ def _begin_again(optimizer: optim.Adagrad) -> None:
 
 def _refuse_left_over(model: Model, list_left: Callable[[], list[str]]) -> None:
     """Refuse tensors without values that are in no network."""
-    graph = Graph(model, Rules(internals_of(model)), Identities())
+    graph = Graph(model, ObjectNames(model, Rules(internals_of(model))), Identities())
     tensors = {name: cell.part for name, cell in graph.opaque.items()} | graph.found.leaves
     named = sorted(
         path for path, value in tensors.items() if isinstance(value, Tensor) and value.is_meta

@@ -120,7 +120,7 @@ def take_baseline(
         "classes": class_marks(kinds, graph.content),
         "scripts": script_marks(found, graph.content),
         "extra": extra_marks(found, identities),
-        "memory": memory_marks(graph.layouts, graph.storages, reached),
+        "memory": memory_marks(graph.layouts, lambda: graph.storages, reached),
         "mingled": graph.layouts.mingled,
         "crossings": crossings(graph.layouts, graph.others),
     }

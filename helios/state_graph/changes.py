@@ -274,7 +274,7 @@ class _Item:
         key: the attribute; ``_ABSENT`` for a container.
         code: what is saved.
         targets: the nodes that it refers to.
-        tensors: the names of the tensors and arrays in it.
+        tensors: the tensors and arrays in it, by name.
     """
 
     cell: Cell
@@ -282,7 +282,7 @@ class _Item:
     key: Any
     code: Any = None
     targets: set[str] = field(default_factory=set)
-    tensors: list[str] = field(default_factory=list)
+    tensors: dict[str, Any] = field(default_factory=dict)
 
 
 @final
@@ -486,15 +486,11 @@ class Comparison:
     def _join_groups(self) -> None:
         """Add all that shares memory with what has changed, or shares it otherwise than before."""
         before, now = self._made.groups, self._now.groups
-        cells = {
-            f"{cell.name}#{number}": cell
-            for cell in self._now.all_cells
-            for number, _ in enumerate(cell.views)
-        }
+        holders = {cell.name: cell for cell in self._now.all_cells if cell.num_views}
         for name in sorted(before.keys() | now.keys()):
-            members = [cells[entry[0]] for entry in now.get(name, ())]
+            members = [holders[entry[0].rpartition("#")[0]] for entry in now.get(name, ())]
             if before.get(name) != now.get(name):
-                members += [cells[name]] if name in cells else []
+                members += [holders[name.rpartition("#")[0]]] if name in self._now.views else []
             elif not any(id(member) in self._items for member in members):
                 continue
             for member in members:
@@ -591,11 +587,10 @@ class Comparison:
             reached |= waiting
             targets = [item.targets for item in self._items.values() if item.node in waiting]
             waiting = set().union(*targets) - reached
-        views = self._now.views
         for item in self._items.values():
             if item.node in reached:
                 self._write_item(item)
-                self.changes.tensors |= {name: views[name] for name in item.tensors}
+                self.changes.tensors |= item.tensors
         self.changes.devices = {
             name: part.device.type
             for name, part in self.changes.tensors.items()
@@ -765,16 +760,17 @@ class _Encoder:
                 # It would be restored as a tensor.
                 raise LostError(reasons.STRAY_PARAMETER.format(type(value).__name__))
         alias = self._now.aliases.get(id(value))
-        return self._tensor_code(self._now.view_names[id(value)]) if alias is None else alias
+        return self._tensor_code(self._now.view_names[id(value)], value) if alias is None else alias
 
-    def _tensor_code(self, name: str) -> HeldTensor:
-        self._item.tensors.append(name)
+    def _tensor_code(self, name: str, value: Any) -> HeldTensor:
+        self._item.tensors[name] = value
         return HeldTensor(name)
 
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
         number = id(value)
-        if number in self._now.view_names and number not in self._now.obstacles:
-            return self._tensor_code(self._now.view_names[number])
+        view = self._now.view_names.get(number)
+        if view is not None and number not in self._now.obstacles:
+            return self._tensor_code(view, value)
         if value.dtype != object:
             name = self._now.found.name_of(number)
             return self._view(value) if name is None else self._object(name, value)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -130,8 +131,10 @@ class Discovery:
         self._omissions = Omissions(self._identities)
         self._named: set[str] = set()
         self._grown = Grown()
-        self._nodes: dict[str, Any] = {}
+        self._nodes: Mapping[str, Any] = {}
         self._registered: dict[str, NamedTensor] = {}
+        self._keeps_names = False
+        self._named_objects: Mapping[str, object] | None = None
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the networks by path, each once, including those declared as unsaved."""
@@ -156,14 +159,23 @@ class Discovery:
 
     def named_objects(self) -> Mapping[str, object]:
         """Return the objects that this owner saves, and parts of networks, by name."""
-        found = ObjectNames(self._owner, self._rules())
-        return {**found.shared, **found.parts}
+        kept = self._named_objects
+        return ObjectNames(self._owner, self._rules()).named() if kept is None else kept
+
+    @contextmanager
+    def keeping_names(self) -> Iterator[None]:
+        """Let :meth:`named_objects` return what :meth:`capture` finds within the block."""
+        self._keeps_names = True
+        try:
+            yield
+        finally:
+            self._keeps_names, self._named_objects = False, None
 
     def look_at_nodes(self) -> None:
         """Find the values of the owner, for :meth:`pop_nodes`."""
         self._nodes = self._look().nodes()
 
-    def pop_nodes(self) -> dict[str, Any]:
+    def pop_nodes(self) -> Mapping[str, Any]:
         """Return the values that the last call has found, by name, for other owners."""
         nodes, self._nodes = self._nodes, {}
         return nodes
@@ -199,8 +211,9 @@ class Discovery:
                 then their states are compared too.
         """
         self._named, self._baseline = set(), None
-        complete(optimizers_of(ObjectNames(self._owner, self._rules())).values())
-        graph = self._look()
+        found = ObjectNames(self._owner, self._rules())
+        complete(optimizers_of(found).values())
+        graph = Graph(self._owner, found, self._identities)
         self._omissions.remember(graph.found)
         self._nodes = graph.nodes()
         baseline = take_baseline(self._owner, graph, self._identities, states_too=states_too)
@@ -395,7 +408,10 @@ class Discovery:
         )
 
     def _look(self, unsaved: frozenset[str] | None = None) -> Graph:
-        return Graph(self._owner, self._rules(unsaved), self._identities)
+        found = ObjectNames(self._owner, self._rules(unsaved))
+        if self._keeps_names:
+            self._named_objects = found.named()
+        return Graph(self._owner, found, self._identities)
 
     def _mark(self, value: Any) -> bytes:
         return mark_of_state(value, self._identities)

@@ -9,7 +9,7 @@ sharing need no code of their own.
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from functools import cached_property
@@ -74,16 +74,15 @@ class Cell:
         kind: its type.
         place: the attribute whose size it counts for, and under which it is reported.
         digest, size: of its own content, without that of the nodes that it refers to.
-        views: the tensors and arrays that were met first in it, with memory of their own.
+        num_views: how many tensors and arrays with memory of their own were met first in it.
         reached: storages of which it sees more than what is saved of them.
     """
 
-    __slots__ = ("digest", "kind", "name", "part", "place", "reached", "size", "views")
+    __slots__ = ("digest", "kind", "name", "num_views", "part", "place", "reached", "size")
 
     def __init__(self, name: str, part: Any, place: str) -> None:
         self.name, self.part, self.place, self.kind = name, part, place, type(part)
-        self.digest, self.size = b"", 0
-        self.views: list[Any] = []
+        self.digest, self.size, self.num_views = b"", 0, 0
         self.reached: set[int] = set()
 
 
@@ -116,27 +115,28 @@ class Graph(Scanner):
 
     Args:
         owner: the object whose attributes are walked.
-        rules: what is left out, and what is known from setup.
+        found: its objects with a state, and all names, which are added to.
         identities: numbers for what is compared by identity.
 
     Attributes:
-        found: the objects with a state, and all names.
+        found: the same.
         generators: random number generators by name.
         cells: containers by name.
         tables: attributes of objects by name.
         opaque: objects that no checkpoint can hold, by name; they are only compared.
         soft: the names of containers, by id.
         num_references: how often a container is referred to, by name.
-        view_names: the names of tensors and arrays with memory of their own, by id.
+        views: the tensors and arrays with memory of their own, by name.
+        view_names: their names, by id.
         aliases: what stands in a file for a tensor or array in memory that is saved elsewhere.
         obstacles: why a tensor or array cannot be saved, by id.
         types: classes of the enums and objects that were met.
     """
 
-    def __init__(self, owner: object, rules: Rules, identities: Identities) -> None:
+    def __init__(self, owner: object, found: ObjectNames, identities: Identities) -> None:
         super().__init__()
-        self.rules = rules
-        self.found = ObjectNames(owner, rules)
+        self.rules = rules = found.rules
+        self.found = found
         self.generators: dict[str, Generator] = {}
         self.cells: dict[str, Cell] = {}
         self.tables: dict[str, Table] = {}
@@ -147,6 +147,7 @@ class Graph(Scanner):
         self.obstacles: dict[int, str] = {}
         self.types: set[type] = set()
         self._identities = identities
+        self.views: dict[str, Any] = {}
         self.view_names: dict[int, str] = {}
         self._holders = rules.holders()
         self._way: list[Any] = []
@@ -181,11 +182,12 @@ class Graph(Scanner):
             if isinstance(part, Tensor) and not name.startswith(OF_GRAPH)
         }
 
-    def nodes(self) -> dict[str, Any]:
+    def nodes(self) -> Mapping[str, Any]:
         """Return what this graph names besides networks and the like, for other owners."""
         known = self.found.tables.values()
         named = {name: self.found.parts[name] for name in self.soft.values() if name not in known}
-        return named | self.generators | self.views
+        # Not one dict: there may be very many views.
+        return ChainMap(named, self.generators, self.views)
 
     @cached_property
     def layouts(self) -> Layouts:
@@ -220,11 +222,6 @@ class Graph(Scanner):
         return [*self.cells.values(), *(slot for slot in slots if type(slot) is Cell)]
 
     @cached_property
-    def views(self) -> dict[str, Any]:
-        """The tensors and arrays with memory of their own, by name."""
-        return {self.view_names[id(part)]: part for cell in self.all_cells for part in cell.views}
-
-    @cached_property
     def groups(self) -> dict[str, Group]:
         """Which of them share memory, by name."""
         return groups_of(self.views)
@@ -236,12 +233,11 @@ class Graph(Scanner):
         for cell in (*self.all_cells, *self.opaque.values()):
             if not is_flat_tuple(cell.part):
                 cell.part = None
-            cell.views = []
-        held: tuple[Any, ...] = (self.generators, self.soft, self.aliases, self.obstacles)
-        for each in (*held, self.view_names, self._kept):
+        self.generators, self.views = {}, {}
+        for each in (self.soft, self.aliases, self.obstacles, self.view_names, self._kept):
             each.clear()
         del self.found
-        for name in ("parameters", "others", "layouts", "storages", "all_cells", "views", "groups"):
+        for name in ("parameters", "others", "layouts", "storages", "all_cells", "groups"):
             vars(self).pop(name, None)
         self.rules = Rules()
 
@@ -331,21 +327,35 @@ class Graph(Scanner):
                 begin = self.rules.clock()
                 table = self._scan_with_hooks(name, part, self.found.members.get(number, ()))
                 self.rules.add_time(self._unit, self.rules.clock() - begin)
-            self._add_parts(table, held)
+            if number not in known or not self._has_parts(table.slots, held):
+                self._add_parts(table, held)
             self._enter_tensors(held.get("_parameters"))
             self._enter_tensors(held.get("_buffers"))
         self._unit = ""
 
+    def _has_parts(self, slots: Mapping[Any, Any], held: Mapping[str, Any]) -> bool:
+        """Return whether a module, none of whose buffers is hidden, has the parts in its slots."""
+        names = self.found.names
+        for part in (PARAMETERS, BUFFERS):
+            now, known = held[part[0]], slots.get(part, {})
+            if len(now) != len(known):
+                return False
+            for key, tensor in now.items():
+                name = None if tensor is None else names.get(id(tensor), False)
+                if name is False or known.get(key, False) != name:
+                    return False
+        kids = held["_modules"]
+        return bool(slots.get(MODULES, ()) == tuple([(k, names.get(id(kids[k]))) for k in kids]))
+
     def _add_parts(self, table: Table, held: Mapping[str, Any]) -> None:
-        """Add the names of the parts of a module, unless a table of setup has the same."""
-        slots, parts, names = table.slots, dict[Any, Any](), self.found.names
+        """Add the names of the parts of a module."""
+        parts, names = dict[Any, Any](), self.found.names
         if isinstance(kids := held.get("_modules"), dict) and kids:
             parts[MODULES] = tuple([(key, names.get(id(kid))) for key, kid in kids.items()])
         for key in (PARAMETERS, BUFFERS):
             if isinstance(tensors := held.get(key[0]), dict) and tensors:
                 parts[key] = self._tensors_in(tensors, held["_non_persistent_buffers_set"])
-        if any(slots.get(key) != parts.get(key) for key in PARTS):
-            table.slots = {key: slot for key, slot in slots.items() if key not in PARTS} | parts
+        table.slots = {key: slot for key, slot in table.slots.items() if key not in PARTS} | parts
 
     def _enter_tensors(self, tensors: Any) -> None:
         for tensor in tensors.values() if isinstance(tensors, dict) else ():
@@ -440,11 +450,12 @@ class Graph(Scanner):
         if self.storages.may_contain(part) and self._add_alias(part, tokens):
             return True
         cell = self._cell
-        self.view_names[number] = f"{cell.name}#{len(cell.views)}"
-        cell.views.append(part)
+        name = self.view_names[number] = f"{cell.name}#{cell.num_views}"
+        self.views[name] = part
+        cell.num_views += 1
         cell.size += part.nbytes
-        self._kept.append(part)
-        self._scan_extras(self.view_names[number], part)
+        if type(part) is not np.ndarray:
+            self._scan_extras(name, part)
         return False
 
     def _add_alias(self, part: Any, tokens: list[Any]) -> bool:

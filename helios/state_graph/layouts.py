@@ -5,7 +5,7 @@ Memory is shared if tensors overlap in it, or if a plain value sees more of it t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any, TypeAlias, final
 
@@ -69,9 +69,11 @@ class Layouts:
         self.shared = self._find_overlaps()
 
     def _add(self, name: str, part: Tensor, *, is_settled: bool) -> None:
-        is_settled = is_settled and not is_lazy(part)
+        if is_lazy(part):
+            self.forms[name] = None
+            return
         self.forms[name] = form_of(part) if is_settled else None
-        if not is_lazy(part) and has_plain_bytes(part) and (address := storage_of(part)):
+        if has_plain_bytes(part) and (address := storage_of(part)):
             self.tensors[name] = part
             self._addresses[name] = address
 
@@ -96,11 +98,13 @@ class Layouts:
                 reached, last = end, (name, part)
         return shared
 
-    def homes(self, storages: Storages, also: Collection[int] = ()) -> dict[str, dict[str, Tensor]]:
+    def homes(
+        self, storages: Callable[[], Storages], also: Collection[int] = ()
+    ) -> dict[str, dict[str, Tensor]]:
         """Return the tensors in each shared memory, by that through which plain values find it.
 
         Args:
-            storages: how plain values find memory.
+            storages: returns how plain values find memory.
             also: addresses of further memory.
         """
         addresses = self.shared.union(also)
@@ -116,7 +120,7 @@ class Layouts:
         for address, table in members.items():
             # A tensor of another storage in the same memory does not tell what is around it.
             own = [name for name, part in table.items() if storage_of(part) == address]
-            anchor = names.get(id(storages.first_in(table[own[0]])), own[0])
+            anchor = names.get(id(storages().first_in(table[own[0]])), own[0])
             homes[anchor] = {name: table[name] for name in dict.fromkeys([*own, *table])}
         return homes
 
@@ -126,7 +130,7 @@ def layouts_of(found: ObjectNames, loose: _Tensors) -> Layouts:
     unsettled: set[str] = set()
     for part in found.all_modules().values():
         network = found.networks.of(part)
-        if any(isinstance(each, LazyModuleMixin) for _, each in network.modules):
+        if any(issubclass(kind, LazyModuleMixin) for kind in network.kinds):
             unsettled.update(found.names.get(id(slot.tensor), "") for slot in network.tensors)
     return Layouts(registrations_of(found), loose, unsettled)
 
@@ -156,12 +160,14 @@ def form_of(part: Tensor) -> Form:
     return part.dtype, tuple(part.shape), strides
 
 
-def memory_marks(layouts: Layouts, storages: Storages, also: Collection[int]) -> dict[str, Any]:
+def memory_marks(
+    layouts: Layouts, storages: Callable[[], Storages], also: Collection[int]
+) -> dict[str, Any]:
     """Return marks that reveal changes of shared memory, also outside of the tensors in it.
 
     Args:
         layouts: where tensors lie now.
-        storages: how plain values find memory.
+        storages: returns how plain values find memory.
         also: addresses of memory of which plain values see more than a tensor does.
 
     Returns:

@@ -45,15 +45,21 @@ def _overlaps(views: Mapping[_Key, Any]) -> list[list[_Key]]:
     """Return the names of those that overlap, in lists of two and more."""
     pools: dict[Any, list[_Key]] = {}
     lends = False
+    owning: dict[int, _Key] = {}
     for name, part in views.items():
         if isinstance(part, Tensor):
             key: Any = (part.device, storage_of(part))
             lends |= part.is_cpu and not part.untyped_storage().resizable()
+        elif part.base is None and owning.setdefault(id(part), name) is name:
+            # Hardly any lends its memory to others.
+            continue
         else:
-            root = part if part.base is None else root_of(part)
+            root = root_of(part)
             key = id(root)
-            lends |= root is not part and not isinstance(root, np.ndarray | bytes)
+            lends |= not isinstance(root, np.ndarray | bytes)
         pools.setdefault(key, []).append(name)
+    for number in owning.keys() & pools.keys():
+        pools[number].append(owning[number])
     if lends:
         # torch and NumPy may share memory without knowing of each other.
         on_host = [name for name, part in views.items() if _is_on_host(part)]

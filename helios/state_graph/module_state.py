@@ -266,13 +266,18 @@ class Parameters:
 
 def sort_parameters(found: ObjectNames) -> Parameters:
     """Return the tensors that training updates, among those found."""
-    seen = set(found.outside_names)
+    outside, seen = found.outside_names, set[int]()
     of_modules: dict[str, dict[str, Tensor]] = {}
     for path, module in found.modules().items():
-        table = dict(found.networks.of(module).parameters)
-        of_modules[path] = {name: part for name, part in table.items() if id(part) not in seen}
-        seen.update(map(id, table.values()))
-    leaves = {path: leaf for path, leaf in found.leaves.items() if id(leaf) not in seen}
+        table = found.networks.of(module).parameters
+        own = [(name, part) for name, part in table if id(part) not in seen]
+        of_modules[path] = {name: part for name, part in own if id(part) not in outside}
+        seen.update([id(part) for _, part in own])
+    leaves = {
+        path: leaf
+        for path, leaf in found.leaves.items()
+        if id(leaf) not in seen and id(leaf) not in outside
+    }
     return Parameters(of_modules, found.loose, leaves)
 
 

@@ -176,6 +176,10 @@ class ObjectNames:
         parts = {**self.objects, **self.inner}
         return {path: part for path, part in parts.items() if isinstance(part, nn.Module)}
 
+    def named(self) -> dict[str, Any]:
+        """Return the objects by name, also by those that further ways to them have."""
+        return {**self.shared, **self.parts}
+
     def anew(self) -> ObjectNames:
         """Return the same objects with the parts that their networks have now."""
         twin = copy.copy(self)

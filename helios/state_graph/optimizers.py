@@ -59,15 +59,15 @@ class Roster:
 
 def roster_of(found: ObjectNames, parameters: Parameters) -> Roster:
     """Return which optimizer updates which parameters now."""
-    names = names_of(found)
     optimizers = optimizers_of(found)
+    names = names_of(found) if optimizers else {}
     members = {
         path: [[names[id(tensor)] for tensor in group["params"]] for group in part.param_groups]
         for path, part in optimizers.items()
     }
     nameless = {
         found.names[id(tensor)]
-        for part in optimizers.values()
+        for part in (optimizers.values() if found.nameless else ())
         for tensor in parameters_of(part)
         if found.names.get(id(tensor)) in found.nameless
     }
@@ -80,7 +80,7 @@ def roster_of(found: ObjectNames, parameters: Parameters) -> Roster:
     }
     return Roster(
         members,
-        {path: strangers.intersection(_flat(each)) for path, each in members.items()},
+        {path: strangers and strangers.intersection(_flat(each)) for path, each in members.items()},
         {path: _abandoned(part, names) for path, part in optimizers.items()},
         drivers,
     )
@@ -124,10 +124,11 @@ def changes_of_optimizers(
     built: dict[str, Members] = {}
     misfits: dict[str, str] = {}
     for path in sorted(before.members.keys() & now.members.keys()):
-        if _unordered(before.members[path]) != _unordered(now.members[path]):
-            built[path] = before.members[path]
-        if new := sorted(now.strangers[path] - before.strangers[path]):
-            shown = [as_written(name, optimizers_of(found)) for name in new]
+        old, new = before.members[path], now.members[path]
+        if old != new and _unordered(old) != _unordered(new):
+            built[path] = old
+        if added := sorted(now.strangers[path] - before.strangers[path]):
+            shown = [as_written(name, optimizers_of(found)) for name in added]
             misfits[path] = f"updates what no attribute of the model holds: {_some(shown)}"
     for path in sorted(before.drivers.keys() & found.objects.keys()):
         if before.drivers[path] != (driven := now.drivers.get(path, "another optimizer")):
@@ -213,7 +214,7 @@ def _covered(found: ObjectNames, state: dict[str, Any]) -> Iterator[tuple[str, O
 
 def names_of(found: ObjectNames) -> dict[int, str]:
     """Return the name of each tensor that an optimizer may update, by id."""
-    return {**found.outside_names, **found.names}
+    return {**found.outside_names, **found.names} if found.outside_names else found.names
 
 
 def tensors_of(found: ObjectNames) -> dict[str, Tensor]:
@@ -393,10 +394,10 @@ def optimizer_tables(
     """
     tables: dict[str, Any] = {}
     lost: dict[str, str] = {}
-    names = names_of(found)
     for path, optimizer in optimizers_of(found).items():
         if not _is_odd(optimizer):
             continue
+        names = names_of(found)
         held = {number for number, _ in parts_of(states[path])}
         entries: list[list[Any]] = []
         odd: list[list[Any]] = []

@@ -72,7 +72,7 @@ def changed_layouts(
     ]
     homes: dict[str, Any] = {}
     room = changes.room
-    for anchor, members in layouts.homes(graph.storages, changes.reached.keys()).items():
+    for anchor, members in layouts.homes(lambda: graph.storages, changes.reached.keys()).items():
         places = changes.reached.get(storage_of(members[anchor]), [])
         begin = times.clock()
         mark = marks.get(anchor)
@@ -175,7 +175,7 @@ class SavedLayouts:
         storages = storages_of(self._live.found.anew(), self._live.parameters)
         parted = {name for name, part in now.tensors.items() if is_expanded(part)}
         wanted = (now.tensors[name] for name in self._homes if name in now.tensors)
-        for anchor, members in now.homes(storages, set(map(storage_of, wanted))).items():
+        for anchor, members in now.homes(lambda: storages, set(map(storage_of, wanted))).items():
             home = self._homes.get(anchor)
             if home and (home["memory"] is not None or home["members"] == geometries_of(members)):
                 self._kept[anchor] = members[anchor].detach()

@@ -194,9 +194,9 @@ class Scanner:
 
     def _scan_elements(self, part: np.ndarray[Any, Any], tokens: list[Any]) -> None:
         if not self.add_view(part, tokens):
-            flags = part.flags
-            tokens += (ARRAY, part.dtype.char if part.dtype.names is None else repr(part.dtype))
-            tokens += (part.shape, () if flags.c_contiguous else part.strides, flags.writeable)
+            flags, dtype = part.flags, part.dtype
+            tokens += (ARRAY, dtype.char if dtype.names is None else repr(dtype), part.shape)
+            tokens += (() if flags.c_contiguous else part.strides, flags.writeable)
             is_short = part.nbytes < _SHORT_BYTES
             tokens.append(part.tobytes() if is_short else array_sum(part))
 

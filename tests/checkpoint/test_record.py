@@ -26,6 +26,7 @@ from helios.core.loss_means import LossMeans, Viewer
 from helios.errors import StateError
 from helios.state import Cursor, TrainingState
 from helios.state_graph import owner_states
+from helios.state_graph.discovery import Discovery
 from helios.version import __version__
 
 LEAST: dict[str, Any] = {
@@ -114,7 +115,9 @@ class Run:
         self.saved_randomness: Any = None
         model = {"objects": {}, "values": {}, "missing": {"net.hook": "a function"}}
         self.model = Part(
-            model, tables={"_loss_items": {"loss": torch.ones(1, requires_grad=True)}}
+            model,
+            tables={"_loss_items": {"loss": torch.ones(1, requires_grad=True)}},
+            discovery=Discovery(self),
         )
         self.plugin_states, self.loop_states = Part({"p": {"n": 1}}), Part({"fit": {"n": 2}})
         self.owner_states = Owners({"plugin 'p'": {"best": 3}})

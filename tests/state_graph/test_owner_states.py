@@ -12,8 +12,9 @@ from torch import nn
 
 from helios.core.utils import unsaved_of
 from helios.errors import ArgumentTypeError
+from helios.state_graph.object_names import ObjectNames, Rules
 from helios.state_graph.owner_states import Owner, Owners, internals_of
-from tests.state_graph.owners import saved_attributes
+from tests.state_graph.owners import saved_attributes, started
 from tests.state_graph.test_inner import Tracker
 
 
@@ -111,6 +112,28 @@ def test_networks_of_the_model_are_named_and_not_saved_again() -> None:
     other.take_baseline()
     other.restore(copy.deepcopy(states))
     assert vars(again)["net"] is nets[1]
+
+
+def test_names_that_a_capture_has_found_are_not_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = Part(net=nn.Linear(1, 1), history=[1])
+    discovery = started(part)
+    look = ObjectNames.__init__
+    walked: list[object] = []
+
+    def walk(found: ObjectNames, owner: object, rules: Rules) -> None:
+        walked.append(owner)
+        look(found, owner, rules)
+
+    monkeypatch.setattr(ObjectNames, "__init__", walk)
+    with discovery.keeping_names():
+        discovery.capture()
+        # Containers are named for other owners by pop_nodes().
+        assert discovery.named_objects().keys() == {"net", "net.weight", "net.bias"}
+    assert walked == [part]
+    vars(part)["net"] = other = nn.Linear(1, 1)
+    assert discovery.named_objects()["net"] is other
 
 
 @pytest.mark.shows("S51")
