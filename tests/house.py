@@ -150,6 +150,7 @@ KEPT_BY_GETTERS = {
     ("engines/engine.py", "_scaler"),
     ("state_graph/discovery.py", "_named"),
     ("state_graph/discovery.py", "_nodes"),
+    ("state_graph/discovery.py", "_named_objects"),
     ("state_graph/owner_states.py", "_outside"),
     ("state_graph/owner_states.py", "_others()"),
 }

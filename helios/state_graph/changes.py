@@ -350,7 +350,7 @@ class Comparison:
             if _has_changed(cell, made.cells.get(name)) and not self._is_covered(cell.place):
                 self._add(cell)
         for name, table in now.tables.items():
-            self._look_at(name, table)
+            self._compare_table(name, table)
         for name in made.tables.keys() - now.tables.keys():
             part = now.views.get(name, now.find(name))
             if isinstance(part, Tensor):
@@ -360,7 +360,7 @@ class Comparison:
             for storage in cell.reached:
                 self.changes.reached.setdefault(storage, []).append(cell.place)
 
-    def _look_at(self, name: str, table: Table) -> None:
+    def _compare_table(self, name: str, table: Table) -> None:
         """Compare an object, unless it still has the very attributes that setup gave it."""
         old = self._made.tables.get(name)
         if old is not None and old.slots is table.slots:

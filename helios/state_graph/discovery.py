@@ -211,9 +211,8 @@ class Discovery:
                 then their states are compared too.
         """
         self._named, self._baseline = set(), None
-        found = ObjectNames(self._owner, self._rules())
-        complete(optimizers_of(found).values())
-        graph = Graph(self._owner, found, self._identities)
+        complete(optimizers_of(ObjectNames(self._owner, self._rules())).values())
+        graph = self._look()
         self._omissions.remember(graph.found)
         self._nodes = graph.nodes()
         baseline = take_baseline(self._owner, graph, self._identities, states_too=states_too)
