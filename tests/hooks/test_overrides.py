@@ -82,7 +82,11 @@ def test_a_loop_of_another_base_must_take_what_its_parent_passes() -> None:
 def test_a_child_of_a_loop_of_the_users_may_take_what_that_one_passes() -> None:
     class Parent(BatchLoop):
         def advance(self, batch: Any) -> None:
-            self.optimizer_loop.run(self.prepare(batch), 2)  # type: ignore[union-attr]
+            self.optimizer_loop.run(self.prepare(batch), 2)
+
+        @property
+        def done(self) -> bool:
+            return self.session.context.loss is not None
 
     class Child(OptimizerLoop):
         def advance(self, batch: Any, factor: int) -> None:  # type: ignore[override]
