@@ -54,6 +54,8 @@ class Blind:
 class Silent:
     """Says nothing; its hooks leave the losses alone, or do not."""
 
+    has_own_loops = False
+
     def __init__(self, *, keeps_losses: bool = True) -> None:
         self.keeps_losses = keeps_losses
 

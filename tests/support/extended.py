@@ -406,9 +406,9 @@ EXTENSIONS: dict[str, Extension] = {
     "active learning": Extension(Learner, Growing),
     "folds": Extension(Curve, folds=2),
     "a loop with state": Extension(Curve, make_loop=Averaging),
-    "a GAN by yields": Extension(Gan, refused="A YieldLoop needs a process for each replica"),
+    "a GAN by yields": Extension(Gan, refused="A YieldLoop needs (a|one) process"),
     "a GAN with n_critic": Extension(
-        SeldomGan, make_loop=YieldLoop, refused="A YieldLoop needs a process for each replica"
+        SeldomGan, make_loop=YieldLoop, refused="A YieldLoop needs (a|one) process"
     ),
     "a GAN by hand": Extension(ManualGan, accumulation=1, refused="one process per replica"),
     "LBFGS": Extension(
