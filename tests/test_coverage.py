@@ -37,7 +37,7 @@ def _faults(known: Mapping[str, Statement], *shown: Shown) -> list[str]:
     ("known", "fault"),
     [
         (_known(H67=_WAITING), "H67 is no statement."),
-        (_known(K43=_WAITING), "K43 is no statement."),
+        (_known(K99=_WAITING), "K99 is no statement."),
         (_known(E44=_WAITING), "E44 is no statement."),
         (_known(S75=_WAITING), "S75 is no statement."),
         (_known(U4=_WAITING), "U4 is no statement."),
