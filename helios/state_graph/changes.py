@@ -703,15 +703,15 @@ class _Encoder:
         kind = type(value)
         if kind is np.ndarray:
             return self._array(value)
+        if kind is tuple or kind is frozenset:
+            members = self._members(enumerate(value))
+            return value if all(map(is_, members, value)) else kind(members)
         if kind in ATOMS or is_single(value):
             return value
         if kind in SCALARS:
             if value.dtype.hasobject:
                 raise LostError(reasons.IN_SCALAR)
             return value
-        if kind is tuple or kind is frozenset:
-            members = self._members(enumerate(value))
-            return value if all(map(is_, members, value)) else kind(members)
         if kind in CONTAINERS:
             number = id(value)
             return self._refer(self._now.soft.get(number) or self._now.found.outside_names[number])

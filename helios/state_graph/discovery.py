@@ -211,8 +211,11 @@ class Discovery:
                 then their states are compared too.
         """
         self._named, self._baseline = set(), None
-        complete(optimizers_of(ObjectNames(self._owner, self._rules())).values())
-        graph = self._look()
+        found = ObjectNames(self._owner, self._rules())
+        if complete(optimizers_of(found).values()):
+            # Their attributes are others now.
+            found = ObjectNames(self._owner, self._rules())
+        graph = Graph(self._owner, found, self._identities)
         self._omissions.remember(graph.found)
         self._nodes = graph.nodes()
         baseline = take_baseline(self._owner, graph, self._identities, states_too=states_too)

@@ -45,13 +45,21 @@ def state_of(value: Stateful) -> dict[str, Any]:
     return bare_state_dict(value)
 
 
-def complete(optimizers: Iterable[Optimizer]) -> None:
-    """Create what torch's methods need; published wrappers do not call ``super().__init__()``."""
+def complete(optimizers: Iterable[Optimizer]) -> bool:
+    """Create what torch's methods need; published wrappers do not call ``super().__init__()``.
+
+    Returns:
+        Whether an optimizer lacked anything.
+    """
+    has_lacked = False
     for table in map(vars, optimizers):
+        has_lacked |= not {*OF_OPTIMIZERS, "defaults"} <= table.keys()
         for name in OF_OPTIMIZERS:
             table.setdefault(name, OrderedDict())
         # Otherwise load_state_dict() would add it, and a resumed optimizer differ from a new one.
-        table.setdefault("defaults", {}).setdefault("differentiable", False)
+        has_lacked |= "differentiable" not in table.setdefault("defaults", {})
+        table["defaults"].setdefault("differentiable", False)
+    return has_lacked
 
 
 def _without_odd_attributes(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
