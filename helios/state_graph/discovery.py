@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from helios.core.utils import collector_at_rest
+from helios.core.utils import collector_at_rest, parameters_of
 from helios.errors import ArgumentTypeError, UsageError
 from helios.protocols import Clock
 from helios.state_graph import unsupported_values
@@ -350,7 +350,11 @@ class Discovery:
                 or if an object rejects its state.
         """
         # The owner's own load_state_dict may have assigned other tensors since.
-        put_back(self._registered)
+        if self._registered:
+            optimizers = self.optimizers().values()
+            put_back(
+                self._registered, [each for part in optimizers for each in parameters_of(part)]
+            )
         self._registered = {}
         self._nodes = self._restoring().run(state, is_inference=is_inference).nodes()
         if is_inference or self._baseline is None:

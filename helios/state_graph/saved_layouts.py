@@ -7,7 +7,7 @@ afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -227,15 +227,16 @@ class SavedLayouts:
                 tensors[name].data = view
 
 
-def put_back(slots: Mapping[str, NamedTensor]) -> None:
+def put_back(slots: Mapping[str, NamedTensor], moved: Iterable[Tensor] = ()) -> None:
     """Let networks hold their tensors again, with the content of those that loading has assigned.
 
     Optimizers and attributes refer to the former ones.
 
     Args:
         slots: where tensors were registered before loading.
+        moved: those that optimizers update now, which stay where they are.
     """
-    known = {id(slot.tensor) for slot in slots.values()}
+    known = {id(slot.tensor) for slot in slots.values()}.union(map(id, moved))
     for slot in slots.values():
         present = _registered(slot)
         if present is None or id(present) in known or is_lazy(slot.tensor):
