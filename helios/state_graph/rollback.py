@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from functools import partial
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -69,8 +69,8 @@ _LEFT_ALONE = (type, ModuleType, Enum, Dataset, DataLoader)
 class Rollback:
     """The content of some objects and of all that they refer to, to be put back.
 
-    Left alone are data sets, classes, Python modules, loggers, and objects that hold a thread, a
-    lock, a queue, a file or a connection.
+    Left alone are data sets, classes, Python modules, loggers, what functions share with the code
+    around them, and objects that hold a thread, a lock, a queue, a file or a connection.
 
     Args:
         owners: the objects.
@@ -106,7 +106,7 @@ class Rollback:
         if self._passes_over(value):
             return ()
         self._add(value)
-        return children_of(value)
+        return table_of(value).values() if type(value) is FunctionType else children_of(value)
 
     def _passes_over(self, value: Any) -> bool:
         kind = type(value)

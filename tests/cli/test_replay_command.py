@@ -201,7 +201,7 @@ def test_a_script_ends_with_its_first_fit(folder: Path, capsys: pytest.CaptureFi
         ((), "--stages three", "has no ledger"),
         (("--start", "8"), "", "must be below 8"),
         (("--stop", "-1"), "", "an int of at least 1"),
-        (("--nproc", "3"), "", "at most num_replicas=2"),
+        (("--nproc", "3"), "", "can use at most 2 processes"),
         ((), "--fails", "failed with KeyError: 'planted'"),
     ],
     ids=str,
