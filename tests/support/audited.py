@@ -62,7 +62,9 @@ class FaultyLinear(nn.Linear):
 
 
 class FaultyModel(ElasticModel):
-    """An elastic model whose head may err."""
+    """An elastic model whose head may err, as often as an iterator says that no file can hold."""
+
+    unsaved = (*ElasticModel.unsaved, "head.is_wrong")
 
     def __init__(self, setting: Elastic, folder: Path, errs: Errs) -> None:
         super().__init__(setting, folder)
