@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -119,14 +119,16 @@ def join_group(
         # to the group, whose threads then abort the process when it exits.
         importlib.import_module("torch._dynamo")
     store = _meet(info, meeting, timeout)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=timeout,
-        device_id=device,
-    )
+    # NCCL says by itself what is wrong.
+    with _naming_lost_ranks(info, "the group") if backend == "gloo" else nullcontext():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timeout,
+            device_id=device,
+        )
     try:
         _adopt_group(info, _CONTROL_MEETING, store)
     except BaseException:
@@ -134,19 +136,26 @@ def join_group(
         raise
 
 
-def _adopt_group(info: DistributedInfo, timeout: timedelta, store: Any = None) -> None:
+@contextmanager
+def _naming_lost_ranks(info: DistributedInfo, what: str) -> Iterator[None]:
+    """Raise a RankError in place of gloo's error about a rank that is lost while a group forms."""
     began = time.monotonic()
     try:
-        control = dist.new_group(backend="gloo", timeout=timeout)
+        yield
     except RuntimeError as error:
         # Not the timeout: gloo waits five times as long for a rank that died after it gave its
         # address, and not at all for one that refuses the connection.
         waited = time.monotonic() - began
         raise RankError(
             f"Rank {info.rank} of {info.world_size} has waited {waited:.1f} s for the other ranks "
-            "to create the group of control messages, but not all of them did. Check their logs, "
-            "and start all of them again."
+            f"to create {what}, but not all of them did. Check their logs, and start all of them "
+            "again."
         ) from error
+
+
+def _adopt_group(info: DistributedInfo, timeout: timedelta, store: Any = None) -> None:
+    with _naming_lost_ranks(info, "the group of control messages"):
+        control = dist.new_group(backend="gloo", timeout=timeout)
     # Public since PyTorch 2.15, which warns of the name that it had before.
     set_timeout: Any = getattr(dist, "set_timeout", None)
     if set_timeout is None:
