@@ -60,8 +60,6 @@ class YieldLoop(OptimizerLoop):
 
     def __init__(self, optimizers: Sequence[str] = ()) -> None:
         super().__init__()
-        # The step counts a micro-batch, even if no optimizer trains.
-        self._is_counted = True
         self._order = _as_names(optimizers)
         self._turns: dict[str, Optimizer] = {}
         self._holders: dict[str, Any] = {}
@@ -76,7 +74,10 @@ class YieldLoop(OptimizerLoop):
             UsageError: if ``StopIteration`` is raised, which must not end a loop.
         """
         outer, self._round = self._round, None
-        self._is_done = True
+        if outer is not None:
+            outer.earlier.add_back()
+        # The step counts a micro-batch, even if no optimizer trains.
+        self._is_done = self._is_counted = True
         if not self._has_begun:
             self._keep_shown()
         try:
