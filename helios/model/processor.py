@@ -146,7 +146,8 @@ class BatchProcessor(ABC):
                 "(outputs, None) if there is no loss."
             )
         outputs, loss = result
-        if isinstance(loss, Tensor) and not _is_scalar(loss):
+        is_read = is_evaluating or self._need_backward
+        if is_read and isinstance(loss, Tensor) and not _is_scalar(loss):
             remedy = "Reduce it (loss.mean())."
             if _is_scalar(outputs):
                 remedy = "Loss and outputs seem to be exchanged: return (outputs, loss)."

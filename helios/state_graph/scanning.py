@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import weakref
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -322,6 +323,9 @@ class ContentScanner(Scanner):
 
 def _reduced(part: Any) -> tuple[Any, ...] | None:
     """Return what pickle would take an object apart into; ``None`` if it refuses."""
+    if type(part) in weakref.ProxyTypes:
+        # It would be what it refers to that is taken apart.
+        return None
     try:
         reducer = copyreg.dispatch_table.get(type(part))
         reduced = part.__reduce_ex__(5) if reducer is None else reducer(part)

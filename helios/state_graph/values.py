@@ -314,7 +314,7 @@ class Identities:
 
         An iterator gets a new one in each call, because its position is unknown.
         """
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        if isinstance(value, Iterator) and not isinstance(value, (io.IOBase, *weakref.ProxyTypes)):
             return self._give()
         if not self.knows(value):
             self._numbers[id(value)] = (refer_to(value), self._give())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import random
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
 
 from helios.storage.checksums import tensor_sum
 from tests.state_graph.owners import Owner, resumed, started, through_a_file
@@ -437,3 +439,11 @@ def test_a_hook_that_takes_the_memory_of_another_one_is_named() -> None:
         handle.remove()
         handle = owner.net.register_forward_hook(lambda *args: None)
         assert list(discovery.capture()["missing"]) == ["net (forward hook)"]
+
+
+def test_a_progress_bar_whose_closure_holds_a_proxy_of_it_is_no_iterator(said: list[str]) -> None:
+    owner = Owner(bar=tqdm(total=5, file=io.StringIO()))
+    discovery = started(owner)
+    owner.bar.update()
+    assert discovery.capture()["missing"] == {}
+    assert not said
