@@ -441,7 +441,11 @@ def test_a_hook_that_takes_the_memory_of_another_one_is_named() -> None:
         assert list(discovery.capture()["missing"]) == ["net (forward hook)"]
 
 
-def test_a_progress_bar_whose_closure_holds_a_proxy_of_it_is_no_iterator(said: list[str]) -> None:
+def test_a_progress_bar_whose_closure_holds_a_proxy_of_it_is_no_iterator(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its thread would outlive the test.
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
     owner = Owner(bar=tqdm(total=5, file=io.StringIO()))
     discovery = started(owner)
     owner.bar.update()
