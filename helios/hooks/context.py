@@ -39,7 +39,7 @@ class Context:
         moment: for the loops, which change it.
     """
 
-    __slots__ = ("_run", "moment")
+    __slots__ = ("__weakref__", "_run", "moment")
 
     def __init__(self, run: LiveRun) -> None:
         self._run = run

@@ -315,11 +315,13 @@ class Model(Hooks, KeepsArguments, ABC):
         """Return the banner that is logged at the start, with additions."""
         return banner
 
-    def _process(self, batch: Any, *, is_evaluating: bool) -> Processed | None:
+    def _process(
+        self, batch: Any, *, is_evaluating: bool, reads_loss: bool = True
+    ) -> Processed | None:
         processor = self.batch_processor
         if processor is None:
             return None
-        return processor.process(self, batch, is_evaluating=is_evaluating)
+        return processor.process(self, batch, is_evaluating=is_evaluating, reads_loss=reads_loss)
 
     def batch_to_device(self, batch: Any, phase: Phase) -> Any:
         """Return a batch with its tensors on the device.
@@ -420,7 +422,7 @@ class Model(Hooks, KeepsArguments, ABC):
         Raises:
             UsageError: without a processor.
         """
-        processed = self._process(batch, is_evaluating=True)
+        processed = self._process(batch, is_evaluating=True, reads_loss=False)
         if processed is not None:
             return processed.outputs
         raise UsageError(

@@ -128,8 +128,17 @@ class BatchProcessor(ABC):
         return batch
 
     @final
-    def process(self, model: Model, batch: Any, *, is_evaluating: bool) -> Processed:
+    def process(
+        self, model: Model, batch: Any, *, is_evaluating: bool, reads_loss: bool = True
+    ) -> Processed:
         """Run the forward pass on a transformed batch.
+
+        Args:
+            model: the model.
+            batch: the batch.
+            is_evaluating: whether nothing is learned.
+            reads_loss: whether the loss of an evaluation is read; one that nobody reads may have
+                any shape.
 
         Raises:
             LossNotProvidedError: if backward is needed, and there is no loss.
@@ -146,7 +155,7 @@ class BatchProcessor(ABC):
                 "(outputs, None) if there is no loss."
             )
         outputs, loss = result
-        is_read = is_evaluating or self._need_backward
+        is_read = reads_loss if is_evaluating else self._need_backward
         if is_read and isinstance(loss, Tensor) and not _is_scalar(loss):
             remedy = "Reduce it (loss.mean())."
             if _is_scalar(outputs):

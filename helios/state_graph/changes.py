@@ -19,6 +19,7 @@ from typing import Any, final
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
@@ -717,6 +718,8 @@ class _Encoder:
             return self._refer(self._now.soft.get(number) or self._now.found.outside_names[number])
         if isinstance(value, Enum):
             return self._member(value)
+        if kind is RemovableHandle:
+            raise LostError(reasons.HOOK)
         name = self._now.soft.get(id(value)) or self._now.found.name_of(id(value))
         return self._view(value) if name is None else self._object(name, value)
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from helios.core.generators import Generator, is_generator, kind_of_generator
 from helios.core.memory import extent_of, fills_its_reach, has_plain_bytes, span_of, storage_of
@@ -375,7 +376,8 @@ class Graph(Scanner):
         table = self._scan_table(name, part, members)
         for key, hook in user_hooks_of(part):
             self._place = ".".join([name, *map(str, key)])
-            table.slots[key] = self._scan_slot(self._place, hook)
+            if not self.rules.is_declared(self._place):
+                table.slots[key] = self._scan_slot(self._place, hook)
             self._place = ""
         return table
 
@@ -506,10 +508,19 @@ class Graph(Scanner):
             tokens += (OPAQUE, self._identities.number(part))
         elif has_state(part) and not self.rules.data_types:
             tokens += (REF, self._add_inner(part))
+        elif type(part) is RemovableHandle:
+            tokens += self._place_of_hook(part)
         elif is_plain_object(type(part)):
             tokens += (REF, self._name_plain(part), _kind_of(part))
         else:
             tokens += self._token_of(part)
+
+    def _place_of_hook(self, handle: RemovableHandle) -> tuple[Any, ...]:
+        """Describe the hook that a handle removes: its number is that of this process alone."""
+        table = handle.hooks_dict_ref()
+        if table is None or handle.id not in table:
+            return OPAQUE, "removed"
+        return OPAQUE, self._identities.number(table), list(table).index(handle.id)
 
     def _name_plain(self, part: Any) -> str:
         """Name an object of attributes, as a container: by the first path that leads to it."""

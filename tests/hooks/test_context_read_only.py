@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -41,6 +42,14 @@ def test_a_hook_can_assign_nothing_to_the_context(name: str) -> None:
     with pytest.raises(AttributeError, match=r"no (setter|attribute)") as caught:
         train(Assigning(name))
     assert any("Raised by plugin 'assigning'" in note for note in caught.value.__notes__)
+
+
+def test_a_hook_may_refer_weakly_to_the_context() -> None:
+    class Referring(Assigning):
+        def on_training_batch_start(self, state: Any) -> None:
+            assert weakref.ref(self.context)() is self.context
+
+    train(Referring(""))
 
 
 def test_all_that_loops_change_is_shown() -> None:

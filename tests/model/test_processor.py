@@ -127,6 +127,21 @@ def test_a_missing_loss_is_an_error_where_backward_needs_it() -> None:
     assert manual.process(None, 1, is_evaluating=False) == Processed(1, None)
 
 
+@pytest.mark.shows("R29")
+def test_a_loss_that_nobody_reads_may_have_any_shape() -> None:
+    """R29."""
+
+    def of_each_row(model: Any, batch: Any) -> tuple[Any, torch.Tensor]:
+        return batch, torch.ones(3)
+
+    manual = BatchProcessor.from_callable(of_each_row, need_backward=False)
+    assert manual.process(None, 1, is_evaluating=False) == Processed(1, None)
+    processor = BatchProcessor.from_callable(of_each_row)
+    assert OneLayer(processor).predict_step(1, 0) == 1
+    with pytest.raises(UsageError, match="scalar loss"):
+        processor.process(None, 1, is_evaluating=True)
+
+
 @pytest.mark.shows("R6")
 def test_without_backward_training_has_no_loss() -> None:
     """R6: what forward returns as a loss is for evaluations."""

@@ -451,3 +451,55 @@ def test_a_progress_bar_whose_closure_holds_a_proxy_of_it_is_no_iterator(
     owner.bar.update()
     assert discovery.capture()["missing"] == {}
     assert not said
+
+
+class Hooked:
+    """Counts the calls of its network by a hook, which a validation takes away for a while."""
+
+    def __init__(self) -> None:
+        self.net = nn.Linear(2, 1)
+        self.calls = 0
+        self.handle = self.net.register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def validate(self) -> None:
+        self.handle.remove()
+        self.net(torch.ones(2))
+        self.handle = self.net.register_forward_hook(self.count)
+
+
+def test_a_handle_removes_the_hook_that_it_removed(said: list[str]) -> None:
+    owner = Hooked()
+    discovery = started(owner)
+    owner.validate()
+    owner.net(torch.ones(2))
+    again = resumed(Hooked, discovery.capture())
+    for each in (owner, again):
+        each.validate()
+        each.net(torch.ones(2))
+    assert (again.calls, len(again.net._forward_hooks)) == (owner.calls, 1) == (2, 1)
+    assert not said
+
+
+def test_a_handle_whose_hook_is_gone_is_named() -> None:
+    owner = Hooked()
+    discovery = started(owner)
+    owner.handle.remove()
+    assert {"handle", "net (forward hook)"} <= discovery.capture()["missing"].keys()
+
+
+def test_what_hooks_of_a_module_hold_is_declared_with_the_module(said: list[str]) -> None:
+    def make() -> Any:
+        outputs: list[Any] = []
+        net = nn.Sequential(nn.Linear(1, 1))
+        net[0].register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        return Owner(net=net)
+
+    for unsaved, lacking in (((), 1), (("net.0._forward_hooks",), 0)):
+        owner = make()
+        discovery = started(owner, unsaved=unsaved)
+        owner.net(torch.ones(1))
+        assert len(discovery.capture()["missing"]) == lacking
+    assert len(said) == 1
