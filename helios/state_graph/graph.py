@@ -509,13 +509,13 @@ class Graph(Scanner):
         elif has_state(part) and not self.rules.data_types:
             tokens += (REF, self._add_inner(part))
         elif type(part) is RemovableHandle:
-            tokens += self._place_of_hook(part)
+            tokens += self._token_of_hook(part)
         elif is_plain_object(type(part)):
             tokens += (REF, self._name_plain(part), _kind_of(part))
         else:
             tokens += self._token_of(part)
 
-    def _place_of_hook(self, handle: RemovableHandle) -> tuple[Any, ...]:
+    def _token_of_hook(self, handle: RemovableHandle) -> tuple[Any, ...]:
         """Describe the hook that a handle removes: its number is that of this process alone."""
         table = handle.hooks_dict_ref()
         if table is None or handle.id not in table:
