@@ -63,20 +63,22 @@ def extent_of(part: Array | Tensor) -> Extent:
     return begin, end + part.itemsize
 
 
-def span_of(tensor: Tensor) -> Extent:
-    """Return the begin and end addresses of a dense tensor's elements.
+def span_of(part: Array | Tensor) -> Extent:
+    """Return the begin and end addresses of the elements of an array or a dense tensor.
 
     Example:
         >>> begin, end = span_of(torch.zeros(8)[1:7:2])
         >>> end - begin
         20
     """
-    begin = tensor.data_ptr()
-    if not tensor.numel():
+    if not isinstance(part, Tensor):
+        return extent_of(part)
+    begin = part.data_ptr()
+    if not part.numel():
         return begin, begin
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    steps = zip(part.shape, part.stride(), strict=True)
     reach = sum((length - 1) * step for length, step in steps) + 1
-    return begin, begin + reach * tensor.element_size()
+    return begin, begin + reach * part.element_size()
 
 
 def is_expanded(tensor: Tensor) -> bool:

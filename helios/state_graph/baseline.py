@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helios.state_graph.changes import Made
-from helios.state_graph.class_attributes import class_marks, user_classes
+from helios.state_graph.class_attributes import user_classes
 from helios.state_graph.custom_state_dicts import extra_marks
 from helios.state_graph.graph import Graph
-from helios.state_graph.layouts import Form, crossings, memory_marks
+from helios.state_graph.layouts import Form, memory_marks
 from helios.state_graph.module_state import Shape, shape_of
 from helios.state_graph.object_names import References, as_written
 from helios.state_graph.optimizers import Roster, roster_of
-from helios.state_graph.registered_hooks import hooks_of
 from helios.state_graph.scanning import mark_of_state
-from helios.state_graph.torchscript import script_marks
+from helios.state_graph.unsavable import Marks, marks_of_unsavable
 from helios.state_graph.values import Identities
 
 
@@ -35,14 +34,10 @@ class Baseline:
         roster: which parameters optimizers update.
         marks: digests of the states of objects that only other objects hold, or that the owner's
             own ``state_dict`` may leave out.
-        hooks: hooks on networks, parameters and optimizers, by name.
         kinds: classes of the user.
-        classes: marks of their attributes.
-        scripts: marks of the attributes of scripted networks.
+        unsavable: marks of what no checkpoint can hold.
         extra: marks of what modules return from ``get_extra_state``.
         memory: marks of memory that several tensors or values view.
-        mingled: tensors that share memory of which torch does not know.
-        crossings: which tensors share memory with those of other owners.
         started: marks of what start events have created.
     """
 
@@ -55,14 +50,10 @@ class Baseline:
     forms: dict[str, Form | None]
     roster: Roster
     marks: dict[str, bytes]
-    hooks: dict[str, tuple[Any, ...]]
     kinds: list[type]
-    classes: dict[str, bytes]
-    scripts: dict[str, bytes]
+    unsavable: Marks
     extra: dict[str, bytes]
     memory: dict[str, Any]
-    mingled: dict[str, Any]
-    crossings: dict[str, Any]
     started: dict[str, bytes] = field(default_factory=dict)
 
     def known(self) -> dict[int, str]:
@@ -115,14 +106,10 @@ def take_baseline(
         "forms": graph.layouts.forms,
         "roster": roster_of(found, graph.parameters),
         "marks": {path: mark_of_object(part, identities) for path, part in marked.items()},
-        "hooks": hooks_of(found),
         "kinds": kinds,
-        "classes": class_marks(kinds, graph.content),
-        "scripts": script_marks(found, graph.content),
+        "unsavable": marks_of_unsavable(kinds, graph),
         "extra": extra_marks(found, identities),
         "memory": memory_marks(graph.layouts, lambda: graph.storages, reached),
-        "mingled": graph.layouts.mingled,
-        "crossings": crossings(graph.layouts, graph.others),
     }
     return Baseline(Made(graph), **known)
 

@@ -74,7 +74,11 @@ def _is_of_the_user(kind: type) -> bool:
     """Return whether a class is neither of Helios nor of an installed library."""
     if kind.__module__.startswith("helios."):
         return False
-    origin = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    module = sys.modules.get(kind.__module__)
+    if kind.__module__ == "abc" and getattr(module, kind.__name__, None) is not kind:
+        # A class that is made by a call of type() gets the module of its metaclass.
+        return True
+    origin = getattr(module, "__file__", None)
     if origin is None:
         return kind.__module__ == "__main__"
     return not any(name in origin for name in (*_INSTALLED, _STANDARD_LIBRARY))

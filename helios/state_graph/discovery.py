@@ -25,6 +25,7 @@ from helios.protocols import Clock
 from helios.state_graph import unsupported_values
 from helios.state_graph.baseline import Baseline, mark_of_object, take_baseline
 from helios.state_graph.changes import Changes, Comparison
+from helios.state_graph.class_attributes import user_classes
 from helios.state_graph.custom_state_dicts import Omissions, leave_to_extra_states
 from helios.state_graph.dataset_attributes import PLAIN, Grown, large_members
 from helios.state_graph.graph import Graph
@@ -45,7 +46,7 @@ from helios.state_graph.saved_layouts import changed_layouts, put_back
 from helios.state_graph.scanning import mark_of_state
 from helios.state_graph.state_dict_coverage import Coverages
 from helios.state_graph.step_effects import StepWatch
-from helios.state_graph.unsavable import renew_unsavable, unsavable_changes
+from helios.state_graph.unsavable import marks_of_unsavable, unsavable_changes
 from helios.state_graph.values import LIMIT, Identities, attributes_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -238,7 +239,9 @@ class Discovery:
             baseline.started[path] = (
                 self._mark(part.detach()) if is_tensor else mark_of_object(part, self._identities)
             )
-        renew_unsavable(baseline, self._owner, graph)
+        # What no checkpoint can hold is made again by every start.
+        kinds = user_classes(self._owner, graph.found, {*baseline.kinds, *graph.types})
+        baseline.kinds, baseline.unsavable = kinds, marks_of_unsavable(kinds, graph)
 
     def _compare(self, graph: Graph, covers: Coverages | None = None) -> Changes:
         return Comparison(
@@ -446,7 +449,9 @@ class Discovery:
             self._grown.note(_attributes_in(changes.nodes))
             losses = MissingState(lost=lost | grown)
         else:
-            named = unsavable_changes(self._require_baseline(), graph)
+            baseline = self._require_baseline()
+            now = marks_of_unsavable(baseline.kinds, graph)
+            named = unsavable_changes(baseline.unsavable, now)
             losses = MissingState.of(changes, misfits, lost | named)
         new = losses.without(self._named)
         self._named |= losses.reasons().keys()

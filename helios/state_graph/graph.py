@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from helios.core.generators import Generator, is_generator, kind_of_generator
-from helios.core.memory import extent_of, fills_its_reach, has_plain_bytes, span_of, storage_of
+from helios.core.memory import fills_its_reach, has_plain_bytes, span_of, storage_of
 from helios.state_graph import unsupported_values
 from helios.state_graph.attribute_rules import is_of_the_house
 from helios.state_graph.layouts import Layouts, layouts_of
@@ -482,7 +482,7 @@ class Graph(Scanner):
         return True
 
     def _add_reach(self, part: Any, held: Tensor, target: Target, tokens: list[Any]) -> None:
-        begin, end = extent_of(part) if isinstance(part, np.ndarray) else span_of(part)
+        begin, end = span_of(part)
         first, last = span_of(held)
         if begin >= end or (first <= begin and end <= last and fills_its_reach(held)):
             return

@@ -178,21 +178,6 @@ def memory_marks(
     return {anchor: memory_mark(members) for anchor, members in homes.items()}
 
 
-def crossings(layouts: Layouts, others: _Tensors) -> dict[str, tuple[Any, ...]]:
-    """Return the tensors that overlap one of another owner, with its name and their layout."""
-    near: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, part in others.items():
-        if has_plain_bytes(part):
-            near.setdefault(storage_of(part), []).append((name, part))
-    crossing: dict[str, tuple[Any, ...]] = {}
-    for name, part in layouts.tensors.items() if near else ():
-        for other, theirs in near.get(storage_of(part), ()):
-            (begin, end), (first, last) = span_of(part), span_of(theirs)
-            if max(begin, first) < min(end, last):
-                crossing.setdefault(name, (other, begin - first, *geometry_of(part)))
-    return crossing
-
-
 def geometry_of(part: Tensor, memory: int = 0) -> _Geometry:
     offset = int(part.storage_offset())
     if memory and (address := storage_of(part)) != memory:

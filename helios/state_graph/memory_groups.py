@@ -12,7 +12,6 @@ from torch import Tensor
 from helios.core.memory import (
     address_of,
     copied_together,
-    extent_of,
     overlapping,
     root_of,
     span_of,
@@ -32,7 +31,7 @@ def groups_of(views: Mapping[str, Any]) -> dict[str, Group]:
     """Return the group of each tensor or array that shares memory with others, by its name."""
     groups: dict[str, Group] = {}
     for names in _overlaps(views):
-        spans = {name: _span(views[name]) for name in names}
+        spans = {name: span_of(views[name]) for name in names}
         begin = min(spans.values())[0]
         group = tuple(
             (name, _address(views[name]) - begin, *layout_of(views[name])) for name in sorted(names)
@@ -69,7 +68,7 @@ def _overlaps(views: Mapping[_Key, Any]) -> list[list[_Key]]:
     found: list[list[_Key]] = []
     for names in pools.values():
         if len(names) > 1:
-            spans = [_span(views[name]) for name in names]
+            spans = [span_of(views[name]) for name in names]
             groups = overlapping(spans)
             found += [[names[number] for number in group] for group in groups if len(group) > 1]
     return found
@@ -81,10 +80,6 @@ def _storage_key(part: Any) -> Any:
 
 def _is_on_host(part: Any) -> bool:
     return not isinstance(part, Tensor) or part.is_cpu
-
-
-def _span(part: Any) -> tuple[int, int]:
-    return span_of(part) if isinstance(part, Tensor) else extent_of(part)
 
 
 def _address(part: Any) -> int:

@@ -7,15 +7,19 @@ dicts are entered, and so are attributes of objects with a ``state_dict``, which
 from __future__ import annotations
 
 import copy
+import itertools
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.core.generators import is_generator
+from helios.core.memory import has_plain_bytes, span_of
 from helios.core.wrappers import unwrap
 from helios.errors import StateError
 from helios.protocols import Stateful
@@ -45,6 +49,9 @@ class Outside:
     def __init__(self, parts: Mapping[str, object] | None = None) -> None:
         self.parts: dict[str, Any] = {}
         self.names: dict[int, str] = {}
+        self._extents: list[tuple[int, int, str]] = []
+        self._reaches: list[int] = []
+        self._num_measured = 0
         self.add(parts or {})
 
     def add(self, parts: Mapping[str, object]) -> None:
@@ -53,6 +60,29 @@ class Outside:
             if id(part) not in self.names:
                 self.parts[name] = part
                 self.names[id(part)] = name
+
+    def find_overlap(self, begin: int, end: int) -> tuple[int, int, str] | None:
+        """Return begin, end and name of the first tensor or array that overlaps some memory."""
+        if self._num_measured < len(self.parts):
+            self._measure()
+        for number in range(bisect_right(self._reaches, begin), len(self._extents)):
+            if self._extents[number][0] >= end:
+                break
+            if self._extents[number][1] > begin:
+                return self._extents[number]
+        return None
+
+    def _measure(self) -> None:
+        """Sort what was added since by its address, with the highest end up to each."""
+        new = itertools.islice(self.parts.items(), self._num_measured, None)
+        self._num_measured = len(self.parts)
+        for name, part in new:
+            if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and has_plain_bytes(part)):
+                begin, end = span_of(part)
+                if begin and begin < end:
+                    self._extents.append((begin, end, name))
+        self._extents.sort()
+        self._reaches = [*itertools.accumulate((end for _, end, _ in self._extents), max)]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import random
 from typing import Any, ClassVar
 
@@ -94,6 +95,16 @@ def test_class_attributes_that_training_changes_are_named(said: list[str]) -> No
         "class WithHistory.history",
     ]
     assert "make it an attribute of the instance" in said[0]
+
+
+@pytest.mark.shows("S63")
+def test_attributes_of_a_class_that_a_call_of_type_has_made_are_named() -> None:
+    made = type("Made", (abc.ABC,), {"seen": 0})
+    assert made.__module__ == "abc"
+    owner = Owner(tool=made())
+    discovery = started(owner)
+    made.seen = 1  # type: ignore[attr-defined]
+    assert list(discovery.capture()["missing"]) == ["class Made.seen"]
 
 
 class Scripted(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,60 @@ def test_networks_of_the_model_are_named_and_not_saved_again() -> None:
     other.take_baseline()
     other.restore(copy.deepcopy(states))
     assert vars(again)["net"] is nets[1]
+
+
+def _look_at_a_part(model: Part, plugin: Part) -> None:
+    vars(plugin)["part"] = vars(model)["whole"][2:4]
+
+
+def _reach_beyond(model: Part, plugin: Part) -> None:
+    memory = vars(model)["whole"].new_zeros(6)
+    vars(model)["whole"], vars(plugin)["part"] = memory[:4], memory[2:]
+
+
+def _look_elsewhere(model: Part, plugin: Part) -> None:
+    vars(plugin)["shared"] = vars(model)["whole"][:2]
+
+
+def _part_from_it(model: Part, plugin: Part) -> None:
+    vars(plugin)["shared"] = vars(plugin)["shared"].clone()
+
+
+def _share_an_array(model: Part, plugin: Part) -> None:
+    vars(plugin)["array"] = vars(model)["array"][1:]
+
+
+def _exchange_with_an_array(model: Part, plugin: Part) -> None:
+    vars(plugin)["part"] = torch.from_numpy(vars(model)["array"])[1:2]
+
+
+@pytest.mark.shows("S56")
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_look_at_a_part, ["part"]),
+        (_reach_beyond, ["part", "shared"]),
+        (_look_elsewhere, ["shared"]),
+        (_part_from_it, ["shared"]),
+        (_share_an_array, ["array"]),
+        (_exchange_with_an_array, ["part"]),
+        (lambda model, plugin: vars(model)["whole"].add_(vars(plugin)["part"][0] + 1), []),
+        (lambda model, plugin: vars(plugin).update(part=vars(model)["whole"]), []),
+    ],
+)
+def test_memory_that_training_lets_owners_share_otherwise_is_named(
+    change: Callable[[Part, Part], object], named: list[str]
+) -> None:
+    whole, array = torch.zeros(8), np.zeros(4)
+    model = Part(whole=whole, array=array)
+    plugin = Part(part=torch.zeros(2), shared=whole[4:6], array=np.zeros(2))
+    owners = Owners([Owner("model", model, is_model=True), Owner("plugin 'a'", plugin)])
+    owners.take_baseline()
+    owners.begin_training()
+    change(model, plugin)
+    missing = owners.capture({})[1]
+    assert sorted(missing) == [f"plugin 'a': {name}" for name in named]
+    assert all("shares memory with <model>." in text for text in missing.values())
 
 
 def test_names_that_a_capture_has_found_are_not_looked_for_again(

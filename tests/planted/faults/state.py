@@ -287,10 +287,10 @@ def changes_between_the_elements_of_a_view_with_a_step_are_not_seen(mark, member
 
 
 @fault(
-    "helios.state_graph.layouts:crossings",
-    f"{VIEWS}::test_memory_that_cannot_be_shared_again_is_named",
+    "helios.state_graph.unsavable:_crossings",
+    "tests/state_graph/test_owner_states.py::test_memory_that_training_lets_owners_share_otherwise_is_named",
 )
-def what_a_network_of_a_plugin_shares_with_the_model_is_lost(crossings, layouts, others):
+def what_an_owner_shares_with_another_one_is_lost(crossings, own, outside):
     return {}
 
 
