@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from helios.errors import ArgumentError, CheckpointError
-from helios.migration.folder_migration import (
-    Migration,
-    find_candidates,
-)
+from helios.migration.folder_migration import migrate_checkpoints
 from helios.storage.local_paths import as_local_path
 
 
@@ -39,8 +36,7 @@ def migrate_checkpoints_to_current_version(root: Path) -> None:
             "migrate_checkpoints_to_current_version(root=...) must be a folder that exists, got "
             f"{root}. Pass the folder that holds the checkpoints."
         )
-    migration = Migration(backs_up=False)
-    reports = [migration.migrate(path) for path in find_candidates(folder, is_recursive=False)]
+    reports = migrate_checkpoints(folder, is_recursive=False, backs_up=False)
     failures = [str(report) for report in reports if report.result.is_failure]
     if failures:
         raise CheckpointError(

@@ -35,7 +35,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "resumed_from": (str, type(None)),
     "changes": (list,),
     "options": (dict,),
-    "is_migrated": (bool,),
     "count": (int, type(None)),
     "missing": (dict,),
     "claims": (list,),
@@ -45,6 +44,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "best": (dict, type(None)),
     "averages": (list,),
     "step": (int, type(None)),
+    "migrated_from": (str, type(None)),
 }
 # Keys that earlier versions did not write.
 _OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None} | {
@@ -53,6 +53,7 @@ _OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None} | {
     "best": None,
     "averages": [],
     "step": None,
+    "migrated_from": None,
 }
 
 
@@ -75,7 +76,6 @@ class Sidecar:
         digest: ``sha256:...`` of the checkpoint; empty if none was computed.
         schema: version of the format.
         version: version of the package that wrote the file, for information.
-        is_migrated: whether the checkpoint was converted from one of helios-ml.
         count: the completed units of the run: steps or epochs; ``None`` inside an epoch if epochs
             are counted, and if unknown.
         missing: what training has changed and the checkpoint lacks: path and reason.
@@ -86,6 +86,7 @@ class Sidecar:
         best: the best validation of the run so far; ``None`` if there is none.
         averages: ids of the plugins whose averages of the weights have the scores.
         step: optimizer steps at the safe point; ``None`` if unknown.
+        migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
         extra: further entries of a file, kept when it is written again.
     """
 
@@ -102,7 +103,6 @@ class Sidecar:
     digest: str = ""
     schema: int = SCHEMA
     version: str = ""
-    is_migrated: bool = False
     count: int | None = None
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     claims: list[str] = dataclasses.field(default_factory=list)
@@ -112,6 +112,7 @@ class Sidecar:
     best: dict[str, Any] | None = None
     averages: list[str] = dataclasses.field(default_factory=list)
     step: int | None = None
+    migrated_from: str | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -170,7 +171,7 @@ class Sidecar:
         """Return the text of the file."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
-        for key in ("ledger", "mismatches", "rewinds", "best", "averages", "step"):
+        for key in ("ledger", "mismatches", "rewinds", "best", "averages", "step", "migrated_from"):
             if table[key] in (None, []):
                 del table[key]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
@@ -197,6 +198,8 @@ class Sidecar:
         if check != _checksum(table):
             raise _unreadable(name, "its checksum does not match")
         check_schema(table.get("schema"), name=name)
+        # Earlier versions wrote it beside ``migrated_from``.
+        table.pop("is_migrated", None)
         return cls._from_table(table, name)
 
     @classmethod

@@ -343,7 +343,7 @@ def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
         "replicas": str(sidecar.num_replicas),
         "resumed from": sidecar.resumed_from or "",
         "changes": "; ".join(map(str, sidecar.changes)),
-        "migrated": "from a file of helios-ml" if sidecar.is_migrated else "",
+        "migrated": "" if sidecar.migrated_from is None else "from a file of helios-ml",
         "written by": f"Helios {sidecar.version}, format {sidecar.schema}",
         "digest": sidecar.digest,
     }

@@ -28,13 +28,7 @@ from helios.cli import output
 from helios.cli.output import Answer, Command, argument
 from helios.core.text import parse_size, size_text
 from helios.errors import ArgumentError, CheckpointError
-from helios.migration.folder_migration import (
-    BACKUP_FOLDER,
-    Migration,
-    Report,
-    Result,
-    find_candidates,
-)
+from helios.migration.folder_migration import BACKUP_FOLDER, Report, Result, migrate_checkpoints
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
 from helios.version import __version__
@@ -200,13 +194,12 @@ def migrate(namespace: argparse.Namespace) -> Answer:
     root = as_local_path("ROOT", namespace.root)
     if not root.exists():
         raise ArgumentError(f"No such folder or file: {root}.")
-    migration = Migration(is_dry=namespace.dry_run, backs_up=namespace.backup)
-    paths = list(find_candidates(root)) if root.is_dir() else [root]
-    reports = []
-    with output.progress("migrate", len(paths), unit=" files") as watch:
-        for path in paths:
-            reports.append(migration.migrate(path))
-            watch(1)
+    reports = migrate_checkpoints(
+        root,
+        is_dry=namespace.dry_run,
+        backs_up=namespace.backup,
+        show=partial(output.progress, "migrate", unit=" files"),
+    )
     is_failure = any(report.result.is_failure for report in reports)
     return Answer(_summary(reports), partial(_list_reports, root, reports), lambda: int(is_failure))
 

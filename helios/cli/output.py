@@ -401,5 +401,5 @@ def status_document(status: Status) -> dict[str, Any]:
         "missing": {} if sidecar is None else sidecar.missing,
         "claims": [] if sidecar is None else sidecar.claims,
         "finished": None if sidecar is None else sidecar.finished,
-        "is_migrated": None if sidecar is None else sidecar.is_migrated,
+        "is_migrated": None if sidecar is None else sidecar.migrated_from is not None,
     }

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -88,17 +89,45 @@ class Report:
         return f"{self.path}{': ' if notes else ''}{'; '.join(notes)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Migration:
-    """The options of a migration.
+def _show_nothing(num_files: int) -> AbstractContextManager[Callable[[int], object]]:
+    return nullcontext(lambda num_done: None)
 
-    Attributes:
-        is_dry: only report; nothing is written.
-        backs_up: keep each old file in :data:`BACKUP_FOLDER` beside it.
+
+def migrate_checkpoints(
+    root: Path,
+    *,
+    is_recursive: bool = True,
+    is_dry: bool = False,
+    backs_up: bool = True,
+    show: Callable[[int], AbstractContextManager[Callable[[int], object]]] = _show_nothing,
+) -> list[Report]:
+    """Migrate the files of a folder, or one file, to the current format.
+
+    Args:
+        root: the folder or the file.
+        is_recursive: whether to migrate those in the folders below it, too.
+        is_dry: whether to only report; nothing is written.
+        backs_up: whether to keep each old file in :data:`BACKUP_FOLDER` beside it.
+        show: is called with the number of files, and makes what is called for each one that is
+            done.
+
+    Returns:
+        What has become of each file that may be a checkpoint; failures are in it.
     """
+    paths = list(_find_candidates(root, is_recursive)) if root.is_dir() else [root]
+    migration = _Migration(is_dry=is_dry, backs_up=backs_up)
+    reports = []
+    with show(len(paths)) as watch:
+        for path in paths:
+            reports.append(migration.migrate(path))
+            watch(1)
+    return reports
 
-    is_dry: bool = False
-    backs_up: bool = True
+
+@dataclasses.dataclass(frozen=True)
+class _Migration:
+    is_dry: bool
+    backs_up: bool
 
     def migrate(self, path: Path) -> Report:
         """Migrate one file to the current format; failures are in the report."""
@@ -127,7 +156,7 @@ class Migration:
             sidecar = _read_own_sidecar(path)
         except IncompatibleCheckpointError as error:
             return Report(path, Result.CURRENT, str(error))
-        if sidecar is not None and not sidecar.is_migrated:
+        if sidecar is not None and sidecar.migrated_from is None:
             return Report(path, Result.CURRENT)
         return self._open(path, sidecar)
 
@@ -136,8 +165,8 @@ class Migration:
         with codec.hiding(helios_ml.NAMES) as types:
             tree, names = codec.read_structure(path)
         if helios_ml.find(tree, file_names.KEY_SCHEMA) is not None:
-            is_migrated = helios_ml.find(tree, file_names.KEY_MIGRATED_FROM) is not None
-            if sidecar is not None or not is_migrated:
+            origin = helios_ml.find(tree, file_names.KEY_MIGRATED_FROM)
+            if sidecar is not None or origin is None:
                 return Report(path, Result.CURRENT)
             return self._complete(path, types)
         unknown = [name for name in names if name not in helios_ml.NAMES]
@@ -192,7 +221,7 @@ class Migration:
         return backup
 
 
-def find_candidates(root: Path, *, is_recursive: bool = True) -> Iterator[Path]:
+def _find_candidates(root: Path, is_recursive: bool) -> Iterator[Path]:
     """Yield what may be a checkpoint in a folder, by name, sorted; links are not followed."""
     closed: list[Path] = []
     walk = os.walk(root, onerror=lambda error: closed.append(Path(error.filename)))
@@ -252,11 +281,8 @@ def _write_sidecar(path: Path, payload: Mapping[str, Any], digest: str, *, sourc
         iteration=state["global_iteration"],
         digest=digest,
         version=__version__,
-        is_migrated=True,
-        extra={
-            file_names.KEY_MIGRATED_FROM: payload[file_names.KEY_MIGRATED_FROM],
-            **({file_names.SOURCE_DIGEST: source} if source else {}),
-        },
+        migrated_from=payload[file_names.KEY_MIGRATED_FROM],
+        extra={file_names.SOURCE_DIGEST: source} if source else {},
     )
     files.write_text_durably(file_names.sidecar_path(path), sidecar.to_json())
 

@@ -58,6 +58,7 @@ def test_a_sidecar_of_an_earlier_version_is_whole_and_its_new_fields_are_empty()
     assert not {"missing", "claims"} & json.loads(text).keys()
     sidecar = read(text)
     assert (sidecar.missing, sidecar.claims, sidecar.schema) == ({}, [], 1)
+    assert (sidecar.migrated_from, sidecar.extra) == (None, {})
     again = read(dataclasses.replace(sidecar, finished="stopped").to_json())
     assert (again.missing, again.claims, again.digest) == ({}, [], sidecar.digest)
 

@@ -13,7 +13,7 @@ import torch
 import helios
 from helios.checkpoint import loading
 from helios.errors import IncompatibleCheckpointError, StateError
-from helios.migration.folder_migration import Migration, Result
+from helios.migration.folder_migration import Result, migrate_checkpoints
 from helios.state import TrainingState
 from tests.support import kills, runs
 from tests.support import old_files as old
@@ -61,7 +61,7 @@ def start(root: Path, name: str, *, until: int | None = None, **more: Any) -> Ke
 
 def migrated(root: Path, name: str) -> Path:
     path = old.lay_out(root, name)
-    assert Migration(backs_up=False).migrate(path).result is Result.MIGRATED
+    assert migrate_checkpoints(path, backs_up=False)[0].result is Result.MIGRATED
     return path
 
 
@@ -138,7 +138,7 @@ def test_a_file_from_the_last_batch_of_an_epoch_begins_the_next(tmp_path: Path) 
     path = old.lay_out(tmp_path, MID)
     state = {"current_iteration": 5, "global_iteration": 5, "global_epoch": 1, "dataset_iter": 5}
     torch.save({"version": "1.0.0", "training_state": state, "model": {}}, path)
-    assert Migration(backs_up=False).migrate(path).result is Result.MIGRATED
+    assert migrate_checkpoints(path, backs_up=False)[0].result is Result.MIGRATED
     model = Kept(())
     # The last of the five batches was a short one: 5 x 8 is past the end.
     old.make_trainer(tmp_path, "iteration", 7).fit(model, old.Data(38))
@@ -255,7 +255,7 @@ def test_a_log_of_this_system_is_gone_on_with_and_one_of_another_is_not(tmp_path
         path = old.lay_out(root, MID)
         payload = loading_payload(path)
         torch.save(payload | {"log_path": place}, path)
-        assert Migration(backs_up=False).migrate(path).result is Result.MIGRATED
+        assert migrate_checkpoints(path, backs_up=False)[0].result is Result.MIGRATED
         trainer = old.make_trainer(root, "iteration", 9, enable_file_logging=True, log_path=logs)
         trainer.fit(Kept(), old.Data())
     text = (logs / "old.log").read_text()
@@ -267,7 +267,7 @@ def test_a_log_of_this_system_is_gone_on_with_and_one_of_another_is_not(tmp_path
 
 def loading_payload(path: Path) -> dict[str, Any]:
     """Return an old file's content in plain values, as releases before 1.1 had them."""
-    Migration(backs_up=False).migrate(path)
+    migrate_checkpoints(path, backs_up=False)
     payload = loading.load(path).payload
     path.with_suffix(".json").unlink()
     kept = ("training_state", "model", "rng")

@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from helios.migration.folder_migration import Migration, find_candidates
+from helios.migration.folder_migration import migrate_checkpoints
 from tests.checkpoint import kill_child
 from tests.support import old_files as old
 
@@ -19,14 +19,9 @@ NAMES = ("1.4.1/linear_epoch_4_iter_8.pth", "2.0.1/linear_epoch_2_iter_10.pth")
 
 def make_template(root: Path) -> None:
     """Two old files; the sidecar of an earlier migration lies beside the first."""
-    Migration().migrate(old.lay_out(root, NAMES[0]))
+    migrate_checkpoints(old.lay_out(root, NAMES[0]))
     for name in NAMES:
         old.lay_out(root, name)
-
-
-def migrate(root: Path) -> None:
-    for path in find_candidates(root):
-        Migration().migrate(path)
 
 
 def main() -> None:
@@ -37,5 +32,5 @@ def main() -> None:
     def prepare(place: Path) -> None:
         shutil.copytree(template, place, dirs_exist_ok=True)
 
-    kill_child.SCENES["migrate"] = (prepare, migrate)
+    kill_child.SCENES["migrate"] = (prepare, migrate_checkpoints)
     sys.stdout.write(json.dumps(kill_child.play("migrate", root)))

@@ -11,7 +11,7 @@ import pytest
 from helios.checkpoint import file_names
 from helios.checkpoint.store import RunFolder
 from helios.errors import IncompatibleCheckpointError
-from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Result, find_candidates
+from helios.migration.folder_migration import BACKUP_FOLDER, Result, migrate_checkpoints
 from tests.migration import migration_child
 from tests.support import old_files as old
 from tests.support import tier
@@ -62,16 +62,14 @@ def test_a_kill_at_any_file_operation_of_a_migration_loses_nothing(scene: Scene)
             places = (folder / name, folder / BACKUP_FOLDER / name)
             kept = [path for path in places if path.exists()]
             assert any(path.read_bytes() == source.read_bytes() for path in kept), point
-        results = [Migration().migrate(path).result for path in find_candidates(folder)]
+        results = [report.result for report in migrate_checkpoints(folder)]
         assert {Result.MIGRATED, Result.COMPLETED, Result.CURRENT} >= set(results), point
         assert check_start(folder, point) == "new", point
-        assert {Migration().migrate(path).result for path in find_candidates(folder)} == {
-            Result.CURRENT
-        }
+        assert {report.result for report in migrate_checkpoints(folder)} == {Result.CURRENT}
         for name, source in _SOURCES.items():
             loaded = RunFolder(folder).load(folder / name)
             assert loaded.sidecar is not None, point
-            assert loaded.sidecar.is_migrated
+            assert loaded.sidecar.migrated_from is not None
             assert old.is_same(old.raw_model(source), loaded.payload["model"]), point
             backup = folder / BACKUP_FOLDER / name
             assert backup.read_bytes() == source.read_bytes(), point

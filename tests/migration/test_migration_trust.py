@@ -13,7 +13,7 @@ import torch
 
 from helios import chkpt_migrator
 from helios.migration import helios_ml
-from helios.migration.folder_migration import Migration, Result
+from helios.migration.folder_migration import Result, migrate_checkpoints
 from tests.support import old_files as old
 
 STATE = {"current_iteration": 4, "global_iteration": 4, "global_epoch": 1, "dataset_iter": 4}
@@ -70,7 +70,7 @@ def test_tricks_with_the_names_that_are_known_execute_nothing(
     mark = tmp_path / "mark"
     path = old.with_pickle(tmp_path / "a_epoch_1_iter_4.pth", make(mark))
     before = path.read_bytes()
-    report = Migration().migrate(path)
+    (report,) = migrate_checkpoints(path)
     assert report.result in (Result.REFUSED, Result.DAMAGED), report
     assert not mark.exists()
     assert path.read_bytes() == before
@@ -98,7 +98,7 @@ def test_a_call_anywhere_in_the_file_is_refused_and_not_made(
     path = tmp_path / "a_epoch_1_iter_4.pth"
     torch.save(tree, path)
     before = path.read_bytes()
-    report = Migration().migrate(path)
+    (report,) = migrate_checkpoints(path)
     assert report.result is Result.REFUSED
     assert function.__name__ in report.reason
     assert not mark.exists()
@@ -138,4 +138,4 @@ def test_a_pickle_bomb_of_references_is_no_hang(tmp_path: Path) -> None:
         tree = [tree, tree]
     path = tmp_path / "a_epoch_1_iter_4.pth"
     torch.save({"training_state": STATE, "model": {"net": tree}}, path)
-    assert Migration().migrate(path).result in (Result.MIGRATED, Result.REFUSED)
+    assert migrate_checkpoints(path)[0].result in (Result.MIGRATED, Result.REFUSED)

@@ -23,10 +23,9 @@ from helios.errors import (
 from helios.migration import helios_ml
 from helios.migration.folder_migration import (
     BACKUP_FOLDER,
-    Migration,
     Report,
     Result,
-    find_candidates,
+    migrate_checkpoints,
 )
 from helios.state import TrainingState
 from helios.storage import codec
@@ -35,7 +34,8 @@ from tests.support import old_files as old
 
 
 def migrate(path: Path, **options: Any) -> Report:
-    return Migration(**options).migrate(path)
+    (report,) = migrate_checkpoints(path, **options)
+    return report
 
 
 def write_old(path: Path, **entries: Any) -> Path:
@@ -102,7 +102,7 @@ def test_a_migrated_file_is_an_ordinary_one_that_says_where_it_comes_from(
     assert loaded.payload["schema"] == file_names.SCHEMA
     assert all(type(key) is str for key in loaded.payload)
     assert loaded.sidecar is not None
-    assert loaded.sidecar.is_migrated
+    assert loaded.sidecar.migrated_from == loaded.payload["migrated_from"]
     assert loaded.sidecar.num_replicas == loaded.payload["num_replicas"] == 0
     assert loaded.sidecar.run_name == "linear"
     assert loaded.sidecar.iteration == loaded.payload["training_state"]["global_iteration"]
@@ -298,9 +298,9 @@ def test_steps_lead_from_schema_to_schema_in_order() -> None:
 def test_a_second_migration_changes_nothing(tmp_path: Path) -> None:
     for name in old.FILES[-3:]:
         old.lay_out(tmp_path, name)
-    assert {migrate(path).result for path in find_candidates(tmp_path)} == {Result.MIGRATED}
+    assert {report.result for report in migrate_checkpoints(tmp_path)} == {Result.MIGRATED}
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*.*")}
-    assert {migrate(path).result for path in find_candidates(tmp_path)} == {Result.CURRENT}
+    assert {report.result for report in migrate_checkpoints(tmp_path)} == {Result.CURRENT}
     after = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*.*")}
     assert after == before
 
@@ -349,7 +349,7 @@ def test_a_backup_never_replaces_another_file(tmp_path: Path) -> None:
     assert other is not None
     assert kept.read_bytes() == (old.GOLDEN / "1.1.0/linear_epoch_2_iter_8.pth").read_bytes()
     assert other.read_bytes() == (old.GOLDEN / "0.1.9/linear_epoch_2_iter_8.pth").read_bytes()
-    assert list(find_candidates(tmp_path)) == [second]
+    assert [report.path for report in migrate_checkpoints(tmp_path)] == [second]
 
 
 def test_files_of_others_are_named_and_left_alone(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_files_of_others_are_named_and_left_alone(tmp_path: Path) -> None:
     unfinished = tmp_path / "a_epoch_9_iter_9.pth.tmp"
     unfinished.write_bytes(b"half")
     before = {p: p.read_bytes() for p in tmp_path.iterdir()}
-    results = {report.path: report for report in map(migrate, find_candidates(tmp_path))}
+    results = {report.path: report for report in migrate_checkpoints(tmp_path)}
     assert results[weights].result is Result.FOREIGN
     assert results[text].result is Result.FOREIGN
     assert results[link].result is Result.LINK

@@ -39,7 +39,7 @@ def the_migrator_does_not_know_the_present_class_of_the_counters(converters):
     return {name: make for name, make in converters.items() if name != helios_ml._PRESENT_STATE}
 
 
-@fault("helios.migration.folder_migration:Migration._complete", KILLS)
+@fault("helios.migration.folder_migration:_Migration._complete", KILLS)
 def a_sidecar_that_a_kill_has_left_out_is_not_completed(complete, migration, path, types):
     from helios.migration import folder_migration
 
