@@ -378,60 +378,17 @@ def compare_results(namespace: argparse.Namespace) -> Answer:
 
 
 def _show_results(found: RunComparison) -> Iterator[str]:
-    from helios.reports.factors import is_repeated
-    from helios.reports.run_comparison import (
-        HEAD,
-        describe_estimate,
-        describe_pairs,
-        describe_sweep,
-        list_estimates,
-        list_parts,
-        list_sweep,
-    )
+    from helios.reports.run_comparison import list_tables
 
-    columns = [Column(name, is_right=name in HEAD[2:5]) for name in HEAD]
-    if found.sweep is not None:
-        names, runs = list_sweep(found.sweep)
-        yield from output.table([Column(names[0]), *_right(names[1:])], runs)
-        yield describe_sweep(found.sweep)
-    else:
-        yield from output.table(columns, list_estimates(found))
-    if found.paired:
-        yield f"pairs of equal seeds, {describe_pairs(found)}:"
-        yield from _indent(
-            output.table(
-                [Column("number"), Column("pairs", is_right=True), *columns[3:]],
-                [(name, *describe_estimate(each)) for name, each in found.paired.items()],
-            )
-        )
-    if found.parts:
-        yield "parts of the variance:"
-        head = [Column("number"), Column("part"), Column("variance"), Column("share")]
-        parts = [row for name in found.parts for row in list_parts(found, name)]
-        yield from _indent(output.table(head, parts))
-    shown = {} if found.sweep is None else {x: found.varying[x] for x in found.sweep.parameters}
-    varying = [
-        (name, *values)
-        for name, values in found.varying.items()
-        if not is_repeated(name, values, shown)
-    ]
-    if varying:
-        yield "the runs differ in:" if found.sweep is None else "the runs also differ in:"
-        head = [Column("what"), *map(Column, found.runs)]
-        yield from _indent(output.table(head, varying[:_MOST_ROWS]))
-        if len(varying) > _MOST_ROWS:
-            yield f"  and {len(varying) - _MOST_ROWS} more, see --json"
+    for number, table in enumerate(list_tables(found)):
+        columns = [Column(name, is_right=name in table.numbers) for name in table.head]
+        rest = len(table.rows) - _MOST_ROWS if number else 0
+        lines = output.table(columns, table.rows[:_MOST_ROWS] if rest > 0 else table.rows)
+        lines += [table.note] if table.note else []
+        lines += [f"and {rest} more, see --json"] if rest > 0 else []
+        yield from [f"{table.title}:", *(f"  {line}" for line in lines)] if number else lines
     for note in found.notes:
         yield f"note: {note}."
-
-
-def _right(names: Sequence[str]) -> list[Column]:
-    return [Column(name, is_right=True) for name in names]
-
-
-def _indent(lines: list[str]) -> Iterator[str]:
-    for line in lines:
-        yield f"  {line}"
 
 
 def pack_evidence(namespace: argparse.Namespace) -> Answer:

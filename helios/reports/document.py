@@ -67,32 +67,7 @@ class Chart:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Numbers of several runs in one row of a picture.
-
-    Attributes:
-        name: the group of runs.
-        numbers: one for each run.
-        mean: their mean.
-        interval: the interval of the mean; ``None`` if there are too few.
-    """
-
-    name: str
-    numbers: Sequence[float]
-    mean: float
-    interval: tuple[float, float] | None
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A picture of groups of numbers: each run, the mean and its interval."""
-
-    title: str
-    samples: Sequence[Sample]
-
-
-Block = str | Chart | Spread
+Block = str | Chart
 """Markdown without empty lines, or a picture."""
 
 
@@ -194,12 +169,7 @@ def write_checklist(topics: Mapping[str, Mapping[str, str | None]]) -> Iterator[
         )
 
 
-def _describe_chart(block: Chart | Spread) -> str:
-    if isinstance(block, Spread):
-        numbers = "; ".join(
-            f"{each.name}: {', '.join(map(number_text, each.numbers))}" for each in block.samples
-        )
-        return f"{write_text(block.title)}: {write_text(numbers)}."
+def _describe_chart(block: Chart) -> str:
     text = "; ".join(map(_describe_line, block.lines))
     return f"{write_text(block.title)}: {text}. {write_text(block.note)}".rstrip()
 
@@ -263,11 +233,6 @@ margin-right:.4rem;vertical-align:middle}
 ul.legend li.dashed::before{border-top-style:dashed}
 .killed,.resumed{stroke-width:1.5;stroke-dasharray:5 4}
 .killed{stroke:var(--killed)}.resumed{stroke:var(--resumed)}
-.rows{display:grid;grid-template-columns:minmax(5rem,12rem) 1fr;gap:.4rem .75rem;
-align-items:center}
-.rows svg{height:2.25rem}.rows .places{padding:0 4%}.group{font-size:.875rem}
-.interval{stroke:var(--band);stroke-width:14}.mean{stroke:var(--killed);stroke-width:2}
-.rows .dots{stroke-width:7}
 ul.list{list-style:none;padding:0;margin:.4rem 0}
 ul.list li{padding:.45rem 0 .45rem 1.6rem;border-bottom:1px solid var(--rule);position:relative}
 ul.list li::before{position:absolute;left:.1rem;content:"\\2610";color:var(--soft)}
@@ -277,7 +242,7 @@ footer{margin-top:3rem;border-top:1px solid var(--rule);padding-top:.75rem}
 @media(max-width:36rem){body{padding:1.25rem .9rem 3rem}h1{font-size:1.4rem}
 table.facts td{display:block;border:0;padding:0}table.facts td:first-child{width:auto;
 padding-top:.45rem;font-size:.875rem}.plot{grid-template-columns:3.4rem 1fr}
-svg{height:10rem}.rows{grid-template-columns:1fr;gap:.15rem}}
+svg{height:10rem}}
 @media print{body{max-width:none}section{break-inside:auto}figure{break-inside:avoid}}
 """
 
@@ -332,8 +297,6 @@ def _html_section(number: int, section: Chapter) -> str:
 def _html_block(block: Block) -> str:
     if isinstance(block, Chart):
         return draw_chart(block)
-    if isinstance(block, Spread):
-        return draw_spread(block)
     return _html_markdown(block)
 
 
@@ -506,38 +469,3 @@ def _round_numbers(low: float, high: float) -> list[float]:
     first = math.ceil(low / step)
     found = [(first + number) * step for number in range(6)]
     return [tick for tick in found if low <= tick <= high] or [low]
-
-
-def draw_spread(spread: Spread) -> str:
-    """Return the HTML of a picture of groups: a row each, with runs, mean and interval."""
-    numbers = [
-        number
-        for sample in spread.samples
-        for number in (*sample.numbers, *(sample.interval or ()))
-    ]
-    scale = _Scale(numbers)
-    rows = "".join(_draw_sample(sample, scale) for sample in spread.samples)
-    title = html.escape(spread.title)
-    ends = f"<span>{number_text(min(numbers))}</span><span>{number_text(max(numbers))}</span>"
-    return (
-        f"<figure><figcaption>{title}</figcaption>"
-        f'<div class="rows">{rows}<span></span><div class="places">{ends}</div></div></figure>'
-    )
-
-
-def _draw_sample(sample: Sample, scale: _Scale) -> str:
-    def across(value: float) -> str:
-        return _round(_WIDTH * (1 - scale.down(value) / _HEIGHT))
-
-    parts = []
-    if sample.interval is not None:
-        low, high = sample.interval
-        parts.append(f'<path class="interval" d="M{across(low)} 20H{across(high)}"/>')
-    dots = "".join(f"M{across(number)} 20h0" for number in sample.numbers)
-    parts.append(f'<path class="dots" d="{dots}"/>')
-    parts.append(f'<path class="mean" d="M{across(sample.mean)} 4V36"/>')
-    name = html.escape(sample.name)
-    return (
-        f'<span class="group">{name}</span><svg role="img" aria-label="{name}" '
-        f'viewBox="0 0 {_WIDTH:g} 40" preserveAspectRatio="none">{"".join(parts)}</svg>'
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from helios.core.text import number_text, with_step
 from helios.errors import ArgumentError
 from helios.ledger.book import read_course, read_last_iteration, read_last_line, read_last_losses
 from helios.ledger.differences import diff
-from helios.ledger.manifest_file import flatten
+from helios.ledger.line import hash_of
+from helios.ledger.manifest_file import Effect, compare_facts, flatten
 from helios.ledger.run_facts import RunFacts, read_run
 from helios.reports.document import (
     Block,
     Chapter,
     Document,
-    Sample,
-    Spread,
+    shorten,
     write_fitting,
     write_table,
     write_text,
@@ -36,11 +36,11 @@ from helios.reports.estimates import (
     split_variance,
     subtract,
 )
-from helios.reports.factors import find_levels, list_hyper_parameters, list_varying
 from helios.reports.figures import RunCurves, draw_over
 
 _ALL = "all"
 _AT = b'"at":['
+_ABSENT = "not set"
 
 
 @dataclass
@@ -143,12 +143,12 @@ def compare(*runs: str | Path, by: str | None = None) -> RunComparison:
     facts = [run.facts for run in found]
     levels = [_ALL] * len(found)
     if by is not None:
-        result.by, levels = find_levels(facts, by)
+        result.by, levels = _find_levels(facts, by)
     for name, level in zip(names, levels, strict=True):
         result.groups.setdefault(level, []).append(name)
     numbers = _Numbers(names, found, levels)
-    result.varying = list_varying(facts)
-    parameters = list_hyper_parameters(result.varying)
+    result.varying = _list_varying(facts)
+    parameters = _list_hyper_parameters(result.varying)
     if any(_differs_within(values, levels) for values in parameters.values()):
         # Their mean would be that of different things.
         result.sweep = _make_sweep(names, found, parameters)
@@ -367,25 +367,94 @@ def _note_lengths(found: Sequence[RunFacts]) -> Iterator[str]:
 
 
 HEAD = ("number", "group", "runs", "mean", "deviation", "95% interval")
-"""The columns of :func:`list_estimates`."""
+_NUMBERS = ("runs", "pairs", "mean", "deviation")
 
 
-def list_estimates(comparison: RunComparison) -> list[tuple[str, ...]]:
-    """Return a row for each number and group."""
-    return [
-        (name, group, *describe_estimate(each))
-        for name, table in comparison.estimates.items()
-        for group, each in table.items()
+@dataclass(frozen=True)
+class ResultTable:
+    """A table of a comparison, as a terminal and a page show it.
+
+    Attributes:
+        title: what it shows.
+        head: the headings.
+        rows: the cells, as texts.
+        numbers: headings of columns of numbers.
+        note: a sentence below it; may be empty.
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Collection[str] = _NUMBERS
+    note: str = ""
+
+
+def list_tables(found: RunComparison) -> Iterator[ResultTable]:
+    """Yield the results, and what else there is: pairs, parts of the variance, differences."""
+    rows: list[tuple[str, ...]]
+    if found.sweep is None:
+        rows = [
+            (name, group, *_describe_estimate(each))
+            for name, table in found.estimates.items()
+            for group, each in table.items()
+        ]
+        yield ResultTable("results", HEAD, rows)
+    else:
+        yield _list_sweep(found.sweep)
+    if found.paired:
+        first, second = found.groups
+        rows = [(name, *_describe_estimate(each)) for name, each in found.paired.items()]
+        title = f"pairs of equal seeds, {found.by}: {first} minus {second}"
+        yield ResultTable(title, ("number", "pairs", *HEAD[3:]), rows)
+    if found.parts:
+        rows = [(name, *row) for name, parts in found.parts.items() for row in _list_parts(parts)]
+        yield ResultTable("parts of the variance", ("number", "part", "variance", "share"), rows)
+    shown = {} if found.sweep is None else {x: found.varying[x] for x in found.sweep.parameters}
+    rows = [
+        (name, *values)
+        for name, values in found.varying.items()
+        if not _is_repeated(name, values, shown)
     ]
+    if rows:
+        title = f"the runs {'' if found.sweep is None else 'also '}differ in"
+        yield ResultTable(title, ("what", *found.runs), rows, ())
 
 
-def describe_estimate(found: Estimate) -> tuple[str, str, str, str]:
+def _describe_estimate(found: Estimate) -> tuple[str, str, str, str]:
     """Return count, mean, deviation and interval as texts."""
     interval = "-"
     if found.interval is not None:
         interval = " to ".join(map(number_text, found.interval))
     deviation = "-" if found.deviation is None else number_text(found.deviation)
     return str(len(found.values)), number_text(found.mean), deviation, interval
+
+
+def _list_parts(found: Parts) -> Iterator[tuple[str, str, str]]:
+    """Yield name, variance and share of each part."""
+    parts = {**found.variances, "rest": found.rest}
+    total = sum(parts.values())
+    for part, value in parts.items():
+        yield part, number_text(value), f"{value / total:.0%}" if total else "-"
+
+
+def _list_sweep(sweep: Sweep) -> ResultTable:
+    names = [name.removeprefix("params.").removeprefix("found.") for name in sweep.parameters]
+    if len({*names, *sweep.scores}) < len(names) + len(sweep.scores):
+        names = sweep.parameters
+    rows = [
+        (row.run, *row.parameters, *(_show_score(row.scores.get(name)) for name in sweep.scores))
+        for row in sweep.rows
+    ]
+    note = "The scores are the last ones: the runs have no best validation by one score."
+    if sweep.by is not None:
+        best = f"each run's best validation by {sweep.by}"
+        note = f"The scores are those of {best}, the best run first."
+    columns = (*names, *sweep.scores)
+    return ResultTable("results", ("run", *columns), rows, columns, note)
+
+
+def _show_score(score: float | None) -> str:
+    return "-" if score is None else number_text(score)
 
 
 def write_comparison(comparison: RunComparison) -> str:
@@ -395,116 +464,154 @@ def write_comparison(comparison: RunComparison) -> str:
         LedgerError: if a ledger cannot be read.
     """
     courses = {name: RunCurves.read(run) for name, run in comparison.found.items()}
+    results, *others = map(_write_chapter, list_tables(comparison))
+    results.blocks += _write_runs(comparison)
+    notes = [write_text(f"{note}.") for note in comparison.notes or ["None"]]
 
     def make(points: int) -> Document:
-        sections = [
-            Chapter("Results", list(_show_results(comparison))),
-            *draw_over(courses, points),
-            Chapter("Differences between the runs", list(_show_varying(comparison))),
-            Chapter("Differences of pairs", list(_show_paired(comparison))),
-            Chapter("Parts of the variance", list(_show_parts(comparison))),
-            Chapter(
-                "Notes",
-                [write_text(f"{note}.") for note in comparison.notes] or [write_text("None.")],
-            ),
-        ]
-        title = f"{len(comparison.runs)} runs"
-        if comparison.by is not None:
-            title += f" by {comparison.by}"
+        sections = [results, *draw_over(courses, points), *others, Chapter("Notes", [*notes])]
+        by = "" if comparison.by is None else f" by {comparison.by}"
+        title = f"{len(comparison.runs)} runs{by}"
         return Document(title, "Comparison of training runs", sections)
 
     return write_fitting(make)[1]
 
 
-def list_sweep(sweep: Sweep) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the heading and the rows of a sweep, the best run first."""
-    names = [name.removeprefix("params.").removeprefix("found.") for name in sweep.parameters]
-    if len({*names, *sweep.scores}) < len(names) + len(sweep.scores):
-        names = sweep.parameters
-    rows = [
-        (row.run, *row.parameters, *(_show_score(row.scores.get(name)) for name in sweep.scores))
-        for row in sweep.rows
-    ]
-    return ("run", *names, *sweep.scores), rows
+def _write_chapter(table: ResultTable) -> Chapter:
+    blocks: list[Block] = [write_table(table.head, table.rows)]
+    blocks += [write_text(table.note)] if table.note else []
+    return Chapter(table.title[0].upper() + table.title[1:], blocks)
 
 
-def _show_score(score: float | None) -> str:
-    return "-" if score is None else number_text(score)
-
-
-def describe_sweep(sweep: Sweep) -> str:
-    """Return what the scores of a sweep are, and their order."""
-    if sweep.by is None:
-        return "The scores are the last ones: the runs have no best validation by one score."
-    return f"The scores are those of each run's best validation by {sweep.by}, the best run first."
-
-
-def _show_results(comparison: RunComparison) -> Iterator[Block]:
+def _write_runs(comparison: RunComparison) -> Iterator[Block]:
+    """Yield the numbers of each run, and what the interval of their mean takes for granted."""
     if comparison.sweep is not None:
-        yield write_table(*list_sweep(comparison.sweep))
-        yield write_text(describe_sweep(comparison.sweep))
         yield write_text("Their hyper-parameters differ, so there is no mean of them.")
         return
-    yield write_table(HEAD, list_estimates(comparison))
-    yield write_text(
-        "Each dot is a run, the vertical line the mean, the area the 95% interval of the mean by "
-        "Student's t, which assumes independent runs."
-    )
-    for name, table in comparison.estimates.items():
-        yield _draw(name, table)
-
-
-def _draw(name: str, table: Mapping[str, Estimate]) -> Spread:
-    return Spread(
-        name,
-        [
-            Sample(group, list(each.values.values()), each.mean, each.interval)
-            for group, each in table.items()
-        ],
-    )
-
-
-def _show_varying(comparison: RunComparison) -> Iterator[Block]:
-    if not comparison.varying:
-        yield write_text("None that may change the training, as far as the manifests say.")
-        return
-    rows = [(name, *values) for name, values in comparison.varying.items()]
-    yield write_table(("what", *comparison.runs), rows)
-
-
-def _show_paired(comparison: RunComparison) -> Iterator[Block]:
-    if not comparison.paired:
-        yield write_text(
-            "None, see the notes." if comparison.by else "None: the runs are one group."
-        )
-        return
-    yield write_text(f"{describe_pairs(comparison)}, run by run of equal seeds.")
-    rows = [(name, *describe_estimate(each)) for name, each in comparison.paired.items()]
-    yield write_table(("number", "pairs", *HEAD[3:]), rows)
-    for name, each in comparison.paired.items():
-        yield _draw(name, {"difference": each})
-
-
-def describe_pairs(comparison: RunComparison) -> str:
-    """Return which group is subtracted from which one."""
-    first, second = comparison.groups
-    return f"{comparison.by}: {first} minus {second}"
-
-
-def _show_parts(comparison: RunComparison) -> Iterator[Block]:
-    if not comparison.parts:
-        yield write_text("None, see the notes.")
-        return
-    rows = [row for name in comparison.parts for row in list_parts(comparison, name)]
-    yield write_table(("number", "part", "variance", "share"), rows)
-
-
-def list_parts(comparison: RunComparison, name: str) -> list[tuple[str, str, str, str]]:
-    """Return a row for each part of the variance of a number."""
-    found = comparison.parts[name]
-    parts = {**found.variances, "rest": found.rest}
-    total = sum(parts.values())
-    return [
-        (name, part, number_text(value), f"{value / total:.0%}" if total else "-")
-        for part, value in parts.items()
+    yield write_text("The interval is by Student's t, which assumes independent runs.")
+    tables = {
+        name: {run: x for each in groups.values() for run, x in each.values.items()}
+        for name, groups in comparison.estimates.items()
+    }
+    rows = [
+        (run, *(_show_score(table.get(run)) for table in tables.values()))
+        for run in comparison.runs
     ]
+    yield write_table(("run", *tables), rows)
+
+
+def _find_levels(facts: Sequence[Mapping[str, Any]], name: str) -> tuple[str, list[str]]:
+    """Return the whole name of an entry of the manifest, and its value in each run.
+
+    Args:
+        facts: what the manifest of each run says, by topic.
+        name: an argument of the command (``lr`` for ``--lr 0.1``), an option (``precision``), an
+            entry with its topic (``seeds.random_seed``), or a topic.
+
+    Raises:
+        ArgumentError: if no run has it, or if several entries have that name.
+    """
+    arguments = [_parse_arguments(each.get("command", {}).get("arguments", ())) for each in facts]
+    wanted = _normalize(name)
+    if any(wanted in table for table in arguments):
+        return f"--{wanted}", [table.get(wanted, _ABSENT) for table in arguments]
+    if any(name in each for each in facts):
+        return name, [_show(each[name]) if name in each else _ABSENT for each in facts]
+    flat = [dict(flatten(each)) for each in facts]
+    found = list(dict.fromkeys(key for table in flat for key in table if _has_name(key, name)))
+    levels = [[_show(table[key]) if key in table else _ABSENT for table in flat] for key in found]
+    if not found:
+        raise ArgumentError(
+            f"The manifest of no run has {name!r}. Name an argument of the command, an option, or "
+            f"an entry such as seeds.random_seed; these differ: {', '.join(_list_varying(facts))}."
+        )
+    if any(each != levels[0] for each in levels):
+        raise ArgumentError(f"{name!r} may be {' or '.join(found)}. Pass one of these names.")
+    # A seed is an option, too; as a seed, it is known to pairs and to parts of the variance.
+    return min(found, key=lambda key: not key.startswith("seeds.")), levels[0]
+
+
+def _has_name(key: str, name: str) -> bool:
+    return key == name or key.endswith(f".{name}")
+
+
+def _normalize(name: str) -> str:
+    return name.lstrip("-").replace("_", "-")
+
+
+def _parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of ``--name value`` and ``--name=value``; ``yes`` for one without."""
+    found: dict[str, str] = {}
+    name: str | None = None
+    for argument in arguments:
+        if argument.startswith("-") and not _is_number(argument):
+            key, equal, value = argument.partition("=")
+            name = None if equal else _normalize(key)
+            found[_normalize(key)] = value if equal else "yes"
+        elif name is not None:
+            found[name] = argument if found[name] == "yes" else f"{found[name]} {argument}"
+    return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{hash_of(value)} (hash)"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _list_varying(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the value in each run of every entry that differs and may change the training."""
+    known = [each for each in facts if each]
+    names = dict.fromkeys(
+        change.name
+        for other in known[1:]
+        for change in compare_facts(known[0], other)
+        if change.effect is not Effect.NONE
+    )
+    # What a constructor was given is told by the data itself, too.
+    twice = {f"found.{name}" for name in names}
+    told = [name for name in names if name not in twice]
+    return {name: [shorten(_look_up(each, name), 80) for each in facts] for name in told}
+
+
+def _list_hyper_parameters(varying: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return, of the entries that differ, those that describe the training, without seeds.
+
+    A value that was declared and also given to a constructor is listed once.
+
+    Args:
+        varying: what :func:`_list_varying` returned.
+    """
+    found: dict[str, list[str]] = {}
+    for topic in ("params", "found", "data", "options"):
+        for name, values in varying.items():
+            parts = name.split(".")
+            is_seed = parts[-1].endswith("seed") or "seeds" in parts
+            is_new = parts[0] == topic and not _is_repeated(name, values, found)
+            if is_new and not is_seed:
+                found[name] = values
+    return found
+
+
+def _is_repeated(name: str, values: Sequence[str], columns: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a column has the same values, under a name with the same end."""
+    end = name.split(".")[-1]
+    return any(each.split(".")[-1] == end and known == values for each, known in columns.items())
+
+
+def _look_up(facts: Mapping[str, Any], name: str) -> str:
+    if not facts:
+        return "unknown"
+    topic, _, rest = name.partition(".")
+    if topic == "code":
+        hashes = facts.get("code", {}).get(rest)
+        return _ABSENT if hashes is None else str(hashes["text"])
+    return next((_show(value) for key, value in flatten(facts) if key == name), _ABSENT)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from helios.cli import main
+from helios.core.text import number_text
 from helios.errors import ArgumentError, LedgerError
 from helios.ledger import compare, timing
 from helios.ledger.book import (
@@ -281,9 +282,15 @@ def test_the_command_shows_all_of_it(
     assert "pairs of equal seeds, --lr: 0.1 minus 0.2:" in out
     assert re.search(r"error \(last\) +seeds\.random_seed +\d\.\d+ +9\d%", out)
     read = Page(page.read_text("utf-8"))
-    assert "--lr: 0.1 minus 0.2, run by run of equal seeds." in read.words
-    # Two groups of each of three numbers, the differences of each, and three charts of all runs.
-    assert read.tags.count("svg") == 12
+    assert "Pairs of equal seeds, --lr: 0.1 minus 0.2" in read.words
+    assert "Parts of the variance" in read.words
+    found = compare(*grid, by="lr")
+    for name, groups in found.estimates.items():
+        for run, value in groups["0.1"].values.items():
+            row = next(row for row in page.read_text("utf-8").split("<tr>") if f">{run}<" in row)
+            assert f"<td>{number_text(value)}</td>" in row, name
+    # Of the loss, the rate and the score.
+    assert read.tags.count("svg") == 3
     assert main([*words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["estimates"]["error (last)"]["0.1"]["n"] == 3
