@@ -35,7 +35,6 @@ class Line:
     Attributes:
         points: place and value of each point, in the order of places.
         band: place, least and largest value; empty for a line without a band.
-        has_dots: whether each point is marked.
         name: the run that it belongs to, where there are several; may be empty.
         ends: the first and the last number, which the points may have merged with others; ``None``
             without any.
@@ -43,7 +42,6 @@ class Line:
 
     points: Sequence[tuple[float, float]]
     band: Sequence[tuple[float, float, float]] = ()
-    has_dots: bool = False
     name: str = ""
     ends: tuple[float, float] | None = None
 
@@ -337,7 +335,7 @@ def _html_question(markdown: str) -> str:
 
 _WIDTH, _HEIGHT = 1_000.0, 300.0
 _DECADES = 2.0
-_MANY_DOTS = 150
+_MOST_DOTS = 60
 # Further lines have these colours again, and are dashed.
 _COLOURS = 8
 
@@ -376,7 +374,7 @@ def _draw_line(
     points = [f"{_round(across(x))} {scale.down(y)}" for x, y in line.points]
     if points:
         yield f'<path class="line{kind}" d="M{"L".join(points)}"/>'
-    if points and (line.has_dots or len(points) == 1) and len(points) <= _MANY_DOTS:
+    if points and len(points) <= _MOST_DOTS:
         # A line of length zero with round ends is a dot that is not stretched.
         dots = "".join(f"M{point}h0" for point in points)
         yield f'<path class="dots{kind}" d="{dots}"/>'

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 
@@ -264,9 +264,11 @@ def read_curves(
 
 NORM = "gradient norm before clipping"
 LOSSES, RATES, THROUGHPUT, SCORES = "Losses", "Learning rate", "Throughput", "Scores"
+TOPICS = (LOSSES, RATES, THROUGHPUT, SCORES)
+"""What there are curves of."""
 _MOST_CHARTS = 40
-_MOST_DOTS = 60
 _MOST_LINES = 16
+_MARKS = "Vertical lines mark starts that resumed; those in red follow a kill."
 # Lines over each other can be told apart only without the noise of single iterations.
 _MOST_OVER = 200
 
@@ -323,7 +325,7 @@ class RunCurves:
 
     def list_curves(self) -> dict[str, dict[str, Curve]]:
         """Return all curves by topic and title."""
-        found: dict[str, dict[str, Curve]] = {LOSSES: {}, RATES: {}, THROUGHPUT: {}, SCORES: {}}
+        found: dict[str, dict[str, Curve]] = {topic: {} for topic in TOPICS}
         if self.curves is not None:
             rates = self.curves.rates
             found[LOSSES] |= self.curves.losses
@@ -346,35 +348,38 @@ class RunCurves:
             if attempt.iteration
         ][:MOST_ROWS]
 
-    def show_losses(self, points: int) -> Iterator[Block]:
-        """Yield the blocks of the losses and of the norm of the gradients."""
+    def show(self, topic: str, points: int) -> Iterator[Block]:
+        """Yield what there is to say of a topic, and its curves.
+
+        Args:
+            topic: one of :data:`TOPICS`.
+            points: the most points of each line; 0 for charts without lines.
+        """
+        yield from self._introduce[topic](self)
+        curves = self.list_curves()[topic]
+        for name, curve in itertools.islice(curves.items(), _MOST_CHARTS):
+            line = _line(curve, points, has_band=True)
+            yield Chart(shorten(name), [line], self.span, self.marks, _describe_curve(curve))
+        yield from _list_rest(list(curves))
+
+    def _say_losses(self) -> Iterator[Block]:
         if self.curves is None:
             yield write_text("There is no ledger, so the losses are unknown.")
             return
-        losses = self.curves.losses
-        if not losses:
-            yield write_text("The run has set no losses (loss_items).")
-        if losses:
+        if self.curves.losses:
             yield write_text(
                 "The line is the mean of each group of iterations, the area around it their least "
-                "and largest loss. Vertical lines mark starts that resumed; those in red follow a "
-                "kill."
+                f"and largest loss. {_MARKS}"
             )
-        for name, curve in list(losses.items())[:_MOST_CHARTS]:
-            yield self._draw(name, curve, points)
-        yield from _list_rest(list(losses))
-        if self.curves.norm is not None:
-            yield self._draw(NORM, self.curves.norm, points)
         else:
+            yield write_text("The run has set no losses (loss_items).")
+        if self.curves.norm is None:
             yield write_text("No gradient norm: the training does not clip by norm (clip_norm).")
 
-    def show_rates(self, points: int) -> Iterator[Block]:
-        """Yield the blocks of the learning rates."""
+    def _say_rates(self) -> Iterator[Block]:
         if self.curves is None:
             yield write_text("There is no ledger, so the learning rates are unknown.")
-            return
-        rates = self.list_curves()[RATES]
-        if not rates:
+        elif not self.curves.rates:
             yield write_text("The run has no optimizer with a learning rate.")
         elif not self.curves.has_used_rates:
             yield write_text(
@@ -382,51 +387,19 @@ class RunCurves:
                 "recorded which ones its updates have used: with a scheduler that steps after each "
                 "update, they are those of the next one."
             )
-        for name, curve in list(rates.items())[:_MOST_CHARTS]:
-            yield self._draw(name, curve, points)
-        if len(rates) > _MOST_CHARTS:
-            yield write_text(f"{len(rates) - _MOST_CHARTS} further groups have no chart here.")
 
-    def _draw(self, name: str, curve: Curve, points: int) -> Chart:
-        note = ""
-        if curve.last is not None:
-            iteration, number = curve.last
-            note = (
-                f"Last: {number_text(number)} at iteration {with_step(iteration, curve.last_step)}."
-            )
-        if curve.first_infinite is not None:
-            place = with_step(curve.first_infinite, curve.first_infinite_step)
-            note += (
-                f" {curve.num_infinite:,} values are not finite, the first at iteration {place}."
-            )
-        line = _line(curve, points, has_band=True)
-        return Chart(shorten(name), [line], self.span, self.marks, note.strip())
-
-    def show_throughput(self, points: int) -> Iterator[Block]:
-        """Yield the blocks of the throughput."""
+    def _say_throughput(self) -> Iterator[Block]:
         lines = [line for line in self.run.times.lines if own_seconds(line) > 0]
         if not lines:
             yield write_text("There are no times, so the throughput is unknown.")
             return
         mean = sum(line["iterations"] for line in lines) / sum(map(own_seconds, lines))
-        for name, curve in self.list_curves()[THROUGHPUT].items():
-            yield self._draw_points(name, curve, points)
         # Earlier versions did not note how long validations took.
         knows_pauses = all("run" in start for start in self.run.times.starts)
         what = "with saves, without validations" if knows_pauses else "with validations and saves"
-        yield write_text(
-            f"On average {number_text(mean)} iterations per second, {what}. "
-            "Vertical lines mark starts that resumed; those in red follow a kill."
-        )
+        yield write_text(f"On average {number_text(mean)} iterations per second, {what}. {_MARKS}")
 
-    def _draw_points(self, name: str, curve: Curve, points: int) -> Chart:
-        line = _line(curve, points)
-        has_dots = len(line.points) <= _MOST_DOTS
-        line = Line(line.points, has_dots=has_dots, ends=line.ends)
-        return Chart(shorten(name), [line], self.span, self.marks)
-
-    def show_scores(self, points: int) -> Iterator[Block]:
-        """Yield the blocks of the scores of validations."""
+    def _say_scores(self) -> Iterator[Block]:
         scores, best = self.run.find_scores(), self.run.find_best()
         if not scores:
             yield write_text("The run has recorded no scores of validations.")
@@ -445,8 +418,25 @@ class RunCurves:
         yield write_table(head if best is None else [*head, "best validation"], rows[:MOST_ROWS])
         if best is not None:
             yield write_text(_explain(best))
-        for name, curve in list(self.list_curves()[SCORES].items())[:_MOST_CHARTS]:
-            yield self._draw_points(name, curve, points)
+
+    _introduce: ClassVar[Mapping[str, Callable[[RunCurves], Iterator[Block]]]] = {
+        LOSSES: _say_losses,
+        RATES: _say_rates,
+        THROUGHPUT: _say_throughput,
+        SCORES: _say_scores,
+    }
+
+
+def _describe_curve(curve: Curve) -> str:
+    """Return the last number of a curve, and how many are not finite, in sentences."""
+    if curve.last is None:
+        return ""
+    iteration, number = curve.last
+    note = f"Last: {number_text(number)} at iteration {with_step(iteration, curve.last_step)}."
+    if curve.first_infinite is not None:
+        place = with_step(curve.first_infinite, curve.first_infinite_step)
+        note += f" {curve.num_infinite:,} values are not finite, the first at iteration {place}."
+    return note
 
 
 def own_seconds(line: Mapping[str, Any]) -> float:
@@ -465,7 +455,7 @@ def draw_over(courses: Mapping[str, RunCurves], points: int) -> Iterator[Chapter
     span = min(first for first, _ in spans), max(last for _, last in spans)
     shown = dict(itertools.islice(courses.items(), _MOST_LINES))
     curves = {name: course.list_curves() for name, course in shown.items()}
-    for topic in (LOSSES, RATES, THROUGHPUT, SCORES):
+    for topic in TOPICS:
         titles = dict.fromkeys(title for found in curves.values() for title in found[topic])
         blocks: list[Block] = [
             Chart(

@@ -31,14 +31,7 @@ from helios.reports.document import (
     write_table,
     write_text,
 )
-from helios.reports.figures import (
-    LOSSES,
-    RATES,
-    SCORES,
-    THROUGHPUT,
-    LedgerCurves,
-    RunCurves,
-)
+from helios.reports.figures import TOPICS, LedgerCurves, RunCurves
 
 _UNSAID = "unknown"
 
@@ -113,10 +106,7 @@ def _make(
     saved = show_saves(run) if checkpoints is None else show_checkpoints(checkpoints)
     sections = [
         Chapter("Summary", list(_show_summary(course))),
-        Chapter(LOSSES, list(course.show_losses(points))),
-        Chapter(RATES, list(course.show_rates(points))),
-        Chapter(THROUGHPUT, list(course.show_throughput(points))),
-        Chapter(SCORES, list(course.show_scores(points))),
+        *(Chapter(topic, list(course.show(topic, points))) for topic in TOPICS),
         Chapter("Lineage", list(show_lineage(run))),
         Chapter("Changes between starts", list(show_changes(run))),
         Chapter("Checkpoints", list(saved)),
