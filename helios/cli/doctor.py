@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import helios.reports.doctor as machine
 from helios.cli import output
 from helios.cli.output import Answer, Command, argument
 from helios.core.text import size_text
-from helios.reports.doctor import Diagnosis, Examination, Severity
+from helios.reports.doctor import Diagnosis, Severity
 from helios.storage.local_paths import as_local_path
 
 
@@ -28,35 +27,12 @@ def examine_here(namespace: argparse.Namespace) -> Answer:
     folder = as_local_path("DIR", namespace.folder)
     if folder.exists():
         folder = output.existing_folder(namespace.folder)
-    try:
-        importlib.import_module("torch")
-    except (ImportError, OSError) as error:
-        return _refuse(error)
     found = machine.examine_machine(folder)
-    return Answer(
-        [*output.facts(dict(_facts(found))), "", *_lines(found.findings)],
-        found.as_dict,
-        lambda: found.exit_code,
-    )
+    shown = [*output.facts(dict(_show_facts(found.facts))), ""] if found.facts else []
+    return Answer([*shown, *_lines(found.findings)], found.as_dict, lambda: found.exit_code)
 
 
-def _refuse(error: Exception) -> Answer:
-    """Say that PyTorch cannot be imported: nothing else can be found out then."""
-    finding = Diagnosis(
-        "versions",
-        Severity.UNUSABLE,
-        f"PyTorch or NumPy cannot be imported: {error}.",
-        "Install it for this Python, as pytorch.org says.",
-    )
-    return Answer(
-        _lines([finding]),
-        lambda: {"is_good": False, "findings": [finding.as_dict()]},
-        lambda: finding.severity.exit_code,
-    )
-
-
-def _facts(found: Examination) -> Iterator[tuple[str, str]]:
-    facts = found.facts
+def _show_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     system, switches, folder = facts["system"], facts["switches"], facts["folder"]
     shown = ("helios", "python_build", "torch", "numpy")
     yield "versions", ", ".join(f"{name} {facts['versions'][name]}" for name in shown)

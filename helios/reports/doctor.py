@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Examination:
 
     Attributes:
         facts: by topic, as in the manifest of a run; besides ``switches``, ``blas``, ``folder``
-            and ``shared_memory``.
+            and ``shared_memory``; empty if PyTorch cannot be imported.
         findings: what is to be said of it, the most serious first.
     """
 
@@ -59,19 +60,19 @@ def examine_machine(folder: Path) -> Examination:
 
     Args:
         folder: the folder of a run, or ``chkpt_root``; need not exist.
-
-    Raises:
-        ImportError: if PyTorch or NumPy cannot be imported, and nothing else can be found out.
-        OSError: if a library of theirs cannot be loaded, likewise.
     """
-    import torch
+    try:
+        import torch
 
-    from helios.ledger.environment import (
-        describe_environment,
-        describe_switches,
-        describe_variables,
-    )
-
+        from helios.ledger.environment import (
+            describe_environment,
+            describe_switches,
+            describe_variables,
+        )
+    except (ImportError, OSError) as error:
+        text = f"PyTorch or NumPy cannot be imported: {error}."
+        remedy = "Install it for this Python, as pytorch.org says."
+        return Examination({}, [Diagnosis("versions", Severity.UNUSABLE, text, remedy)])
     failure = _initialize_gpus()
     now = datetime.now(timezone.utc)
     place, found = examine_run_folder(folder.absolute(), now)
@@ -164,6 +165,10 @@ class Diagnosis:
         """Return the finding as plain values."""
         return {**vars(self), "severity": self.severity.value}
 
+
+_variable = partial(Diagnosis, "environment")
+_gpu = partial(Diagnosis, "gpu")
+_folder = partial(Diagnosis, "folder")
 
 OLDEST_TORCH, NEWEST_TORCH = "2.6", "2.13"
 """The versions of PyTorch that the tests ran with: the oldest and the newest."""
@@ -508,15 +513,3 @@ def _try_lock(path: Path, place: Path) -> Iterator[Diagnosis]:
             "is not refused.",
             f"Mount it with locks (NFS: without nolock), or use another chkpt_root. {advice}",
         )
-
-
-def _variable(severity: Severity, text: str, remedy: str) -> Diagnosis:
-    return Diagnosis("environment", severity, text, remedy)
-
-
-def _gpu(severity: Severity, text: str, remedy: str) -> Diagnosis:
-    return Diagnosis("gpu", severity, text, remedy)
-
-
-def _folder(severity: Severity, text: str, remedy: str) -> Diagnosis:
-    return Diagnosis("folder", severity, text, remedy)
