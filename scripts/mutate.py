@@ -31,6 +31,13 @@ ELASTIC = (
     "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits[3-3-1]"
 )
 RESUME = "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywhere[plain]"
+STATE = (
+    "tests/state_graph/test_graph.py",
+    "tests/state_graph/test_hidden_state.py",
+    "tests/state_graph/test_plain_values.py",
+    "tests/state_graph/test_optimizers.py",
+    "tests/state_graph",
+)
 LEDGER = ("tests/ledger/test_line.py", "tests/ledger/test_book.py", "tests/ledger/test_writer.py")
 
 # By room, the modules, and which tests see them: the fast ones first.
@@ -131,6 +138,10 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
+ROOMS["state"] = {
+    f"helios.state_graph.{name}": STATE
+    for name in ("changes", "graph", "nodes", "restoring", "saved_layouts", "unsavable")
+}
 # What each mutant of a room must survive in the end.
 LAST: dict[str, tuple[str, ...]] = {
     "order": (f"{FROZEN}[one_replica-1]", RESUME),
@@ -138,6 +149,7 @@ LAST: dict[str, tuple[str, ...]] = {
     "tree": (f"{FROZEN}[four_replicas-1]", ELASTIC),
     "commit": (RESUME,),
     "ledger line": (),
+    "state": (RESUME,),
 }
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
