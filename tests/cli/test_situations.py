@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -278,3 +283,29 @@ def test_a_bar_follows_a_file_that_is_written(
         draft.write_bytes(b"abc")
         assert has_grown.wait(60)
     assert seen == [3]
+
+
+@pytest.mark.shows("P145")
+def test_ls_of_a_thousand_runs_reads_each_sidecar_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "run_0")
+    for number in range(1, 1_000):
+        shutil.copytree(tmp_path / "run_0", tmp_path / f"run_{number}", copy_function=os.link)
+    opened: Counter[str] = Counter()
+    open_file = io.open
+
+    def note(file: Any, *arguments: Any, **options: Any) -> Any:
+        opened[str(file)] += 1
+        return open_file(file, *arguments, **options)
+
+    monkeypatch.setattr(io, "open", note)
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    monkeypatch.undo()
+    folders = json.loads(capsys.readouterr().out)["folders"]
+    assert len(folders) == 1_000
+    places = [(len(each["files"]), Path(each["start_path"]).name) for each in folders]
+    assert set(places) == {(2, "run_epoch_1_iter_2.pth")}
+    times = {(Path(name).suffix, count) for name, count in opened.items() if "run_" in name}
+    # A checkpoint for its size, and for its header.
+    assert times == {(".json", 1), (".pth", 2)}
