@@ -1,7 +1,7 @@
 """What loops may access: the model, the data, the engine, the hooks, the counters and the options.
 
-A session orders no events, which is the job of the loops, and opens no files: snapshots go to its
-``Recorder``.
+A session orders no events, which is the job of the loops, and opens no files: what it captures goes
+to its ``CheckpointWriter``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from helios.best import Validation
 from helios.checkpoint.capture import capture
+from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.loss_means import LossMeans, Viewer
@@ -82,6 +83,7 @@ class Session(LiveRun):
         training_seed: seed of the training steps; ``None`` for that of the run.
         plugins: by id, in order of registration.
         schedulers: the learning-rate schedulers; ``None`` outside fit.
+        writer: writes checkpoints; ``None`` outside fit.
         opens_early: whether an epoch's data is opened before ``on_training_epoch_start``, as in
             runs that earlier versions began.
         trial_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
@@ -107,6 +109,7 @@ class Session(LiveRun):
     training_seed: int | None = None
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
     schedulers: Schedulers | None = None
+    writer: CheckpointWriter | None = None
     opens_early: bool = False
     trial_steps: int = 0
     check_record: Callable[[Record], None] = _accept
@@ -194,7 +197,7 @@ class Session(LiveRun):
         reason = self.outside()
         if reason:
             self.interrupt(reason)
-        return self.recorder is not None and self.recorder.has_failed
+        return self.writer is not None and self.writer.has_failed
 
     def agree(self, *, ends_window: bool = False) -> bool:
         """Exchange requests; all processes call this at the same place.
@@ -212,8 +215,8 @@ class Session(LiveRun):
             Exception: in all processes, the error of a save that has failed since the last call.
         """
         is_alarm = self.agreement.settle(ends_window=ends_window)
-        if is_alarm and self.recorder is not None:
-            self.recorder.raise_failure()
+        if is_alarm and self.writer is not None:
+            self.writer.raise_failure()
         agreed = self.agreement.agreed
         return bool(agreed.stop_reason or agreed.interruption or agreed.is_checkpoint_wanted)
 
@@ -324,7 +327,7 @@ class Session(LiveRun):
     def save(self) -> None:
         """Write a checkpoint of this safe point, if the run saves and it is not written yet."""
         # If a poll after the save ends the run, the checkpoint exists already.
-        if not self.can_save or self.recorder is None or self.recorder.has_saved(self.state):
+        if not self.can_save or self.writer is None or self.writer.has(self.state):
             return
         self.loss_means.report_nonfinite()
         self.refuse_idle_steps()
@@ -335,7 +338,7 @@ class Session(LiveRun):
         self.check_record(record)
         snapshot = record.snapshot()
         self.hooks.emit("on_save_checkpoint", snapshot)
-        self.recorder.save(snapshot)
+        self.writer.save(snapshot)
 
     def watch_idle_steps(self) -> None:
         """Begin to watch whether the steps of a new run learn anything."""

@@ -114,7 +114,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "helios.checkpoint.store": (
             "tests/checkpoint/test_store.py",
             "tests/checkpoint/test_retention.py",
-            "tests/checkpoint/test_saver.py",
+            "tests/checkpoint/test_checkpoint_writer.py",
             "tests/checkpoint/test_loading.py",
             "tests/checkpoint/test_kills.py",
         ),

@@ -31,7 +31,7 @@ YIELDS = "tests/loops/test_yielding.py"
 AVERAGES = "tests/plugins/test_averaging.py"
 ELASTIC = "tests/distributed/test_elastic.py"
 SAME_BITS = f"{ELASTIC}::test_any_number_of_processes_gives_the_same_bits"
-SAVER = "tests/checkpoint/test_saver.py"
+SAVER = "tests/checkpoint/test_checkpoint_writer.py"
 SAVE_FAULTS = "tests/integration/test_save_faults.py"
 FOREIGN = "tests/data/test_external_loader.py"
 OTHER_DATA = "tests/integration/test_other_data.py"
@@ -155,8 +155,8 @@ FAULTS = (
     ),
     Fault(
         "a part that could not be written is not reported to rank 0",
-        "helios/startup/run_saves.py",
-        "                self._newest.fail(token, text)",
+        "helios/checkpoint/checkpoint_writer.py",
+        "                self._newest_parts.fail(token, text)",
         "                pass",
         f"{SHARDED_SAVES}::test_a_full_disk_of_one_rank_ends_all_with_the_same_error",
     ),
@@ -877,7 +877,7 @@ FAULTS = (
     Fault(
         "a start with a smaller total marks the run of a larger one",
         "helios/startup/run_saves.py",
-        " or self._is_past_its_end(saver.newest):",
+        " or self._is_past_its_end(newest):",
         ":",
         f"{STAGES}::test_a_total_that_the_run_has_passed_finishes_nothing",
     ),
@@ -1047,7 +1047,7 @@ FAULTS = (
         "helios/checkpoint/writer_thread.py",
         "        self._is_idle.wait()\n",
         "",
-        "tests/checkpoint/test_saver.py"
+        "tests/checkpoint/test_checkpoint_writer.py"
         "::test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short",
     ),
     Fault(
@@ -1448,40 +1448,40 @@ FAULTS = (
     ),
     Fault(
         "the next save does not wait for the one in flight",
-        "helios/checkpoint/saver.py",
-        "        self.wait()\n        self.raise_failure()\n        place",
-        "        self.raise_failure()\n        place",
+        "helios/checkpoint/checkpoint_writer.py",
+        "        self._thread.wait()\n        self._raise_own_failure()\n        committed",
+        "        self._raise_own_failure()\n        committed",
         "tests/integration/test_saves_in_flight.py::test_the_next_save_waits_for_the_one_in_flight",
     ),
     Fault(
         "an error of fit leaves a save in flight",
         "helios/startup/fit_run.py",
-        "        run.settings.callback(recorder.close)\n",
+        "        run.settings.callback(recorder.writer.close)\n",
         "",
         "tests/integration/test_saves_in_flight.py::"
         "test_an_error_that_passes_through_unlogged_waits_for_the_save_too",
     ),
     Fault(
         "a refused save is not raised at the end",
-        "helios/checkpoint/saver.py",
+        "helios/checkpoint/checkpoint_writer.py",
         "        if self._refused is not None:",
         "        if False:",
         f"{SAVER}::test_a_refused_last_save_is_raised_at_the_end",
     ),
     Fault(
         "a later save does not heal a refused one",
-        "helios/checkpoint/saver.py",
-        "            self.newest = self._folder.commit(draft)\n            self._refused = None",
-        "            self.newest = self._folder.commit(draft)",
+        "helios/checkpoint/checkpoint_writer.py",
+        "            self.newest = pending.path\n            self._refused = None",
+        "            self.newest = pending.path",
         f"{SAVER}::test_a_disk_that_refuses_a_save_is_told_of_and_the_next_save_heals_it",
     ),
     Fault(
         "too little memory for a copy costs the save",
-        "helios/checkpoint/saver.py",
-        "        except MemoryError as error:\n"
-        "            self._do_without_copies(error)\n            return draft",
-        "        except ZeroDivisionError as error:\n"
-        "            self._do_without_copies(error)\n            return draft",
+        "helios/checkpoint/writer_thread.py",
+        "            except MemoryError as error:\n"
+        "                self._do_without_copies(error)\n        return make",
+        "            except ZeroDivisionError as error:\n"
+        "                self._do_without_copies(error)\n        return make",
         f"{SAVER}::test_a_copy_that_fails_in_the_middle_costs_no_save",
     ),
     Fault(
@@ -1913,7 +1913,7 @@ FAULTS = (
     Fault(
         "a rewind is not in later checkpoints",
         "helios/startup/run_saves.py",
-        "            rewinds=[each.as_plain() for each in self._start.rewinds],\n",
+        '            "rewinds": [each.as_plain() for each in self._start.rewinds],\n',
         "",
         f"{REWINDS}::test_a_rewound_run_resumes_from_each_of_its_checkpoints",
     ),
@@ -1969,9 +1969,9 @@ FAULTS = (
     ),
     Fault(
         "a replay announces a save twice",
-        "helios/startup/run_saves.py",
-        "            return self._unwritten == (state.global_epoch, state.global_iteration)",
-        "            return False",
+        "helios/checkpoint/checkpoint_writer.py",
+        "        return self._announced == (state.global_epoch, state.global_iteration)",
+        "        return False",
         "tests/ledger/test_replay.py::test_a_save_that_two_events_ask_for_is_one",
     ),
     Fault(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
@@ -23,8 +22,6 @@ from helios.storage import files
 from helios.storage.shard_file import dtype_code, write_shard_file
 from helios.storage.staging import HostBuffers
 from helios.storage.user_types import ShardedValue
-
-_LOGGER = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,12 +199,19 @@ class PartWriter:
         rank: this process.
         is_async: whether to copy tensors, so that training may continue while they are written.
         pins: whether the state is on CUDA devices.
+
+    Attributes:
+        thread: writes a part while training continues.
     """
 
     def __init__(self, rank: int, *, is_async: bool, pins: bool) -> None:
         self._rank = rank
-        self._buffers = HostBuffers(pins=pins) if is_async else None
-        self._thread = WriterThread("helios-checkpoint-part")
+        self.thread = WriterThread(
+            "helios-checkpoint-part",
+            content="the shards of this process",
+            copies=is_async,
+            pins=pins,
+        )
         self._failure: tuple[str, str] | None = None
 
     @property
@@ -215,36 +219,19 @@ class PartWriter:
         """Whether a part could not be written, and rank 0 may not know it yet."""
         return self._failure is not None
 
-    def prepare(self, sizes: list[int]) -> None:
-        """Allocate memory for copies of storages of these sizes, in bytes."""
-        if self._buffers is not None:
-            try:
-                self._buffers.prepare(sizes)
-            except MemoryError as error:
-                self._do_without_copies(error)
-
     def draft(self, plan: SavePlan, rows: Mapping[str, OwnRows]) -> tuple[RankPart, bool]:
         """Return the part of a save, and whether it stays unchanged while training continues."""
-        if self._buffers is not None:
-            try:
-                rows = _copy(rows, self._buffers)
-                return RankPart(plan, self._rank, rows), True
-            except MemoryError as error:
-                self._do_without_copies(error)
-        return RankPart(plan, self._rank, rows), False
 
-    def _do_without_copies(self, error: MemoryError) -> None:
-        self._buffers = None
-        _LOGGER.warning(
-            "There is too little memory for a copy of the shards of this process (%s), so training "
-            "waits from now on until each checkpoint is on the disk, as with "
-            "CheckpointStore(is_async=False).",
-            error,
-        )
+        def make(buffers: HostBuffers | None) -> tuple[RankPart, bool]:
+            is_own = buffers is not None
+            own = rows if buffers is None else _copy(rows, buffers)
+            return RankPart(plan, self._rank, own), is_own
+
+        return self.thread.copying(make)
 
     def start(self, part: RankPart) -> None:
         """Write a part in a thread."""
-        self._thread.start(lambda: self.write(part))
+        self.thread.start(lambda: self.write(part))
 
     def write(self, part: RankPart) -> None:
         """Write a part now; a failure is kept for rank 0."""
@@ -257,18 +244,6 @@ class PartWriter:
         """Return the token of the save that has failed here and why, once."""
         failure, self._failure = self._failure, None
         return failure
-
-    def wait(self) -> None:
-        """Wait until this process writes nothing."""
-        self._thread.wait()
-
-    def close(self) -> None:
-        """Wait until this process writes nothing, and release the memory."""
-        try:
-            self._thread.close()
-        finally:
-            if self._buffers is not None:
-                self._buffers.release()
 
 
 def _copy(rows: Mapping[str, OwnRows], buffers: HostBuffers) -> dict[str, OwnRows]:

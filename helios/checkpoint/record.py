@@ -103,13 +103,7 @@ class Record:
         Raises:
             StateError: if it lacks what every checkpoint has.
         """
-        lacking = [key for key in REQUIRED if key not in payload]
-        if lacking:
-            raise StateError(
-                "A checkpoint must hold the whole state, but this one lacks "
-                f"{', '.join(map(repr, lacking))}. Do not remove keys in on_save_checkpoint or "
-                "on_load_checkpoint."
-            )
+        require_keys(payload)
         known = {key: payload[key] for key in KEYS if key in payload}
         extra = {key: value for key, value in payload.items() if key not in known}
         return cls(**known, extra=extra)
@@ -168,3 +162,18 @@ REQUIRED = tuple(
     each.name for each in _FIELDS if each.default is MISSING and each.default_factory is MISSING
 )
 """The keys of the state that a file of every schema has."""
+
+
+def require_keys(payload: Mapping[str, Any]) -> None:
+    """Check that a dictionary has the keys of every checkpoint.
+
+    Raises:
+        StateError: naming those that it lacks.
+    """
+    lacking = [key for key in REQUIRED if key not in payload]
+    if lacking:
+        raise StateError(
+            "A checkpoint must hold the whole state, but this one lacks "
+            f"{', '.join(map(repr, lacking))}. Do not remove keys in on_save_checkpoint or "
+            "on_load_checkpoint."
+        )

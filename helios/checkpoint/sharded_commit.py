@@ -151,8 +151,8 @@ class _Progress:
         return self._clock() - self._since > seconds
 
 
-def commit_folder(parts: RankParts, code: Any, seal: Callable[[str], Sidecar]) -> None:
-    """Write the record, wait for all parts, and rename the folder.
+def commit_folder(parts: RankParts, code: Any, seal: Callable[[str], Sidecar]) -> Sidecar:
+    """Write the record, wait for all parts, and rename the folder; returns the sidecar.
 
     Args:
         parts: the parts of all ranks.
@@ -172,8 +172,8 @@ def commit_folder(parts: RankParts, code: Any, seal: Callable[[str], Sidecar]) -
         _write_index(plan, index)
         digest = digest_file(plan.draft / INDEX_NAME) if plan.hashes else ""
         _remove_others(plan.draft, index)
-        text = seal(digest).to_json()
-        files.write_text_durably(file_names.sidecar_path(plan.path), text)
+        sidecar = seal(digest)
+        files.write_text_durably(file_names.sidecar_path(plan.path), sidecar.to_json())
         files.fsync_folder(plan.draft)
         files.replace(plan.draft, plan.path)
     except BaseException:
@@ -183,6 +183,7 @@ def commit_folder(parts: RankParts, code: Any, seal: Callable[[str], Sidecar]) -
             files.remove_folder(plan.draft)
         raise
     files.fsync_folder(plan.path.parent)
+    return sidecar
 
 
 def _write_record(plan: SavePlan, code: Any) -> IndexedFile:

@@ -20,7 +20,7 @@ from helios.checkpoint.leftovers import remove_leftovers
 from helios.checkpoint.loading import Loaded, load_checkpoint
 from helios.checkpoint.moving_aside import find_damaged, move_aside
 from helios.checkpoint.options import CheckpointStore
-from helios.checkpoint.record import Record
+from helios.checkpoint.record import require_keys
 from helios.checkpoint.retention import Entry, Retention
 from helios.checkpoint.sharded_commit import RankParts, commit_folder, remove_checkpoint
 from helios.checkpoint.sidecar import Sidecar
@@ -42,23 +42,48 @@ __all__ = [
 _LOGGER = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """A checkpoint that is ready to be written.
+@dataclasses.dataclass
+class PendingCheckpoint:
+    """A checkpoint that is to be written.
 
     Attributes:
         path: its path.
-        code: the encoded payload.
-        sidecar: facts about it.
-        is_own: whether its memory is its own, so that training cannot change it.
+        payload: its content, until it is encoded; of sharded tensors, it has references only.
+        sidecar: facts about it; digest, schema and version are filled in when it is committed.
+        safe_types: types that may be built when it is loaded.
         parts: what the processes write of it, if it is sharded.
+        code: the encoded payload.
+        is_own: whether the memory of that is its own, so that training cannot change it.
     """
 
     path: Path
-    code: Any
+    payload: dict[str, Any]
     sidecar: Sidecar
-    is_own: bool
+    safe_types: Iterable[Any] = ()
     parts: RankParts | None = None
+    code: Any = None
+    is_own: bool = False
+
+    def encode(self, buffers: HostBuffers | None = None) -> None:
+        """Encode the payload, in one call, so that aliases are kept; no file is touched.
+
+        Args:
+            buffers: copy all tensors into these, so that training may continue before the commit.
+
+        Raises:
+            StateError: for a value that could not be loaded again, or a payload that disagrees
+                with its name or sidecar.
+            MemoryError: if the copies do not fit.
+        """
+        _check_consistency(self.path, self.payload, self.sidecar)
+        if buffers is None:
+            self.code = codec.encode(self.payload, where="", safe_types=list(self.safe_types))
+        else:
+            captured = codec.encode_to_host(
+                self.payload, safe_types=list(self.safe_types), buffers=buffers
+            )
+            self.code, self.is_own = captured.code, captured.is_own
+        self.payload = {}
 
 
 class RunFolder:
@@ -113,72 +138,43 @@ class RunFolder:
         """How checkpoints are written and kept."""
         return self._options
 
-    def draft(
-        self,
-        payload: dict[str, Any],
-        *,
-        stem: str,
-        sidecar: Sidecar,
-        safe_types: Iterable[Any] = (),
-        buffers: HostBuffers | None = None,
-        parts: RankParts | None = None,
-    ) -> Draft:
-        """Prepare a checkpoint for :meth:`commit`; no file is touched.
+    def commit(self, pending: PendingCheckpoint) -> Sidecar:
+        """Write an encoded checkpoint, and delete what the retention rules allow.
 
-        Args:
-            payload: the content; encoded here, in one call, so that aliases are kept.
-            stem: name of the file without suffix.
-            sidecar: facts about it; digest, schema and version are filled in later.
-            safe_types: types that may be built when the file is loaded.
-            buffers: copy all tensors into these, so that training may continue before the commit.
-            parts: what the processes write of it, if it is sharded; the payload has no more of the
-                sharded tensors than references.
-
-        Raises:
-            StateError: for a value that could not be loaded again, or a payload that disagrees
-                with its name or sidecar.
-        """
-        path = self.path_of(stem) if parts is None else parts.plan.path
-        _check_consistency(path, payload, sidecar)
-        if buffers is None:
-            code = codec.encode(payload, where="", safe_types=safe_types)
-            return Draft(path, code, sidecar, is_own=False, parts=parts)
-        captured = codec.encode_to_host(payload, safe_types=safe_types, buffers=buffers)
-        return Draft(path, captured.code, sidecar, is_own=captured.is_own, parts=parts)
-
-    def commit(self, draft: Draft) -> Path:
-        """Write a draft, and delete what the retention rules allow; returns the file.
+        Returns:
+            Its sidecar, as it is on the disk.
 
         Raises:
             OSError: if the disk fails; it names a file. The partial files are removed, older
                 checkpoints stay.
         """
         try:
-            return self._commit(draft)
+            return self._commit(pending)
         except OSError as error:
             # The system does not name a file that is already open.
             if error.errno is not None:
-                error.filename = error.filename or str(draft.path)
+                error.filename = error.filename or str(pending.path)
             raise
 
-    def _commit(self, draft: Draft) -> Path:
+    def _commit(self, pending: PendingCheckpoint) -> Sidecar:
         files.make_folder(self._path)
-        path = draft.path
-        if draft.parts is None:
-            self._write_file(draft)
+        path = pending.path
+        if pending.parts is None:
+            sidecar = self._write_file(pending)
         else:
-            commit_folder(draft.parts, draft.code, partial(_seal, draft.sidecar))
+            seal = partial(_seal, pending.sidecar)
+            sidecar = commit_folder(pending.parts, pending.code, seal)
         self._left.discard(path)
         files.fsync_folder(self._path)
-        self._apply_retention(path, draft.sidecar.run_name)
-        return path
+        self._apply_retention(path, sidecar.run_name)
+        return sidecar
 
-    def _write_file(self, draft: Draft) -> None:
-        path, unfinished = draft.path, files.temporary_path(draft.path)
+    def _write_file(self, pending: PendingCheckpoint) -> Sidecar:
+        path, unfinished = pending.path, files.temporary_path(pending.path)
         try:
-            digest = codec.write_file(unfinished, draft.code, hashes=self._options.digest)
-            filled = _seal(draft.sidecar, digest)
-            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())
+            digest = codec.write_file(unfinished, pending.code, hashes=self._options.digest)
+            sidecar = _seal(pending.sidecar, digest)
+            files.write_text_durably(file_names.sidecar_path(path), sidecar.to_json())
             files.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -186,6 +182,7 @@ class RunFolder:
                 if not path.exists():
                     files.unlink(file_names.sidecar_path(path), missing_ok=True)
             raise
+        return sidecar
 
     def _apply_retention(self, written: Path, run_name: str) -> None:
         if self._options.keeps_all:
@@ -378,7 +375,7 @@ def _seal(sidecar: Sidecar, digest: str) -> Sidecar:
 
 
 def _check_consistency(path: Path, payload: dict[str, Any], sidecar: Sidecar) -> None:
-    Record.from_payload(payload)
+    require_keys(payload)
     if file_names.parse(path) is None:
         raise StateError(f"The checkpoint {path.name} must name its epoch and iteration.")
     try:

@@ -56,28 +56,11 @@ class NoStates:
 
 
 class Recorder(Protocol):
-    """Writes the results of a run: checkpoints and scalars."""
+    """Writes scalars and scores of a run."""
 
     @property
     def ledger(self) -> LedgerWriter | None:
         """The ledger; ``None`` if the run has none."""
-        ...
-
-    def save(self, snapshot: dict[str, Any]) -> None:
-        """Write a snapshot as a checkpoint, unless it is committed already."""
-        ...
-
-    def has_saved(self, state: TrainingState) -> bool:
-        """Whether the checkpoint of this iteration is committed."""
-        ...
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a save has failed in this process so that the training must end."""
-        ...
-
-    def raise_failure(self) -> None:
-        """Raise the error of a failed save in all processes; all call it at the same point."""
         ...
 
     @property
@@ -117,7 +100,7 @@ class LiveRun:
         hooks: the receivers of each event.
         schedule: the options that decide when something happens.
         sources: the data of each phase that has any, one source per loader.
-        recorder: receives checkpoints and scalars; ``None`` outside fit.
+        recorder: receives scalars and scores; ``None`` outside fit.
         can_save: whether checkpoints are written at all.
         loop_states: states of the loops, by role path.
         owner_states: plain attributes of plugins, data module, loops and engine.

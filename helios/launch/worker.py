@@ -22,7 +22,7 @@ import traceback
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -30,6 +30,7 @@ from helios.core.logger_settings import LoggerSettings
 from helios.core.tracebacks import fold_traceback, shows_all_frames
 from helios.core.utils import flush_outputs
 from helios.distributed.lost_ranks import is_lost_peer
+from helios.distributed.packed_errors import pack_error
 from helios.distributed.process_groups import DistributedInfo, join_group, leave_group
 from helios.launch.ipc import Job, LaunchChannel, RankQueue, pickle_value, unpickle_value
 
@@ -96,60 +97,6 @@ class Failure:
             text="".join(traceback.format_exception(error)),
             error=pack_error(error),
         )
-
-
-class _Parts:
-    """The parts of an error whose own pickling does not restore it.
-
-    ``pickle`` calls the class with ``args``, which often differ from the constructor's parameters.
-
-    Args:
-        error: the error.
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        kind = type(error)
-        args = error.args if _can_travel(error.args) else (str(error),)
-        attributes = {name: part for name, part in vars(error).items() if _can_travel(part)}
-        self._parts = (kind, args, attributes)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, self._parts
-
-
-def _rebuild(
-    kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
-) -> BaseException:
-    error = kind.__new__(kind)
-    error.args = args
-    vars(error).update(attributes)
-    return error
-
-
-def _can_travel(value: Any) -> bool:
-    try:
-        pickle.loads(pickle.dumps(value))
-    except Exception:
-        return False
-    return True
-
-
-def pack_error(error: BaseException) -> bytes | None:
-    """Pickle an error for ``pickle.loads``, part by part if its own pickling does not restore it.
-
-    Returns:
-        The bytes; None if the class cannot be pickled. Attributes that cannot be pickled are left
-        out.
-    """
-    for make in (lambda: error, lambda: _Parts(error)):
-        try:
-            data = pickle.dumps(make())
-            again = pickle.loads(data)
-            if type(again) is type(error) and str(again) == str(error):
-                return data
-        except Exception:
-            continue
-    return None
 
 
 def run_rank(connection: Connection, place: WorkerConfig) -> None:

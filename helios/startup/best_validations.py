@@ -17,8 +17,8 @@ from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.early_stopping import EarlyStopping
 from helios.plugins.plugin import Plugin
+from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
-from helios.startup.processes import on_first
 from helios.startup.trainer_options import Options
 
 

@@ -22,9 +22,9 @@ from helios.core.sharded_tensors import RowShare
 from helios.core.text import number_text
 from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, DamagedCheckpointError
 from helios.plugins.plugin import Plugin
+from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.best_validations import find_declared_rule, require_one_mode
-from helios.startup.processes import on_each, on_first
 from helios.startup.resume_point import load_found_by_rank_0, open_folder
 from helios.startup.trainer_options import Options
 from helios.storage.local_paths import as_local_path

@@ -35,6 +35,7 @@ from helios.loops.run_along import RunningAlong
 from helios.model.new_settings import NewSettings, steps_of_epochs
 from helios.model.schedulers import Schedulers
 from helios.protocols import GradientAudit
+from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
 from helios.startup import run_identity, run_log, run_saves
 from helios.startup.best_validations import continue_best, find_best_rule, require_one_mode
@@ -49,7 +50,7 @@ from helios.startup.given_values import (
 from helios.startup.hangs import forget_hang
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import check_training_source, log_order
-from helios.startup.processes import describe_processes, on_first
+from helios.startup.processes import describe_processes
 from helios.startup.reproducibility_level import (
     Claim,
     Reproducibility,
@@ -394,6 +395,7 @@ class Training:
             schedulers=schedulers,
             best=BestSoFar(find_best_rule(run.options, run.plugins.values(), run.model)),
             recorder=self._recorder,
+            writer=self._recorder.writer,
             can_save=self._can_save,
             opens_early=not self._start.rules[run_identity.LATE_OPENING],
             trial_steps=run.options.sanity_steps,
@@ -456,7 +458,7 @@ class Training:
             evidence=self._evidence,
             plugins=run.plugins.values(),
         )
-        run.settings.callback(recorder.close)
+        run.settings.callback(recorder.writer.close)
         recorder.show_on(run.display)
         loaded = self._start.loaded
         options = run.options
@@ -618,7 +620,7 @@ class Training:
         loaded = self._start.loaded
         if not self._run.has_begun:
             return "" if loaded is None else f"Nothing was trained; {loaded.path} is unchanged."
-        newest = None if self._recorder is None else self._recorder.settle()
+        newest = None if self._recorder is None else self._recorder.writer.wait()
         if newest is not None:
             return f"Run the same command again to resume from {newest.name}."
         return "No checkpoint was saved."

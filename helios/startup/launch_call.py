@@ -21,18 +21,12 @@ from helios.engines.device import as_current
 from helios.launch.ipc import LaunchQueue
 from helios.launch.launcher import LaunchKind, spawn
 from helios.launch.worker import end_with_launcher
+from helios.replicas.on_all_ranks import on_first
 from helios.startup.chosen_checkpoint import require_present
 from helios.startup.evaluation_run import evaluate
 from helios.startup.fit_run import fit
 from helios.startup.model_in_hand import ModelInHand
-from helios.startup.processes import (
-    Plan,
-    Stored,
-    ThisProcess,
-    choose_processes,
-    choose_replicas,
-    on_first,
-)
+from helios.startup.processes import Plan, Stored, ThisProcess, choose_processes, choose_replicas
 from helios.startup.replay_run import replay
 from helios.startup.resume_point import find_replicas, find_stored, require_writable
 from helios.startup.run_setup import Run

@@ -14,8 +14,8 @@ from helios.checkpoint.reproducibility import Level
 from helios.core.text import with_step
 from helios.errors import UsageError
 from helios.ledger.differences import LedgerFollower, Replay
+from helios.replicas.on_all_ranks import on_each, on_first
 from helios.startup.fit_run import Training
-from helios.startup.processes import on_each, on_first
 from helios.startup.replay_start import Stretch, require_restart
 from helios.startup.reproducibility_level import Reproducibility
 from helios.startup.resume_point import Start

@@ -24,8 +24,9 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
 from helios.core.sharded_tensors import RowShare
 from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError, RunMismatchError
+from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
-from helios.startup.processes import Stored, on_each, on_first
+from helios.startup.processes import Stored
 from helios.startup.rewinding import FILE_NAME, Rewind, RewindPlan, find_course
 from helios.startup.trainer_options import Options
 from helios.storage import files

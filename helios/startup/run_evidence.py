@@ -17,9 +17,10 @@ from torch import Tensor
 
 import helios.ledger.lineage as lineage
 from helios.best import BestValidation
-from helios.checkpoint import loading
+from helios.checkpoint.run_listener import RunListener
+from helios.checkpoint.sidecar import Sidecar
 from helios.core import rng
-from helios.errors import CheckpointError, LedgerError
+from helios.errors import LedgerError
 from helios.ledger.book import EVERY, Book
 from helios.ledger.differences import LedgerFollower
 from helios.ledger.line import FULL, STEPS, hash_of
@@ -217,7 +218,7 @@ def _read_generators(device: torch.device) -> dict[str, Any]:
 _MOST_CHARACTERS = 300
 
 
-class RunEvidence:
+class RunEvidence(RunListener):
     """What a run records of itself, beside its checkpoints.
 
     Args:
@@ -377,16 +378,11 @@ class RunEvidence:
         if self._manifest is not None:
             self._manifest.settle()
 
-    def after_commit(self, path: Path) -> None:
+    def committed(self, path: Path, sidecar: Sidecar) -> None:
         """Add a committed checkpoint to the lineage."""
-        try:
-            sidecar = loading.read_sidecar(path)
-        except (CheckpointError, OSError):
-            sidecar = None
-        digest = None if sidecar is None else sidecar.digest or None
-        self._add(lineage.SAVE, checkpoint=path.name, digest=digest)
+        self._add(lineage.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
 
-    def after_failure(self, path: Path, error: Exception) -> None:
+    def save_failed(self, path: Path, error: Exception) -> None:
         """Add a checkpoint that could not be written to the lineage."""
         self._add(lineage.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
 

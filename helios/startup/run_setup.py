@@ -34,6 +34,7 @@ from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.plugins.plugin_states import PluginStates
+from helios.replicas.on_all_ranks import on_each
 from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.startup import run_identity
@@ -50,13 +51,7 @@ from helios.startup.objects import (
     check_state_methods,
     warn_of_unknown_hooks,
 )
-from helios.startup.processes import (
-    Plan,
-    describe_setup,
-    on_each,
-    options_that_must_match,
-    require_alike,
-)
+from helios.startup.processes import Plan, describe_setup, options_that_must_match, require_alike
 from helios.startup.state_owners import find_owners
 from helios.startup.trainer_call import Call
 from helios.startup.trainer_options import Options

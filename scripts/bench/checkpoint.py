@@ -119,28 +119,32 @@ class Ours(Way):
 
     def __init__(self, training: Training, folder: Path) -> None:
         super().__init__(training, folder)
-        from helios.checkpoint.saver import Saver
-        from helios.checkpoint.store import CheckpointStore, RunFolder
+        from helios.checkpoint.checkpoint_writer import PlainWriter
+        from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder, Sidecar
         from helios.state_graph.state_size import storage_sizes
 
         options = CheckpointStore(is_async=self.is_async)
-        self.saver = Saver(RunFolder(folder / "run", options))
-        self.saver.prepare(storage_sizes([training.net], [training.optimizer]))
+        run = RunFolder(folder / "run", options)
+
+        def describe(payload: dict[str, Any]) -> PendingCheckpoint:
+            number = payload["training_state"]["global_iteration"]
+            path = run.path_of(f"run_epoch_1_iter_{number}")
+            return PendingCheckpoint(path, payload, Sidecar("run", 1, 1, number))
+
+        self.writer = PlainWriter(run, describe)
+        self.writer.prepare(storage_sizes([training.net], [training.optimizer]))
 
     def save(self, number: int) -> None:
-        from helios.checkpoint.store import Sidecar
-
         payload = {
             **dict.fromkeys(("schema", "version", "rng", "cursor"), 1),
             "training_state": {"global_epoch": 1, "global_iteration": number},
             "num_replicas": 1,
             "model": self.training.state(),
         }
-        sidecar = Sidecar("run", 1, 1, number)
-        self.saver.save(payload, stem=f"run_epoch_1_iter_{number}", sidecar=sidecar)
+        self.writer.save(payload)
 
     def finish(self) -> None:
-        self.saver.finish()
+        self.writer.finish(lambda newest: None)
 
 
 class OursSync(Ours):

@@ -29,7 +29,7 @@ from helios.checkpoint import loading
 from helios.checkpoint.rank_part import OwnRows, PartWriter, RankPart, SavePlan, split_sharded
 from helios.checkpoint.sharded_commit import RankParts
 from helios.checkpoint.sidecar import Sidecar
-from helios.checkpoint.store import RunFolder
+from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import RowShare, cut_like
 from helios.sharding.fsdp_adapter import make_mesh, shard_unit
 
@@ -81,8 +81,9 @@ class Ours:
             return
         sidecar = Sidecar("run", self.count, 1, 1)
         parts = RankParts(part, lambda: False)
-        stem = self.plan.path.stem
-        self.folder.commit(self.folder.draft(payload, stem=stem, sidecar=sidecar, parts=parts))
+        pending = PendingCheckpoint(self.plan.path, payload, sidecar, parts=parts)
+        pending.encode()
+        self.folder.commit(pending)
 
     def load(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         share = RowShare(self.rank, self.count)
@@ -138,7 +139,7 @@ def measure_blocked(payload: dict[str, Any], plan: SavePlan) -> tuple[float, flo
     blocked = min(
         measure(lambda: writer.draft(plan, split_sharded(payload)[1]) and None)[0] for _ in range(5)
     )
-    writer.close()
+    writer.thread.close()
     return copies, blocked
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from helios.checkpoint import file_names
-from helios.checkpoint.store import RunFolder, Sidecar
+from helios.checkpoint.store import PendingCheckpoint, RunFolder, Sidecar
 
 
 def make_payload(epoch: int, iteration: int, **model: Any) -> dict[str, Any]:
@@ -49,7 +49,10 @@ def save_payload(
     safe_types: Iterable[Any] = (),
 ) -> Path:
     """Save a payload as a run does that waits for the disk."""
-    return folder.commit(folder.draft(payload, stem=stem, sidecar=sidecar, safe_types=safe_types))
+    pending = PendingCheckpoint(folder.path_of(stem), payload, sidecar, safe_types)
+    pending.encode()
+    folder.commit(pending)
+    return pending.path
 
 
 def save(folder: RunFolder, epoch: int, iteration: int, **model: Any) -> Path:

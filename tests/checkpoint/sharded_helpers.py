@@ -13,7 +13,7 @@ from torch import Tensor
 from helios.checkpoint import file_names
 from helios.checkpoint.rank_part import OwnRows, RankPart, SavePlan
 from helios.checkpoint.sharded_commit import RankParts
-from helios.checkpoint.store import RunFolder
+from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import RowShare
 from helios.storage.user_types import ShardedValue
 from tests.checkpoint.helpers import make_payload, make_sidecar
@@ -68,13 +68,17 @@ def make_parts(plan: SavePlan, iteration: int) -> list[RankPart]:
 
 def commit(folder: RunFolder, epoch: int, iteration: int, parts: RankParts) -> Path:
     """Commit a checkpoint, as rank 0 does."""
-    draft = folder.draft(
-        make_sharded_payload(epoch, iteration),
-        stem=parts.plan.path.stem,
-        sidecar=make_sidecar(epoch, iteration),
-        parts=parts,
-    )
-    return folder.commit(draft)
+    return commit_payload(folder, make_sharded_payload(epoch, iteration), parts)
+
+
+def commit_payload(folder: RunFolder, payload: dict[str, Any], parts: RankParts) -> Path:
+    """Commit any payload, as rank 0 does."""
+    path = parts.plan.path
+    sidecar = make_sidecar(*(file_names.parse(path) or (0, 0)))
+    pending = PendingCheckpoint(path, payload, sidecar, parts=parts)
+    pending.encode()
+    folder.commit(pending)
+    return path
 
 
 def save_sharded(folder: RunFolder, epoch: int, iteration: int, num_ranks: int = 3) -> Path:
@@ -119,8 +123,7 @@ def save_network(
     payload |= {"plugins": {"ema": {"averages": {"net": means}}}}
     for part in parts[1:]:
         part.publish()
-    own, sidecar = RankParts(parts[0], lambda: False), make_sidecar(1, 4)
-    return folder.commit(folder.draft(payload, stem=plan.path.stem, sidecar=sidecar, parts=own))
+    return commit_payload(folder, payload, RankParts(parts[0], lambda: False))
 
 
 def _place(tensor: Tensor) -> Any:

@@ -574,7 +574,7 @@ def test_what_training_changes_after_the_copy_is_not_in_the_file(
     found = load_file(plan.draft / "rank-00000-of-00001.safetensors")
     assert found.keys() == FORMS.keys()
     assert all(found[name].equal(tensor_of(name, 4)) for name in FORMS)
-    writer.close()
+    writer.thread.close()
 
 
 def lead_nowhere(*arguments: Any) -> None:

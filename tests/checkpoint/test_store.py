@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from helios.checkpoint import file_names
-from helios.checkpoint.saver import Saver
-from helios.checkpoint.store import CheckpointStore, RunFolder
+from helios.checkpoint.checkpoint_writer import PlainWriter
+from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder
 from helios.errors import DamagedCheckpointError, StateError
 from helios.storage import digest, files
 from tests.checkpoint.helpers import is_same, make_payload, make_sidecar, names, save, save_payload
@@ -66,12 +66,13 @@ def test_entries_are_sorted_by_epoch_and_iteration(folder: RunFolder) -> None:
 def test_a_committed_pair_is_not_written_again_whatever_its_metadata(folder: RunFolder) -> None:
     path = save(folder, 1, 3)
     before = path.read_bytes()
-    again = Saver(RunFolder(folder.path, CheckpointStore(is_async=False))).save(
-        make_payload(1, 3, other=1),
-        stem=file_names.stem("run", 1, 3) + "_acc_0.5",
-        sidecar=make_sidecar(1, 3),
-    )
-    assert again == path
+
+    def describe(payload: dict[str, Any]) -> PendingCheckpoint:
+        stem = file_names.stem("run", 1, 3) + "_acc_0.5"
+        return PendingCheckpoint(folder.path_of(stem), payload, make_sidecar(1, 3))
+
+    again = RunFolder(folder.path, CheckpointStore(is_async=False))
+    assert PlainWriter(again, describe).save(make_payload(1, 3, other=1)) == path
     assert path.read_bytes() == before
     assert len(names(folder.path)) == 2
 

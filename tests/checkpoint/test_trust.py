@@ -363,12 +363,12 @@ READERS = {
 ALLOWED = {
     "storage/codec.py": "torch.load",
     "core/utils.py": "torch.load",
+    "distributed/packed_errors.py": "pickle.loads",
     "distributed/pickling.py": "pickle.Unpickler",
-    "launch/worker.py": "pickle.loads",
     "launch/ipc.py": "pickle.Unpickler",
     "launch/supervisor.py": "pickle.loads",
     "startup/launch_call.py": "pickle.loads",
-    "startup/processes.py": "pickle.loads",
+    "replicas/on_all_ranks.py": "pickle.loads",
 }
 
 

@@ -364,8 +364,8 @@ def test_no_thread_of_a_group_is_left_that_would_abort_the_process(tmp_path: Pat
 
 
 def save_after_a_failure(rank: int, folder: Path) -> str:
+    from helios.checkpoint.checkpoint_writer import PlainWriter
     from helios.distributed.process_groups import own_membership
-    from helios.startup.run_saves import FitRecorder
 
     class Failing(train_script.Faults):
         def on_training_batch_end(self, state: Any, should_log: bool) -> None:
@@ -373,9 +373,9 @@ def save_after_a_failure(rank: int, folder: Path) -> str:
                 known = own_membership()
                 assert known is not None
                 known.failure = RuntimeError("a peer is gone")
-                recorder = self.context._run.recorder
-                assert isinstance(recorder, FitRecorder)
-                recorder.save({})
+                writer = self.context._run.writer
+                assert isinstance(writer, PlainWriter)
+                writer.save({})
 
     options = train_script.parse([])
     trainer = helios.Trainer(

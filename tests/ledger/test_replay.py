@@ -30,6 +30,7 @@ from helios.ledger.differences import CONTENT, END, ORDER, RATES, WEIGHTS
 from helios.plugins import CSVLogger, JSONLLogger, Plugin, Profiler
 from helios.state import TrainingState
 from helios.storage.folder_lock import FolderLock
+from tests.checkpoint.helpers import save_payload
 from tests.support.kills import run_in_child
 from tests.support.resume import assert_equal, assert_events_join, iteration_of, restarts_of
 from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, replay, train
@@ -510,9 +511,8 @@ def test_below_elastic_a_replay_needs_the_processes_of_the_run(whole: Path, tmp_
     assert loaded.sidecar is not None
     parts = {"values": None, "objects": {}, "data": None}
     path.unlink()
-    run = RunFolder(path.parent)
     payload = loaded.payload | {"by_rank": [parts, parts]}
-    run.commit(run.draft(payload, stem=path.stem, sidecar=loaded.sidecar))
+    save_payload(RunFolder(path.parent), payload, stem=path.stem, sidecar=loaded.sidecar)
     with pytest.raises(UsageError, match=r"needs 2 processes.*there are 1.*nproc=2"):
         replay(folder, STEPS)
     assert replay(folder, STEPS, start=8)[0].is_equal

@@ -31,6 +31,7 @@ from helios.plugins import Plugin
 from helios.startup import run_manifest
 from helios.state import TrainingState
 from helios.storage import codec, files
+from tests.checkpoint.helpers import save_payload
 from tests.support import elastic
 from tests.support.ranks import run_ranks
 from tests.support.runs import Setting, train
@@ -417,8 +418,7 @@ def test_a_replaced_checkpoint_is_found_though_its_sidecar_matches(tmp_path: Pat
     digests = {name: sidecar.digest}
     assert verify(folder, digests=digests).is_good
     (folder / name).unlink()
-    runs = RunFolder(folder)
-    runs.commit(runs.draft(payload, stem=Path(name).stem, sidecar=sidecar))
+    save_payload(RunFolder(folder), payload, stem=Path(name).stem, sidecar=sidecar)
     replaced = loading.read_sidecar(folder / name)
     assert replaced is not None
     (finding,) = verify(folder, digests={name: replaced.digest}).findings

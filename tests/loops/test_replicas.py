@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.errors import UsageError
@@ -952,24 +953,18 @@ def test_what_one_process_asks_for_ends_the_run_on_all(what: str, num_processes:
         assert found[0][:3] == (2, *expected)
 
 
-class Saver:
+class Saver(CheckpointWriter):
     """Keeps what a session saves, in memory."""
 
-    ledger = None
-    logs_scalars = False
-    has_failed = False
-
     def __init__(self) -> None:
+        super().__init__()
         self.saved: list[int] = []
 
-    def has_saved(self, state: TrainingState) -> bool:
+    def has(self, state: TrainingState) -> bool:
         return state.global_iteration in self.saved
 
-    def save(self, snapshot: dict[str, Any]) -> None:
-        self.saved.append(snapshot["training_state"]["global_iteration"])
-
-    def log_scalars(self, scalars: Any, state: TrainingState) -> None:
-        """Nothing is written."""
+    def save(self, payload: dict[str, Any]) -> None:
+        self.saved.append(payload["training_state"]["global_iteration"])
 
 
 class Wanting(Quiet):
@@ -995,7 +990,7 @@ def _save(rank: int) -> list[int]:
             sources={Phase.TRAINING: [ListSource([[1.0]] * 4)]},
             total_steps=4,
         )
-        session.recorder, session.can_save = saver, True
+        session.writer, session.can_save = saver, True
         fit(session)
         return saver.saved
 

@@ -32,29 +32,30 @@ def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *
 
 
 @fault("helios.checkpoint.store:RunFolder._commit", COMMIT)
-def older_checkpoints_are_deleted_before_the_new_name_is_on_the_disk(commit, folder, draft):
+def older_checkpoints_are_deleted_before_the_new_name_is_on_the_disk(commit, folder, pending):
     from helios.storage import files
 
     files.make_folder(folder.path)
-    folder._write_file(draft)
-    folder._apply_retention(draft.path, draft.sidecar.run_name)
-    return draft.path
+    sidecar = folder._write_file(pending)
+    folder._apply_retention(pending.path, sidecar.run_name)
+    return sidecar
 
 
 @fault(
     "helios.checkpoint.store:RunFolder._write_file",
     "tests/checkpoint/test_store.py::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk",
 )
-def a_checkpoint_is_committed_before_its_sidecar(write_file, folder, draft):
+def a_checkpoint_is_committed_before_its_sidecar(write_file, folder, pending):
     from helios.checkpoint import file_names
     from helios.storage import codec, files
 
-    unfinished = files.temporary_path(draft.path)
-    digest = codec.write_file(unfinished, draft.code, hashes=True)
-    files.replace(unfinished, draft.path)
-    write_file(folder, draft)
+    unfinished = files.temporary_path(pending.path)
+    digest = codec.write_file(unfinished, pending.code, hashes=True)
+    files.replace(unfinished, pending.path)
+    sidecar = write_file(folder, pending)
     assert digest
-    assert file_names.sidecar_path(draft.path).exists()
+    assert file_names.sidecar_path(pending.path).exists()
+    return sidecar
 
 
 @fault(
@@ -177,7 +178,7 @@ def the_folder_of_a_run_is_not_locked(acquire, lock):
 
 @fault(
     "helios.storage.codec:encode_to_host",
-    "tests/checkpoint/test_saver.py::test_the_file_holds_what_was_there_at_the_call",
+    "tests/checkpoint/test_checkpoint_writer.py::test_the_file_holds_what_was_there_at_the_call",
 )
 def a_state_is_not_copied_before_training_goes_on(encode_to_host, tree, *, buffers, **more):
     from helios.storage import codec
@@ -186,10 +187,10 @@ def a_state_is_not_copied_before_training_goes_on(encode_to_host, tree, *, buffe
 
 
 @fault(
-    "helios.checkpoint.saver:Saver.raise_failure",
-    "tests/checkpoint/test_saver.py::test_other_failures_wait_for_the_next_safe_point_to_be_raised",
+    "helios.checkpoint.checkpoint_writer:PlainWriter._raise_own_failure",
+    "tests/checkpoint/test_checkpoint_writer.py::test_other_failures_wait_for_the_next_safe_point_to_be_raised",
 )
-def an_error_of_a_save_in_a_thread_is_lost(raise_failure, saver):
+def an_error_of_a_save_in_a_thread_is_lost(raise_own_failure, writer):
     return None
 
 

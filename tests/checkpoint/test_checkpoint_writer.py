@@ -9,19 +9,23 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 
 from helios.checkpoint import file_names
-from helios.checkpoint.saver import Saver
-from helios.checkpoint.store import CheckpointStore, RunFolder
+from helios.checkpoint.checkpoint_writer import PlainWriter
+from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder
 from helios.errors import SaveError, StateError
+from helios.state import TrainingState
 from helios.storage import codec, files
 from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import make_payload, make_sidecar, names
+
+MakeWriter: TypeAlias = Callable[..., PlainWriter]
 
 
 class Gate:
@@ -68,24 +72,38 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Saver]]:
-    made: list[Saver] = []
+def make(tmp_path: Path) -> Iterator[MakeWriter]:
+    made: list[PlainWriter] = []
 
-    def build(**options: Any) -> Saver:
-        made.append(Saver(RunFolder(tmp_path / "model", CheckpointStore(**options))))
+    def build(**options: Any) -> PlainWriter:
+        folder = RunFolder(tmp_path / "model", CheckpointStore(**options))
+        made.append(PlainWriter(folder, partial(describe, folder)))
         return made[-1]
 
     yield build
-    for saver in made:
-        saver.close()
+    for writer in made:
+        writer.close()
 
 
-def save(saver: Saver, iteration: int, **model: Any) -> Path:
-    return saver.save(
-        make_payload(1, iteration, **model),
-        stem=file_names.stem("run", 1, iteration),
-        sidecar=make_sidecar(1, iteration),
-    )
+def save(writer: PlainWriter, iteration: int, **model: Any) -> Path:
+    return writer.save(make_payload(1, iteration, **model))
+
+
+def describe(folder: RunFolder, payload: dict[str, Any]) -> PendingCheckpoint:
+    """Say how a payload is written, as a run does on rank 0."""
+    iteration = payload["training_state"]["global_iteration"]
+    path = folder.path_of(file_names.stem("run", 1, iteration))
+    return PendingCheckpoint(path, payload, make_sidecar(1, iteration), [Half])
+
+
+def at(iteration: int) -> TrainingState:
+    """Return the counters of an iteration of the first epoch."""
+    return TrainingState(global_epoch=1, global_iteration=iteration)
+
+
+def finish(writer: PlainWriter) -> None:
+    """End a run."""
+    writer.finish(lambda newest: None)
 
 
 def load_model(path: Path) -> dict[str, Any]:
@@ -94,16 +112,16 @@ def load_model(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.shows("S1", "U21")
-def test_the_file_holds_what_was_there_at_the_call(make: Callable[..., Saver], gate: Gate) -> None:
-    saver = make()
+def test_the_file_holds_what_was_there_at_the_call(make: MakeWriter, gate: Gate) -> None:
+    writer = make()
     live, history, array = torch.ones(1000), [1, 2], torch.arange(3).numpy()
-    path = save(saver, 1, live=live, history=history, array=array, view=live[10:20])
+    path = save(writer, 1, live=live, history=history, array=array, view=live[10:20])
     live.zero_()
     history.append(3)
     array[:] = 0
     assert not path.exists()
     gate.is_open.set()
-    saver.finish()
+    finish(writer)
     model = load_model(path)
     assert model["live"].sum() == 1000
     assert model["history"] == [1, 2]
@@ -113,47 +131,41 @@ def test_the_file_holds_what_was_there_at_the_call(make: Callable[..., Saver], g
 
 @pytest.mark.shows("S4")
 def test_without_a_thread_the_file_is_there_when_the_call_returns(
-    make: Callable[..., Saver],
+    make: MakeWriter,
 ) -> None:
-    saver = make(is_async=False)
-    assert save(saver, 1).exists()
-    assert saver.newest is not None
+    writer = make(is_async=False)
+    assert save(writer, 1).exists()
+    assert writer.newest is not None
 
 
 @pytest.mark.shows("S2")
 def test_a_save_in_flight_counts_as_saved_and_the_next_one_waits_for_it(
-    make: Callable[..., Saver], gate: Gate
+    make: MakeWriter, gate: Gate
 ) -> None:
-    saver = make()
-    save(saver, 1)
-    assert saver.has(1, 1)
-    assert saver.newest is None
-    second = threading.Thread(target=save, args=(saver, 2))
+    writer = make()
+    save(writer, 1)
+    assert writer.has(at(1))
+    assert writer.newest is None
+    second = threading.Thread(target=save, args=(writer, 2))
     second.start()
     assert gate.has_come.wait(150)
-    assert not saver.has(1, 2)
+    assert not writer.has(at(2))
     gate.is_open.set()
     second.join()
-    saver.finish()
-    assert saver.newest == saver._folder.path / "run_epoch_1_iter_2.pth"
-    assert saver.has(1, 1)
-    assert saver.has(1, 2)
+    finish(writer)
+    assert writer.newest == writer._folder.path / "run_epoch_1_iter_2.pth"
+    assert writer.has(at(1))
+    assert writer.has(at(2))
 
 
 @pytest.mark.shows("S4")
 def test_objects_that_nobody_can_copy_are_written_before_the_call_returns(
-    make: Callable[..., Saver], gate: Gate
+    make: MakeWriter, gate: Gate
 ) -> None:
     gate.is_open.set()
-    saver = make()
+    writer = make()
     payload = make_payload(1, 1, extra=torch.Size((2, 3)), half=Half(torch.ones(3)))
-    path = saver.save(
-        payload,
-        stem=file_names.stem("run", 1, 1),
-        sidecar=make_sidecar(1, 1),
-        safe_types=[Half],
-    )
-    assert path.exists()
+    assert writer.save(payload).exists()
 
 
 class Half:
@@ -164,53 +176,55 @@ class Half:
 
 
 @pytest.mark.shows("S7")
-def test_what_cannot_be_loaded_again_is_refused_at_the_call(make: Callable[..., Saver]) -> None:
-    saver = make()
+def test_what_cannot_be_loaded_again_is_refused_at_the_call(
+    make: MakeWriter,
+) -> None:
+    writer = make()
     with pytest.raises(StateError, match=r"model\.odd"):
-        save(saver, 1, odd=object())
-    saver.finish()
+        save(writer, 1, odd=object())
+    finish(writer)
 
 
 @pytest.mark.shows("S6", "U17")
 def test_a_disk_that_refuses_a_save_is_told_of_and_the_next_save_heals_it(
-    make: Callable[..., Saver], disk: Disk, caplog: pytest.LogCaptureFixture
+    make: MakeWriter, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saver = make()
-    first = save(saver, 1)
-    saver.wait()
+    writer = make()
+    first = save(writer, 1)
+    writer.wait()
     disk.error = OSError(errno.ENOSPC, "No space left on device")
-    second = save(saver, 2)
-    saver.wait()
-    assert saver.failure is None
-    assert saver.newest == first
+    second = save(writer, 2)
+    writer.wait()
+    assert writer.failure is None
+    assert writer.newest == first
     assert names(first.parent) == [first.with_suffix(".json").name, first.name]
     (record,) = (r for r in caplog.records if r.levelno == logging.ERROR)
     assert "No space left on device" in record.getMessage()
     assert second.name in record.getMessage()
     assert first.name in record.getMessage()
     disk.error = None
-    third = save(saver, 3)
-    saver.finish()
-    assert saver.newest == third
+    third = save(writer, 3)
+    finish(writer)
+    assert writer.newest == third
 
 
 @pytest.mark.shows("S6")
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_refused_last_save_is_raised_at_the_end(
-    is_async: bool, make: Callable[..., Saver], disk: Disk
+    is_async: bool, make: MakeWriter, disk: Disk
 ) -> None:
-    saver = make(is_async=is_async)
+    writer = make(is_async=is_async)
     disk.error = OSError(errno.EIO, "Input/output error")
-    save(saver, 1)
+    save(writer, 1)
     with pytest.raises(SaveError, match=r"iter_1\.pth, was NOT saved: .*Input/output") as caught:
-        saver.finish()
+        finish(writer)
     assert isinstance(caught.value, OSError)
     assert caught.value.__cause__ is disk.error
 
 
 @pytest.mark.shows("S6")
 def test_a_sidecar_is_not_left_behind_by_a_rename_that_fails(
-    make: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    make: MakeWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replace = files.replace
 
@@ -220,9 +234,9 @@ def test_a_sidecar_is_not_left_behind_by_a_rename_that_fails(
         replace(source, target)
 
     monkeypatch.setattr(files, "replace", refuse)
-    saver = make()
-    path = save(saver, 1)
-    saver.wait()
+    writer = make()
+    path = save(writer, 1)
+    writer.wait()
     assert names(path.parent) == []
 
 
@@ -236,67 +250,69 @@ def test_a_sidecar_is_not_left_behind_by_a_rename_that_fails(
     ],
 )
 def test_other_failures_wait_for_the_next_safe_point_to_be_raised(
-    options: dict[str, Any], error: Exception, make: Callable[..., Saver], disk: Disk
+    options: dict[str, Any], error: Exception, make: MakeWriter, disk: Disk
 ) -> None:
-    saver = make(**options)
+    writer = make(**options)
     disk.error = error
-    save(saver, 1)
-    saver.wait()
-    assert saver.failure is error
-    for act in (saver.raise_failure, saver.finish, lambda: save(saver, 2)):
+    save(writer, 1)
+    writer.wait()
+    assert writer.failure is error
+    for act in (writer.raise_failure, partial(finish, writer), lambda: save(writer, 2)):
         with pytest.raises(type(error), match=str(error.args[-1])):
             act()
 
 
 @pytest.mark.shows("S3", "S40")
 def test_the_memory_of_the_copies_is_one_state_and_given_back(
-    make: Callable[..., Saver],
+    make: MakeWriter,
 ) -> None:
-    saver = make()
-    saver.prepare([4000])
-    assert saver._buffers is not None
+    writer = make()
+    writer.prepare([4000])
+    assert writer._thread.buffers is not None
     for iteration in (1, 2, 3):
-        save(saver, iteration, weight=torch.ones(1000))
-        assert saver._buffers.num_bytes == 4000 + 16
-    saver.close()
-    assert saver._buffers.num_bytes == 0
+        save(writer, iteration, weight=torch.ones(1000))
+        assert writer._thread.buffers.num_bytes == 4000 + 16
+    writer.close()
+    assert writer._thread.buffers.num_bytes == 0
 
 
 def test_a_failure_of_torch_while_it_writes_is_named(
-    make: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+    make: MakeWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(handle: Any, tree: Any) -> None:
         raise RuntimeError("a fault of torch")
 
     monkeypatch.setattr(codec, "write_encoded", fail)
-    saver = make(is_async=False)
+    writer = make(is_async=False)
     with pytest.raises(RuntimeError, match="a fault of torch"):
-        save(saver, 1)
+        save(writer, 1)
 
 
 @pytest.mark.shows("S4")
 def test_without_memory_for_a_copy_saves_wait_for_the_disk(
-    make: Callable[..., Saver], caplog: pytest.LogCaptureFixture, gate: Gate
+    make: MakeWriter, caplog: pytest.LogCaptureFixture, gate: Gate
 ) -> None:
     gate.is_open.set()
-    saver = make()
-    saver.prepare([1 << 60])
+    writer = make()
+    writer.prepare([1 << 60])
     assert "too little memory" in caplog.text
-    assert save(saver, 1).exists()
+    assert save(writer, 1).exists()
     assert len(caplog.records) == 1
 
 
 def test_a_copy_that_fails_in_the_middle_costs_no_save(
-    make: Callable[..., Saver], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make: MakeWriter,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    saver = make()
+    writer = make()
     allocate = HostBuffers._allocate
 
     def refuse_large(buffers: HostBuffers, size: int) -> torch.UntypedStorage:
         return allocate(buffers, size if size < 1000 else 1 << 60)
 
     monkeypatch.setattr(HostBuffers, "_allocate", refuse_large)
-    path = save(saver, 1, large=torch.ones(1000))
+    path = save(writer, 1, large=torch.ones(1000))
     assert "too little memory" in caplog.text
     assert load_model(path)["large"].sum() == 1000
 
@@ -319,14 +335,14 @@ def _interruption() -> Iterator[None]:
 
 
 def test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short(
-    make: Callable[..., Saver], gate: Gate
+    make: MakeWriter, gate: Gate
 ) -> None:
     """A second Ctrl-C, or one in a notebook: the folder may be another run's when fit has left."""
-    saver = make()
-    path = save(saver, 1)
+    writer = make()
+    path = save(writer, 1)
     assert gate.has_come.wait(150)
-    for act in (saver.finish, saver.close):
-        opener = threading.Timer(0.3, gate.is_open.set if act == saver.close else str)
+    for act in (partial(finish, writer), writer.close):
+        opener = threading.Timer(0.3, gate.is_open.set if act == writer.close else str)
         opener.start()
         with pytest.raises(KeyboardInterrupt), _interruption():
             act()
@@ -337,16 +353,16 @@ def test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short(
 
 @pytest.mark.skipif(os.name == "nt", reason="needs fork")
 def test_a_process_that_is_forked_meanwhile_does_not_wait_for_the_writer(
-    make: Callable[..., Saver], gate: Gate
+    make: MakeWriter, gate: Gate
 ) -> None:
-    saver = make()
-    path = save(saver, 1)
+    writer = make()
+    path = save(writer, 1)
     assert gate.has_come.wait(150)
     child = os.fork()
     if child == 0:
-        saver.close()
+        writer.close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     gate.is_open.set()
-    saver.finish()
+    finish(writer)
     assert path.exists()

@@ -1,0 +1,417 @@
+"""Writes the checkpoints of a run, now or in a thread, and handles failures.
+
+At the safe point the state is copied; a thread writes the copy while training continues. Only one
+save is in progress: the next one waits for it. The thread does not communicate with other
+processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from helios.checkpoint import file_names
+from helios.checkpoint.rank_part import PartWriter, RankPart, SavePlan, split_sharded
+from helios.checkpoint.run_listener import RunListener
+from helios.checkpoint.sharded_commit import RankParts
+from helios.checkpoint.store import PendingCheckpoint, RunFolder
+from helios.checkpoint.writer_thread import WriterThread
+from helios.distributed.process_groups import has_failed
+from helios.errors import SaveError, UsageError
+from helios.replicas.on_all_ranks import on_each, on_first
+from helios.replicas.replicas import Replicas
+from helios.state import TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+Describe: TypeAlias = Callable[[dict[str, Any]], PendingCheckpoint]
+"""Completes a payload on rank 0, as hooks have left it, and says where and how it is written."""
+
+
+class CheckpointWriter:
+    """The saves of a run that writes nothing, as in a replay, and the base of those that do.
+
+    All processes call each method together, unless it says otherwise.
+
+    Args:
+        newest: the checkpoint that the run starts from; ``None`` without one.
+        place: (epoch, iteration) of its safe point.
+
+    Attributes:
+        newest: the newest checkpoint that was begun; on rank 0, of those that are committed.
+    """
+
+    def __init__(self, newest: Path | None = None, place: tuple[int, int] | None = None) -> None:
+        self.newest = newest
+        self._announced = place
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Allocate memory for copies of storages of these sizes, each process for itself."""
+
+    def save(self, payload: dict[str, Any]) -> Path | None:
+        """Save a payload as a checkpoint; all processes wait until it is copied.
+
+        Args:
+            payload: the content; may change after this returns.
+
+        Returns:
+            Its path, which another thread may still be writing to.
+
+        Raises:
+            StateError: for a value that could not be loaded again.
+            UsageError: after a collective has failed: the processes may be at different points.
+            Exception: on all processes, the failure of this save, or of the one before.
+        """
+        state = payload["training_state"]
+        self._announced = state["global_epoch"], state["global_iteration"]
+        return None
+
+    def has(self, state: TrainingState) -> bool:
+        """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
+        return self._announced == (state.global_epoch, state.global_iteration)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save has failed, as far as this process knows; each process for itself."""
+        return False
+
+    def raise_failure(self) -> None:
+        """Raise the error of a failed save that must end the training, in all processes."""
+
+    def wait(self) -> Path | None:
+        """Wait until this process writes nothing; returns the newest checkpoint."""
+        return self.newest
+
+    def finish(self, conclude: Callable[[Path | None], None]) -> None:
+        """Wait until all checkpoints are on the disk.
+
+        Args:
+            conclude: is called on rank 0 then, with the newest one.
+
+        Raises:
+            SaveError: in all processes, if the disk refused the last checkpoint.
+            Exception: any other failure of a save.
+        """
+
+    def close(self) -> None:
+        """Wait for the save in progress, whatever has happened, and release the memory."""
+
+
+class PlainWriter(CheckpointWriter):
+    """Saves checkpoints of models that are whole: rank 0 writes them.
+
+    Args:
+        folder: the run's folder, with its options.
+        describe: completes what is to be written, on rank 0.
+        replicas: the processes.
+        pins: whether the state is on CUDA devices.
+        listeners: called at each save, in the thread that writes it.
+        newest: the checkpoint that the run starts from; ``None`` without one.
+
+    Attributes:
+        failure: the error of a save that must end the training; otherwise ``None``.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        describe: Describe,
+        *,
+        replicas: Replicas | None = None,
+        pins: bool = False,
+        listeners: Sequence[RunListener] = (),
+        newest: Path | None = None,
+    ) -> None:
+        super().__init__(newest)
+        self.failure: Exception | None = None
+        self._folder = folder
+        self._describe = describe
+        self._replicas = replicas or Replicas()
+        self._listeners = listeners
+        self._thread = WriterThread(
+            "helios-checkpoint", content="the state", copies=folder.options.is_async, pins=pins
+        )
+        self._in_flight: tuple[int, int] | None = None
+        self._refused: tuple[Path, OSError] | None = None
+
+    @property
+    def _is_first(self) -> bool:
+        return self._replicas.rank == 0
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Allocate memory for copies, on rank 0."""
+        if self._is_first:
+            self._thread.prepare(sizes)
+
+    def save(self, payload: dict[str, Any]) -> Path:
+        """Save a payload; see the base."""
+        if has_failed():
+            raise UsageError(
+                "No checkpoint can be saved after a collective has failed, because the processes "
+                "may be at different points. Let the error end this process, and start the run "
+                "again: it resumes from the newest checkpoint."
+            )
+        path = self._save(payload)
+        if not self._is_first:
+            self.newest = path
+        return path
+
+    def _save(self, payload: dict[str, Any]) -> Path:
+        def write() -> Path:
+            pending = self._describe(payload)
+            committed = self._begin(pending.path)
+            if committed is not None:
+                return committed
+            self._thread.copying(pending.encode)
+            self._write(pending, is_now=not pending.is_own)
+            return pending.path
+
+        return on_first(self._replicas, write)
+
+    def _begin(self, path: Path) -> Path | None:
+        """Wait for the save before; returns the checkpoint of this place if it is committed."""
+        self._thread.wait()
+        self._raise_own_failure()
+        committed = self._find(file_names.parse(path) or (0, 0))
+        if committed is not None:
+            self.newest = committed
+        return committed
+
+    def _write(self, pending: PendingCheckpoint, *, is_now: bool) -> None:
+        """Write and commit what is encoded, in a thread or before this returns.
+
+        Raises:
+            Exception: the failure of this save, if it is written now and must end the training.
+        """
+        if is_now:
+            self._commit(pending)
+            self._raise_own_failure()
+            return
+        self._in_flight = file_names.parse(pending.path)
+        self._thread.start(lambda: self._commit(pending))
+
+    def _commit(self, pending: PendingCheckpoint) -> None:
+        try:
+            for listener in self._listeners:
+                listener.before_commit()
+            sidecar = self._folder.commit(pending)
+            self.newest = pending.path
+            self._refused = None
+            for listener in self._listeners:
+                listener.committed(pending.path, sidecar)
+        except OSError as error:
+            if self._folder.options.on_save_error == "raise":
+                self._condemn(pending.path, error)
+            else:
+                self._tolerate(pending.path, error)
+        except Exception as error:
+            self._condemn(pending.path, error)
+        finally:
+            self._in_flight = None
+
+    def _tolerate(self, path: Path, error: OSError) -> None:
+        self._refused = (path, error)
+        self._announce_failure(path, error)
+        _LOGGER.error(
+            "The checkpoint %s %s: %s. Older checkpoints are unchanged (newest: %s), and training "
+            "continues; the next due save tries again. Meanwhile, check the disk (space, quota, "
+            "permissions).",
+            path,
+            self._describe_fate(path),
+            _name_cause(path, error),
+            "none" if self.newest is None else self.newest.name,
+        )
+
+    def _describe_fate(self, path: Path) -> str:
+        if self._find(file_names.parse(path) or (0, 0)) is None:
+            return "was NOT saved"
+        # The name exists, but the disk has not confirmed that it is durable.
+        return "was written, but the disk did not confirm it, and a power cut may lose it"
+
+    def _condemn(self, path: Path, error: Exception) -> None:
+        self.failure = error
+        self._announce_failure(path, error)
+        # If another error ends the training first, this one would go unnoticed.
+        _LOGGER.error(
+            "The checkpoint %s was NOT saved (%s: %s). Training ends with this error at its next "
+            "safe point; older checkpoints are unchanged.",
+            path,
+            type(error).__name__,
+            error,
+        )
+
+    def _announce_failure(self, path: Path, error: Exception) -> None:
+        for listener in self._listeners:
+            listener.save_failed(path, error)
+
+    def has(self, state: TrainingState) -> bool:
+        """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
+        place = state.global_epoch, state.global_iteration
+        is_there = self._is_first and (self._in_flight == place or self._find(place) is not None)
+        (is_there,) = self._replicas.agree(is_there)
+        return is_there
+
+    def _find(self, place: tuple[int, int]) -> Path | None:
+        try:
+            return self._folder.find(*place)
+        except OSError:
+            # A folder that cannot be listed is no reason to fail here: the save will report it.
+            return None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save has failed, as far as this process knows."""
+        return self.failure is not None
+
+    def raise_failure(self) -> None:
+        """Raise the error of a failed save that must end the training, in all processes."""
+        on_first(self._replicas, self._raise_own_failure)
+
+    def _raise_own_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def wait(self) -> Path | None:
+        """Wait until this process writes nothing; returns the newest checkpoint."""
+        if self._is_first:
+            self._thread.wait()
+        return self.newest
+
+    def finish(self, conclude: Callable[[Path | None], None]) -> None:
+        """Wait until all checkpoints are on the disk; see the base."""
+
+        def finish() -> None:
+            self._require_written()
+            conclude(self.newest)
+
+        on_first(self._replicas, finish)
+
+    def _require_written(self) -> None:
+        self._thread.wait()
+        self._raise_own_failure()
+        if self._refused is not None:
+            path, error = self._refused
+            raise SaveError(
+                f"The last checkpoint, {path}, {self._describe_fate(path)}: "
+                f"{_name_cause(path, error)}. The newest safe one is "
+                f"{'none' if self.newest is None else self.newest.name}. Make room or correct the "
+                "permissions, and run the same command again: it repeats what is missing, with the "
+                "same bits."
+            ) from error
+
+    def close(self) -> None:
+        """Wait for the save in progress, whatever has happened, and release the memory."""
+        self._thread.close()
+
+
+def _name_cause(path: Path, error: OSError) -> str:
+    """Return what the system has said, without a path that the message has already."""
+    is_known = error.filename is not None and str(error.filename) == str(path)
+    return str(error.strerror) if is_known and error.strerror else str(error)
+
+
+class ShardedWriter(PlainWriter):
+    """Saves checkpoints of models that are sharded: each process writes what it holds.
+
+    Whether a failure ends the training is decided on rank 0, which learns of one by a file in the
+    draft, or else at the next safe point.
+    """
+
+    def __init__(self, folder: RunFolder, describe: Describe, **rest: Any) -> None:
+        super().__init__(folder, describe, **rest)
+        options = folder.options
+        self._hashes = options.digest
+        self._parts = PartWriter(
+            self._replicas.rank, is_async=options.is_async, pins=rest.get("pins", False)
+        )
+        self._newest_parts: RankParts | None = None
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Allocate memory for copies of this process's shards."""
+        self._parts.thread.prepare(sizes)
+
+    def _save(self, payload: dict[str, Any]) -> Path:
+        self._conclude_parts()
+        payload, rows = split_sharded(payload)
+        described: list[PendingCheckpoint] = []
+
+        def begin() -> tuple[Path, str]:
+            described.append(self._describe(payload))
+            path = described[0].path
+            committed = self._begin(path)
+            return (committed, "") if committed is not None else (path, secrets.token_hex(8))
+
+        path, token = on_first(self._replicas, begin)
+        if not token:
+            return path
+        plan = SavePlan(path, token, self._replicas.num_processes, self._hashes)
+        own: list[RankPart] = []
+
+        def encode() -> bool:
+            part, is_own = self._parts.draft(plan, rows)
+            own.append(part)
+            for pending in described:
+                pending.parts = self._newest_parts = RankParts(part, has_failed)
+                self._thread.copying(pending.encode)
+                is_own = is_own and pending.is_own
+            return is_own
+
+        # No process begins to write before all have drafted: an error would leave rank 0 waiting.
+        is_now = not all(on_each(self._replicas, encode))
+        self._write_parts(own[0], described, is_now=is_now)
+        return path
+
+    def _write_parts(
+        self, own: RankPart, described: list[PendingCheckpoint], *, is_now: bool
+    ) -> None:
+        if self._replicas.rank:
+            if not is_now:
+                self._parts.start(own)
+                return
+            self._parts.write(own)
+        elif not is_now:
+            self._write(described[0], is_now=False)
+            return
+        else:
+            assert self._newest_parts is not None
+            self._newest_parts.try_own()
+        self._conclude_parts()
+        on_first(self._replicas, lambda: self._write(described[0], is_now=True))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a part or a whole save has failed, as far as this process knows."""
+        return self._parts.has_failed or super().has_failed
+
+    def raise_failure(self) -> None:
+        """Raise the error of a failed save that must end the training, in all processes."""
+        self._report_parts()
+        super().raise_failure()
+
+    def finish(self, conclude: Callable[[Path | None], None]) -> None:
+        """Wait until all checkpoints are on the disk; see the base."""
+        self._conclude_parts()
+        super().finish(conclude)
+
+    def _conclude_parts(self) -> None:
+        """Wait until nothing but rank 0 writes, and let it know of parts that have failed."""
+        self._parts.thread.wait()
+        self._report_parts()
+
+    def _report_parts(self) -> None:
+        reports = on_each(self._replicas, self._parts.take_failure)
+        failures = [failure for failure in reports if failure is not None]
+        if failures and self._newest_parts is not None:
+            for token, text in failures:
+                self._newest_parts.fail(token, text)
+            self._thread.wait()
+
+    def close(self) -> None:
+        """Wait until this process writes nothing, and release the memory."""
+        try:
+            super().close()
+        finally:
+            self._parts.thread.close()
