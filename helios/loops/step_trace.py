@@ -22,7 +22,7 @@ from helios.core.generators import (
 from helios.distributed import pickling
 from helios.model.model import Model
 from helios.session import Session
-from helios.state_graph.buffers import BufferPlaces
+from helios.state_graph.buffers import BufferPlaces, Copies
 from helios.state_graph.rollback import Rollback
 from helios.terminal import root_logger as log
 
@@ -111,7 +111,9 @@ class StepInputs:
         session.moment.batch = self.batch
         session.model.loss_items.clear()
         session.model.loss_items.update(self.losses)
-        BufferPlaces(session.model.discovery.modules().values()).put(self.buffers)
+        BufferPlaces(session.model.discovery.modules().values()).put(
+            Copies(self.buffers, self.buffers)
+        )
         set_generators(session.model, self.generators)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helios.replicas.replicas import NOTHING, Replicas, join_bytes, split_bytes
-from helios.state_graph.buffers import BufferPlaces, Values
+from helios.state_graph.buffers import BufferPlaces, Copies
 
 _COMMITTED = -1
 _Shape: TypeAlias = tuple[torch.Size, torch.dtype] | None
@@ -34,9 +34,9 @@ class ReplicaBuffers:
         self.is_exchanged = False
         self._replicas = replicas
         self._places = BufferPlaces()
-        self._committed: Values | None = None
-        self._own: dict[int, Values] = {}
-        self._memory: dict[int, Values] = {}
+        self._committed: Copies | None = None
+        self._own: dict[int, Copies] = {}
+        self._memory: dict[int, Copies] = {}
         self._shapes: list[_Shape] = []
 
     def find(self, networks: Iterable[nn.Module]) -> None:
@@ -61,7 +61,7 @@ class ReplicaBuffers:
         if self.is_exchanged:
             self._own[replica] = self._copies(replica)
 
-    def _copies(self, key: int) -> Values:
+    def _copies(self, key: int) -> Copies:
         """Return copies of the buffers, in the memory that those of this key had before."""
         copies = self._memory[key] = self._places.copies(self._memory.get(key))
         return copies
@@ -127,7 +127,7 @@ class ReplicaBuffers:
                     if shape is None
                     else torch.empty(shape[0], dtype=shape[1], device=replicas.device)
                 )
-        self._places.put(values)
+        self._places.put(Copies(values, values))
 
     def _tensors(self) -> list[Tensor]:
         return [value for value in self._places.present() if value is not None]

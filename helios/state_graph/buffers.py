@@ -21,6 +21,26 @@ _KIND = attrgetter("shape", "dtype")
 
 
 @final
+class Copies:
+    """Values of buffers at one time.
+
+    Args:
+        values: the values; ``None`` of buffers that held no tensor.
+        buffers: the tensors that held them.
+
+    Attributes:
+        values: the same.
+        buffers: the same.
+        kinds: what others must have in common with them to take their values.
+    """
+
+    __slots__ = ("buffers", "kinds", "values")
+
+    def __init__(self, values: Values, buffers: Values) -> None:
+        self.values, self.buffers, self.kinds = values, buffers, _kinds_of(values)
+
+
+@final
 class BufferPlaces:
     """Where networks hold buffers, including those that are not saved.
 
@@ -46,30 +66,32 @@ class BufferPlaces:
         """Return the buffers as they are."""
         return [table.get(name) for table, name in self._places]
 
-    def copies(self, reused: Values | None = None) -> Values:
+    def copies(self, reused: Copies | None = None) -> Copies:
         """Return copies of the buffers.
 
         Args:
             reused: earlier copies, whose memory is used again if they have the same shapes.
         """
         present = self.present()
-        if reused is None or _kinds_of(reused) != _kinds_of(present):
-            return [value if value is None else value.detach().clone() for value in present]
-        _copy(present, reused)
+        # A buffer may get another shape in place.
+        if reused is None or reused.kinds != _kinds_of(present):
+            values = [value if value is None else value.detach().clone() for value in present]
+            return Copies(values, present)
+        _copy(present, reused.values)
+        reused.buffers = present
         return reused
 
-    def put(self, values: Values, tensors: Values | None = None) -> None:
+    def put(self, copies: Copies, targets: Values | None = None) -> None:
         """Copy values into the buffers.
 
         Args:
-            values: as :meth:`copies` has returned them.
-            tensors: the buffers at that time, which become the buffers again; if omitted, those
-                that are present stay.
+            copies: the values.
+            targets: the tensors that become the buffers; if omitted, those that are present stay.
         """
-        targets = self.present() if tensors is None else list(tensors)
-        if _kinds_of(targets) != _kinds_of(values):
-            targets = [*map(_target_for, values, targets)]
-        _copy(values, targets)
+        targets = self.present() if targets is None else targets
+        if _kinds_of(targets) != copies.kinds:
+            targets = [*map(_target_for, copies.values, targets)]
+        _copy(copies.values, targets)
         for (table, name), target in zip(self._places, targets, strict=True):
             table[name] = target
 
@@ -113,8 +135,7 @@ class BufferCopies:
     def forget(self) -> None:
         """Release everything."""
         self._places = BufferPlaces()
-        self._buffers: Values = []
-        self._copies: Values | None = None
+        self._copies: Copies | None = None
         self.look_again()
 
     def look_again(self) -> None:
@@ -130,9 +151,9 @@ class BufferCopies:
         if not self._is_known:
             self._is_known = True
             self._places, self._copies = BufferPlaces(find_networks().values()), None
-        self._buffers = self._places.present()
         self._copies = self._places.copies(self._copies)
 
     def put_back(self) -> None:
         """Restore the values of the buffers, and the buffers of the networks."""
-        self._places.put(self._copies or [], self._buffers)
+        if self._copies is not None:
+            self._places.put(self._copies, self._copies.buffers)

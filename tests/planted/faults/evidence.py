@@ -148,7 +148,7 @@ def an_audit_repeats_a_step_with_the_buffers_that_it_has_left(put, inputs, sessi
     from helios.state_graph.buffers import BufferPlaces
 
     places = BufferPlaces(session.model.discovery.modules().values())
-    put(dataclasses.replace(inputs, buffers=places.copies()), session)
+    put(dataclasses.replace(inputs, buffers=places.copies().values), session)
 
 
 @fault(

@@ -481,8 +481,8 @@ def only_objects_that_are_no_containers_have_attributes_put_back(add_attributes,
     "helios.state_graph.buffers:BufferPlaces.put",
     "tests/plugins/test_nan_guard.py::test_buffers_go_back_to_what_they_held_in_place",
 )
-def a_buffer_that_a_skipped_window_has_replaced_stays(put, places, values, tensors=None):
-    put(places, values)
+def a_buffer_that_a_skipped_window_has_replaced_stays(put, places, copies, targets=None):
+    put(places, copies)
 
 
 @fault(
