@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +165,17 @@ class Diagnosis:
         return {**vars(self), "severity": self.severity.value}
 
 
-_variable = partial(Diagnosis, "environment")
-_gpu = partial(Diagnosis, "gpu")
-_folder = partial(Diagnosis, "folder")
+def _variable(severity: Severity, text: str, remedy: str) -> Diagnosis:
+    return Diagnosis("environment", severity, text, remedy)
+
+
+def _gpu(severity: Severity, text: str, remedy: str) -> Diagnosis:
+    return Diagnosis("gpu", severity, text, remedy)
+
+
+def _folder(severity: Severity, text: str, remedy: str) -> Diagnosis:
+    return Diagnosis("folder", severity, text, remedy)
+
 
 OLDEST_TORCH, NEWEST_TORCH = "2.6", "2.13"
 """The versions of PyTorch that the tests ran with: the oldest and the newest."""
