@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
-from helios.core.text import number_text, with_step
 from helios.errors import ArgumentError
+from helios.text import number_text, with_step
 
 Mode: TypeAlias = Literal["min", "max"]
 Item = TypeVar("Item")

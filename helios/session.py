@@ -23,7 +23,7 @@ from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.loss_means import LossMeans, Viewer
 from helios.core.sharded_tensors import is_sharded
-from helios.core.text import as_numbers, with_step
+from helios.core.summands import as_numbers
 from helios.engines.engine import Engine
 from helios.engines.process_member import redefines
 from helios.hooks.context import Context
@@ -42,6 +42,7 @@ from helios.state_graph.consistency import check_alike
 from helios.state_graph.idle_watch import IdleWatch
 from helios.state_graph.replica_watch import ReplicaWatch
 from helios.terminal.progress import Display
+from helios.text import with_step
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from helios.checkpoint.options import CheckpointStore
-from helios.core.text import size_text
+from helios.text import size_text
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from helios.checkpoint.status import Checked, Condition, Depth, Status, examine,
 from helios.cli import output
 from helios.cli.output import Answer, Column, Command, argument
 from helios.core.stored_values import list_values, stored_arguments, stored_params
-from helios.core.text import size_text, with_step
 from helios.errors import ArgumentError, LedgerError, UsageError
 from helios.ledger.book import FILE_NAME
 from helios.ledger.verification import LedgerStatus, verify
 from helios.storage.local_paths import as_local_path
+from helios.text import size_text, with_step
 
 if TYPE_CHECKING:
     from helios.checkpoint.outline import Node

@@ -26,11 +26,11 @@ from helios.checkpoint.retention import Ranking
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
 from helios.cli.output import Answer, Command, argument
-from helios.core.text import parse_size, size_text
 from helios.errors import ArgumentError, CheckpointError
 from helios.migration.folder_migration import BACKUP_FOLDER, Report, Result, migrate_checkpoints
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
+from helios.text import parse_size, size_text
 from helios.version import __version__
 
 FORMATS = (*FILE_FORMATS, "huggingface", "dcp")

@@ -9,9 +9,9 @@ from typing import Any
 import helios.reports.doctor as machine
 from helios.cli import output
 from helios.cli.output import Answer, Command, argument
-from helios.core.text import size_text
 from helios.reports.doctor import Diagnosis, Severity
 from helios.storage.local_paths import as_local_path
+from helios.text import size_text
 
 
 def examine_here(namespace: argparse.Namespace) -> Answer:

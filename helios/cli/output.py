@@ -24,9 +24,9 @@ from helios.checkpoint.folder_status import examine_folder
 from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
-from helios.core.text import number_text
 from helios.errors import ArgumentError, CheckpointError
 from helios.storage.local_paths import as_local_path
+from helios.text import number_text
 
 _GAP = "  "
 _MIN_TEXT = 20

@@ -21,7 +21,6 @@ from helios.checkpoint.folder_status import examine_folder
 from helios.checkpoint.status import Condition, Depth, Status, look_into
 from helios.cli import output
 from helios.cli.output import Answer, Column, Command, argument
-from helios.core.text import size_text, with_step
 from helios.errors import (
     ArgumentError,
     CheckpointError,
@@ -34,6 +33,7 @@ from helios.ledger.manifest_file import Effect, ManifestChange
 from helios.ledger.run_facts import find_run
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
+from helios.text import size_text, with_step
 
 if TYPE_CHECKING:
     from helios.checkpoint.comparison import CheckpointDifference

@@ -1,4 +1,4 @@
-"""Numbers as sums take them: in float64, whatever type a model computes in.
+"""Numbers as sums take them: in float64, whatever type a model computes in; and single ones.
 
 A total of a coarse type stops growing: in bf16, 256 + 1 is 256, and fp16 ends at 65504.
 """
@@ -11,6 +11,8 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
+
+from helios.errors import UsageError
 
 
 def as_summand(value: Any) -> Any:
@@ -81,3 +83,33 @@ class RunningSums:
             self._table[name] = torch.tensor(number, dtype=torch.float64, device="cpu")
         self._numbers.clear()
         return self._table
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return a logged value as a number; copies a tensor from its device.
+
+    Args:
+        name: the name that it is logged under, for the error message.
+        value: a number, or a tensor of one element.
+
+    Raises:
+        UsageError: if it is not a single number.
+    """
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"A logged value must be a single number, but {name!r} is {value!r}. Log a number, or "
+            "a tensor of one element."
+        ) from error
+
+
+def as_numbers(scores: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scores that are single numbers, as floats."""
+    numbers = {}
+    for name, score in scores.items():
+        if isinstance(score, Tensor) and score.numel() == 1:
+            score = score.item()
+        if isinstance(score, int | float):
+            numbers[str(name)] = float(score)
+    return numbers

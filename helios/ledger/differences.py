@@ -13,12 +13,12 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, final
 
-from helios.core.text import with_step
 from helios.errors import LedgerError
 from helios.ledger.book import find_ledger, parse_header, read_lines
 from helios.ledger.line import STEPS, TAIL_BYTES, has_buffers, match_buffers, read_float, step_of
 from helios.ledger.manifest_file import ManifestChange, compare_facts, read_manifest
 from helios.ledger.validation_scores import RunScores, ScoreComparison, compare_scores, read_scores
+from helios.text import with_step
 
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
 NUMERICS, WEIGHTS, COUNTERS = "losses", "weights and optimizers", "counters"

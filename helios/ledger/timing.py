@@ -32,13 +32,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from helios.best import BestValidation
-from helios.core.text import find_peak_memory
 from helios.ledger.lineage import EventFile, host, now, read_event_file
 from helios.protocols import Clock
 
@@ -60,6 +59,7 @@ class Timing:
         run: hash of the run's definition.
         unscored: names of scores that comparisons of runs leave out.
         clock: returns seconds.
+        find_memory: returns the most memory in bytes that was used so far, by the names above.
     """
 
     def __init__(
@@ -70,12 +70,14 @@ class Timing:
         run: str,
         unscored: Collection[str] = (),
         clock: Clock = time.perf_counter,
+        find_memory: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._file = EventFile(folder / FILE_NAME)
         self._processes = processes
         self._run = run
         self._unscored = unscored
         self._clock = clock
+        self._find_memory = find_memory
         self._is_open = False
         self._begin = 0.0
         # Iteration and time of the last line, and of the last iteration that is known.
@@ -189,7 +191,7 @@ class Timing:
             line["paused"] = round(self._paused, 3)
         self._written, self._paused = self._newest, 0.0
         self._due = moment + max(_SECONDS, (moment - self._begin) / _SHARE)
-        self._file.append(line | find_peak_memory())
+        self._file.append({**line, **self._find_memory()})
 
 
 @dataclass

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import helios.ledger.book as book
 import helios.ledger.timing as timing
-from helios.core.text import with_step
 from helios.errors import LedgerError
 from helios.ledger.book import parse_header, read_all_lines
 from helios.ledger.line import OLDEST, is_scores, read_float, step_of, write_float
 from helios.ledger.timing import read_timing
+from helios.text import with_step
 
 _MOST_NAMED = 3
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from helios.core.text import with_step
 from helios.errors import LedgerError
 from helios.ledger.book import find_ledger, parse_header, read_all_lines
 from helios.ledger.line import OLDEST, is_scores, stated_hash, unseal, write_float
 from helios.ledger.lineage import read_lineage
 from helios.ledger.validation_scores import RunScores, parse_scores, read_scores
+from helios.text import with_step
 
 
 @dataclass

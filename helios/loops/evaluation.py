@@ -16,8 +16,7 @@ import torch
 
 from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
-from helios.core.summands import as_summand
-from helios.core.text import as_numbers
+from helios.core.summands import as_numbers, as_summand
 from helios.data.shard import NO_BATCH
 from helios.data.source import BatchIterator, Source
 from helios.errors import UsageError

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from helios.core.text import with_step
 from helios.hooks.context import Context
 from helios.state import Cursor, TrainingState
+from helios.text import with_step
 
 _MOST_SAMPLES = _MOST_NAMES = 5
 

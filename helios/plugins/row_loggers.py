@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from helios.core.text import as_json
 from helios.core.tracebacks import with_short_constructor
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
@@ -23,6 +22,7 @@ from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
 from helios.storage.local_paths import as_local_path
 from helios.storage.row_file import RowFile
+from helios.text import as_json
 
 _LOGGER = logging.getLogger(__name__)
 _COLUMNS = ("epoch", "iteration", "name", "value")

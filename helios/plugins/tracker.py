@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal
 import numpy.typing as npt
 import torch
 
-from helios.core.text import as_json
 from helios.core.tracebacks import with_short_constructor
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -23,6 +22,7 @@ from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, check_folder
 from helios.protocols import Clock
 from helios.state import TrainingState
+from helios.text import as_json
 from helios.tracking.point_store import PointStore, as_pixels, store_picture
 from helios.tracking.sender_process import SenderProcess, start_sender
 from helios.tracking.targets import Delivery, MLflow, Target, WandB, to_plain

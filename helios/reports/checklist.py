@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from helios.core.text import number_text, with_step
 from helios.ledger.run_facts import RunFacts
+from helios.text import number_text, with_step
 
 # What Python names instead of a script for -c, for its prompt, and for standard input.
 _NO_FILES = ("", "-", "-c")

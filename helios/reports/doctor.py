@@ -21,8 +21,8 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from helios.core.text import size_text
 from helios.storage import files
+from helios.text import size_text
 
 _SHARED = Path("/dev/shm")
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from helios.core.text import number_text
+from helios.text import number_text
 from helios.version import __version__
 
 MOST_ROWS = 200

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple, final
 import numpy as np
 
 from helios.best import BestValidation
-from helios.core.text import number_text, with_step
 from helios.ledger.book import parse_header, read_lines
 from helios.ledger.line import read_float
 from helios.ledger.run_facts import RunFacts
@@ -34,6 +33,7 @@ from helios.reports.document import (
     write_table,
     write_text,
 )
+from helios.text import number_text, with_step
 
 _MOST, _CHUNK = 1_024, 4_096
 # Sums of very large numbers stay finite.

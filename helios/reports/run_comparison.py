@@ -11,7 +11,6 @@ from typing import Any
 
 import helios.ledger.lineage as lineage
 from helios.best import rank_by_score
-from helios.core.text import number_text, with_step
 from helios.errors import ArgumentError
 from helios.ledger.book import read_course, read_last_iteration, read_last_line, read_last_losses
 from helios.ledger.differences import diff
@@ -37,6 +36,7 @@ from helios.reports.estimates import (
     subtract,
 )
 from helios.reports.figures import RunCurves, draw_over
+from helios.text import number_text, with_step
 
 _ALL = "all"
 _AT = b'"at":['

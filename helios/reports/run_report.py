@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import helios.ledger.lineage as lineage
-from helios.core.text import number_text, with_step
 from helios.ledger.manifest_file import compare_facts
 from helios.ledger.run_facts import RunFacts, read_run
 from helios.ledger.verification import LedgerStatus
@@ -32,6 +31,7 @@ from helios.reports.document import (
     write_text,
 )
 from helios.reports.figures import TOPICS, LedgerCurves, RunCurves
+from helios.text import number_text, with_step
 
 _UNSAID = "unknown"
 

@@ -19,7 +19,6 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.retention import Ranking, rank_checkpoints, with_sidecar
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.core.sharded_tensors import RowShare
-from helios.core.text import number_text
 from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, DamagedCheckpointError
 from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
@@ -28,6 +27,7 @@ from helios.startup.best_validations import find_declared_rule, require_one_mode
 from helios.startup.resume_point import load_found_by_rank_0, open_folder
 from helios.startup.trainer_options import Options
 from helios.storage.local_paths import as_local_path
+from helios.text import number_text
 
 Choice: TypeAlias = Literal["best", "newest"] | str | Path | None
 """``"best"``, ``"newest"``, a file, or ``None`` for the newest one if there is any."""

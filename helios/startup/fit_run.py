@@ -19,7 +19,6 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.core.constructor_arguments import arguments_of
 from helios.core.stored_values import stored_params
-from helios.core.text import with_step
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError, StateError
@@ -72,6 +71,7 @@ from helios.startup.run_setup import Run
 from helios.startup.state_owners import find_owners, find_stranded_generators
 from helios.startup.trainer_options import Audit
 from helios.state import Phase, TrainingState
+from helios.text import with_step
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -31,12 +31,12 @@ from helios.checkpoint.record import Record
 from helios.core.constructor_arguments import bind_arguments
 from helios.core.declared_values import describe_given
 from helios.core.stored_values import ABSENT, ValueChange, compare_values, show_value, stored_params
-from helios.core.text import tuple_text
 from helios.errors import RunMismatchError
 from helios.schedule import find_limit
 from helios.startup.run_identity import is_extended, is_shortened
 from helios.startup.trainer_options import PARAMS, Options, allows
 from helios.state import Cursor, TrainingState
+from helios.text import tuple_text
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from typing import Any, final
 from helios.checkpoint import loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
-from helios.core.text import with_step
 from helios.errors import UsageError
 from helios.ledger.differences import LedgerFollower, Replay
 from helios.replicas.on_all_ranks import on_each, on_first
@@ -22,6 +21,7 @@ from helios.startup.resume_point import Start
 from helios.startup.rewinding import join_rewinds
 from helios.startup.run_evidence import RunEvidence, RunLedger, hash_definition, make_writer
 from helios.startup.run_setup import Run
+from helios.text import with_step
 
 _PROCESSES = "another number of processes than the run had, which the level 'restart' forbids"
 _ENOUGH = "the replay has compared what it was asked to"

@@ -19,7 +19,6 @@ import helios.ledger.book as book
 import helios.ledger.lineage as lineage
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
-from helios.core.text import with_step
 from helios.data.source import Source
 from helios.errors import ArgumentError, CheckpointError, LedgerError, RunMismatchError
 from helios.ledger.book import read_lines
@@ -27,6 +26,7 @@ from helios.startup.run_identity import ORDERING
 from helios.startup.trainer_options import Options, refusal
 from helios.state import Cursor
 from helios.storage import files
+from helios.text import with_step
 
 FILE_NAME = "rewinds.json"
 

@@ -20,6 +20,7 @@ from helios.best import BestValidation
 from helios.checkpoint.run_listener import RunListener
 from helios.checkpoint.sidecar import Sidecar
 from helios.core import rng
+from helios.core.peak_memory import find_peak_memory
 from helios.errors import LedgerError
 from helios.ledger.book import EVERY, Book
 from helios.ledger.differences import LedgerFollower
@@ -430,7 +431,13 @@ def make_evidence(
     timing = None
     if replicas.rank == 0:
         run = hash_definition(definition, replicas)
-        timing = Timing(folder, processes=replicas.num_processes, run=run, unscored=model.unscored)
+        timing = Timing(
+            folder,
+            processes=replicas.num_processes,
+            run=run,
+            unscored=model.unscored,
+            find_memory=find_peak_memory,
+        )
     ledger = make_ledger(start, model, replicas, definition, level=options.ledger, timing=timing)
     manifest = events = None
     if replicas.rank == 0:

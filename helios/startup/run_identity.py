@@ -15,13 +15,13 @@ from typing import Any
 
 from helios.checkpoint.record import Record
 from helios.checkpoint.store import Loaded
-from helios.core.text import tuple_text
 from helios.engines.engine import Engine
 from helios.errors import RunMismatchError
 from helios.replicas.replicas import Replicas
 from helios.schedule import find_limit, is_limit
 from helios.startup.trainer_options import ROWS, Options
 from helios.state import Cursor, TrainingState
+from helios.text import tuple_text
 
 _LOGGER = logging.getLogger(__name__)
 

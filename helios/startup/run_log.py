@@ -20,7 +20,6 @@ from helios.best import BestValidation
 from helios.checkpoint.options import CheckpointStore
 from helios.checkpoint.record import Record
 from helios.core.stored_values import ABSENT, ValueChange, compare_values
-from helios.core.text import number_text, size_text, with_step
 from helios.core.utils import get_env_info_str
 from helios.core.wrappers import class_of
 from helios.data.interfaces import Source
@@ -34,6 +33,7 @@ from helios.startup.objects import own_methods
 from helios.startup.trainer_options import Options
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
+from helios.text import number_text, size_text, with_step
 
 _LOGGER = logging.getLogger(__name__)
 # What a resume says once more: the rest is that of the first start, or named where it differs.

@@ -18,7 +18,6 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from helios.core.text import tuple_text
 from helios.data.source import Source
 from helios.errors import LedgerError, RunMismatchError
 from helios.launch.launcher import Launch
@@ -49,6 +48,7 @@ from helios.startup.trainer_call import Call
 from helios.startup.trainer_options import ROWS, Options
 from helios.storage import files
 from helios.storage.user_types import type_name
+from helios.text import tuple_text
 
 
 def manifest_facts(call: Call, source: Source | None) -> dict[str, Any]:

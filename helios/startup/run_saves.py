@@ -14,7 +14,7 @@ from helios.checkpoint.disk_space import warn_if_too_large
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint
-from helios.core.text import as_numbers
+from helios.core.summands import as_numbers
 from helios.engines.engine import Engine
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
-from helios.core.text import size_text
 from helios.state_graph import unsupported_values as reasons
 from helios.state_graph.attribute_rules import OF_MODULES
 from helios.state_graph.graph import (
@@ -51,6 +50,7 @@ from helios.state_graph.values import (
     is_single,
 )
 from helios.storage.user_types import HeldTensor, NamedMember, Reference, type_name
+from helios.text import size_text
 
 KEYS, LIKE = "keys and values", "like"
 """The content of a dict with objects as keys, and an empty dict of its type."""

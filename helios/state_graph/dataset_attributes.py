@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from helios.core.generators import is_generator
-from helios.core.text import size_text
 from helios.core.utils import unsaved_of
 from helios.state_graph.values import ATOMS, attributes_of, each_in, elements_of
+from helios.text import size_text
 
 _SMALL = 1 << 16
 """Maximum bytes of a member that is compared."""

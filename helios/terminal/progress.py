@@ -18,13 +18,14 @@ from typing import Any, ClassVar, TextIO
 from torch.optim import Optimizer
 
 from helios.core.loss_means import LossMeans, Viewer
-from helios.core.text import find_peak_memory, number_text, peak_text
+from helios.core.peak_memory import find_peak_memory, peak_text
 from helios.distributed.collectives import get_global_rank
 from helios.protocols import Clock
 from helios.schedule import Schedule
 from helios.terminal.root_logger import log_to_file
 from helios.terminal.screen import Bars, Gauge, open_bars
 from helios.terminal.used_rates import UsedRates
+from helios.text import number_text
 
 _LOGGER = logging.getLogger(__name__)
 _RATE_SECONDS = 10.0

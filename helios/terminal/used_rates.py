@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from helios.core.text import rate_text
+from helios.text import rate_text
 
 
 class UsedRates:

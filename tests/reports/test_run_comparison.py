@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from helios.cli import main
-from helios.core.text import number_text
 from helios.errors import ArgumentError, LedgerError
 from helios.ledger import compare, timing
 from helios.ledger.book import (
@@ -24,6 +23,7 @@ from helios.ledger.book import (
 )
 from helios.reports.estimates import find_crossing_fault, find_quantile, split_variance
 from helios.reports.run_comparison import write_comparison
+from helios.text import number_text
 from tests.reports.test_run_reports import Page
 from tests.support.synthetic_run import write_ledger, write_lines, write_run
 

@@ -53,7 +53,7 @@ def what_is_logged_is_that_of_the_first_replica(join, tables):
     return dict(next(iter(tables), {}))
 
 
-@fault("helios.core.text:with_step", "tests/cli/test_steps_in_commands.py")
+@fault("helios.text:with_step", "tests/cli/test_steps_in_commands.py")
 def an_iteration_hides_its_step(with_step, iteration, step):
     return str(iteration)
 

@@ -78,12 +78,12 @@ def what_is_new_is_not_said(adopt_rules, options, *, place="0"):
     return adopt_rules(None)
 
 
-@fault("helios.core.text:number_text", "tests/core/test_text.py")
+@fault("helios.text:number_text", "tests/test_text.py")
 def a_number_is_rounded_to_a_whole_one(number_text, number, digits=6):
     return f"{number:.{digits}g}"
 
 
-@fault("helios.core.text:_find_process_peak", "tests/core/test_text.py")
+@fault("helios.core.peak_memory:_find_process_peak", "tests/core/test_peak_memory.py")
 def the_peak_of_memory_is_that_of_the_process_before(find_process_peak):
     import resource
 

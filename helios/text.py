@@ -1,26 +1,15 @@
-"""Numbers as messages, tables and logs have them: bytes, scores, and the peak of memory.
-
-Commands that only read text import this module, so PyTorch is imported where it is used.
-"""
+"""Numbers as messages, tables and logs have them: bytes, scores, rates, places of a run."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
-
-from helios.errors import UsageError
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([KMGT])(I?)B|B?)", re.IGNORECASE)
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-_STATUS = Path("/proc/self/status")
-_PEAK = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
 
 def size_text(num_bytes: float) -> str:
@@ -73,46 +62,6 @@ def parse_size(text: str) -> int:
     return size
 
 
-def find_peak_memory() -> dict[str, int]:
-    """Return peaks in bytes, without waiting for a device.
-
-    Returns:
-        ``vm_hwm`` of this process; where the system does not tell it, ``memory`` by ``ru_maxrss``,
-        which may be that of the process that has started this one; ``gpu_memory`` that PyTorch has
-        used on its current GPU, if it uses one.
-    """
-    import torch
-
-    found = _find_process_peak()
-    # After an error of the device, nothing may be known of it.
-    with contextlib.suppress(RuntimeError):
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            found["gpu_memory"] = torch.cuda.max_memory_allocated()
-    return found
-
-
-def _find_process_peak() -> dict[str, int]:
-    with contextlib.suppress(OSError):
-        line = _PEAK.search(_STATUS.read_bytes())
-        if line is not None:
-            return {"vm_hwm": int(line[1]) * 1024}
-    if sys.platform == "win32":
-        return {}
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"memory": peak if sys.platform == "darwin" else peak * 1024}
-
-
-def peak_text(peaks: Mapping[str, int]) -> str:
-    """Return the peak on the GPU, or else that of the process; empty if neither is known."""
-    if "gpu_memory" in peaks:
-        return f"GPU peak {size_text(peaks['gpu_memory'])}"
-    if "vm_hwm" in peaks:
-        return f"peak {size_text(peaks['vm_hwm'])}"
-    return f"peak {size_text(peaks['memory'])} (ru_maxrss)" if "memory" in peaks else ""
-
-
 def number_text(number: float, digits: int = 6) -> str:
     """Return a number with so many significant digits, or more: only a whole one looks like one.
 
@@ -153,40 +102,6 @@ def rate_text(rate: float) -> str:
         return number_text(rate, 4)
     digits, _, power = f"{rate:.3e}".partition("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
-
-
-def as_number(name: str, value: Any) -> float:
-    """Return a logged value as a number; copies a tensor from its device.
-
-    Args:
-        name: the name that it is logged under, for the error message.
-        value: a number, or a tensor of one element.
-
-    Raises:
-        UsageError: if it is not a single number.
-    """
-    import torch
-
-    try:
-        return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"A logged value must be a single number, but {name!r} is {value!r}. Log a number, or "
-            "a tensor of one element."
-        ) from error
-
-
-def as_numbers(scores: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scores that are single numbers, as floats."""
-    import torch
-
-    numbers = {}
-    for name, score in scores.items():
-        if isinstance(score, torch.Tensor) and score.numel() == 1:
-            score = score.item()
-        if isinstance(score, int | float):
-            numbers[str(name)] = float(score)
-    return numbers
 
 
 def as_json(value: float) -> float | str:
