@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names
-from helios.checkpoint.folder_status import examine_folder
+from helios.checkpoint.folder_status import FolderStatus, examine_folder
 from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
@@ -148,34 +148,36 @@ def find_checkpoint(place: str, *, takes_best: bool) -> Path:
         ArgumentError: if there is none.
         CheckpointError: if nothing says which one is the best.
     """
-    path = as_local_path("FILE|DIR", place)
-    is_folder = path.is_dir() and not file_names.is_folder(path)
     if takes_best:
         found = rank_folder(place).path
         assert found is not None
         return found
-    if not is_folder:
+    path = as_local_path("FILE|DIR", place)
+    if file_names.is_folder(path) or not path.is_dir():
         return existing_checkpoint(place)
+    folder = _examine_run(path)
+    return folder.files[-1].path if folder.start is None else folder.start
+
+
+def _examine_run(path: Path) -> FolderStatus:
     folder = examine_folder(path)
-    if folder.start is not None:
-        return folder.start
-    if folder.files:
-        return folder.files[-1].path
-    raise ArgumentError(
-        f"There is no checkpoint directly in {path}. Pass a checkpoint, or the folder of a run "
-        "(helios ls lists those below a folder)."
-    )
+    if not folder.files:
+        raise ArgumentError(
+            f"There is no checkpoint directly in {path}. Pass a checkpoint, or the folder of a run "
+            "(helios ls lists those below a folder)."
+        )
+    return folder
 
 
 def rank_folder(place: str) -> Ranking:
     """Return the good checkpoints of a run's folder by their scores; there is at least one.
 
     Raises:
-        ArgumentError: if there is no such folder.
+        ArgumentError: if there is no such folder, or no checkpoint in it.
         CheckpointError: if nothing says which one is the best, or none has a score.
     """
     root = existing_folder(place)
-    ranking = rank_files(examine_folder(root).files)
+    ranking = rank_files(_examine_run(root).files)
     if ranking.rule is None:
         raise CheckpointError(
             f"Nothing says which checkpoint in {root} is the best: no KeepBest, no single "
