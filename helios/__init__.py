@@ -38,6 +38,7 @@ __all__ = [
     "Plugin",
     "Precision",
     "RankError",
+    "ReadOnlyError",
     "RunMismatchError",
     "SaveError",
     "Signals",

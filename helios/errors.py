@@ -12,6 +12,7 @@ works. A message says what was wrong, what was found and what to do::
     │   └── LossNotProvidedError              a step returned no loss, but one is needed
     ├── LedgerError (RuntimeError)            a ledger is missing, damaged or of another format
     ├── MovedModuleError (ModuleNotFoundError) a module of helios-ml that has been replaced
+    ├── ReadOnlyError (AttributeError)        an assignment to what is only read
     ├── RankError (RuntimeError)              another process of the training failed or exited
     ├── SaveError (OSError)                   the last checkpoint of a run could not be written
     ├── StateError (RuntimeError)             state that cannot be saved, is missing or unexpected
@@ -64,6 +65,10 @@ class LedgerError(HeliosError, RuntimeError):
 
 class MovedModuleError(HeliosError, ModuleNotFoundError):
     """A module of helios-ml was imported that Helios replaces with something else."""
+
+
+class ReadOnlyError(HeliosError, AttributeError):
+    """Something was assigned to an object that is only read, such as the context of hooks."""
 
 
 class RankError(HeliosError, RuntimeError):

@@ -20,6 +20,7 @@ from helios.errors import IncompatibleCheckpointError as IncompatibleCheckpointE
 from helios.errors import LossNotProvidedError as LossNotProvidedError
 from helios.errors import MovedModuleError as MovedModuleError
 from helios.errors import RankError as RankError
+from helios.errors import ReadOnlyError as ReadOnlyError
 from helios.errors import RunMismatchError as RunMismatchError
 from helios.errors import SaveError as SaveError
 from helios.errors import StateError as StateError

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 
 from helios.hooks.events import EVENTS, Event, Receiver, Verb
+from helios.hooks.permitted_changes import CHANGES
 from helios.trainer import Trainer
 from tests.support.event_grammar import (
     RAISED,
@@ -108,22 +109,17 @@ arguments raises an error: in a plugin when it is registered, anywhere else when
 
 The counters of `TrainingState` count from 1: `global_iteration` iterations, `global_epoch` epochs,
 and `current_iteration` steps in a run that counts steps, iterations in one that counts epochs.
-
-## What a hook may change
-
-| a hook may | by |
-|---|---|
-| map the batch | returning it from `process_*_batch`, in one plugin |
-| change gradients | `parameter.grad`, from `on_backward_end` to `on_optimizer_step_start` |
-| skip an update | `self.context.skip_step(reason)`, until `on_optimizer_step_start` |
-| save, stop or interrupt | `request_checkpoint()`, `request_stop(reason)`, `interrupt(reason)` |
-| log | `self.context.log({name: number})` |
-| say that scores are summed | `declare_summed(scores)` |
-| change weights, buffers, optimizers | the objects themselves, between updates |
-
-The context itself is read only: `self.context.batch = ...` raises an `AttributeError`, because a
-part of Helios would go on with the batch that it has.
 """
+
+_READ_ONLY = """
+Everything else is read only: `self.context.batch = ...` raises a `ReadOnlyError` (an
+`AttributeError`), because a part of Helios would go on with the batch that it has.
+"""
+
+
+def _changes() -> str:
+    rows = "".join(f"| {change.what} | {change.by} |\n" for change in CHANGES)
+    return f"\n## What a hook may change\n\n| a hook may | how |\n|---|---|\n{rows}\n{_READ_ONLY}"
 
 
 def _row(event: Event) -> str:
@@ -210,4 +206,4 @@ def _sequences() -> str:
 
 def render() -> str:
     """Return the page."""
-    return _INTRODUCTION + _table() + _sequences()
+    return _INTRODUCTION + _changes() + _table() + _sequences()

@@ -130,6 +130,8 @@ DEFERRED = ("__init__.py", "core/__init__.py", "ledger/__init__.py")
 INTERCEPTORS = {
     *("__getattr__", "__setattr__", "__getattribute__", "__delattr__"),
 }
+# What is only read says so to those who assign to it.
+KEPT_INTERCEPTORS = {("hooks/context.py", "__setattr__")}
 # One replica goes the way of many: what differs is chosen at the start of a run, in engines/.
 ONE_PATH = {"loops", "session", "model", "plugins"}
 QUESTIONS = {"has_single_replica", "has_single_process", "has_one_per_process"}
@@ -497,7 +499,8 @@ def ban_faults(path: str, text: str) -> list[str]:
 def _intercepts(node: ast.AST, path: str) -> str:
     """Return the name of an interceptor that is defined or assigned, or an empty string."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return node.name if node.name in INTERCEPTORS else ""
+        is_kept = (path, node.name) in KEPT_INTERCEPTORS
+        return node.name if node.name in INTERCEPTORS and not is_kept else ""
     is_assigned = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     is_found = is_assigned and node.id in INTERCEPTORS and path not in DEFERRED
     return node.id if is_found else ""

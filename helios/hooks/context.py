@@ -10,40 +10,48 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from typing_extensions import TypeVar
 
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, UsageError
 from helios.hooks.live_run import LiveRun
+from helios.hooks.moment import Moment
+from helios.hooks.permitted_changes import refuse_assignment
 from helios.state import Cursor, Phase, TrainingState, TrainingUnit
 
 if TYPE_CHECKING:
     from helios import Model
 
 Item = TypeVar("Item")
+RunModel = TypeVar("RunModel", bound="Model", default="Model", covariant=True)
 
 
-class Context:
+class Context(Generic[RunModel]):
     """The run, as hooks see it: one live object.
 
     Hooks read it and call its methods; nothing can be assigned. Ids count from 0 and increase after
     the end hooks of the epoch, step or batch that they number; the counters of :attr:`state` count
-    from 1.
-
-    Attributes:
-        moment: for the loops, which change it.
+    from 1. ``Context[MyModel]`` tells type checkers which model it has.
     """
 
-    __slots__ = ("__weakref__", "_run", "moment")
+    __slots__ = ("__weakref__", "_moment", "_run")
+
+    _moment: Moment
+    _run: LiveRun
 
     def __init__(self, run: LiveRun) -> None:
-        self._run = run
-        self.moment = run.moment
+        object.__setattr__(self, "_run", run)
+        object.__setattr__(self, "_moment", run.moment)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        known = [each for each in dir(type(self)) if not each.startswith("_")]
+        raise refuse_assignment(name, known)
 
     @property
     def batch(self) -> Any:
@@ -51,47 +59,47 @@ class Context:
 
         As fetched in batch hooks, transformed in forward hooks.
         """
-        return self.moment.batch
+        return self._moment.batch
 
     @property
     def raw_batch(self) -> Any:
         """The current batch as it was fetched."""
-        return self.moment.raw_batch
+        return self._moment.raw_batch
 
     @property
     def model_outputs(self) -> Any:
         """What the current step returned, or the outputs of its batch processor."""
-        return self.moment.model_outputs
+        return self._moment.model_outputs
 
     @property
     def stepping_optimizer(self) -> Optimizer | None:
         """The optimizer that steps; ``None`` outside an optimizer step."""
-        return self.moment.stepping_optimizer
+        return self._moment.stepping_optimizer
 
     @property
     def is_optimizer_step_committed(self) -> bool | None:
         """Whether the last update was made; ``None`` before the first."""
-        return self.moment.is_optimizer_step_committed
+        return self._moment.is_optimizer_step_committed
 
     @property
     def exception(self) -> BaseException | None:
         """The exception that ended the run, for exits of contexts; otherwise ``None``."""
-        return self.moment.exception
+        return self._moment.exception
 
     @property
     def resumed(self) -> bool:
         """Whether the scope began before this start of the run, in another process."""
-        return self.moment.resumed
+        return self._moment.resumed
 
     @property
     def start_epoch(self) -> int:
         """The epoch in which this start of the run began, from 0."""
-        return self.moment.start_epoch
+        return self._moment.start_epoch
 
     @property
     def start_step(self) -> int:
         """Optimizer steps made before this start."""
-        return self.moment.start_step
+        return self._moment.start_step
 
     @property
     def is_replay(self) -> bool:
@@ -99,12 +107,12 @@ class Context:
 
         What you log or upload was logged before: write nothing then.
         """
-        return self.moment.is_replay
+        return self._moment.is_replay
 
     @property
     def run_folder(self) -> Path | None:
         """Folder of the run's checkpoints and records; ``None`` without checkpoints."""
-        return self.moment.run_folder
+        return self._moment.run_folder
 
     @property
     def went_back(self) -> bool:
@@ -112,18 +120,19 @@ class Context:
 
         What follows may differ from what followed before.
         """
-        return self.moment.went_back
+        return self._moment.went_back
 
     @property
     def loss(self) -> Tensor | None:
         """The current loss, detached; ``None`` before there is one, and in manual mode."""
-        loss = self.moment.attached_loss
+        loss = self._moment.attached_loss
         return None if loss is None else loss.detach()
 
     @property
-    def model(self) -> Model:
+    def model(self) -> RunModel:
         """The user's model."""
-        return self._run.model
+        model: Any = self._run.model
+        return model  # type: ignore[no-any-return]
 
     @property
     def engine(self) -> Engine:
@@ -204,7 +213,7 @@ class Context:
         all replicas get equally many, unless ``drop_last`` is set. Valid as :attr:`replica` is, in
         training; (0, 0) for batches without padding.
         """
-        batches, turns = self.moment.training_batches, self._run.turns
+        batches, turns = self._moment.training_batches, self._run.turns
         if batches is None or not batches.repeats or batches.sizes is None:
             return 0, 0
         index = self._run.replicas.local_replicas.index(turns.replica)
@@ -306,7 +315,7 @@ class Context:
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer that steps, or the model's only one; ``None`` if there are several."""
-        return self.moment.stepping_optimizer or _only(self.optimizers)
+        return self._moment.stepping_optimizer or _only(self.optimizers)
 
     @property
     def lr_schedulers(self) -> dict[str, LRScheduler]:
@@ -399,13 +408,13 @@ class Context:
                 "Context.skip_step() must be called in automatic mode, but train_step returns None "
                 "and updates the weights itself. Skip the update there, or return the loss."
             )
-        if not self.moment.is_window_open:
+        if not self._moment.is_window_open:
             raise UsageError(
                 "Context.skip_step() must be called between on_training_step_start and the update "
                 "that it skips, in on_optimizer_step_start at the latest. No window is open "
                 "here."
             )
-        self.moment.skip_reason = self.moment.skip_reason or reason
+        self._moment.skip_reason = self._moment.skip_reason or reason
 
 
 def _only(found: Mapping[str, Item]) -> Item | None:

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from helios.hooks.context import Context
 
@@ -20,11 +20,11 @@ _LOGGER = logging.getLogger(__name__)
 class Enterable(Protocol):
     """A context that can be entered and left."""
 
-    def on_enter(self, ctx: Context) -> object:
+    def on_enter(self, ctx: Any) -> object:
         """Called when the scope begins."""
         ...
 
-    def on_exit(self, ctx: Context) -> object:
+    def on_exit(self, ctx: Any) -> object:
         """Called when the scope ends."""
         ...
 
@@ -79,13 +79,13 @@ class Scopes:
         self.end(kind)
         scope = _Scope(kind, ctx, is_resumed)
         self._open.append(scope)
-        ctx.moment.resumed = is_resumed
+        ctx._moment.resumed = is_resumed
         try:
             for hook in hooks:
                 hook.on_enter(ctx)
                 scope.begun.append(hook)
         finally:
-            ctx.moment.resumed = False
+            ctx._moment.resumed = False
 
     def end(self, kind: tuple[str, str]) -> None:
         """Close a scope and all open ones inside it; does nothing if it is not open."""
@@ -124,14 +124,14 @@ def leave(
 ) -> list[BaseException]:
     """Leave all contexts; returns what they raised."""
     outer, errors = ctx.exception, list[BaseException]()
-    ctx.moment.exception, ctx.moment.resumed = exception, is_resumed
+    ctx._moment.exception, ctx._moment.resumed = exception, is_resumed
     for hook in hooks:
         try:
             hook.on_exit(ctx)
         except BaseException as error:
             errors.append(error)
-            ctx.moment.exception = errors[0] if exception is None else exception
-    ctx.moment.exception, ctx.moment.resumed = outer, False
+            ctx._moment.exception = errors[0] if exception is None else exception
+    ctx._moment.exception, ctx._moment.resumed = outer, False
     return errors
 
 

@@ -30,7 +30,7 @@ _EVENTS = EVENTS.keys() - {"setup"}
 class _Entry:
     """A context in a channel, the number of its registration, and its number of live handles."""
 
-    hook: HookContext
+    hook: HookContext[Any]
     number: int
     claims: int = 0
 
@@ -42,7 +42,7 @@ class _Channel:
         self.entries: list[_Entry] = []
         self._count = 0
 
-    def add(self, hook: HookContext) -> _Entry:
+    def add(self, hook: HookContext[Any]) -> _Entry:
         for entry in self.entries:
             if entry.hook is hook:
                 break
@@ -54,7 +54,7 @@ class _Channel:
         entry.claims += 1
         return entry
 
-    def live(self) -> Iterator[HookContext]:
+    def live(self) -> Iterator[HookContext[Any]]:
         """Yield the current contexts; one that is removed meanwhile is not yielded."""
         for entry in tuple(self.entries):
             if entry.claims:
@@ -180,7 +180,7 @@ class PipelineHooks(Plugin):
             return hooks
         return _as_hooks(source, source)
 
-    def register(self, channel: str, hook: HookContext) -> HookHandle:
+    def register(self, channel: str, hook: HookContext[Any]) -> HookHandle:
         """Add a context to a channel; returns a handle whose ``remove`` removes it.
 
         The same object counts once in a channel, at its first position. Each call has its own
@@ -205,7 +205,7 @@ class PipelineHooks(Plugin):
         keeps_state(hook)  # raises
         return HookHandle([(place, place.add(hook))])
 
-    def contexts(self, channel: str) -> list[HookContext]:
+    def contexts(self, channel: str) -> list[HookContext[Any]]:
         """Return the contexts of a channel, in their order.
 
         Raises:
@@ -286,8 +286,8 @@ class PipelineHooks(Plugin):
                 ", ".join(missing) or "none",
             )
 
-    def _with_state(self) -> list[tuple[str, HookContext]]:
-        found: dict[int, tuple[str, HookContext]] = {}
+    def _with_state(self) -> list[tuple[str, HookContext[Any]]]:
+        found: dict[int, tuple[str, HookContext[Any]]] = {}
         for name, channel in self._channels.items():
             for entry in channel.entries:
                 if keeps_state(entry.hook):
@@ -357,7 +357,7 @@ class PipelineHooks(Plugin):
     def on_exception(self, exception: BaseException) -> None:
         """Leave everything that was entered; the exception propagates."""
         if self._scopes:
-            self.context.moment.exception = exception
+            self.context._moment.exception = exception
             self._scopes.unwind(exception=exception)
 
     def on_fit_end(self) -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Generic, final
+
+from typing_extensions import TypeVar
 
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import signature_of
 from helios.hooks.context import Context
 from helios.hooks.scopes import join_errors, leave
+from helios.model.model import Model
 
 Part = Callable[[Context], object]
+Seen = TypeVar("Seen", bound=Model, default=Model)
 
 
-class HookContext:
+class HookContext(Generic[Seen]):
     """Called at the beginning and the end of a scope; override one or both methods.
 
     A context that was entered is always left. If ``ctx.exception`` is set then, an exception ended
     the scope. Attributes that training changes survive a restart; to control what is saved,
-    override :meth:`state_dict` and :meth:`load_state_dict`.
+    override :meth:`state_dict` and :meth:`load_state_dict`. ``HookContext[MyModel]`` tells type
+    checkers which model ``ctx.model`` is.
 
     Attributes:
         unsaved: names of attributes that training changes and that need not be saved.
@@ -27,11 +32,11 @@ class HookContext:
 
     unsaved: tuple[str, ...] = ()
 
-    def on_enter(self, ctx: Context) -> None:
+    def on_enter(self, ctx: Context[Seen]) -> None:
         """Called when the scope begins; if this raises, the context was not entered."""
         return
 
-    def on_exit(self, ctx: Context) -> None:
+    def on_exit(self, ctx: Context[Seen]) -> None:
         """Called when the scope ends."""
         return
 
@@ -64,7 +69,7 @@ class HookContext:
         return _FunctionContext(before, after)
 
     @contextmanager
-    def begin(self, ctx: Context) -> Iterator[HookContext]:
+    def begin(self, ctx: Context[Seen]) -> Iterator[HookContext[Seen]]:
         """Enter, run the body of a ``with`` statement, and always leave.
 
         An exception in the body is in ``ctx.exception`` while the context is left, and propagates
@@ -88,7 +93,7 @@ class HookContext:
         """Restore what :meth:`state_dict` returned."""
 
 
-def keeps_state(hook: HookContext) -> bool:
+def keeps_state(hook: HookContext[Any]) -> bool:
     """Whether a checkpoint saves state of a context.
 
     Raises:
@@ -106,7 +111,7 @@ def keeps_state(hook: HookContext) -> bool:
     return saves
 
 
-def check_parts(hook: HookContext) -> None:
+def check_parts(hook: HookContext[Any]) -> None:
     """Check that a context does something when it is entered or left.
 
     Raises:

@@ -237,7 +237,7 @@ def aside(*, is_lone_step: bool = False) -> Iterator[None]:
 @contextmanager
 def _at_its_end(context: Context) -> Iterator[None]:
     """Show the batch in a forward as it is shown at the batch's end."""
-    moment = context.moment
+    moment = context._moment
     shown, moment.batch = moment.batch, moment.raw_batch
     try:
         yield

@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import torch
 
 from helios.core.registry import Registry
 from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.hooks.context import Context
+from helios.hooks.context import Context, RunModel
 from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
 from helios.model.model import Model
@@ -51,11 +51,12 @@ class UniquePluginOverrides:
 
 
 @with_short_constructor
-class Plugin(Hooks, ABC):
+class Plugin(Hooks, ABC, Generic[RunModel]):
     """Base of all plugins.
 
     Override the methods of the events that you need. A plugin is called before the model; with
     ``monitor = True`` it is called after the model at the ends of validations and epochs.
+    ``class MyPlugin(Plugin[MyModel])`` tells type checkers which model :attr:`context` has.
 
     Attributes:
         monitor: receive the end events after the model.
@@ -96,7 +97,7 @@ class Plugin(Hooks, ABC):
         self.global_rank = 0
         self.rank = 0
         self.trainer: Trainer | None = None
-        self._context: Context | None = None
+        self._context: Context[RunModel] | None = None
 
     @property
     def local_rank(self) -> int:
@@ -104,7 +105,7 @@ class Plugin(Hooks, ABC):
         return self.rank
 
     @property
-    def context(self) -> Context:
+    def context(self) -> Context[RunModel]:
         """The run as the plugin sees it: the model, the counters, the current batch.
 
         Raises:
@@ -118,7 +119,7 @@ class Plugin(Hooks, ABC):
         return self._context
 
     @context.setter
-    def context(self, value: Context | None) -> None:
+    def context(self, value: Context[Any] | None) -> None:
         self._context = value
 
     @property

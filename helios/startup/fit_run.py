@@ -227,8 +227,9 @@ class Training:
         run.follow_rules(self._start.rules)
         run.set_up(is_inference=False)
         session = self._build()
-        session.audit = make_audit(run.options.audit, session, run.loop)
         run.take_session(session)
+        # A step that yields has its loop now.
+        session.audit = make_audit(run.options.audit, session, run.loop)
         log_order(run.plugins, run.hooks)
         if record is not None:
             self._load(session, record)

@@ -411,7 +411,10 @@ def test_what_cannot_be_audited_is_said_once_and_trained_as_ever(tmp_path: Path,
 
 
 @pytest.mark.shows("P21")
-def test_loops_that_compute_gradients_in_another_way_are_not_audited(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_loops_that_compute_gradients_in_another_way_are_not_audited(
+    tmp_path: Path, is_connected: bool
+) -> None:
     setting = Elastic(num_replicas=1, total_steps=1, options=NO_VALIDATION)
 
     class Yielding(FaultyModel):
@@ -419,7 +422,8 @@ def test_loops_that_compute_gradients_in_another_way_are_not_audited(tmp_path: P
             yield super().train_step(batch, state)
 
     trainer = make_trainer(tmp_path, setting, audit=OFTEN)
-    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())
+    if is_connected:
+        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())
     with collect_warnings() as warnings:
         trainer.fit(Yielding(setting, tmp_path, never), ElasticData(setting))
     assert [text for text in warnings if "udit" in text] == [

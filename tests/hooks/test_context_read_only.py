@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from helios.errors import ArgumentTypeError
+from helios.errors import ArgumentTypeError, ReadOnlyError
 from helios.hooks.context import Context
+from helios.hooks.permitted_changes import CHANGES
 from helios.plugins.plugin import Plugin
 from helios.state import Phase
 from tests.loops.sessions import ListSource, Stepper, fit, make_session
@@ -20,36 +24,130 @@ NAMES = sorted(
 )
 
 
-class Assigning(Plugin):
-    def __init__(self, name: str) -> None:
-        super().__init__("assigning")
-        self.name = name
+class Doing(Plugin):
+    """Does something in an event."""
+
+    def __init__(self, event: str, act: Callable[..., Any]) -> None:
+        super().__init__("doing")
+        setattr(self, event, lambda *args: act(self.context, *args))
 
     def setup(self) -> None: ...
 
-    def on_training_batch_start(self, state: Any) -> None:
-        setattr(self.context, self.name, 3)
+
+class Assigning(Doing):
+    def __init__(self, name: str) -> None:
+        super().__init__("on_training_batch_start", lambda context, _: setattr(context, name, 3))
 
 
-def train(*plugins: Plugin) -> None:
-    sources: Any = {Phase.TRAINING: [ListSource([[1.0]])]}
-    fit(make_session(Stepper(), *plugins, sources=sources, total_steps=1))
+def train(*plugins: Plugin) -> Any:
+    sources: Any = {Phase.TRAINING: [ListSource([[1.0], [1.0]])]}
+    session = make_session(Stepper(), *plugins, sources=sources, total_steps=2)
+    fit(session)
+    return session
 
 
 @pytest.mark.shows("K43")
 @pytest.mark.parametrize("name", [*NAMES, "lss"])
 def test_a_hook_can_assign_nothing_to_the_context(name: str) -> None:
-    with pytest.raises(AttributeError, match=r"no (setter|attribute)") as caught:
+    rule = rf"^context\.{name} must not be assigned: hooks only read the context\. \w.*\.$"
+    with pytest.raises(ReadOnlyError) as caught:
         train(Assigning(name))
-    assert any("Raised by plugin 'assigning'" in note for note in caught.value.__notes__)
+    assert re.match(rule, str(caught.value.args[0]))
+    assert any("Raised by plugin 'doing'" in note for note in caught.value.__notes__)
+    assert isinstance(caught.value, AttributeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("batch", "To map the batch, return it from process_*_batch, in one plugin."),
+        ("loss", "To change the loss or the outputs, return others from train_step"),
+        ("optimizer", "To change weights, buffers, optimizers and schedulers, change the objects"),
+        ("max_step", "To save, stop or interrupt, call request_checkpoint(), request_stop(reason)"),
+        ("epoch_id", "Copy the value, and change the copy."),
+        ("lss", "no such attribute. Did you mean to read context.loss? Keep values in self.lss."),
+        ("foo", "It has no such attribute. Keep values in self.foo."),
+    ],
+)
+def test_what_a_hook_assigns_to_the_context_has_its_remedy(name: str, remedy: str) -> None:
+    with pytest.raises(ReadOnlyError) as caught:
+        train(Assigning(name))
+    assert remedy in str(caught.value)
+
+
+def _double_gradients(context: Context) -> None:
+    context.model.net.weight.grad *= 2
+
+
+def _add_to_weights(context: Context, *_: Any) -> None:
+    with torch.no_grad():
+        context.model.net.weight += 10
+
+
+def _skip_first(context: Context, optimizer: Any) -> None:
+    if context.state.global_iteration == 1:
+        context.skip_step("as a test")
+
+
+SHOWN: list[Any] = []
+WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any], bool]]] = {
+    "map the batch": (
+        "process_training_batch",
+        lambda context, batch, state: 4.0,
+        lambda session: session.model.weight == -4 - 2,
+    ),
+    "change gradients": (
+        "on_backward_end",
+        _double_gradients,
+        lambda session: session.model.weight == -2 - 1,
+    ),
+    "skip an update": (
+        "on_optimizer_step_start",
+        _skip_first,
+        lambda session: session.state.global_iteration == 3,
+    ),
+    "save, stop or interrupt": (
+        "on_training_batch_start",
+        lambda context, state: context.request_stop("as a test"),
+        lambda session: session.state.global_iteration == 1,
+    ),
+    "log": (
+        "on_training_batch_start",
+        lambda context, state: context.log({"number": 3}),
+        lambda session: SHOWN == [{"number": 3.0}] * 2,
+    ),
+    "say that scores are summed": (
+        "on_training_batch_start",
+        lambda context, state: context.declare_summed({"error": 1.0}),
+        lambda session: session.summed_scores == {"error": 1.0},
+    ),
+    "change weights, buffers, optimizers and schedulers": (
+        "on_training_batch_end",
+        _add_to_weights,
+        lambda session: session.model.weight == 20 - 1 - 0.5,
+    ),
+}
+
+
+@pytest.mark.shows("K43")
+@pytest.mark.parametrize("what", [change.what for change in CHANGES])
+def test_what_a_hook_may_change_it_can_change(what: str) -> None:
+    if "cannot" in next(change.by for change in CHANGES if change.what == what):
+        return
+    event, act, is_changed = WAYS[what]
+    SHOWN.clear()
+    seeing = Doing("on_log", lambda context, scalars, state: SHOWN.append(scalars))
+    seeing._plug_id = "seeing"
+    session = train(Doing(event, act), seeing)
+    assert is_changed(session)
+    assert not is_changed(train()) or what == "log"
 
 
 def test_a_hook_may_refer_weakly_to_the_context() -> None:
-    class Referring(Assigning):
-        def on_training_batch_start(self, state: Any) -> None:
-            assert weakref.ref(self.context)() is self.context
+    def refer(context: Context, state: Any) -> None:
+        assert weakref.ref(context)() is context
 
-    train(Referring(""))
+    train(Doing("on_training_batch_start", refer))
 
 
 def test_all_that_loops_change_is_shown() -> None:
@@ -57,9 +155,8 @@ def test_all_that_loops_change_is_shown() -> None:
 
 
 def test_numbers_are_logged_by_name_in_one_mapping() -> None:
-    class Logging(Assigning):
-        def on_training_batch_start(self, state: Any) -> None:
-            self.context.log("loss", 3)  # type: ignore[arg-type]
+    def log(context: Any, state: Any) -> None:
+        context.log("loss", 3)
 
     with pytest.raises(ArgumentTypeError, match=r"context\.log\(\.\.\.\) must .* got 'loss', 3\."):
-        train(Logging(""))
+        train(Doing("on_training_batch_start", log))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, softplus
 from torch.utils.data import TensorDataset
+from typing_extensions import assert_type
 
-from helios import Context, DataLoaderParams, DataModule, Model, Trainer, TrainingState
+from helios import Context, DataLoaderParams, DataModule, Model, Plugin, Trainer, TrainingState
 from helios.engines import Engine, Precision
 from helios.loops import BatchLoop, OptimizerLoop, YieldLoop
 from helios.model import BatchProcessor
@@ -107,6 +108,34 @@ class Watching(HookContext):
             ctx.log({"watched": ctx.loss})
 
 
+class Reading(Plugin[Line]):
+    """Knows its model."""
+
+    def __init__(self) -> None:
+        super().__init__("reading")
+        self.size = 0.0
+
+    def setup(self) -> None: ...
+
+    def on_training_end(self) -> None:
+        assert_type(self.context, Context[Line])
+        assert_type(self.context.model.net, nn.Linear)
+        self.size = self.context.model.net.weight.item()
+
+
+class Ignorant(Plugin):
+    def __init__(self) -> None:
+        super().__init__("ignorant")
+
+    def setup(self) -> None:
+        assert_type(self.context.model, Model)
+
+
+class Counted(HookContext[Line]):
+    def on_enter(self, ctx: Context[Line]) -> None:
+        self.bias = assert_type(ctx.model, Line).net.bias
+
+
 def make_trainer(hooks: PipelineHooks, engine: Engine | None = None) -> Trainer:
     return Trainer(
         total_steps=1,
@@ -119,10 +148,16 @@ def make_trainer(hooks: PipelineHooks, engine: Engine | None = None) -> Trainer:
 def train() -> int:
     hooks, loop = PipelineHooks(), Counting()
     hooks.register("on_batch", Watching())
+    of_line = PipelineHooks("of-line")
+    of_line.register("on_loop", Counted())
     trainer = make_trainer(hooks, SignEngine("cpu"))
     trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=loop)
     trainer.fit_loop.epoch_loop.connect(batch_loop=Twice())
+    reading = Reading()
+    trainer.register_plugin(reading)
+    trainer.register_plugin(of_line)
     assert trainer.fit(Line("line"), Numbers())
+    assert reading.size
     assert make_trainer(hooks).fit(Pair("pair"), Numbers())
     assert make_trainer(hooks).fit(Processed("processed"), Numbers())
     return loop.num_updates

@@ -109,3 +109,8 @@ def a_run_is_resumed_in_another_unit(identity, options, description, engine):
 )
 def ranks_may_differ_in_when_they_give_up(plain, options, name):
     return None if name == "hang_timeout" else plain(options, name)
+
+
+@fault("helios.hooks.context:Context.__setattr__", "tests/hooks/test_context_read_only.py")
+def what_a_hook_assigns_to_the_context_is_kept_apart(set_attribute, context, name, value):
+    return
