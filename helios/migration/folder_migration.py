@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,8 @@ class _Migration:
             origin = helios_ml.find(tree, file_names.KEY_MIGRATED_FROM)
             if sidecar is not None or origin is None:
                 return Report(path, Result.CURRENT)
-            return self._complete(path, types)
+            complete = partial(self._complete, path, types)
+            return self._change(path, seen, complete, reason="its sidecar is missing")
         unknown = [name for name in names if name not in helios_ml.NAMES]
         if unknown:
             raise IncompatibleCheckpointError(_describe_unknown(unknown))
@@ -176,40 +178,36 @@ class _Migration:
             return Report(path, Result.FOREIGN, "it is not a checkpoint of helios-ml")
         check_container(path)
         code = codec.encode(_convert(tree, path), where="", safe_types=types)
-        return self._renew(path, code, seen)
+        return self._change(path, seen, partial(self._replace, path, code))
 
-    def _renew(self, path: Path, code: dict[str, Any], seen: tuple[int, int, int]) -> Report:
-        obstacle = self._find_obstacle(path)
-        if obstacle is not None:
-            return obstacle
-        if self.is_dry:
-            return Report(path, Result.PENDING)
-        with FolderLock(path.parent):
-            if _identify(path) != seen:
-                return Report(path, Result.FAILED, "it was changed in the meantime: start again")
-            return Report(path, Result.MIGRATED, backup=self._replace(path, code))
-
-    def _complete(self, path: Path, types: list[Any]) -> Report:
-        """Write the sidecar of a migrated file, after a kill between the two."""
-        obstacle = self._find_obstacle(path)
-        if obstacle is not None:
-            return obstacle
-        if self.is_dry:
-            return Report(path, Result.PENDING, "its sidecar is missing")
-        with FolderLock(path.parent):
-            payload = loading.load(path, types).payload
-            _write_sidecar(path, payload, digest_file(path), source="")
-        return Report(path, Result.COMPLETED, "its sidecar was missing")
-
-    def _find_obstacle(self, path: Path) -> Report | None:
+    def _change(
+        self,
+        path: Path,
+        seen: tuple[int, int, int],
+        change: Callable[[], Report],
+        *,
+        reason: str = "",
+    ) -> Report:
+        """Change what is there, if it may be, and is still what was read."""
         if not path.stat().st_mode & _ANY_MAY_WRITE:
             return Report(path, Result.READ_ONLY, "allow writing to it, and start again")
         place = file_names.sidecar_path(path)
         if os.path.lexists(place) and _read_own_sidecar(path) is None:
             return Report(path, Result.FAILED, f"{place} is in the place of its sidecar: move it")
-        return None
+        if self.is_dry:
+            return Report(path, Result.PENDING, reason)
+        with FolderLock(path.parent):
+            if _identify(path) != seen:
+                return Report(path, Result.FAILED, "it was changed in the meantime: start again")
+            return change()
 
-    def _replace(self, path: Path, code: dict[str, Any]) -> Path | None:
+    def _complete(self, path: Path, types: list[Any]) -> Report:
+        """Write the sidecar of a migrated file, after a kill between the two."""
+        payload = loading.load(path, types).payload
+        _write_sidecar(path, payload, digest_file(path), source="")
+        return Report(path, Result.COMPLETED, "its sidecar was missing")
+
+    def _replace(self, path: Path, code: dict[str, Any]) -> Report:
         source = digest_file(path)
         with files.replacing(path) as partial:
             digest = codec.write_file(partial, code, hashes=True)
@@ -218,7 +216,7 @@ class _Migration:
             # A sidecar of an earlier migration does not describe the new file.
             files.unlink(file_names.sidecar_path(path), missing_ok=True)
         _write_sidecar(path, code, digest, source=source)
-        return backup
+        return Report(path, Result.MIGRATED, backup=backup)
 
 
 def _find_candidates(root: Path, is_recursive: bool) -> Iterator[Path]:
