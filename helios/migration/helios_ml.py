@@ -23,7 +23,6 @@ from helios.storage.placeholders import Unknown
 from helios.version import __version__
 
 KEY_AMP_SCALER = "amp_scaler"
-KEY_DATAMODULE = "datamodule"
 KEY_LOGGERS = "loggers"
 
 _STATE = "helios.trainer.TrainingState"
