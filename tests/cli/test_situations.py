@@ -248,6 +248,7 @@ def test_watch_lists_again_when_something_has_changed(
     assert main(["ls", str(run.path), "--watch"]) == 0
     first, second, third = looks
     assert "run_epoch_1_iter_2.pth" in first
+    assert not first.startswith("\n")
     assert second == ""
     assert "run_epoch_1_iter_3.pth" in third
     assert third.startswith("\n")
