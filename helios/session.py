@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,10 +26,16 @@ from helios.core.sharded_tensors import is_sharded
 from helios.core.summands import as_numbers
 from helios.engines.engine import Engine
 from helios.engines.process_member import redefines
+from helios.errors import UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import EVENTS, Receiver
 from helios.hooks.live_run import LiveRun
-from helios.hooks.overrides import check_overrides, find_without_super
+from helios.hooks.overrides import (
+    check_overrides,
+    check_state_methods,
+    find_without_super,
+    warn_of_reserved_names,
+)
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
@@ -133,11 +139,17 @@ class Session(LiveRun):
         self.replicas = self.engine.replicas
         if type(self.engine) is not Engine:
             check_overrides(self.engine, Engine, receives=_OF_ENGINES)
+            self._check_state_of_engine()
         if self.recorder is not None:
             self._warn_of_lost_defaults()
         is_there = self.engine.device.type == "cpu"
         self.leaves_batches = is_there and type(self.model).batch_to_device is Model.batch_to_device
         has_own = redefines(self.engine, Engine, "autocast")
+        if has_own and not isinstance(self.engine.autocast(), AbstractContextManager):
+            raise UsageError(
+                f"{type(self.engine).__name__}.autocast must return a context manager. Return "
+                "super().autocast(), or contextlib.nullcontext()."
+            )
         self.is_plain = not self.engine.precision.casts and not has_own
         self.is_discovered = type(self.model).state_dict is Model.state_dict
         self.context = Context(self)
@@ -155,6 +167,21 @@ class Session(LiveRun):
         )
         seed = self.seed if self.training_seed is None else self.training_seed
         self.turns = make_turns(self.replicas, seed, self.model, watch, self.agreement)
+
+    def _check_state_of_engine(self) -> None:
+        """Check what a user's engine saves.
+
+        Raises:
+            UsageError: for a method of its state that leaves out what its base saves.
+        """
+        engine = self.engine
+        check_state_methods(engine, Engine)
+        warn_of_reserved_names(engine)
+        for name in find_without_super(engine, ("state_dict", "load_state_dict")):
+            raise UsageError(
+                f"{type(engine).__name__}.{name} must call super().{name}(...), which has the open "
+                "window and the scaler of fp16. Add what it returns or takes."
+            )
 
     def _warn_of_lost_defaults(self) -> None:
         for name in find_without_super(self.model, _DEFAULTS):

@@ -35,6 +35,11 @@ def build_model(make: Maker, prepare: Callable[[nn.Module], nn.Module]) -> tuple
     """
     if make is None:
         return None, None
+    if isinstance(make, nn.Module):
+        raise ArgumentError(
+            "init_components(model_fn=...) must be a function that returns the model, got the "
+            f"module {type(make).__name__}. Pass lambda: model."
+        )
     made = make()
     members = made.values() if isinstance(made, dict) else [made]
     if not all(isinstance(member, nn.Module) for member in members):

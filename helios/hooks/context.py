@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic
 
 from torch import Tensor
@@ -308,9 +309,9 @@ class Context(Generic[RunModel]):
         return self._run.find_loader()
 
     @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers of the model, by attribute path."""
-        return self._run.find_optimizers()
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """The optimizers of the model, by attribute path; the table is read only."""
+        return MappingProxyType(self._run.find_optimizers())
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -318,9 +319,9 @@ class Context(Generic[RunModel]):
         return self._moment.stepping_optimizer or _only(self.optimizers)
 
     @property
-    def lr_schedulers(self) -> dict[str, LRScheduler]:
-        """The learning-rate schedulers of the model, by attribute path."""
-        return self._run.find_schedulers()
+    def lr_schedulers(self) -> Mapping[str, LRScheduler]:
+        """The learning-rate schedulers of the model, by attribute path; the table is read only."""
+        return MappingProxyType(self._run.find_schedulers())
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:

@@ -7,12 +7,14 @@ a run, and a method whose base does something may lose that without ``super()``.
 from __future__ import annotations
 
 import difflib
+import dis
 import inspect
 import logging
 from collections.abc import Collection, Sequence
 from types import FunctionType
 
 from helios.core.signatures import read_signature
+from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import check_call
 
 _LOGGER = logging.getLogger(__name__)
@@ -21,13 +23,14 @@ _OURS = ("helios", "torch")
 _CALLED_IN_FULL = frozenset({"backward", "backward_loss", "update"})
 
 
-def _written(owner: object) -> dict[str, tuple[FunctionType, bool]]:
+def _written(owner: object, *, constructors: bool = False) -> dict[str, tuple[FunctionType, bool]]:
     """Return the methods that a user has written, and whether each gets its object first."""
     found: dict[str, tuple[FunctionType, bool]] = {}
     own = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in _OURS]
     for members in (vars(owner), *(vars(kind) for kind in own if kind is not object)):
         for name, member in members.items():
-            if isinstance(member, FunctionType) and not name.startswith("__"):
+            is_special = name.startswith("__") and not (constructors and name == "__init__")
+            if isinstance(member, FunctionType) and not is_special:
                 found.setdefault(name, (member, members is not vars(owner)))
     return found
 
@@ -44,12 +47,16 @@ def check_overrides(
         apart: methods whose arguments are checked elsewhere.
 
     Raises:
+        ArgumentError: for a method that is not to be overridden, and for one of ``state_dict`` and
+            ``load_state_dict`` without the other.
         ArgumentTypeError: for a method that does not take the arguments of the one that it
-            overrides.
+            overrides, or that must be a property.
     """
     known = [*(name for name in dir(base) if not name.startswith("_")), *receives]
     for name in _written(owner):
         overridden = inspect.getattr_static(base, name, None)
+        if overridden is not None:
+            _check_kind(f"{type(owner).__name__}.{name}", name, overridden)
         if name in apart:
             continue
         if isinstance(overridden, FunctionType):
@@ -65,6 +72,87 @@ def check_overrides(
                 ]
                 check_arguments(owner, (name,), wanted)
         elif overridden is None and name not in receives and not name.startswith("_"):
+            _warn_of_typo(f"{type(owner).__name__}.{name}", name, known)
+
+
+def _check_kind(place: str, name: str, overridden: object) -> None:
+    """Refuse methods of the user's in the place of what is none, or of what only Helios calls.
+
+    Raises:
+        ArgumentError: for a method that is not to be overridden.
+        ArgumentTypeError: for one that must be a property.
+    """
+    if isinstance(overridden, property):
+        raise ArgumentTypeError(
+            f"{place} must be a property, got a method, which always counts as true. Write "
+            "@property above it."
+        )
+    if name.startswith("_") or vars(overridden).get("__final__"):
+        raise ArgumentError(
+            f"{place} must have another name: Helios has a method of this name that it calls by "
+            "itself, and that is not to be overridden. Rename it."
+        )
+
+
+def warn_of_reserved_names(owner: object) -> None:
+    """Say which attributes a user's class sets that Helios keeps for itself: they are not saved.
+
+    Args:
+        owner: the loop, engine or plugin.
+    """
+    reserved: dict[str, str] = {}
+    for kind in type(owner).__mro__:
+        if kind.__module__.partition(".")[0] in _OURS:
+            names = vars(kind).get("_internals", "").split()
+            reserved |= {name: kind.__name__ for name in names if name.startswith("_")}
+    for name, (method, _) in _written(owner, constructors=True).items():
+        found = {x.argval for x in dis.get_instructions(method) if x.opname == "STORE_ATTR"}
+        for attribute in sorted(found & reserved.keys()):
+            _LOGGER.warning(
+                "%s.%s sets the attribute %r, which %s keeps for itself: it is not saved, and may "
+                "change at any time. Choose another name.",
+                type(owner).__name__,
+                name,
+                attribute,
+                reserved[attribute],
+            )
+
+
+def check_state_methods(
+    owner: object, base: type, *, remedy: str = "Add the other one.", may_show: bool = False
+) -> bool:
+    """Return whether a class of the user's saves state by methods of its own.
+
+    Args:
+        owner: the object.
+        base: the class of Helios whose methods it may override.
+        remedy: what to do.
+        may_show: whether it may have ``state_dict`` alone, for readers of the checkpoint.
+
+    Raises:
+        ArgumentError: if it overrides only one of the two methods.
+    """
+    kind = type(owner)
+    names = ("state_dict", "load_state_dict")
+    saves, loads = (getattr(kind, name) is not getattr(base, name) for name in names)
+    if saves is not loads and not (saves and may_show):
+        raise ArgumentError(
+            f"{kind.__name__} must override both state_dict and load_state_dict or neither, "
+            f"got {names[loads]} only. {remedy}"
+        )
+    return saves
+
+
+def warn_of_near_names(owner: object, base: type) -> None:
+    """Say which methods of the user's are almost named as one of their base.
+
+    Args:
+        owner: the object.
+        base: the class of Helios that it derives from.
+    """
+    known = [name for name in dir(base) if not name.startswith("_")]
+    for name in _written(owner):
+        if not name.startswith("_") and inspect.getattr_static(base, name, None) is None:
             _warn_of_typo(f"{type(owner).__name__}.{name}", name, known)
 
 

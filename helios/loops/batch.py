@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import isgeneratorfunction
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.loops.optimizer import OptimizerLoop
 from helios.loops.yielding import YieldLoop
@@ -15,7 +17,7 @@ from helios.state import Phase
 class BatchLoop(Loop):
     """The default batch loop."""
 
-    _internals: ClassVar[str] = "_is_done _replaced optimizer_loop"
+    _internals: ClassVar[str] = "_is_done _prepared_in _replaced optimizer_loop"
 
     advances_once = True
     roles = ("optimizer_loop",)
@@ -30,6 +32,7 @@ class BatchLoop(Loop):
         super().__init__()
         self.optimizer_loop: OptimizerLoop = optimizer_loop  # type: ignore[assignment]
         self._is_done = False
+        self._prepared_in = (0, 0)
         # The default loop, while one that the model's step needs has its place.
         self._replaced: OptimizerLoop | None = None
 
@@ -48,6 +51,24 @@ class BatchLoop(Loop):
 
     def _find_progress(self) -> object:
         return self._is_done
+
+    def _guarded_advance(self) -> Callable[..., None]:
+        """Return ``advance``; one of the user's must prepare its batch."""
+        advance, session = super()._guarded_advance(), self._session
+        maps = "process_training_batch" in session.hooks.active or not session.leaves_batches
+        if not maps or not (self._has_own["advance"] or "advance" in vars(self)):
+            return advance
+
+        def checked(*args: Any) -> None:
+            advance(*args)
+            if self._prepared_in != (session.state.global_iteration, session.turns.replica):
+                raise UsageError(
+                    f"{type(self).__name__} must call self.prepare(batch) once for each batch, got "
+                    "no call: it would neither be on the device nor mapped by "
+                    "process_training_batch. Write batch = self.prepare(batch)."
+                )
+
+        return checked
 
     def reset(self) -> None:
         """Prepare for one iteration."""
@@ -68,6 +89,7 @@ class BatchLoop(Loop):
             UsageError: if it raises ``StopIteration``, which must not end a loop.
         """
         session = self._session
+        self._prepared_in = (session.state.global_iteration, session.turns.replica)
         try:
             if not session.leaves_batches:
                 batch = session.model.batch_to_device(batch, Phase.TRAINING)

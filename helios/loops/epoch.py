@@ -24,8 +24,8 @@ class EpochLoop(Loop):
     """The default epoch loop."""
 
     _internals: ClassVar[str] = (
-        "_batches _boundary _has_left _is_complete _is_over _kind _ledger _must_open _num_done "
-        "_tensors _timer batch_loop val_loop"
+        "_batches _boundary _counted _has_left _is_complete _is_over _kind _ledger _must_open "
+        "_num_done _tensors _timer batch_loop val_loop"
     )
 
     roles = ("batch_loop", "val_loop")
@@ -53,6 +53,7 @@ class EpochLoop(Loop):
         self._is_complete = False
         self._has_left = False
         self._num_done = 0
+        self._counted: tuple[int, ...] = ()
 
     @property
     def has_left(self) -> bool:
@@ -190,6 +191,24 @@ class EpochLoop(Loop):
                 "step of your own is forward, backward and update of an OptimizerLoop."
             )
 
+    def _refuse_other_counts(self, counted: tuple[int, ...]) -> None:
+        """Refuse counters that a hook or step has assigned.
+
+        Raises:
+            UsageError: with what differs.
+        """
+        names = ("global_iteration", "current_iteration", "global_epoch", "global_step")
+        changed = [
+            f"state.{name} from {before} to {now}"
+            for name, before, now in zip(names, self._counted, counted, strict=True)
+            if before != now
+        ]
+        raise UsageError(
+            "The counters of a run must not be assigned, but a hook, a step or a loop has changed "
+            f"{' and '.join(changed)}. Keep counts of your own in self; request_stop(reason) ends "
+            "a run."
+        )
+
     def _jump(self, num_batches: int, num_samples: int) -> None:
         """Move the cursor past batches that are skipped."""
         session = self._session
@@ -199,12 +218,22 @@ class EpochLoop(Loop):
 
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary, do what is due there."""
-        session = self._session
+        session, state = self._session, self._session.state
+        counted = (
+            state.global_iteration,
+            # A skipped update has withdrawn the count of its step.
+            state.current_iteration
+            + (not state.is_step_committed and not session.schedule.is_by_epoch),
+            state.global_epoch,
+            state.global_step - (state.is_step_boundary and state.is_step_committed),
+        )
+        if self._counted and counted != self._counted:
+            self._refuse_other_counts(counted)
         try:
             if "should_training_stop" in session.hooks.active:
                 self._boundary.poll()
             self._is_complete = self._is_over = self._batches.is_last
-            if not session.state.is_step_boundary:
+            if not state.is_step_boundary:
                 return
             if self._is_complete and self._kind is WINDOW:
                 # The end of the epoch replaces its last boundary.
@@ -350,6 +379,12 @@ class EpochLoop(Loop):
             is_manual=bool(session.is_manual),
         )
         state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
+        self._counted = (
+            state.global_iteration,
+            state.current_iteration,
+            state.global_epoch,
+            state.global_step,
+        )
         if session.schedule.logs and due.is_log_due(session.schedule, state):
             session.display.expect_line()
         session.engine.gradient_norm = None
@@ -391,13 +426,13 @@ class EpochLoop(Loop):
                 hooks.emit("on_training_step_end", state, state.is_step_committed)
             state.global_step += state.is_step_committed
             session.cursor.step += state.is_step_committed
+        has_stepped = state.is_step_boundary and state.is_step_committed
         # After the last event that may change the table.
         items, iteration = session.model.loss_items, state.global_iteration
         session.loss_means.add(items, iteration, beside=session.beside)
         if self._batches.is_last:
             session.loss_means.report_nonfinite()
         logged = session.log_losses() if should_log else None
-        has_stepped = state.is_step_boundary and state.is_step_committed
         if session.display.is_shown:
             session.display.advance(session.loss_means, num_samples, has_stepped, logged=logged)
         if self._ledger is not None:

@@ -6,13 +6,21 @@ and cursor, so a replaced loop resumes from any checkpoint.
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar, TypeVar
+
+from typing_extensions import final
 
 from helios.errors import ArgumentError, StateError, UsageError
-from helios.hooks.overrides import check_arguments, check_overrides
+from helios.hooks.overrides import (
+    check_arguments,
+    check_overrides,
+    check_state_methods,
+    warn_of_reserved_names,
+)
 from helios.loops.view import SessionView
 from helios.session import Session
 
@@ -145,6 +153,8 @@ class Loop(ABC):
             self.session = self._session = session
             if not type(self).__module__.startswith("helios.") or self._is_redefined():
                 check_overrides(self, _find_base(type(self)), apart=_TAKING)
+                check_state_methods(self, Loop)
+                warn_of_reserved_names(self)
                 session.agreement.doubt()
                 session.agreement.has_own_loops = True
             if self._has_one_round():
@@ -188,20 +198,34 @@ class Loop(ABC):
         if role not in self.roles:
             raise ArgumentError(
                 f"{type(self).__name__}.connect(...) must name one of its roles "
-                f"{list(self.roles)}, got {role!r}."
+                f"{list(self.roles)}, got {role!r}. {self._find_role(role)}"
             )
         if not isinstance(loop, Loop):
+            remedy = "Derive it from a class of helios.loops."
+            if isinstance(loop, type) and issubclass(loop, Loop):
+                remedy = f"Pass an object: {loop.__name__}()."
             raise ArgumentError(
-                f"{type(self).__name__}.connect({role}=...) must be a Loop instance, got {loop!r}."
+                f"{type(self).__name__}.connect({role}=...) must be a Loop instance, got {loop!r}. "
+                f"{remedy}"
             )
         loop.children()  # raises
         wanted = self.role_types.get(role, Loop)
         if not isinstance(loop, wanted) and _is_built_in(type(loop)):
             raise ArgumentError(
-                f"{type(self).__name__}.{role} must be a {wanted.__name__}, got a "
+                f"{type(self).__name__}.{role} must be of class {wanted.__name__}, got "
                 f"{type(loop).__name__}, which was made for another role. Derive the loop from "
                 f"{wanted.__name__}, or connect it in the right role."
             )
+
+    def _find_role(self, role: str) -> str:
+        """Return where a role is that this loop does not have."""
+        waiting = list(self.children().items())
+        for path, child in waiting:
+            if role in child.roles:
+                return f"It is a role of {path}: call {path}.connect({role}=...)."
+            waiting += [(f"{path}.{name}", each) for name, each in child.children().items()]
+        close = difflib.get_close_matches(role, self.roles, n=1)
+        return f"Did you mean {close[0]}?" if close else "Correct the name."
 
     @final
     def run(self, *args: Any) -> Any:

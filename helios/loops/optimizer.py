@@ -16,6 +16,7 @@ from helios.engines.process_member import redefines
 from helios.errors import UsageError
 from helios.hooks.bus import check_call
 from helios.ledger.writer import LedgerWriter
+from helios.loops.first_update import FirstUpdate, StepsMade
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.rounds import EarlierGradients, OwnRound
 from helios.loops.step import end_forward, find_loss, loss_of, losses_in, record_changes, take_step
@@ -23,6 +24,11 @@ from helios.model.model import Model
 from helios.protocols import GradientAudit
 
 _LOGGER = logging.getLogger(__name__)
+_SECOND_BACKWARD = (
+    "{name}.train_step must leave backward to Helios if it returns its loss, and must not keep a "
+    "graph from one batch to the next, but backward went through the graph a second time. Remove "
+    "its call of backward, or detach() what it keeps."
+)
 
 
 def refuse_closures(optimizer: Optimizer) -> None:
@@ -51,8 +57,8 @@ class OptimizerLoop(Loop):
     """
 
     _internals: ClassVar[str] = (
-        "_attribute _audit _has_begun _is_counted _is_done _ledger _optimizer _own_backward _round "
-        "_shown _unused _updated_in"
+        "_attribute _audit _first_update _has_begun _is_counted _is_done _ledger _optimizer "
+        "_own_backward _round _shown _unused _updated_in"
     )
 
     advances_once = True
@@ -72,6 +78,7 @@ class OptimizerLoop(Loop):
         self._is_counted = False
         # Optimizers that own rounds have left with gradients of the open window.
         self._unused: set[str] = set()
+        self._first_update: FirstUpdate | None = None
         self._own_backward: Callable[[Mapping[str, Tensor]], None] | None = None
 
     @property
@@ -115,11 +122,20 @@ class OptimizerLoop(Loop):
                     raise self._make_lost_error()
                 if updates:
                     engine.close_window()
-        except StopIteration as error:
-            raise make_stray_stop(error) from error
+        except (StopIteration, RuntimeError) as error:
+            self._explain(error)
+            raise
         if outer is not None:
             outer.see_default(is_manual=is_manual)
             self._round = outer
+
+    def _explain(self, error: StopIteration | RuntimeError) -> None:
+        """Say what an error of Python or PyTorch means here."""
+        if isinstance(error, StopIteration):
+            raise make_stray_stop(error) from error
+        if "backward through the graph a second time" in str(error):
+            name = type(self._session.model).__name__
+            error.args = (f"{_SECOND_BACKWARD.format(name=name)}\n\n{error}",)
 
     def forward(self, batch: Any) -> Any:
         """Run ``train_step`` on a batch, between the events of the forward pass.
@@ -145,13 +161,20 @@ class OptimizerLoop(Loop):
             session.engine.drop_old_gradients(self._find_optimizer())
         audit = self._audit = None if session.audit is None else session.audit.if_due()
         take = take_step if audit is None else audit.take_step
-        result = take(session, "train_step", batch, session.state)
+        made = None if self._has_begun else StepsMade(*session.find_optimizers().values())
+        try:
+            result = take(session, "train_step", batch, session.state)
+        finally:
+            if made is not None:
+                made.close()
         if type(result) is GeneratorType:
             raise self._make_generator_error()
         takes_several = self._round is not None or self._own_backward is not None
         loss = loss_of(result, takes_several=takes_several)
         if watch is not None:
             watch.conclude(is_manual=loss is None)
+        if made is not None and made.count and loss is not None:
+            self._warn_of_double_steps()
         end_forward(session, result, loss)
         if not self._has_begun or session.is_manual is not (loss is None):
             self._settle_mode(is_manual=loss is None)
@@ -181,7 +204,8 @@ class OptimizerLoop(Loop):
         session, audit, inputs = self._session, self._audit, None
         engine, hooks = session.engine, session.hooks
         if self._round is not None:
-            self._round.begin_backward(optimizer, is_sharded=session.replicas.is_sharded)
+            is_sharded = session.replicas.is_sharded
+            self._round.begin_backward(losses, optimizer, is_sharded=is_sharded)
         if optimizer is not None:
             inputs = [each for each in parameters_of(optimizer) if each.requires_grad]
         if not self._is_counted:
@@ -201,6 +225,8 @@ class OptimizerLoop(Loop):
             record_changes(session, "on_backward_end")
         if audit is not None:
             audit.end_backward()
+        if self._round is not None:
+            self._round.end_backward()
 
     def update(self, optimizer: Optimizer | None = None) -> bool:
         """Hand the gradients of a micro-batch over, and make the update if one is due.
@@ -387,6 +413,7 @@ class OptimizerLoop(Loop):
         self._has_begun = True
         ledger = None if session.recorder is None else session.recorder.ledger
         self._ledger = ledger if ledger is not None and ledger.is_full else None
+        self._first_update = FirstUpdate.of(session.engine)
         if session.is_manual is None:
             session.is_manual = is_manual
             session.state.is_step_boundary |= is_manual and session.schedule.is_by_epoch
@@ -395,6 +422,12 @@ class OptimizerLoop(Loop):
                 "A train_step that returns None", remedy=", or return the loss"
             )
             self._warn_of_automatic_options()
+            if self._own_backward is not None:
+                _LOGGER.warning(
+                    "%s.backward is never called: train_step returns None, so it computes "
+                    "gradients itself. Return the losses, or remove the method.",
+                    type(session.model).__name__,
+                )
         else:
             self._check_own_parts()
 
@@ -434,6 +467,13 @@ class OptimizerLoop(Loop):
         return UsageError(
             f"{type(self).__name__}.update(optimizer) must call super().update(optimizer), got no "
             "call: the gradients would be lost. Return what it returns."
+        )
+
+    def _warn_of_double_steps(self) -> None:
+        _LOGGER.warning(
+            "%s.train_step makes steps of an optimizer and returns its loss, with which Helios "
+            "makes another one. Return None if it updates the weights itself, or leave that out.",
+            type(self._session.model).__name__,
         )
 
     def _warn_of_automatic_options(self) -> None:
@@ -483,7 +523,8 @@ class OptimizerLoop(Loop):
             schedules_of: the optimizer whose schedulers step; ``None`` for all of them.
         """
         session, moment = self._session, self._session.moment
-        engine, hooks, active = session.engine, session.hooks, session.hooks.active
+        hooks, active = session.hooks, session.hooks.active
+        engine = self._first_update or session.engine
         engine.average_gradients(optimizer)
         if session.turns.has_message:
             session.turns.receive()
@@ -500,8 +541,8 @@ class OptimizerLoop(Loop):
             is_committed = engine.optimizer_step(optimizer)
             if is_committed is None:
                 raise UsageError(
-                    f"{type(engine).__name__}.optimizer_step must return whether the update was "
-                    "made, True or False, got None: no step would count. Return "
+                    f"{type(session.engine).__name__}.optimizer_step must return whether it made "
+                    "the update, True or False, got None: no step would count. Return "
                     "super().optimizer_step(optimizer), or True."
                 )
         moment.is_optimizer_step_committed = is_committed
@@ -511,6 +552,7 @@ class OptimizerLoop(Loop):
         if "on_before_zero_grad" in active:
             hooks.emit("on_before_zero_grad", optimizer)
         engine.zero_grad(optimizer)
+        self._first_update = None
         if "on_optimizer_step_end" in active:
             hooks.emit("on_optimizer_step_end", optimizer, is_committed)
         moment.stepping_optimizer = None
@@ -523,6 +565,6 @@ class OptimizerLoop(Loop):
         self._has_begun = False
         self._shown = {}
         self._updated_in = 0
-        self._audit = self._round = self._own_backward = None
+        self._audit = self._round = self._own_backward = self._first_update = None
         self._unused = set()
         super().teardown()

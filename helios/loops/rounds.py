@@ -14,8 +14,14 @@ from torch.optim import Optimizer
 
 from helios.core.utils import parameters_of
 from helios.errors import ArgumentError, UsageError
+from helios.model.processor import Processed
 
 _DEFAULT = "super().advance(batch)"
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Whether any parameter of an optimizer has a gradient."""
+    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
 
 
 @final
@@ -75,7 +81,7 @@ class OwnRound:
         self.earlier = EarlierGradients(optimizers.values())
         self._num_forwards = self._num_backwards = 0
         self._is_manual = False
-        self._waiting: dict[str, None] = {}
+        self._waiting: dict[str, bool] = {}
         self._updated: set[str] = set()
 
     def see_default(self, *, is_manual: bool) -> None:
@@ -90,15 +96,19 @@ class OwnRound:
         self._num_forwards += 1
         self._is_manual |= is_manual
 
-    def begin_backward(self, optimizer: Optimizer | None, *, is_sharded: bool) -> None:
+    def begin_backward(
+        self, losses: object, optimizer: Optimizer | None, *, is_sharded: bool
+    ) -> None:
         """Record a backward.
 
         Args:
+            losses: what is passed to it.
             optimizer: the one to which its gradients are limited.
             is_sharded: whether models are sharded over the processes.
 
         Raises:
-            UsageError: without a forward pass, or if none of several optimizers was passed.
+            UsageError: without a forward pass or a loss, or if none of several optimizers was
+                passed.
         """
         self._check_automatic()
         if not self._num_forwards:
@@ -107,6 +117,7 @@ class OwnRound:
                 "call: events, precision and random numbers belong to it. Write "
                 "loss = self.forward(batch)."
             )
+        self._check_loss(losses)
         if optimizer is None and len(self._optimizers) > 1:
             raise UsageError(
                 f"{self._name}.advance must call backward(loss, optimizer), because the model has "
@@ -123,7 +134,28 @@ class OwnRound:
         for name in self._optimizers if optimizer is None else (self._path_of(optimizer),):
             if name in self._updated:
                 raise self._make_double_error(name)
-            self._waiting[name] = None
+            self._waiting[name] = False
+
+    def _check_loss(self, losses: object) -> None:
+        if isinstance(losses, Tensor):
+            if losses.numel() == 1 and losses.requires_grad:
+                return
+            shown = f"a tensor of shape {tuple(losses.shape)} with requires_grad="
+            shown = f"{shown}{losses.requires_grad}"
+        elif isinstance(losses, dict | Processed):
+            return
+        else:
+            shown = "None" if losses is None else type(losses).__name__
+        raise UsageError(
+            f"{self._name}.advance must call backward(loss) with a scalar loss that has a graph, "
+            f"or with what forward(batch) returned, got {shown}. Reduce it (loss.mean()), and do "
+            "not detach it."
+        )
+
+    def end_backward(self) -> None:
+        """Record which optimizers have got gradients."""
+        for name, has_some in self._waiting.items():
+            self._waiting[name] = has_some or has_gradients(self._optimizers[name])
 
     def begin_update(self, optimizer: Optimizer) -> str:
         """Record an update, and add back what earlier micro-batches have made.
@@ -132,7 +164,7 @@ class OwnRound:
             The path of the optimizer.
 
         Raises:
-            UsageError: without gradients, or for a second one.
+            UsageError: without gradients, for a second one, or if the gradients are gone.
         """
         self._check_automatic()
         path = self._path_of(optimizer)
@@ -142,6 +174,12 @@ class OwnRound:
             raise UsageError(
                 f"{self._name}.advance must call backward(loss) before it updates {path!r}, got no "
                 "call. Write self.backward(loss), then self.update(optimizer)."
+            )
+        if self._waiting[path] and not has_gradients(optimizer):
+            raise UsageError(
+                f"{self._name}.advance must leave the gradients of {path!r} in its parameters "
+                "until update(optimizer), but they are None now: nothing would be learned. Call "
+                "zero_grad() before the last backward, or assign parameter.grad."
             )
         del self._waiting[path]
         self._updated.add(path)

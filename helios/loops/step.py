@@ -99,7 +99,13 @@ def loss_of(result: Any, *, takes_several: bool = False) -> Tensor | None:
     elif isinstance(result, dict) and takes_several and (losses := losses_in(result)):
         loss = torch.stack([each.reshape(()) for each in losses.values()]).sum()
     if not isinstance(loss, Tensor):
-        raise UsageError(f"{_CONTRACT}, got {type(loss).__name__}.")
+        shown = type(loss).__name__
+        if isinstance(loss, dict):
+            shown = (
+                f"a dict of {', '.join(map(repr, loss)) or 'nothing'}. Add the losses up under "
+                "'loss', or override Model.backward(losses) to make one gradient of several"
+            )
+        raise UsageError(f"{_CONTRACT}, got {shown}.")
     if type(loss) is not Tensor and is_sharded(loss):
         raise UsageError(
             "A loss must not be computed of sharded parameters outside of a forward, where they "

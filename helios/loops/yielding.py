@@ -189,10 +189,10 @@ class YieldLoop(OptimizerLoop):
         except RuntimeError as error:
             if any(words in str(error) for words in _STALE_GRAPH):
                 error.args = (
-                    f"{error}\n\nThe loss yielded for {path!r} depends on values computed before "
+                    f"The loss yielded for {path!r} depends on values computed before "
                     "an earlier yield (of this batch or the one before), and the backward "
                     "or the update there has freed or changed them. Compute them again after that "
-                    "yield, or detach them (x.detach()).",
+                    "yield, or detach them (x.detach()).\n\n{error}",
                 )
             raise
         is_reached = any(parameter.grad is not None for parameter in inputs)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 
 from helios.errors import ArgumentTypeError, LossNotProvidedError, UsageError
+from helios.hooks.bus import check_call
 
 if TYPE_CHECKING:
     from helios import Model
@@ -67,12 +68,14 @@ class BatchProcessor(ABC):
 
         Raises:
             UsageError: if a subclass's ``__init__`` does not call that of this class.
+            ArgumentTypeError: for a forward pass that does not take the model and a batch.
         """
         if "_transforms" not in vars(self):
             raise UsageError(
                 f"{type(self).__name__}.__init__ must call super().__init__(): without it there is "
                 "neither need_backward nor transforms. Add the call."
             )
+        check_call(self._name(), self._function_of_step(), ("model", "batch"))
 
     @staticmethod
     def from_callable(
@@ -113,6 +116,9 @@ class BatchProcessor(ABC):
 
     def _name(self) -> str:
         return f"{type(self).__name__}.forward"
+
+    def _function_of_step(self) -> Forward:
+        return self.forward
 
     @final
     def transform(self, batch: Any) -> Any:
@@ -190,6 +196,9 @@ class _FunctionProcessor(BatchProcessor):
 
     def _name(self) -> str:
         return _name_of(self._function)
+
+    def _function_of_step(self) -> Forward:
+        return self._function
 
     def forward(self, model: Model, batch: Any) -> tuple[Any, Tensor | None]:
         """Call the function."""

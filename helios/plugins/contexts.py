@@ -11,6 +11,7 @@ from typing_extensions import TypeVar
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import signature_of
 from helios.hooks.context import Context
+from helios.hooks.overrides import check_state_methods, warn_of_near_names
 from helios.hooks.scopes import join_errors, leave
 from helios.model.model import Model
 
@@ -99,16 +100,7 @@ def keeps_state(hook: HookContext[Any]) -> bool:
     Raises:
         ArgumentError: if it overrides only one of the two methods.
     """
-    kind = type(hook)
-    saves = kind.state_dict is not HookContext.state_dict
-    loads = kind.load_state_dict is not HookContext.load_state_dict
-    if saves is not loads:
-        present = "state_dict" if saves else "load_state_dict"
-        raise ArgumentError(
-            f"{kind.__name__} must override both state_dict and load_state_dict or neither, "
-            f"got {present} only. Add the other one."
-        )
-    return saves
+    return check_state_methods(hook, HookContext)
 
 
 def check_parts(hook: HookContext[Any]) -> None:
@@ -126,6 +118,7 @@ def check_parts(hook: HookContext[Any]) -> None:
             f"{kind.__name__} must override on_enter(self, ctx), on_exit(self, ctx) or both, got "
             "neither: the context would do nothing. Check the names of its methods."
         )
+    warn_of_near_names(hook, HookContext)
     _check_part(f"{kind.__name__}.on_enter", hook.on_enter)
     _check_part(f"{kind.__name__}.on_exit", hook.on_exit)
 

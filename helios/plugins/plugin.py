@@ -74,6 +74,9 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
 
     Args:
         plug_id: unique id of the plugin in a trainer; its state is saved under it.
+
+    Raises:
+        ArgumentTypeError: for an id that is no string.
     """
 
     _internals: ClassVar[str] = (
@@ -89,6 +92,11 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
     _plug_id: str = ""
 
     def __init__(self, plug_id: str) -> None:
+        if not isinstance(plug_id, str):
+            raise ArgumentTypeError(
+                f"{type(self).__name__}(plug_id=...) must be a str, got {plug_id!r}. Pass a name "
+                "that no other plugin has."
+            )
         self._plug_id = plug_id
         self._unique_overrides = UniquePluginOverrides()
         self.is_distributed = False

@@ -15,6 +15,7 @@ from helios.data.interfaces import Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus, check_owners, check_receiver, overridden
 from helios.hooks.events import EVENTS
+from helios.hooks.overrides import check_state_methods, warn_of_reserved_names
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
@@ -64,10 +65,6 @@ _FLAGS = {
     "training_batch": "process_training_batch",
     "validation_batch": "process_validation_batch",
     "testing_batch": "process_testing_batch",
-}
-_WITHOUT_STATE_METHODS = {
-    Model: "Without them all networks, optimizers and schedulers among its attributes are saved.",
-    Plugin: "Without them nothing of a plugin is saved. Add the other one.",
 }
 
 
@@ -157,6 +154,38 @@ def check_file(plugin: Plugin, others: Iterable[Plugin]) -> None:
                 )
 
 
+_OPTIONS = ("batch_limits", "loads_shards", "monitor", "sanity_steps", "unsaved")
+
+
+def check_options(plugin: Plugin) -> None:
+    """Check what a class of the user's sets beside its methods.
+
+    Raises:
+        ArgumentTypeError: for ``batch_limits`` or ``sanity_steps`` of another type.
+    """
+    name = type(plugin).__name__
+    if not isinstance(plugin.batch_limits, Mapping):
+        raise ArgumentTypeError(
+            f"{name}.batch_limits must be a dict of phases and numbers of batches, got "
+            f"{plugin.batch_limits!r}. Write e.g. {{Phase.VALIDATION: 10}}."
+        )
+    if not isinstance(plugin.sanity_steps, int):
+        raise ArgumentTypeError(
+            f"{name}.sanity_steps must be an int, got {plugin.sanity_steps!r}. Write e.g. 2."
+        )
+    warn_of_reserved_names(plugin)
+    for kind in type(plugin).__mro__:
+        for attribute in () if kind.__module__.startswith("helios.") else vars(kind):
+            close = difflib.get_close_matches(attribute, _OPTIONS, n=1, cutoff=0.85)
+            if close and attribute not in _OPTIONS:
+                _LOGGER.warning(
+                    "%s.%s is no option of a plugin and has no effect; did you mean %s?",
+                    name,
+                    attribute,
+                    close[0],
+                )
+
+
 def check_plugins(plugins: Mapping[str, Plugin]) -> None:
     """Check the flags of plugins, which may be set until a run starts.
 
@@ -209,6 +238,8 @@ def _describe_unknown(name: str) -> str:
     close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.75)
     if close and (looks_like_hook or name.endswith("_step")):
         return f": it is neither a hook nor a step; did you mean {close[0]}?"
+    if difflib.get_close_matches(name, ["backward"], cutoff=0.9):
+        return "; did you mean backward? If it is a helper of your own, give it another name."
     own = ": it is not a hook. If it is a helper of your own, begin its name with an underscore."
     return own if looks_like_hook else ""
 
@@ -248,28 +279,14 @@ def check_batch_processor(model: Model, *, is_inference: bool = False) -> None:
         )
 
 
-def check_state_methods(owner: Model | Plugin) -> None:
-    """Check that a model or a plugin overrides both methods of its state, or neither.
-
-    A plugin may override ``state_dict`` alone, as plugins of helios-ml do to store information for
-    readers of the checkpoint: nothing of it is loaded.
+def check_model_state(model: Model) -> None:
+    """Check that a model overrides both methods of its state, or neither.
 
     Raises:
         ArgumentError: if it overrides only one of them.
     """
-    kind = type(owner)
-    base = Model if isinstance(owner, Model) else Plugin
-    overrides = {
-        "state_dict": kind.state_dict is not base.state_dict,
-        "load_state_dict": kind.load_state_dict is not base.load_state_dict,
-    }
-    is_shown_only = base is Plugin and not overrides["load_state_dict"]
-    if len(set(overrides.values())) > 1 and not is_shown_only:
-        present = next(name for name, is_there in overrides.items() if is_there)
-        raise ArgumentError(
-            f"{kind.__name__} must override both state_dict and load_state_dict or neither, "
-            f"got {present} only. {_WITHOUT_STATE_METHODS[base]}"
-        )
+    remedy = "Without them all networks, optimizers and schedulers among its attributes are saved."
+    check_state_methods(model, Model, remedy=remedy)
 
 
 def check_plugin_list(plugins: object) -> None:
@@ -330,7 +347,11 @@ class PluginTable(UserDict[str, Plugin]):
                 "another plug_id."
             )
         check_made(plugin)
-        check_state_methods(plugin)
+        # Plugins of helios-ml store information for readers of the checkpoint by state_dict alone.
+        check_state_methods(
+            plugin, Plugin, remedy="Without them nothing of it is saved. Add it.", may_show=True
+        )
+        check_options(plugin)
         check_file(plugin, self.data.values())
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])
@@ -396,7 +417,10 @@ class Roots:
             ArgumentTypeError: for something that is not a fit loop.
         """
         if not isinstance(loop, FitLoop):
-            raise ArgumentTypeError(f"Trainer.fit_loop must be a FitLoop, got {loop!r}.")
+            raise ArgumentTypeError(
+                f"Trainer.fit_loop must be a FitLoop, got {loop!r}. Derive it "
+                "from FitLoop; loops below it are replaced by connect(...)."
+            )
         loop.adopt(self.fit)
         self.fit = loop
 

@@ -47,8 +47,8 @@ from helios.startup.model_setup import (
 )
 from helios.startup.objects import (
     check_batch_processor,
+    check_model_state,
     check_plugins,
-    check_state_methods,
     warn_of_unknown_hooks,
 )
 from helios.startup.processes import Plan, describe_setup, options_that_must_match, require_alike
@@ -123,7 +123,7 @@ class Run:
         self.note_error: Callable[[BaseException], None] = lambda error: None
         self.describe_rescue: Callable[[], str] = str
         check_plugins(self.plugins)
-        check_state_methods(self.model)
+        check_model_state(self.model)
         self.team = plan.make_team()
         self.engine = _make_engine(self.options, device)
         is_sharded = self.options.sharding == "full"

@@ -410,14 +410,14 @@ def test_a_loop_that_was_made_for_another_role_is_refused(
     heir = type("Heir", (loop,), {})
     for child in (loop(), heir()):
         with pytest.raises(
-            ArgumentError, match=rf"{parent.__name__}\.{role} must be a \w+, got a "
+            ArgumentError, match=rf"{parent.__name__}\.{role} must be of class \w+, got "
         ):
             parent().connect(**{role: child})
     top = parent(**{role: loop()})
     for other in top.roles:
         if other != role:
             setattr(top, other, Leaf())
-    with pytest.raises(ArgumentError, match=rf"{parent.__name__}\.{role} must be a"):
+    with pytest.raises(ArgumentError, match=rf"{parent.__name__}\.{role} must be of class"):
         top.attach(make_session(Stepper()))
 
 
@@ -642,7 +642,7 @@ def test_in_epoch_unit_every_batch_of_a_manual_model_is_a_window(
         (3.0, "got float"),
         ("loss", "got str"),
         ({"loss": 2.0}, "got float"),
-        ({"losses": torch.ones(())}, "got dict"),
+        ({"losses": torch.ones(())}, "got a dict of 'losses'. Add"),
         ({"loss": None}, "got "),
         ((torch.ones(()),), "got tuple"),
         (torch.ones(3, requires_grad=True), r"shape \(3,\)"),

@@ -14,8 +14,8 @@ from helios.model.processor import BatchProcessor
 from helios.startup.objects import (
     check_batch_processor,
     check_made,
+    check_model_state,
     check_plugins,
-    check_state_methods,
 )
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
@@ -97,7 +97,7 @@ def test_the_flag_for_stopping_is_ignored() -> None:
 @pytest.mark.parametrize("kind", [Plain, BothMethods, HeirOfBoth])
 def test_a_model_overrides_both_methods_of_its_state_or_none(kind: type[Plain]) -> None:
     """DESIGN section 6."""
-    check_state_methods(kind())
+    check_model_state(kind())
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_overriding_one_of_them_is_an_error_that_names_it(kind: type[Plain], met
     """DESIGN section 6: what one half writes the other could not read."""
     form = f"{kind.__name__} must override both.*got {method} only. Without them"
     with pytest.raises(ArgumentError, match=form):
-        check_state_methods(kind())
+        check_model_state(kind())
 
 
 def test_a_model_that_trains_has_a_step() -> None:

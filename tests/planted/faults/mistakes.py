@@ -114,3 +114,26 @@ def ranks_may_differ_in_when_they_give_up(plain, options, name):
 @fault("helios.hooks.context:Context.__setattr__", "tests/hooks/test_context_read_only.py")
 def what_a_hook_assigns_to_the_context_is_kept_apart(set_attribute, context, name, value):
     return
+
+
+MISTAKES = "tests/integration/test_mistakes.py"
+
+
+@fault("helios.hooks.overrides:_check_kind", MISTAKES)
+def what_only_helios_calls_may_be_overridden(check_kind, place, name, overridden):
+    return
+
+
+@fault("helios.loops.epoch:EpochLoop._refuse_other_counts", MISTAKES)
+def a_hook_may_count_for_the_run(refuse_other_counts, loop, counted):
+    return
+
+
+@fault("helios.loops.first_update:FirstUpdate.of", MISTAKES)
+def an_engine_may_do_nothing(of, engine):
+    return None
+
+
+@fault("helios.loops.rounds:OwnRound.end_backward", MISTAKES)
+def gradients_may_vanish_before_an_update(end_backward, own):
+    return
