@@ -249,7 +249,7 @@ def inspect_checkpoint(namespace: argparse.Namespace) -> Answer:
     """
     from helios.checkpoint.outline import outline
 
-    path = output.find_checkpoint(namespace.path, takes_best=namespace.best)
+    path, _ = output.find_checkpoint(namespace.path, takes_best=namespace.best)
     status, tree = look_into(path)
     nodes = [] if tree is None else outline(tree)
     return Answer(

@@ -53,7 +53,7 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
     The checkpoint is verified first. An existing file is overwritten only with
     --force, and so is a folder if it holds nothing but an export.
     """
-    source = output.find_checkpoint(namespace.path, takes_best=namespace.best)
+    source, ranking = output.find_checkpoint(namespace.path, takes_best=namespace.best)
     layout = _layout(namespace)
     with output.progress(source.name, output.size_of(source)) as watch:
         status, tree = look_into(source, Depth.BYTES, watch)
@@ -71,7 +71,6 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
         else:
             names = write_folder(target, weights, layout, metadata=metadata, replaces=replaces)
     lacks_config = namespace.to == "huggingface" and CONFIG_NAME not in names
-    ranking = output.rank_folder(namespace.path) if namespace.best else None
     return Answer(
         _lines(target, weights, ranking, lacks_config=lacks_config),
         lambda: {**_document(target, status, weights, metadata), "files": names},

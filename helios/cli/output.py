@@ -136,7 +136,7 @@ def existing_folder(path: str) -> Path:
     return found
 
 
-def find_checkpoint(place: str, *, takes_best: bool) -> Path:
+def find_checkpoint(place: str, *, takes_best: bool) -> tuple[Path, Ranking | None]:
     """Return a checkpoint that is named, or the one of a run's folder that counts.
 
     Args:
@@ -144,19 +144,20 @@ def find_checkpoint(place: str, *, takes_best: bool) -> Path:
         takes_best: whether to take the best one of the folder, not the one that a start of ``fit``
             would resume from.
 
+    Returns:
+        The checkpoint; the good ones of the folder by their scores, if the best one was asked for.
+
     Raises:
         ArgumentError: if there is none.
-        CheckpointError: if nothing says which one is the best.
+        CheckpointError: if nothing says which one is the best, or none has a score.
     """
     if takes_best:
-        found = rank_folder(place).path
-        assert found is not None
-        return found
+        return _find_best(existing_folder(place))
     path = as_local_path("FILE|DIR", place)
     if file_names.is_folder(path) or not path.is_dir():
-        return existing_checkpoint(place)
+        return existing_checkpoint(place), None
     folder = _examine_run(path)
-    return folder.files[-1].path if folder.start is None else folder.start
+    return folder.start or folder.files[-1].path, None
 
 
 def _examine_run(path: Path) -> FolderStatus:
@@ -169,14 +170,7 @@ def _examine_run(path: Path) -> FolderStatus:
     return folder
 
 
-def rank_folder(place: str) -> Ranking:
-    """Return the good checkpoints of a run's folder by their scores; there is at least one.
-
-    Raises:
-        ArgumentError: if there is no such folder, or no checkpoint in it.
-        CheckpointError: if nothing says which one is the best, or none has a score.
-    """
-    root = existing_folder(place)
+def _find_best(root: Path) -> tuple[Path, Ranking]:
     ranking = rank_files(_examine_run(root).files)
     if ranking.rule is None:
         raise CheckpointError(
@@ -186,7 +180,7 @@ def rank_folder(place: str) -> Ranking:
     if ranking.path is None:
         best = "" if ranking.best is None else f" The best validation: {ranking.best}."
         raise CheckpointError(f"No checkpoint in {root} has a score.{best} Pass a file.")
-    return ranking
+    return ranking.path, ranking
 
 
 def size_of(path: Path) -> int | None:

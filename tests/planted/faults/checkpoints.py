@@ -372,12 +372,9 @@ def of_a_folder_the_oldest_checkpoint_is_taken(find_checkpoint, place, *, takes_
 
     from helios.checkpoint.file_names import find_checkpoints
 
-    is_folder = Path(place).is_dir() and not takes_best
-    return (
-        find_checkpoints(Path(place))[0]
-        if is_folder
-        else find_checkpoint(place, takes_best=takes_best)
-    )
+    if Path(place).is_dir() and not takes_best:
+        return find_checkpoints(Path(place))[0], None
+    return find_checkpoint(place, takes_best=takes_best)
 
 
 @fault(
