@@ -566,7 +566,6 @@ class Graph(Scanner):
         part = cell.part
         if isinstance(part, functools.partial | MethodType):
             # What they refer to is found, and restored in place.
-            tokens.append(self._identities.number(getattr(part, "__func__", type(part))))
             self.scan_members(enumerate(parts_of_call(part)), tokens)
         elif isinstance(part, CODE):
             tokens.append(self._identities.number(part))
