@@ -136,7 +136,7 @@ KEPT_INTERCEPTORS = {("hooks/context.py", "__setattr__")}
 ONE_PATH = {"loops", "session", "model", "plugins"}
 QUESTIONS = {"has_single_replica", "has_single_process", "has_one_per_process"}
 NUMBERS = {"num_replicas", "num_processes", "world_size"}
-GETTERS = {"state_dict", "get_extra_state", "capture", "collect_states", "snapshot"}
+GETTERS = {"state_dict", "get_extra_state", "capture", "_collect_states", "snapshot"}
 PROPERTIES = {"property", "cached_property", "functools.cached_property"}
 # What getters keep for themselves: a generator that is set when it is asked for, a length that is
 # counted again, an object that is made late, what was warned of, a table that is found again, what

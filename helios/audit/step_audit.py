@@ -84,7 +84,7 @@ class StepAudit:
             accumulation_steps=session.schedule.accumulation_steps,
         )
         self._own = None
-        place = session.engine.open_micro_batches
+        place = session.engine._open_micro_batches
         # The window may end early, at the end of an epoch.
         is_last = session.state.is_step_boundary and place < turn.micro_batch
         return place == turn.micro_batch or is_last

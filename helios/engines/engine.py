@@ -48,11 +48,6 @@ class Engine(ShardingEngine):
 
     Attributes:
         device: the device of the training.
-        sends_early: whether gradients are sent during backward.
-        clips: whether :meth:`clip_gradients` does anything.
-        clips_by_rows: whether the norm is summed by rows, as for sharded gradients.
-        gradient_norm: the norm of the gradients before ``clip_norm`` was last applied in this
-            iteration; ``None`` if it was not.
         unsaved: names of attributes that training changes and that no checkpoint needs.
 
     Raises:
@@ -62,10 +57,22 @@ class Engine(ShardingEngine):
     """
 
     _internals: ClassVar[str] = (
-        "_bucket_bytes _clipping _gradients _is_scaled _open_micro_batches _precision _replicas "
-        "_scaler clips clips_by_rows gradient_norm sends_early"
+        "_bucket_bytes _clipping _clips _clips_by_rows _gradient_norm _gradients _is_scaled "
+        "_open_micro_batches _precision _replicas _scaler _sends_early"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
+
+    # Shared with the loops and the start of a run, and hidden from completion.
+    _clips: bool
+    """Whether :meth:`clip_gradients` does anything."""
+    _clips_by_rows: bool
+    """Whether the norm is summed by rows, as for sharded gradients."""
+    _gradient_norm: Tensor | None
+    """The norm before ``clip_norm`` was last applied in this iteration; ``None`` if it was not."""
+    _open_micro_batches: int
+    """Number of micro-batches that the open window has so far."""
+    _sends_early: bool
+    """Whether gradients are sent during backward."""
 
     def __init__(
         self,
@@ -86,7 +93,7 @@ class Engine(ShardingEngine):
         self._bucket_bytes = bucket_bytes
         self._precision = precision
         self._clipping = Clipping(clip_norm, clip_value)
-        self.gradient_norm: Tensor | None = None
+        self._gradient_norm = None
         self.replicas = Replicas()
         self._open_micro_batches = 0
         self._scaler: LossScaler | None = None
@@ -100,19 +107,18 @@ class Engine(ShardingEngine):
     def replicas(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._gradients = make_gradients(replicas)
-        self.clips_by_rows = replicas.is_sharded and self._clipping.clip_norm is not None
+        self._clips_by_rows = replicas.is_sharded and self._clipping.clip_norm is not None
         # Every update reads these, so they are determined here, at the start of a run.
         is_own = redefines(self, Engine, "unscale_gradients")
         self._is_scaled = self._precision.scaler is not None or is_own
         is_own = redefines(self, Engine, "clip_gradients")
-        self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
-        is_own = redefines(self, Engine, "collect_gradients")
+        self._clips = bool(self._clipping.set_options) or self._is_scaled or is_own
         is_late = (
             self._bucket_bytes is None
             or replicas.has_single_process
             or replicas.is_sharded_over_processes
         )
-        self.sends_early = not (is_late or is_own)
+        self._sends_early = not is_late
 
     @property
     def precision(self) -> Precision:
@@ -120,7 +126,7 @@ class Engine(ShardingEngine):
         return self._precision
 
     @property
-    def automatic_options(self) -> list[str]:
+    def _automatic_options(self) -> list[str]:
         """The arguments that are set and only affect automatic steps."""
         return [f"Trainer({name}=...)" for name in self._clipping.set_options]
 
@@ -128,12 +134,7 @@ class Engine(ShardingEngine):
         """Return the context in which the model's steps run."""
         return self._precision.autocast(self.device)
 
-    @property
-    def open_micro_batches(self) -> int:
-        """Number of micro-batches that the open window has so far."""
-        return self._open_micro_batches
-
-    def count_micro_batch(self) -> None:
+    def _count_micro_batch(self) -> None:
         """Count a micro-batch of the open window, before its first backward."""
         self._open_micro_batches += 1
 
@@ -168,7 +169,7 @@ class Engine(ShardingEngine):
         scaled = loss if scaler is None else scaler.scale(loss)
         scaled.backward(retain_graph=retain_graph or None, inputs=inputs)  # type: ignore[no-untyped-call]
 
-    def collect_gradients(
+    def _collect_gradients(
         self,
         optimizer: Optimizer,
         replica: int,
@@ -189,7 +190,7 @@ class Engine(ShardingEngine):
         """
         self._gradients.collect(optimizer, replica, find_networks, ends_window=ends_window)
 
-    def sending_gradients(
+    def _sending_gradients(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = dict
     ) -> AbstractContextManager[None]:
         """Return a context manager that sends gradients during the last backward of a window.
@@ -197,12 +198,12 @@ class Engine(ShardingEngine):
         Args:
             optimizer: the optimizer of the parameters.
             replica: number of the last replica of this process.
-            find_networks: as in :meth:`collect_gradients`.
+            find_networks: as in :meth:`_collect_gradients`.
         """
         assert self._bucket_bytes is not None
         return self._gradients.sending(optimizer, replica, find_networks, self._bucket_bytes)
 
-    def drop_old_gradients(self, optimizer: Optimizer) -> None:
+    def _drop_old_gradients(self, optimizer: Optimizer) -> None:
         """Drop gradients that are older than the run, or than the optimizer's parameters.
 
         Only with several replicas, whose sum would include them.
@@ -239,8 +240,8 @@ class Engine(ShardingEngine):
             optimizer: the optimizer of the parameters.
         """
         self.unscale_gradients(optimizer)
-        find_norm = self.find_norm if self.clips_by_rows else None
-        self.gradient_norm = self._clipping.apply(parameters_of(optimizer), find_norm)
+        find_norm = self.find_norm if self._clips_by_rows else None
+        self._gradient_norm = self._clipping.apply(parameters_of(optimizer), find_norm)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters, and return whether the step was committed.

@@ -21,7 +21,7 @@ class ShardingEngine(ComponentState):
     _gradients: Gradients
     _replicas: Replicas
 
-    def shard(
+    def _shard(
         self,
         networks: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
@@ -47,19 +47,19 @@ class ShardingEngine(ComponentState):
             self._gradients = shard_networks(networks, optimizers, units, self._replicas, prepare)
 
     @property
-    def has_idle_turn(self) -> bool:
+    def _has_idle_turn(self) -> bool:
         """Whether a turn of each iteration has no replica for this process."""
         return self._gradients.has_idle_turn
 
-    def sharded_parameters(self) -> Iterable[Tensor]:
+    def _sharded_parameters(self) -> Iterable[Tensor]:
         """Return the parameters of which each process holds a shard."""
         return self._gradients.sharded_parameters()
 
-    def end_turn(self) -> None:
+    def _end_turn(self) -> None:
         """End the turn of a replica, before one in which this process has none."""
         self._gradients.end_turn()
 
-    def compare_calls(self) -> None:
+    def _compare_calls(self) -> None:
         """Compare which units the processes have called, at the end of a pass without gradients.
 
         Raises:

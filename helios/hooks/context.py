@@ -73,11 +73,6 @@ class Context(Generic[RunModel]):
         return self._moment.model_outputs
 
     @property
-    def stepping_optimizer(self) -> Optimizer | None:
-        """The optimizer that steps; ``None`` outside an optimizer step."""
-        return self._moment.stepping_optimizer
-
-    @property
     def is_optimizer_step_committed(self) -> bool | None:
         """Whether the last update was made; ``None`` before the first."""
         return self._moment.is_optimizer_step_committed

@@ -21,8 +21,8 @@ class BatchLoop(Loop):
 
     advances_once = True
     roles = ("optimizer_loop",)
-    role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
-    role_arguments: ClassVar = {"optimizer_loop": ("batch",)}
+    _role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
+    _role_arguments: ClassVar = {"optimizer_loop": ("batch",)}
 
     if TYPE_CHECKING:
 

@@ -29,8 +29,8 @@ class EpochLoop(Loop):
     )
 
     roles = ("batch_loop", "val_loop")
-    role_types: ClassVar = {"batch_loop": BatchLoop, "val_loop": ValidationLoop}
-    role_arguments: ClassVar = {"batch_loop": ("batch",)}
+    _role_types: ClassVar = {"batch_loop": BatchLoop, "val_loop": ValidationLoop}
+    _role_arguments: ClassVar = {"batch_loop": ("batch",)}
 
     if TYPE_CHECKING:
 
@@ -56,11 +56,6 @@ class EpochLoop(Loop):
         self._counted: tuple[int, ...] = ()
 
     @property
-    def has_left(self) -> bool:
-        """Whether the run ends, at a safe point: the only place where it may."""
-        return self._has_left
-
-    @property
     def done(self) -> bool:
         """Whether the epoch is complete, or the run ends at this boundary."""
         return self._is_over
@@ -78,6 +73,11 @@ class EpochLoop(Loop):
     def _find_progress(self) -> object:
         # A subclass may pass batches over, until the last one.
         return self._num_done, self._batches.num_samples, self._batches.is_last
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the run ends, at a safe point: the only place where it may."""
+        return self._has_left
 
     def reset(self) -> None:
         """Prepare the epoch; open its data at the cursor if no hook precedes the first batch."""
@@ -387,7 +387,7 @@ class EpochLoop(Loop):
         )
         if session.schedule.logs and due.is_log_due(session.schedule, state):
             session.display.expect_line()
-        session.engine.gradient_norm = None
+        session.engine._gradient_norm = None
         session.turns.begin_iteration(state.global_iteration)
         opens_window = found[0] or state.global_iteration == 1
         try:
@@ -436,7 +436,7 @@ class EpochLoop(Loop):
         if session.display.is_shown:
             session.display.advance(session.loss_means, num_samples, has_stepped, logged=logged)
         if self._ledger is not None:
-            self._ledger.write(state, session.turns.totals, norm=session.engine.gradient_norm)
+            self._ledger.write(state, session.turns.totals, norm=session.engine._gradient_norm)
         session.cursor.batch += 1
         session.cursor.sample += num_samples
         state.dataset_iter += 1

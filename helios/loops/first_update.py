@@ -62,9 +62,9 @@ class FirstUpdate:
         return FirstUpdate(engine) if is_own else None
 
     @property
-    def clips(self) -> bool:
+    def _clips(self) -> bool:
         """As of the engine."""
-        return self._engine.clips
+        return self._engine._clips
 
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Average gradients, if there are any.

@@ -21,7 +21,7 @@ class FitLoop(Loop):
     _internals: ClassVar[str] = "_has_run epoch_loop"
 
     roles = ("epoch_loop",)
-    role_types: ClassVar = {"epoch_loop": EpochLoop}
+    _role_types: ClassVar = {"epoch_loop": EpochLoop}
 
     if TYPE_CHECKING:
 

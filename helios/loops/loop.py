@@ -85,8 +85,8 @@ class Loop(ABC):
     unsaved: ClassVar[tuple[str, ...]] = ()
 
     roles: ClassVar[tuple[str, ...]] = ()
-    role_types: ClassVar[Mapping[str, type[Loop]]] = {}
-    role_arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    _role_types: ClassVar[Mapping[str, type[Loop]]] = {}
+    _role_arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     session: SessionView = _Unattached()  # type: ignore[assignment]
     _session: Session = _Unattached()  # type: ignore[assignment]
     advances_once: ClassVar[bool] = False
@@ -115,7 +115,7 @@ class Loop(ABC):
         }
 
     @final
-    def children(self) -> dict[str, Loop]:
+    def _children(self) -> dict[str, Loop]:
         """Return the child loops that are set, by role.
 
         Raises:
@@ -126,14 +126,14 @@ class Loop(ABC):
         return {role: child for role, child in found.items() if child is not None}
 
     @final
-    def adopt(self, other: Loop) -> None:
+    def _adopt(self, other: Loop) -> None:
         """Take over the children of another loop in roles that are still empty here."""
-        for role, child in other.children().items():
+        for role, child in other._children().items():
             if role in self.roles and getattr(self, role) is None:
                 setattr(self, role, child)
 
     @final
-    def attach(self, session: Session | None) -> None:
+    def _attach(self, session: Session | None) -> None:
         """Set the session of the loop and all loops below it.
 
         Raises:
@@ -141,7 +141,7 @@ class Loop(ABC):
             ArgumentError: for a loop that was made for another role.
             ArgumentTypeError: for a method that does not take what is passed to it.
         """
-        missing = sorted(set(self.roles) - set(self.children()))
+        missing = sorted(set(self.roles) - set(self._children()))
         if missing:
             raise UsageError(
                 f"{type(self).__name__} has no loop in the roles {missing}. Pass them to its "
@@ -160,12 +160,12 @@ class Loop(ABC):
             if self._has_one_round():
                 self.enter = self.advance  # type: ignore[method-assign]
         self._adapt(session)
-        for role, child in self.children().items():
+        for role, child in self._children().items():
             if session is not None:
                 self._check_child(role, child)
                 if not self._has_own["advance"]:
-                    check_arguments(child, _TAKING, self.role_arguments.get(role, ()))
-            child.attach(session)
+                    check_arguments(child, _TAKING, self._role_arguments.get(role, ()))
+            child._attach(session)
 
     def connect(self, **loops: Loop) -> None:
         """Replace children by role; roles that a new child leaves empty keep the old one's loops.
@@ -179,10 +179,10 @@ class Loop(ABC):
         for role, loop in loops.items():
             present = getattr(self, role)
             if present is not None:
-                loop.adopt(present)
+                loop._adopt(present)
             setattr(self, role, loop)
             if "_session" in vars(self):
-                loop.attach(self._session)
+                loop._attach(self._session)
 
     def _adapt(self, session: Session | None) -> None:
         """Choose children that the model decides, before they are attached."""
@@ -208,8 +208,8 @@ class Loop(ABC):
                 f"{type(self).__name__}.connect({role}=...) must be a Loop instance, got {loop!r}. "
                 f"{remedy}"
             )
-        loop.children()  # raises
-        wanted = self.role_types.get(role, Loop)
+        loop._children()  # raises
+        wanted = self._role_types.get(role, Loop)
         if not isinstance(loop, wanted) and _is_built_in(type(loop)):
             raise ArgumentError(
                 f"{type(self).__name__}.{role} must be of class {wanted.__name__}, got "
@@ -219,11 +219,11 @@ class Loop(ABC):
 
     def _find_role(self, role: str) -> str:
         """Return where a role is that this loop does not have."""
-        waiting = list(self.children().items())
+        waiting = list(self._children().items())
         for path, child in waiting:
             if role in child.roles:
                 return f"It is a role of {path}: call {path}.connect({role}=...)."
-            waiting += [(f"{path}.{name}", each) for name, each in child.children().items()]
+            waiting += [(f"{path}.{name}", each) for name, each in child._children().items()]
         close = difflib.get_close_matches(role, self.roles, n=1)
         return f"Did you mean {close[0]}?" if close else "Correct the name."
 
@@ -348,7 +348,7 @@ class Loop(ABC):
 
     def teardown(self) -> None:
         """Release what the loop holds; called on every exit path, children first."""
-        for child in self.children().values():
+        for child in self._children().values():
             child.teardown()
 
     def state_dict(self) -> dict[str, Any]:
@@ -360,15 +360,15 @@ class Loop(ABC):
         return
 
     @final
-    def collect_states(self, path: str) -> dict[str, dict[str, Any]]:
+    def _collect_states(self, path: str) -> dict[str, dict[str, Any]]:
         """Return the states of the loop and all below it, by role path, without empty ones."""
         states = {path: self.state_dict()}
-        for role, child in self.children().items():
-            states |= child.collect_states(f"{path}.{role.removesuffix('_loop')}")
+        for role, child in self._children().items():
+            states |= child._collect_states(f"{path}.{role.removesuffix('_loop')}")
         return {where: state for where, state in states.items() if state}
 
     @final
-    def spread_states(self, path: str, states: dict[str, dict[str, Any]]) -> None:
+    def _spread_states(self, path: str, states: dict[str, dict[str, Any]]) -> None:
         """Restore saved states, by role path, of the loop and all below it.
 
         Raises:
@@ -382,8 +382,8 @@ class Loop(ABC):
                     f"The loop {path} ({type(self).__name__}) refused its saved state: {error!r}. "
                     "Connect the loop that the state was saved with, or correct load_state_dict()."
                 ) from error
-        for role, child in self.children().items():
-            child.spread_states(f"{path}.{role.removesuffix('_loop')}", states)
+        for role, child in self._children().items():
+            child._spread_states(f"{path}.{role.removesuffix('_loop')}", states)
 
 
 def _find_owner(kind: type, name: str) -> type:

@@ -27,12 +27,12 @@ class LoopStates:
 
     def capture(self) -> dict[str, Any]:
         """Return the states by role path."""
-        return self._carried | self._root.collect_states(self._path)
+        return self._carried | self._root._collect_states(self._path)
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the state of each loop; unused states are kept and saved again."""
         left = dict(states)
-        self._root.spread_states(self._path, left)
+        self._root._spread_states(self._path, left)
         self._carried.update(left)
         if left:
             _LOGGER.warning(

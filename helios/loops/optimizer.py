@@ -112,7 +112,7 @@ class OptimizerLoop(Loop):
                 updates = session.state.is_step_boundary and turns.is_last
                 if self._own_backward is None:
                     result = session.moment.attached_loss
-                if updates and engine.sends_early and self._may_send_early():
+                if updates and engine._sends_early and self._may_send_early():
                     with turns.sending(engine, optimizer):
                         self.backward(result)
                 else:
@@ -158,7 +158,7 @@ class OptimizerLoop(Loop):
             self._own_backward = session.model.backward if is_own else None
         watch = turns.begin_step()
         if turns.begins_window and session.is_manual is False and self._round is None:
-            session.engine.drop_old_gradients(self._find_optimizer())
+            session.engine._drop_old_gradients(self._find_optimizer())
         audit = self._audit = None if session.audit is None else session.audit.if_due()
         take = take_step if audit is None else audit.take_step
         made = None if self._has_begun else StepsMade(*session.find_optimizers().values())
@@ -211,7 +211,7 @@ class OptimizerLoop(Loop):
         if not self._is_counted:
             self._is_counted = True
             if session.turns.is_first:
-                engine.count_micro_batch()
+                engine._count_micro_batch()
         loss = losses if type(losses) is Tensor else find_loss(losses)
         if "on_backward_start" in hooks.active:
             hooks.emit("on_backward_start", loss)
@@ -337,11 +337,11 @@ class OptimizerLoop(Loop):
     def _begin_round(self) -> None:
         session, name = self._session, type(self).__name__
         optimizers = session.find_optimizers()
-        if session.turns.is_first and not session.engine.open_micro_batches:
+        if session.turns.is_first and not session.engine._open_micro_batches:
             self._unused.clear()
         if session.turns.begins_window:
             for optimizer in optimizers.values():
-                session.engine.drop_old_gradients(optimizer)
+                session.engine._drop_old_gradients(optimizer)
         self._is_counted = False
         if session.audit is not None:
             self._refuse_audit(f"{name}.advance")
@@ -479,7 +479,7 @@ class OptimizerLoop(Loop):
     def _warn_of_automatic_options(self) -> None:
         """Warn of options without effect because the model steps its optimizers itself."""
         session = self._session
-        ignored = session.engine.automatic_options
+        ignored = session.engine._automatic_options
         if session.schedulers is not None and session.schedulers.has_intervals_but_step:
             ignored = [*ignored, "Model.scheduler_interval"]
         if session.audit is not None:
@@ -536,7 +536,7 @@ class OptimizerLoop(Loop):
         if session.agreement.agree_on_skip():
             is_committed = False
         else:
-            if engine.clips:
+            if engine._clips:
                 engine.clip_gradients(optimizer)
             is_committed = engine.optimizer_step(optimizer)
             if is_committed is None:

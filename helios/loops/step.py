@@ -40,7 +40,7 @@ def begin_forward(session: Session, batch: Any) -> Any:
     """Emit the start of a forward pass; returns the batch with the processor's transforms."""
     processor = session.model.batch_processor
     if processor is not None:
-        batch = processor.transform(batch)
+        batch = processor._transform(batch)
     session.moment.batch = batch
     if "on_forward_start" in session.hooks.active:
         session.hooks.emit("on_forward_start", session.context)

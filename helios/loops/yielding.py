@@ -104,7 +104,7 @@ class YieldLoop(OptimizerLoop):
         with closing(self._start(batch)) as generator:
             self._settle_mode(is_manual=False)
             self._hold_skip(next(iter(turns)))
-            engine.count_micro_batch()
+            engine._count_micro_batch()
             earlier = ""
             for path, optimizer in turns.items():
                 loss = self._learn(generator, path, earlier)

@@ -321,7 +321,7 @@ class Model(Hooks, KeepsArguments, ABC):
         processor = self.batch_processor
         if processor is None:
             return None
-        return processor.process(self, batch, is_evaluating=is_evaluating, reads_loss=reads_loss)
+        return processor._process(self, batch, is_evaluating=is_evaluating, reads_loss=reads_loss)
 
     def batch_to_device(self, batch: Any, phase: Phase) -> Any:
         """Return a batch with its tensors on the device.

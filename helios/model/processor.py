@@ -63,7 +63,7 @@ class BatchProcessor(ABC):
         self._transforms = _as_list(transforms)
 
     @final
-    def check(self) -> None:
+    def _check(self) -> None:
         """Check that the processor is ready for use.
 
         Raises:
@@ -121,7 +121,7 @@ class BatchProcessor(ABC):
         return self.forward
 
     @final
-    def transform(self, batch: Any) -> Any:
+    def _transform(self, batch: Any) -> Any:
         """Return a batch for the forward pass."""
         for transform in self._transforms:
             mapped = transform(batch)
@@ -134,7 +134,7 @@ class BatchProcessor(ABC):
         return batch
 
     @final
-    def process(
+    def _process(
         self, model: Model, batch: Any, *, is_evaluating: bool, reads_loss: bool = True
     ) -> Processed:
         """Run the forward pass on a transformed batch.

@@ -45,7 +45,7 @@ class TrainedModel(Protocol):
 class Collector(Protocol):
     """The part of an engine that turns call, which stands above them."""
 
-    def collect_gradients(
+    def _collect_gradients(
         self,
         optimizer: Optimizer,
         replica: int,
@@ -56,7 +56,7 @@ class Collector(Protocol):
         """Take the gradients of a replica's backward."""
         ...
 
-    def sending_gradients(
+    def _sending_gradients(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = ...
     ) -> AbstractContextManager[None]:
         """Send gradients during the last backward of a window."""
@@ -353,7 +353,7 @@ class SharedTurns(Turns):
 
     def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Send the gradients of the last replica, together with what is added to them."""
-        return engine.sending_gradients(optimizer, self.replica, self._find_networks)
+        return engine._sending_gradients(optimizer, self.replica, self._find_networks)
 
     def end_backward(
         self,
@@ -374,7 +374,7 @@ class SharedTurns(Turns):
                 raise make_loss_error(name, loss)
             if isinstance(loss, Tensor) and loss is not shown.get(name):
                 table[name] = loss.detach().clone()
-        engine.collect_gradients(
+        engine._collect_gradients(
             optimizer, self.replica, ends_window=ends_window, find_networks=self._find_networks
         )
         if updates:

@@ -635,7 +635,7 @@ def make_audit(options: Audit | None, session: Session, loop: Loop) -> GradientA
         session: the run.
         loop: the root of all loops.
     """
-    if session.engine.has_idle_turn:
+    if session.engine._has_idle_turn:
         return RunningAlong(session)
     if options is None:
         return None
@@ -655,5 +655,5 @@ def _other_loops(loop: Loop) -> Iterator[Loop]:
     is_outer = isinstance(loop, FitLoop | EpochLoop | EvaluationLoop)
     if not is_outer and type(loop) not in (BatchLoop, OptimizerLoop):
         yield loop
-    for child in loop.children().values():
+    for child in loop._children().values():
         yield from _other_loops(child)

@@ -119,7 +119,7 @@ def _initialize(
         mark(init.initialize(modules[name]))
 
     if engine.replicas.is_sharded_over_processes:
-        engine.shard(networks, optimizers, units, prepare)
+        engine._shard(networks, optimizers, units, prepare)
     else:
         for name in reversed([*units]):
             prepare(name)
@@ -312,7 +312,7 @@ def _shard_networks(model: Model, engine: Engine, named: Sequence[nn.Module | Un
     check_shardable(networks, optimizers, discovery.moved()[0])
     units = find_units(networks, named)
     engine.replicas.compare(partial(check_alike, discovery))
-    engine.shard(networks, optimizers, units)
+    engine._shard(networks, optimizers, units)
 
 
 def load_weights(path: str | Path, model: Model | nn.Module) -> None:

@@ -271,7 +271,7 @@ def check_batch_processor(model: Model, *, is_inference: bool = False) -> None:
             f"{kind.__name__}.batch_processor must be None or a BatchProcessor, got "
             f"{model.batch_processor!r}. Wrap a function with BatchProcessor.from_callable."
         )
-    model.batch_processor.check()
+    model.batch_processor._check()
     if kind.train_step is not Model.train_step:
         raise ArgumentError(
             f"{kind.__name__} must define its training step once, but sets batch_processor and "
@@ -421,7 +421,7 @@ class Roots:
                 f"Trainer.fit_loop must be a FitLoop, got {loop!r}. Derive it "
                 "from FitLoop; loops below it are replaced by connect(...)."
             )
-        loop.adopt(self.fit)
+        loop._adopt(self.fit)
         self.fit = loop
 
 

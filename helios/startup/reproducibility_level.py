@@ -191,7 +191,7 @@ def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:
 
 def _all_loops(loop: Loop) -> Iterator[Loop]:
     yield loop
-    for child in loop.children().values():
+    for child in loop._children().values():
         yield from _all_loops(child)
 
 

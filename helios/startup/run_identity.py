@@ -63,7 +63,7 @@ def identity(options: Options, description: Mapping[str, Any], engine: Engine) -
         found["mixture"] = description["mixture"]
     if engine.replicas.is_sharded and options.accumulation_steps > 1:
         found["accumulation_order"] = "micro-batches"
-    if engine.clips_by_rows:
+    if engine._clips_by_rows:
         found["norm"] = "rows"
     others = {name: defining[name] for name in defining if name in _UNNAMED}
     return found | {name: value for name, value in others.items() if value != _UNNAMED[name]}

@@ -263,7 +263,7 @@ class Run:
         with ExitStack() as stack:
             stack.callback(log.close_default_loggers)
             stack.callback(self._forget_session)
-            stack.callback(self.loop.attach, None)
+            stack.callback(self.loop._attach, None)
             for sources in self.sources.values():
                 for source in sources:
                     stack.callback(source.close)
@@ -348,7 +348,7 @@ class Run:
         for plugin in self.plugins.values():
             plugin.context = session.context
         self.model.enter_run(session.context)
-        self.loop.attach(session)
+        self.loop._attach(session)
 
     def make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
         """Return a session that does not train."""

@@ -130,7 +130,7 @@ def _of_contexts(name: str, plugin: PipelineHooks) -> Iterator[Owner]:
 
 def _of_loops(path: str, loop: Loop) -> Iterator[Owner]:
     yield Owner(f"loop {path!r}", loop, tuple(loop.unsaved), _has_own(loop, Loop))
-    for role, child in loop.children().items():
+    for role, child in loop._children().items():
         yield from _of_loops(f"{path}.{role.removesuffix('_loop')}", child)
 
 

@@ -58,7 +58,7 @@ def make_step(name: str, device: torch.device, info: DistributedInfo) -> Callabl
     engine.replicas = Replicas(info.world_size, info, device=device, is_sharded=name == "Helios")
     if name == "Helios":
         units = find_units({"net": net}, [*net.blocks])
-        engine.shard({"net": net}, {"optimizer": optimizer}, units)
+        engine._shard({"net": net}, {"optimizer": optimizer}, units)
     elif name == "stock FSDP2":
         for module in (*net.blocks, net):
             fully_shard(module)
@@ -68,8 +68,8 @@ def make_step(name: str, device: torch.device, info: DistributedInfo) -> Callabl
     def step() -> nn.Module:
         net(batch).square().mean().backward()
         if name != "stock FSDP2":
-            engine.count_micro_batch()
-            engine.collect_gradients(optimizer, info.rank, ends_window=True)
+            engine._count_micro_batch()
+            engine._collect_gradients(optimizer, info.rank, ends_window=True)
             engine.average_gradients(optimizer)
             engine.close_window()
         optimizer.step()

@@ -35,7 +35,7 @@ def run_window(engine: Engine, parameter: nn.Parameter, factors: list[float]) ->
 
 def train_on(engine: Engine, *losses: Tensor) -> None:
     """Do what loops do with a micro-batch: count it, then go backward from each of its losses."""
-    engine.count_micro_batch()
+    engine._count_micro_batch()
     for loss in losses:
         engine.backward_loss(loss)
 
@@ -253,7 +253,7 @@ def test_moving_uses_the_device_of_the_engine() -> None:
 )
 def test_options_of_automatic_steps_are_named(options: dict[str, float], names: list[str]) -> None:
     """DESIGN section 6: a model that steps itself is told which options it ignores."""
-    assert engine_for(**options).automatic_options == names
+    assert engine_for(**options)._automatic_options == names
 
 
 @pytest.mark.shows("K19", "E20", "E21", "E40")

@@ -378,7 +378,7 @@ def test_an_engine_is_found_for_what_there_is(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     engine = Engine.auto(precision="bf16", clip_norm=1.0)
     assert (engine.device.type, engine.precision.value) == ("cpu", "bf16")
-    assert engine.automatic_options == ["Trainer(clip_norm=...)"]
+    assert engine._automatic_options == ["Trainer(clip_norm=...)"]
     with pytest.raises(UsageError, match=r"Engine\.auto\(use_cpu=False\) must find a GPU"):
         Engine.auto(use_cpu=False)
     with pytest.raises(ArgumentError, match=r"Engine\.auto\(gpus=\.\.\.\) must be None with"):

@@ -152,12 +152,12 @@ def make_fit_loop(optimizer_loop: Loop | None = None) -> FitLoop:
 def fit(session: Session, loop: FitLoop | None = None) -> Any:
     """Train by the loops alone, as a trainer does; returns the result of the run."""
     loop = loop or make_fit_loop()
-    loop.attach(session)
+    loop._attach(session)
     try:
         return loop.run()
     finally:
         loop.teardown()
-        loop.attach(None)
+        loop._attach(None)
 
 
 def train_on(loop: Loop, session: Session, batch: Any, *, is_boundary: bool = True) -> bool:
@@ -172,5 +172,5 @@ def train_on(loop: Loop, session: Session, batch: Any, *, is_boundary: bool = Tr
 
 
 def attached(loop: Loop, session: Session) -> Loop:
-    loop.attach(session)
+    loop._attach(session)
     return loop

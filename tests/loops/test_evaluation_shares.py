@@ -146,7 +146,7 @@ def evaluate(
     session.state.validation_cycles = pass_number
     for plugin in plugins:
         plugin.context = session.context
-    loop.attach(session)
+    loop._attach(session)
     try:
         return loop.run()
     finally:

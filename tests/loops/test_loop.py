@@ -261,11 +261,11 @@ def test_a_session_is_seen_only_while_the_trainer_runs_the_loop() -> None:
     session = make_session(Stepper())
     with pytest.raises(UsageError, match=r"Top\.session is not set.*only while the trainer runs"):
         _ = top.session
-    top.attach(session)
+    top._attach(session)
     for loop in (top, top.middle_loop, leaf, side):
         assert loop is not None
         assert loop.session is session
-    top.attach(None)
+    top._attach(None)
     with pytest.raises(UsageError, match=r"Leaf\.session is not set"):
         _ = leaf.session
 
@@ -279,9 +279,9 @@ def test_an_epoch_loop_has_no_batches_before_it_runs() -> None:
 
 def test_an_empty_role_is_an_error_that_names_it() -> None:
     with pytest.raises(UsageError, match=r"Top has no loop in the roles \['side_loop'\]"):
-        Top(Middle(Leaf())).attach(make_session(Stepper()))
+        Top(Middle(Leaf()))._attach(make_session(Stepper()))
     with pytest.raises(UsageError, match=r"Middle has no loop in the roles \['inner_loop'\]"):
-        Top(Middle(), Leaf()).attach(make_session(Stepper()))
+        Top(Middle(), Leaf())._attach(make_session(Stepper()))
     with pytest.raises(UsageError, match="role of this loop is empty"):
         require(None)
     leaf = Leaf()
@@ -294,8 +294,8 @@ def test_children_are_those_in_the_declared_roles() -> None:
     middle = Middle()
     top = Top(middle)
     top.stray = Leaf()  # type: ignore[attr-defined]
-    assert top.children() == {"middle_loop": middle}
-    assert middle.children() == {}
+    assert top._children() == {"middle_loop": middle}
+    assert middle._children() == {}
 
 
 @pytest.mark.shows("L10")
@@ -311,7 +311,7 @@ def test_several_children_are_replaced_at_once() -> None:
     """L10; an empty role is filled too."""
     top, middle, side = Top(), Middle(Leaf()), Leaf()
     top.connect(middle_loop=middle, side_loop=side)
-    assert top.children() == {"middle_loop": middle, "side_loop": side}
+    assert top._children() == {"middle_loop": middle, "side_loop": side}
 
 
 def test_a_tree_may_be_built_from_the_top_down() -> None:
@@ -319,7 +319,7 @@ def test_a_tree_may_be_built_from_the_top_down() -> None:
     top, middle, leaf = Top(side_loop=Leaf()), Middle(), Leaf()
     top.connect(middle_loop=middle)
     middle.connect(inner_loop=leaf)
-    top.attach(make_session(Stepper()))
+    top._attach(make_session(Stepper()))
     assert leaf.session is top.session
 
 
@@ -347,8 +347,8 @@ def test_children_in_unknown_roles_are_not_adopted() -> None:
     """L11: a leaf in the place of a loop with children needs none of them."""
     top, leaf = Top(Middle(Leaf()), Leaf()), Leaf()
     top.connect(middle_loop=leaf)
-    assert leaf.children() == {}
-    top.attach(make_session(Stepper()))
+    assert leaf._children() == {}
+    top._attach(make_session(Stepper()))
 
 
 @pytest.mark.shows("L10")
@@ -386,7 +386,7 @@ def test_a_child_that_is_connected_while_running_sees_the_session() -> None:
     session = make_session(Stepper())
     leaf = Leaf()
     top = Top(Middle(leaf), Leaf())
-    top.attach(session)
+    top._attach(session)
     new = Middle()
     top.connect(middle_loop=new)
     assert new.session is session
@@ -418,7 +418,7 @@ def test_a_loop_that_was_made_for_another_role_is_refused(
         if other != role:
             setattr(top, other, Leaf())
     with pytest.raises(ArgumentError, match=rf"{parent.__name__}\.{role} must be of class"):
-        top.attach(make_session(Stepper()))
+        top._attach(make_session(Stepper()))
 
 
 def test_an_own_loop_may_take_any_role() -> None:
@@ -428,7 +428,7 @@ def test_an_own_loop_may_take_any_role() -> None:
     epochs.connect(batch_loop=own, val_loop=own)
     batches = type("Own", (BatchLoop,), {})(own)
     epochs.connect(batch_loop=batches)
-    assert epochs.children() == {"batch_loop": batches, "val_loop": own}
+    assert epochs._children() == {"batch_loop": batches, "val_loop": own}
 
 
 @pytest.mark.parametrize("kind", [BatchLoop, OptimizerLoop, Leaf])
@@ -440,7 +440,7 @@ def test_a_loop_calls_the_constructor_of_its_base(kind: type[Loop]) -> None:
     with pytest.raises(UsageError, match=r"Forgetful\.__init__ must call super\(\)\.__init__\(\)"):
         Top().connect(middle_loop=Forgetful())
     with pytest.raises(UsageError, match=r"Forgetful\.__init__ must call super"):
-        Forgetful().attach(make_session(Stepper()))
+        Forgetful()._attach(make_session(Stepper()))
 
 
 def test_a_loop_that_refuses_its_state_is_named() -> None:
@@ -452,7 +452,7 @@ def test_a_loop_that_refuses_its_state_is_named() -> None:
 
     top = Top(Middle(Strict()), Leaf())
     with pytest.raises(StateError, match=r"loop fit\.middle\.inner \(Strict\) refused") as caught:
-        top.spread_states("fit", {"fit.middle.inner": {"count": 1}})
+        top._spread_states("fit", {"fit.middle.inner": {"count": 1}})
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -469,8 +469,8 @@ def test_teardown_reaches_every_loop() -> None:
 def test_states_are_collected_by_the_path_of_roles() -> None:
     """DESIGN section 5, L35: nested plain dicts, e.g. `fit.epoch.batch.optimizer`."""
     top = Top(Middle(Leaf({"a": 1}), {"b": 2}), Leaf())
-    assert top.collect_states("fit") == {"fit.middle": {"b": 2}, "fit.middle.inner": {"a": 1}}
-    assert Leaf().collect_states("fit") == {}
+    assert top._collect_states("fit") == {"fit.middle": {"b": 2}, "fit.middle.inner": {"a": 1}}
+    assert Leaf()._collect_states("fit") == {}
 
 
 @pytest.mark.shows("L35")
@@ -478,8 +478,8 @@ def test_states_are_given_back_by_the_path_of_roles_and_the_rest_is_left() -> No
     """L36: what is left over is for the caller to name (DESIGN R5)."""
     top = Top(Middle(Leaf(), {"b": 0}), Leaf({"kept": True}))
     states = {"fit.middle": {"b": 2}, "fit.middle.inner": {"a": 1}, "fit.gone": {"c": 3}}
-    top.spread_states("fit", states)
-    assert top.collect_states("fit") == {
+    top._spread_states("fit", states)
+    assert top._collect_states("fit") == {
         "fit.middle": {"b": 2},
         "fit.middle.inner": {"a": 1},
         "fit.side": {"kept": True},
@@ -890,7 +890,7 @@ def test_a_batch_is_moved_then_mapped_then_trained_on() -> None:
 
 def test_a_batch_loop_without_an_optimizer_loop_says_so() -> None:
     with pytest.raises(HeliosError, match=r"BatchLoop has no loop in the roles"):
-        BatchLoop().attach(make_session(Stepper()))
+        BatchLoop()._attach(make_session(Stepper()))
 
 
 @pytest.mark.parametrize("unit", [TrainingUnit.EPOCH, TrainingUnit.ITERATION])
@@ -935,13 +935,13 @@ def test_a_loop_that_advances_once_has_the_cycle_as_soon_as_a_subclass_redefines
     for kind in (OptimizerLoop, _Counting):
         quick = kind()
         assert quick.enter.__func__ is Loop.enter
-        quick.attach(session)
+        quick._attach(session)
         assert quick.enter.__func__ is OptimizerLoop.advance
-        quick.attach(None)
+        quick._attach(None)
         assert quick.enter.__func__ is Loop.enter
     loop = _Again()
     parent = BatchLoop(loop)
-    parent.attach(session)
+    parent._attach(session)
     assert parent.enter.__func__ is BatchLoop.advance
     assert loop.enter.__func__ is Loop.enter
     assert train_on(parent, session, 2.0)

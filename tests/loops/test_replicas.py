@@ -1153,7 +1153,7 @@ def _compare(rank: int, tables: list[dict[str, Any]]) -> tuple[list[str], list[s
                 _Scored(tables[rank]), replicas=here, sources={Phase.VALIDATION: [source]}
             )
             loop = ValidationLoop()
-            loop.attach(session)
+            loop._attach(session)
             for _ in range(2):
                 loop.run()
     finally:

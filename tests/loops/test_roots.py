@@ -30,7 +30,7 @@ def test_the_default_tree_has_the_published_roles() -> None:
     """L14."""
 
     def tree(loop: Loop) -> dict[str, Any]:
-        children = {role: tree(child) for role, child in loop.children().items()}
+        children = {role: tree(child) for role, child in loop._children().items()}
         return {"kind": type(loop), **children}
 
     trainer = _trainer()

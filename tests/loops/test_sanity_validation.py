@@ -133,7 +133,7 @@ def _asked(session: Session) -> list[dict[str, Any]]:
 
 def try_out(session: Session) -> ValidationLoop:
     loop = ValidationLoop()
-    loop.attach(session)
+    loop._attach(session)
     with trying(session, loop):
         assert session.is_sanity_check
         loop.run()
@@ -189,7 +189,7 @@ def test_a_trial_is_as_long_as_a_plugin_asks(num_replicas: int) -> None:
 def test_after_an_error_nothing_is_put_back(kind: type[Exception]) -> None:
     session = make(Replicas(2), Greedy())
     loop = ValidationLoop()
-    loop.attach(session)
+    loop._attach(session)
 
     def run() -> None:
         with trying(session, loop):

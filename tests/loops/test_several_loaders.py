@@ -70,7 +70,7 @@ def _run(loop: EvaluationLoop, model: Reporter, *names: str) -> Any:
         sources={loop.phase: _sources(*names)} if names else {},
         phase=loop.phase,
     )
-    loop.attach(session)
+    loop._attach(session)
     try:
         return loop.run()
     finally:

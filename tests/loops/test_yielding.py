@@ -805,7 +805,7 @@ def test_one_training_is_forgotten_for_the_next() -> None:
         assert model.weights == (-2.0, -2.0)
         train_on(loop, session, 2.0, is_boundary=False)
         loop.teardown()
-        loop.attach(None)
+        loop._attach(None)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:

@@ -95,8 +95,8 @@ def test_a_processor_returns_outputs_and_loss() -> None:
             return model, batch * 2
 
     model = object()
-    assert Doubling().process(model, 4, is_evaluating=False) == Processed(model, 8)
-    assert Doubling().process(model, 4, is_evaluating=True) == Processed(model, 8)
+    assert Doubling()._process(model, 4, is_evaluating=False) == Processed(model, 8)
+    assert Doubling()._process(model, 4, is_evaluating=True) == Processed(model, 8)
 
 
 @pytest.mark.shows("R30")
@@ -104,10 +104,10 @@ def test_a_function_is_a_processor() -> None:
     """R30."""
     processor = BatchProcessor.from_callable(lambda model, batch: (model, batch))
     assert processor.need_backward is True
-    assert processor.process(1, 2, is_evaluating=False) == Processed(1, 2)
+    assert processor._process(1, 2, is_evaluating=False) == Processed(1, 2)
     processor = BatchProcessor.from_callable(forward, False, abs)
     assert processor.need_backward is False
-    assert processor.transform(-3) == 3
+    assert processor._transform(-3) == 3
     with pytest.raises(ArgumentTypeError, match=r"from_callable\(function=\.\.\.\)"):
         BatchProcessor.from_callable(3)
 
@@ -121,10 +121,10 @@ def test_a_missing_loss_is_an_error_where_backward_needs_it() -> None:
 
     processor = BatchProcessor.from_callable(lossless)
     with pytest.raises(LossNotProvidedError, match="must return a loss in training"):
-        processor.process(None, 1, is_evaluating=False)
-    assert processor.process(None, 1, is_evaluating=True) == Processed(1, None)
+        processor._process(None, 1, is_evaluating=False)
+    assert processor._process(None, 1, is_evaluating=True) == Processed(1, None)
     manual = BatchProcessor.from_callable(lossless, need_backward=False)
-    assert manual.process(None, 1, is_evaluating=False) == Processed(1, None)
+    assert manual._process(None, 1, is_evaluating=False) == Processed(1, None)
 
 
 @pytest.mark.shows("R29")
@@ -135,19 +135,19 @@ def test_a_loss_that_nobody_reads_may_have_any_shape() -> None:
         return batch, torch.ones(3)
 
     manual = BatchProcessor.from_callable(of_each_row, need_backward=False)
-    assert manual.process(None, 1, is_evaluating=False) == Processed(1, None)
+    assert manual._process(None, 1, is_evaluating=False) == Processed(1, None)
     processor = BatchProcessor.from_callable(of_each_row)
     assert OneLayer(processor).predict_step(1, 0) == 1
     with pytest.raises(UsageError, match="scalar loss"):
-        processor.process(None, 1, is_evaluating=True)
+        processor._process(None, 1, is_evaluating=True)
 
 
 @pytest.mark.shows("R6")
 def test_without_backward_training_has_no_loss() -> None:
     """R6: what forward returns as a loss is for evaluations."""
     processor = BatchProcessor.from_callable(lambda model, batch: (batch, 5), need_backward=False)
-    assert processor.process(None, 1, is_evaluating=False) == Processed(1, None)
-    assert processor.process(None, 1, is_evaluating=True) == Processed(1, 5)
+    assert processor._process(None, 1, is_evaluating=False) == Processed(1, None)
+    assert processor._process(None, 1, is_evaluating=True) == Processed(1, 5)
 
 
 @pytest.mark.shows("R6")
@@ -162,10 +162,10 @@ def test_an_evaluation_needs_no_backward(need_backward: bool) -> None:
             return batch, 1 / batch
 
     processor = Asking(need_backward=need_backward)
-    processor.process(None, 1, is_evaluating=True)
-    processor.process(None, 1, is_evaluating=False)
+    processor._process(None, 1, is_evaluating=True)
+    processor._process(None, 1, is_evaluating=False)
     with pytest.raises(ZeroDivisionError):
-        processor.process(None, 0, is_evaluating=True)
+        processor._process(None, 0, is_evaluating=True)
     assert seen == [False, need_backward, False]
     assert processor.need_backward is need_backward
 
@@ -176,7 +176,7 @@ def test_what_is_no_pair_is_an_error(result: Any) -> None:
     """R28."""
     processor = BatchProcessor.from_callable(lambda model, batch: result)
     with pytest.raises(UsageError, match=r"must return \(outputs, loss\)"):
-        processor.process(None, 1, is_evaluating=False)
+        processor._process(None, 1, is_evaluating=False)
 
 
 @pytest.mark.shows("R31")
@@ -191,8 +191,8 @@ def test_transforms_are_one_or_several_in_their_order() -> None:
 
     for transforms, expected in ((None, 3), (plus, 4), ([plus, twice], 8), ((twice, plus), 7)):
         processor = BatchProcessor.from_callable(forward, transforms=transforms)
-        assert processor.transform(3) == expected
-    assert BatchProcessor.from_callable(forward, transforms=[]).transform(3) == 3
+        assert processor._transform(3) == expected
+    assert BatchProcessor.from_callable(forward, transforms=[])._transform(3) == 3
 
 
 @pytest.mark.parametrize("transforms", [3, [abs, "neg"], "neg", [None]])
@@ -217,7 +217,7 @@ def test_a_processor_neither_steps_nor_clears_gradients() -> None:
     model.setup()
     before = [weight.clone() for weight in weights_of(model)]
     model.net.weight.grad = torch.ones(1, 1)
-    model.batch_processor.process(model, torch.ones(1, 1), is_evaluating=False)
+    model.batch_processor._process(model, torch.ones(1, 1), is_evaluating=False)
     assert are_equal(weights_of(model), before)
     assert torch.equal(model.net.weight.grad, torch.ones(1, 1))
     assert model.net.bias.grad is None
@@ -509,10 +509,10 @@ def test_a_loss_that_is_no_scalar_names_the_function(
     model.setup()
     match = rf"{function.__name__} must return \(outputs, loss\) with a scalar loss, got .*{remedy}"
     with pytest.raises(UsageError, match=match):
-        processor.process(model, torch.ones(3, 1), is_evaluating=is_evaluating)
+        processor._process(model, torch.ones(3, 1), is_evaluating=is_evaluating)
 
 
 def test_a_transform_that_returns_nothing_is_named() -> None:
     processor = BatchProcessor.from_callable(unreduced, transforms=[torch.neg, forgetful])
     with pytest.raises(UsageError, match="forgetful, a transform of unreduced, must return the b"):
-        processor.transform(torch.ones(1))
+        processor._transform(torch.ones(1))

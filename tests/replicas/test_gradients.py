@@ -175,10 +175,10 @@ class Engines:
         self.optimizer = SGD([self.model.get_parameter(name) for name in names], lr=1.0)
 
     def iterate(self, *, ends_window: bool = True, names: tuple[str, ...] | None = None) -> None:
-        self.engine.count_micro_batch()
+        self.engine._count_micro_batch()
         for replica in self.engine.replicas.local_replicas:
             backward(self.model, replica, *(names or self.names))
-            self.engine.collect_gradients(
+            self.engine._collect_gradients(
                 self.optimizer,
                 replica,
                 ends_window=ends_window,
@@ -293,11 +293,11 @@ def test_a_teardown_forgets_an_open_window() -> None:
 def test_optimizers_are_added_apart() -> None:
     run = Engines(2, "weight")
     other = SGD([run.model.branch], lr=1.0)
-    run.engine.count_micro_batch()
+    run.engine._count_micro_batch()
     for replica in range(2):
         backward(run.model, replica, "weight", "branch")
         for optimizer in (run.optimizer, other):
-            run.engine.collect_gradients(optimizer, replica, ends_window=True)
+            run.engine._collect_gradients(optimizer, replica, ends_window=True)
     run.engine.average_gradients(other)
     assert read(run.model)["weight"] is None, "its window is not summed up yet"
     assert read(run.model)["branch"] == mean_of(2, 1, torch.zeros(4))

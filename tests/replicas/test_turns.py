@@ -69,7 +69,7 @@ class Silent:
 class NoGradients:
     """Collects nothing."""
 
-    def collect_gradients(self, *args: Any, **kwargs: Any) -> None:
+    def _collect_gradients(self, *args: Any, **kwargs: Any) -> None:
         return
 
 

@@ -346,7 +346,7 @@ def test_attributes_of_helios_own_classes_are_declared() -> None:
     loop: Any = trainer.fit_loop
     while loop is not None:
         owners.append(loop)
-        loop = next(iter(loop.children().values()), None)
+        loop = next(iter(loop._children().values()), None)
     own = {"count", "rng", "num_batches", "num_clips"}
     for owner in owners:
         assert vars(owner).keys() - own <= internals_of(owner), type(owner)
