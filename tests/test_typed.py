@@ -15,10 +15,11 @@ import pytest
 
 from helios import Model, Trainer
 from tests.house import ROOT
-from tests.typed import extending_script, published_members, user_script
+from tests.typed import extending_script, published_members, tasks_script, user_script
 
 SCRIPT = ROOT / "tests" / "typed" / "user_script.py"
 EXTENDING = ROOT / "tests" / "typed" / "extending_script.py"
+TASKS = ROOT / "tests" / "typed" / "tasks_script.py"
 MEMBERS = ROOT / "tests" / "typed" / "published_members.py"
 # Assigned in the constructor of a trainer, and listed in its docstring.
 ATTRIBUTES = {"model", "datamodule", "plugins", "train_exceptions", "test_exceptions"}
@@ -34,6 +35,10 @@ Trainer(on_incomplete="rise")
 Trainer(seeds={"oder": 1})
 
 Trainer().fit_loop.epoch_loop.connect(bach_loop=None)
+
+class Reading(Plugin[Model]):
+    def setup(self) -> None:
+        print(self.context.model.network)
 """
 
 
@@ -60,6 +65,7 @@ def test_a_script_of_a_user_passes_and_a_wrong_signature_and_choice_are_seen(
 ) -> None:
     (tmp_path / "right.py").write_text(SCRIPT.read_text("utf-8"))
     (tmp_path / "right_extending.py").write_text(EXTENDING.read_text("utf-8"))
+    (tmp_path / "right_tasks.py").write_text(TASKS.read_text("utf-8"))
     (tmp_path / "wrong.py").write_text(WRONG)
     done = run_checker(checker, tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -68,6 +74,7 @@ def test_a_script_of_a_user_passes_and_a_wrong_signature_and_choice_are_seen(
     assert "on_incomplete" in done.stdout
     assert "wrong.py:8" in done.stdout
     assert "wrong.py:10" in done.stdout
+    assert "network" in done.stdout
 
 
 def test_the_script_runs(tmp_path: Path) -> None:
@@ -81,6 +88,10 @@ def test_the_script_runs(tmp_path: Path) -> None:
 
 def test_the_script_that_extends_runs() -> None:
     assert extending_script.train() == 8
+
+
+def test_the_script_of_tasks_runs() -> None:
+    assert tasks_script.train().keys() == {"loss"}
 
 
 def test_the_script_of_published_members_names_all_of_them_and_runs(tmp_path: Path) -> None:
