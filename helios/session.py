@@ -20,6 +20,7 @@ from helios.best import Validation
 from helios.checkpoint.capture import capture
 from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.checkpoint.record import Record
+from helios.checkpoint.run_listener import RunListener, Validated
 from helios.core import rng
 from helios.core.loss_means import LossMeans, Viewer
 from helios.core.sharded_tensors import is_sharded
@@ -36,6 +37,7 @@ from helios.hooks.overrides import (
     find_without_super,
     warn_of_reserved_names,
 )
+from helios.listeners import Listening
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
@@ -91,6 +93,8 @@ class Session(LiveRun):
         plugins: by id, in order of registration.
         schedulers: the learning-rate schedulers; ``None`` outside fit.
         writer: writes checkpoints; ``None`` outside fit.
+        listening: what listens to the iterations.
+        listeners: what listens to the run.
         opens_early: whether an epoch's data is opened before ``on_training_epoch_start``, as in
             runs that earlier versions began.
         trial_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
@@ -117,6 +121,8 @@ class Session(LiveRun):
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
     schedulers: Schedulers | None = None
     writer: CheckpointWriter | None = None
+    listening: Listening = field(default_factory=Listening)
+    listeners: Sequence[RunListener] = ()
     opens_early: bool = False
     trial_steps: int = 0
     check_record: Callable[[Record], None] = _accept
@@ -140,7 +146,7 @@ class Session(LiveRun):
         if type(self.engine) is not Engine:
             check_overrides(self.engine, Engine, receives=_OF_ENGINES)
             self._check_state_of_engine()
-        if self.recorder is not None:
+        if self.writer is not None:
             self._warn_of_lost_defaults()
         is_there = self.engine.device.type == "cpu"
         self.leaves_batches = is_there and type(self.model).batch_to_device is Model.batch_to_device
@@ -155,7 +161,7 @@ class Session(LiveRun):
         self.context = Context(self)
         self.loss_means = LossMeans(self._warn_of_nonfinite)
         # Only a training run reports plugins of the checkpoint that are missing.
-        self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
+        self.plugin_states = PluginStates(self.plugins, carries=self.writer is not None)
         self.agreement = make_agreement(self.replicas, self._look_around, self.moment.take_skip)
         watch = ReplicaWatch(
             type(self.model).__name__,
@@ -335,22 +341,26 @@ class Session(LiveRun):
         is_among = self.best.judge(validation, has_improved=has_improved)
         if is_among and self.best.rule is not None and self.best.rule.saves:
             self.agreed.is_checkpoint_wanted = True
-        if self.recorder is not None:
-            # A hook may have replaced a sum by a score of its own.
-            summed = {
-                name
-                for name, score in self.summed_scores.items()
-                if self.model.metrics.get(name) is score
-            }
-            self.recorder.show_scores(
-                validation.scores,
-                state,
-                has_improved=has_improved,
-                best=self.best,
-                by_hand=validation.scores.keys() - summed,
-                losses=losses,
-            )
+        # A hook may have replaced a sum by a score of its own.
+        table, summed = self.model.metrics, self.summed_scores.items()
+        by_hand = validation.scores.keys() - {n for n, score in summed if table.get(n) is score}
+        validated = Validated(
+            validation.scores,
+            state,
+            has_improved=has_improved,
+            best=self.best.best,
+            by_hand=by_hand,
+            losses=losses,
+        )
+        for listener in self.listeners:
+            listener.validated(validated)
         return has_improved
+
+    def add_mismatch(self, text: str, hosts: Sequence[str]) -> None:
+        """Record what an audit has found, and on which hosts."""
+        self.mismatches.append(text)
+        for listener in self.listeners:
+            listener.mismatched(text, hosts)
 
     def save(self) -> None:
         """Write a checkpoint of this safe point, if the run saves and it is not written yet."""

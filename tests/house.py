@@ -20,7 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "helios"
 
-_VALUES = ("errors", "version", "deferred", "state", "schedule", "protocols", "text", "best")
+_VALUES = (
+    *("errors", "version", "deferred", "state", "schedule", "protocols", "listeners"),
+    *("text", "best"),
+)
 _TOOLS = (*_VALUES, "core", "distributed", "storage")
 # Every room, from the lowest to the highest, with the rooms that it may import: only rooms above
 # it in this table, so that there is no cycle.
@@ -31,6 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "state": ("errors",),
     "schedule": ("errors", "state"),
     "protocols": ("errors", "state"),
+    "listeners": ("errors", "state"),
     "text": (),
     "best": ("errors", "text"),
     "core": _VALUES,

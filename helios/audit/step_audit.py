@@ -287,11 +287,8 @@ class StepAudit:
         self._report(text, [notes[rank].host for rank in ranks if rank is not None])
 
     def _report(self, text: str, hosts: Sequence[str]) -> None:
-        mismatches, recorder = self._session.mismatches, self._session.recorder
-        if len(mismatches) < _MAX_KEPT:
-            mismatches.append(text)
-            if recorder is not None:
-                recorder.note_mismatch(text, hosts)
+        if len(self._session.mismatches) < _MAX_KEPT:
+            self._session.add_mismatch(text, hosts)
         if self._is_strict:
             raise AuditError(
                 f"{text} Check the hardware that is named. If the arithmetic is not deterministic "

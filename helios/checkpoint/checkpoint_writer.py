@@ -245,7 +245,11 @@ class PlainWriter(CheckpointWriter):
 
     def _announce_failure(self, path: Path, error: Exception) -> None:
         for listener in self._listeners:
-            listener.save_failed(path, error)
+            try:
+                listener.save_failed(path, error)
+            except Exception as other:
+                # Raised in the thread, it would be lost.
+                self.failure = self.failure or other
 
     def has(self, state: TrainingState) -> bool:
         """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""

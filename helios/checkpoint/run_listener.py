@@ -1,17 +1,62 @@
-"""``RunListener``: what records a run beside its checkpoints hears of it by these calls."""
+"""``RunListener``: what listens to a run as a whole, beside its checkpoints.
+
+docs/listeners.md says for each call in which thread and on which ranks it comes, and what an error
+does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from helios.best import BestValidation
 from helios.checkpoint.sidecar import Sidecar
+from helios.state import TrainingState
+
+
+@dataclass(frozen=True)
+class Validated:
+    """A validation that has ended.
+
+    Attributes:
+        scores: those that are single numbers, by name.
+        state: the counters, after the validation was counted.
+        has_improved: whether ``have_metrics_improved`` returned True.
+        best: the best validation so far, which may be this one; ``None`` if there is none.
+        by_hand: names of scores that were not summed over processes by Helios.
+        losses: the mean training losses since the validation before, by name.
+    """
+
+    scores: Mapping[str, float]
+    state: TrainingState
+    has_improved: bool
+    best: BestValidation | None
+    by_hand: Collection[str]
+    losses: Mapping[str, float]
 
 
 class RunListener:
-    """Listens to the saves of a run; by default it does nothing.
+    """Listens to a run; by default it does nothing."""
 
-    All of it runs on rank 0, in the thread that writes.
-    """
+    def checked(self) -> str:
+        """Compare this start with the one that wrote the checkpoint, or refuse it.
+
+        Returns:
+            A sentence on what differs; empty if nothing does.
+
+        Raises:
+            RunMismatchError: naming what may change the training, if the user demands it.
+        """
+        return ""
+
+    def opened(self) -> None:
+        """Begin or continue files, once nothing can refuse the start any more."""
+
+    def saving(self) -> Mapping[str, Any]:
+        """Return the marks that the record of a checkpoint holds, by the name of their key."""
+        return {}
 
     def before_commit(self) -> None:
         """Write what a checkpoint relies on; an ``OSError`` makes the save fail."""
@@ -21,3 +66,18 @@ class RunListener:
 
     def save_failed(self, path: Path, error: Exception) -> None:
         """Note that a checkpoint could not be written."""
+
+    def validated(self, validated: Validated) -> None:
+        """Note the scores of a validation."""
+
+    def mismatched(self, text: str, hosts: Sequence[str]) -> None:
+        """Note what an audit has found, and on which hosts."""
+
+    def ended(self, reason: str, *, interruption: str | None) -> None:
+        """Note why training has ended, or by what it was interrupted."""
+
+    def failed(self, error: BaseException) -> None:
+        """Note an error that ends the call."""
+
+    def closed(self) -> None:
+        """Write what waits, and close files, whatever has happened."""

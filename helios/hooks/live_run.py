@@ -6,7 +6,7 @@ see, derives from it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,13 +20,13 @@ from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
 from helios.hooks.moment import Moment
-from helios.ledger.writer import LedgerWriter
 from helios.replicas.replicas import Replicas
 from helios.replicas.turns import Turns
 from helios.requests import Agreement, Requests
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
 from helios.state_graph.owner_states import Owners
+from helios.storage.tensorboard_writer import TensorboardWriter
 
 if TYPE_CHECKING:
     from helios import Model
@@ -55,39 +55,8 @@ class NoStates:
         """Do nothing."""
 
 
-class Recorder(Protocol):
-    """Writes scalars and scores of a run."""
-
-    @property
-    def ledger(self) -> LedgerWriter | None:
-        """The ledger; ``None`` if the run has none."""
-        ...
-
-    @property
-    def logs_scalars(self) -> bool:
-        """Whether scalars are written."""
-        ...
-
-    def show_scores(
-        self,
-        scores: Mapping[str, float],
-        state: TrainingState,
-        *,
-        has_improved: bool,
-        best: BestSoFar,
-        by_hand: Collection[str],
-        losses: Mapping[str, float],
-    ) -> None:
-        """Log the scores of a validation, the best ones so far, and the mean training losses."""
-        ...
-
-    def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
-        """Record what an audit has found, and on which hosts."""
-        ...
-
-    def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
-        """Write scalars of an iteration, by name."""
-        ...
+def find_none() -> None:
+    """Return that there is nothing."""
 
 
 @dataclass(kw_only=True)
@@ -100,7 +69,8 @@ class LiveRun:
         hooks: the receivers of each event.
         schedule: the options that decide when something happens.
         sources: the data of each phase that has any, one source per loader.
-        recorder: receives scalars and scores; ``None`` outside fit.
+        find_scalars: returns the event files of this process, outside fit and on other ranks
+            than 0 ``None``.
         can_save: whether checkpoints are written at all.
         loop_states: states of the loops, by role path.
         owner_states: plain attributes of plugins, data module, loops and engine.
@@ -134,7 +104,7 @@ class LiveRun:
     hooks: Bus
     schedule: Schedule = field(default_factory=Schedule)
     sources: dict[Phase, list[Source]] = field(default_factory=dict)
-    recorder: Recorder | None = None
+    find_scalars: Callable[[], TensorboardWriter | None] = find_none
     can_save: bool = False
     loop_states: States = field(default_factory=NoStates)
     owner_states: Owners = field(default_factory=Owners)
@@ -245,8 +215,8 @@ class LiveRun:
 
     def log(self, scalars: Mapping[str, Any]) -> None:
         """Log numbers by name, for the current iteration; reads tensors from their device."""
-        is_written = self.recorder is not None and self.recorder.logs_scalars
-        is_wanted = is_written or "on_log" in self.hooks.active
+        files = self.find_scalars()
+        is_wanted = files is not None or "on_log" in self.hooks.active
         if self.is_sanity_check or self.is_repeating or not is_wanted or not scalars:
             return
         if self._is_logging:
@@ -255,8 +225,11 @@ class LiveRun:
                 "would never return. Log in another event."
             )
         numbers = {name: as_number(name, value) for name, value in scalars.items()}
-        if self.recorder is not None:
-            self.recorder.log_scalars(numbers, self.state)
+        step = self.state.global_iteration
+        for name, value in numbers.items():
+            # One that user code has written at this iteration, as scripts of Helios 1 do, is kept.
+            if files is not None and not files.has_point(name, step):
+                files.add_scalar(name, value, step)
         self._is_logging = True
         try:
             self.hooks.emit("on_log", numbers, self.state)

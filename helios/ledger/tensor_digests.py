@@ -242,10 +242,6 @@ class WeightDigests:
     is_read: bool
     every: int = EVERY
 
-    def is_due(self, state: TrainingState) -> bool:
-        """Return whether they are read after this step."""
-        return self.is_read and state.global_step % self.every == 0
-
     def describe(self) -> str:
         """Return the entries of a line; a collective call if the weights are sharded.
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from helios.ledger.line import write_float, write_floats, write_hash
 from helios.ledger.tensor_digests import TensorDigests, WeightDigests
 from helios.ledger.timing import Timing
+from helios.listeners import IterationListener
 from helios.state import TrainingState
 from helios.storage.content_hash import Content, hash_bytes, hash_content, look_safely, pack_indices
 
@@ -57,8 +58,7 @@ class LineReceiver(Protocol):
         ...
 
 
-@final
-class LedgerWriter:
+class LedgerWriter(IterationListener):
     """Writes the lines of the ledger; on ranks other than 0 it only makes fingerprints.
 
     Args:
@@ -67,7 +67,6 @@ class LedgerWriter:
         weights: takes the digests of the weights.
         find_optimizers: returns the optimizers by path.
         attributes: those of the model, in which an optimizer may be replaced.
-        tensors: takes the digests of all tensors; ``None`` unless the ledger is full.
         timing: the times of the run; ``None`` on ranks that do not write.
     """
 
@@ -79,11 +78,9 @@ class LedgerWriter:
         weights: WeightDigests,
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
         attributes: Mapping[str, Any],
-        tensors: TensorDigests | None = None,
         timing: Timing | None = None,
     ) -> None:
         self._book = book
-        self._tensors = tensors
         self._block = block
         self._weights = weights
         self._find_optimizers = find_optimizers
@@ -108,44 +105,27 @@ class LedgerWriter:
         self._has_warned = False
 
     @property
-    def is_full(self) -> bool:
-        """Whether generators and gradients are noted, too."""
-        return self._tensors is not None
-
-    @property
     def has_noted(self) -> bool:
         """Whether an iteration was noted, whose line was not yet composed."""
         return bool(self._iterations)
 
-    def see(
+    def batches_fetched(
         self,
         batches: Sequence[Any],
         indices: Sequence[Any] | None,
         contents: Sequence[Content] | None,
     ) -> SeenBatches:
-        """Note the batches of an iteration, before anybody can change them.
-
-        Args:
-            batches: the batch of each replica of this process.
-            indices: those of the samples of each; ``None`` if unknown.
-            contents: what was read of each batch where it was fetched; ``None`` to read it here.
-
-        Returns:
-            Whole numbers that must be added over all processes: the argument of :meth:`write`.
-        """
+        """Note the batches of an iteration; returns what :meth:`line_due` takes, when added."""
         if contents is None:
             contents = [*map(look_safely, batches)]
         for content in contents:
             if content.failure:
                 self._warn("batches", content.failure)
-        if self._tensors is not None:
-            with self._guard("batches"):
-                self._tensors.see(batches)
         packed = None if indices is None else [*map(pack_indices, indices)]
         return SeenBatches(self._block, contents, packed)
 
-    def end_pause(self) -> None:
-        """Note that no iteration has used the time since the last one."""
+    def paused(self) -> None:
+        """Leave out of the times what has passed since the last iteration."""
         if self._timing is not None:
             self._timing.end_pause()
 
@@ -153,33 +133,12 @@ class LedgerWriter:
         """Begin to watch the steps of optimizers."""
         if self._timing is not None and self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._see_rates)
-        if self._tensors is not None:
-            self._tensors.open(self._before_step)
 
     def close(self) -> None:
         """Stop watching; may be called twice."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        if self._tensors is not None:
-            self._tensors.close()
-
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._tensors is not None:
-            with self._guard("gradients"):
-                self._tensors.before_step(optimizer)
-
-    def begin_turn(self, iteration: int) -> None:
-        """Note the generators before the step of the next replica of this process."""
-        if self._tensors is not None:
-            with self._guard("generators"):
-                self._tensors.begin_turn(iteration)
-
-    def take_gradients(self, optimizer: Optimizer) -> None:
-        """Note the averaged gradients of an optimizer, before they are clipped."""
-        if self._tensors is not None:
-            with self._guard("gradients"):
-                self._tensors.take_gradients(optimizer)
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[None]:
@@ -195,70 +154,49 @@ class LedgerWriter:
                 "The ledger cannot read the %s (%s), so its lines lack them.", what, error
             )
 
-    def take_losses(self, losses: Mapping[str, Any]) -> None:
-        """Read the losses of an iteration, before the events of its end.
-
-        Args:
-            losses: numbers or tensors of one element, as means over replicas.
-        """
+    def losses_known(self, losses: Mapping[str, Any]) -> None:
+        """Read the losses of an iteration."""
         if self._book is not None:
             self._names = (*losses,)
             self._losses = [*map(self._read, losses.values())]
 
-    def write(
+    def line_due(
         self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
     ) -> None:
-        """Write the line of an iteration, at its end; a collective call if the ledger is full.
+        """Note the line of an iteration; a collective call if the weights are sharded."""
+        rest = self._describe_update(state)
+        if self._book is not None:
+            self._add_line(state, totals, norm, rest)
 
-        Args:
-            state: the counters.
-            totals: what :meth:`see` has returned, added over all processes.
-            norm: the norm of the gradients, if one was computed.
-        """
-        if self._tensors is not None:
-            self._tensors.exchange()
-        rest = ""
-        if state.is_step_boundary:
-            if not state.is_step_committed:
-                rest = ',"skipped":1'
-            elif self._weights.is_due(state):
-                rest = self._digests()
-        if self._tensors is not None and self._tensors.reads_weights:
-            with self._guard("weights"):
-                rest += self._tensors.describe(state)
-        if self._book is None:
-            return
+    def _describe_update(self, state: TrainingState) -> str:
+        if not state.is_step_boundary:
+            return ""
+        if not state.is_step_committed:
+            return ',"skipped":1'
+        is_due = self._weights.is_read and state.global_step % self._weights.every == 0
+        return self._digests() if is_due else ""
+
+    def _add_line(
+        self, state: TrainingState, totals: Sequence[float], norm: Tensor | None, rest: str
+    ) -> None:
         norm = None if norm is None else self._read(norm)
         rates = self._rates()
-        if self._timing is not None:
-            self._time(self._timing, state.global_iteration, rates)
+        timing, iteration = self._timing, state.global_iteration
+        if timing is not None:
+            timing.note(iteration)
+            used = self._find_used() if self._used else rates
+            if self._has_far_rates or not self._is_own or used != rates:
+                known = None if self._has_far_rates else used
+                self._is_own = timing.trace_rates(iteration, known, rates, before=self._ends)
+            self._ends = rates
         numbers = self._names, self._losses, rates, norm
         moment = _mark_time() if self._is_far else None
-        iterations = self._iterations
-        iterations.append(
-            (
-                state.global_epoch,
-                state.global_iteration,
-                state.global_step,
-                totals,
-                numbers,
-                rest,
-                moment,
-            )
-        )
-        if len(iterations) >= _MOST:
+        place = state.global_epoch, iteration, state.global_step
+        self._iterations.append((*place, totals, numbers, rest, moment))
+        if len(self._iterations) >= _MOST:
             self._compose(_FEWEST)
 
-    def _time(self, timing: Timing, iteration: int, rates: list[Any]) -> None:
-        """Note when an iteration has ended, and which learning rates it has used."""
-        timing.note(iteration)
-        used = self._find_used() if self._used else rates
-        if self._has_far_rates or not self._is_own or used != rates:
-            known = None if self._has_far_rates else used
-            self._is_own = timing.trace_rates(iteration, known, rates, before=self._ends)
-        self._ends = rates
-
-    def end(self, state: TrainingState) -> None:
+    def training_ended(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended, not only been interrupted."""
         self.settle()
         digests = buffers = ""
@@ -331,7 +269,7 @@ class LedgerWriter:
         for name, holder in self._holders:
             is_same = is_same and attributes.get(name) is holder
         if not is_same:
-            self.find_optimizers()
+            self.epoch_opened()
         rates = []
         for optimizer in self._optimizers:
             rates += self._rates_of(optimizer)
@@ -360,8 +298,8 @@ class LedgerWriter:
         self._used.clear()
         return used
 
-    def find_optimizers(self) -> None:
-        """Search for the optimizers: at the start of an epoch, or if one may be another now."""
+    def epoch_opened(self) -> None:
+        """Search for the optimizers, also if one may be another now."""
         found = self._find_optimizers()
         self._optimizers = list(found.values())
         names = {path.partition(".")[0].partition("[")[0] for path in found}
@@ -374,6 +312,72 @@ class LedgerWriter:
         with self._guard("weights"):
             return self._weights.describe()
         return ""
+
+
+@final
+class FullLedgerWriter(LedgerWriter):
+    """Writes lines that hold the digests of all tensors, too.
+
+    Args:
+        tensors: takes the digests.
+        book: as for the base, and so are the others.
+    """
+
+    def __init__(
+        self, tensors: TensorDigests, book: LineReceiver | None, block: range, **rest: Any
+    ) -> None:
+        super().__init__(book, block, **rest)
+        self._tensors = tensors
+
+    def batches_fetched(
+        self,
+        batches: Sequence[Any],
+        indices: Sequence[Any] | None,
+        contents: Sequence[Content] | None,
+    ) -> SeenBatches:
+        """Take the digests of the batches, too."""
+        seen = super().batches_fetched(batches, indices, contents)
+        with self._guard("batches"):
+            self._tensors.see(batches)
+        return seen
+
+    def open(self) -> None:
+        """Begin to watch the steps of optimizers, also of those that the model makes itself."""
+        super().open()
+        self._tensors.open(self._before_step)
+
+    def close(self) -> None:
+        """Stop watching; may be called twice."""
+        super().close()
+        self._tensors.close()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        with self._guard("gradients"):
+            self._tensors.before_step(optimizer)
+
+    def turn_begun(self, iteration: int) -> None:
+        """Note the generators before the step of a replica."""
+        with self._guard("generators"):
+            self._tensors.begin_turn(iteration)
+
+    def gradients_averaged(self, optimizer: Optimizer) -> None:
+        """Note the gradients."""
+        with self._guard("gradients"):
+            self._tensors.take_gradients(optimizer)
+
+    def line_due(
+        self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
+    ) -> None:
+        """Note the line of an iteration; a collective call."""
+        self._tensors.exchange()
+        super().line_due(state, totals, norm=norm)
+
+    def _describe_update(self, state: TrainingState) -> str:
+        rest = super()._describe_update(state)
+        if self._tensors.reads_weights:
+            with self._guard("weights"):
+                rest += self._tensors.describe(state)
+        return rest
 
 
 def _mark_time() -> Any:

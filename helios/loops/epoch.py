@@ -9,7 +9,7 @@ import helios.schedule as due
 from helios.core.utils import AverageTimer
 from helios.data.interfaces import BatchIterator, NoBatches
 from helios.errors import UsageError
-from helios.ledger.writer import LedgerWriter
+from helios.listeners import Listening
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
@@ -24,8 +24,8 @@ class EpochLoop(Loop):
     """The default epoch loop."""
 
     _internals: ClassVar[str] = (
-        "_batches _boundary _counted _has_left _is_complete _is_over _kind _ledger _must_open "
-        "_num_done _tensors _timer batch_loop val_loop"
+        "_batches _boundary _counted _has_left _is_complete _is_over _kind _listening _must_open "
+        "_num_done _timer batch_loop val_loop"
     )
 
     roles = ("batch_loop", "val_loop")
@@ -46,9 +46,7 @@ class EpochLoop(Loop):
         self._must_open = False
         self._kind = STEP
         self._timer = AverageTimer()
-        self._ledger: LedgerWriter | None = None
-        # The same if it notes generators, too.
-        self._tensors: LedgerWriter | None = None
+        self._listening = Listening()
         self._is_over = False
         self._is_complete = False
         self._has_left = False
@@ -86,8 +84,7 @@ class EpochLoop(Loop):
         self._num_done = 0
         self._boundary = Boundary(session)
         self._kind = WINDOW if session.schedule.is_by_epoch else STEP
-        self._ledger = ledger = None if session.recorder is None else session.recorder.ledger
-        self._tensors = ledger if ledger is not None and ledger.is_full else None
+        self._listening = session.listening
         self._must_open = True
         session.num_skipped_batches = 0
         if session.is_in_epoch or session.opens_early:
@@ -100,7 +97,7 @@ class EpochLoop(Loop):
         reach them.
         """
         self._must_open = False
-        session, cursor, ledger = self._session, self._session.cursor, self._ledger
+        session, cursor, listening = self._session, self._session.cursor, self._listening
         source = session.training_source
         total, done = source.measure(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         if not source.ends_together:
@@ -108,15 +105,18 @@ class EpochLoop(Loop):
         self._is_complete = total == done
         session.num_skipped_batches = cursor.batch - done
         self._batches = source.batches(
-            cursor.epoch, batch=cursor.batch, sample=cursor.sample, is_noted=ledger is not None
+            cursor.epoch,
+            batch=cursor.batch,
+            sample=cursor.sample,
+            is_noted=bool(listening.batches_fetched),
         )
         self._catch_up()
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
         session.moment.training_batches = self._batches
         session.turns.begin_epoch()
-        if ledger is not None:
-            ledger.find_optimizers()
+        for hear in listening.epoch_opened:
+            hear()
         session.display.start_epoch(cursor.epoch, total, done, cursor.step)
         self._timer.start()
 
@@ -148,6 +148,7 @@ class EpochLoop(Loop):
         """Train on the batches of one iteration."""
         session = self._session
         state, moment, turns = session.state, session.moment, session.turns
+        listening = self._listening
         if self._must_open:
             # A subclass has an on_run_start of its own.
             self._open()
@@ -155,9 +156,8 @@ class EpochLoop(Loop):
         found = next(batches)
         if batches.skipped[0]:
             self._jump(*batches.skipped)
-        if self._ledger is not None:
-            seen = self._ledger.see(found, batches.indices, batches.contents)
-            turns.add_with_losses(seen)
+        for hear in listening.batches_fetched:
+            turns.add_with_losses(hear(found, batches.indices, batches.contents))
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         train = (self.batch_loop or require(self.batch_loop)).enter
         try:
@@ -165,8 +165,8 @@ class EpochLoop(Loop):
                 turns.begin(replica, opens_window=opens_window)
                 if not turns.is_first:
                     moment.batch = moment.raw_batch = batch
-                if self._tensors is not None:
-                    self._tensors.begin_turn(state.global_iteration)
+                for hear in listening.turn_begun:
+                    hear(state.global_iteration)
                 turns.has_collected = False
                 train(batch)
                 if not turns.has_collected and not session.is_manual:
@@ -414,8 +414,8 @@ class EpochLoop(Loop):
         session, state, hooks = self._session, self._session.state, self._session.hooks
         if state.is_step_boundary:
             session.moment.close_window()
-        if self._ledger is not None:
-            self._ledger.take_losses(session.turns.means or session.model.loss_items)
+        for hear in self._listening.losses_known:
+            hear(session.turns.means or session.model.loss_items)
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
         if "on_training_batch_end" in hooks.active:
             session.moment.batch = session.moment.raw_batch
@@ -435,8 +435,8 @@ class EpochLoop(Loop):
         logged = session.log_losses() if should_log else None
         if session.display.is_shown:
             session.display.advance(session.loss_means, num_samples, has_stepped, logged=logged)
-        if self._ledger is not None:
-            self._ledger.write(state, session.turns.totals, norm=session.engine._gradient_norm)
+        for hear in self._listening.line_due:
+            hear(state, session.turns.totals, norm=session.engine._gradient_norm)
         session.cursor.batch += 1
         session.cursor.sample += num_samples
         state.dataset_iter += 1
@@ -456,8 +456,8 @@ class EpochLoop(Loop):
     def _end_pause(self) -> None:
         """Leave out of the time of iterations what has passed since the last one."""
         self._timer.start()
-        if self._ledger is not None:
-            self._ledger.end_pause()
+        for hear in self._listening.paused:
+            hear()
 
     def _close_batches(self) -> None:
         self._batches.close()

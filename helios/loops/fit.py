@@ -76,8 +76,8 @@ class FitLoop(Loop):
         session.begin_training()
         session.agree()
         session.check_alike()
-        if session.recorder is not None and session.recorder.ledger is not None:
-            session.recorder.ledger.end_pause()
+        for hear in session.listening.paused:
+            hear()
         boundary = Boundary(session)
         if session.is_resumed and not session.is_in_epoch:
             boundary.resume(EPOCH if session.schedule.is_by_epoch else STEP)
@@ -139,7 +139,7 @@ class FitLoop(Loop):
         session.loss_means.report_nonfinite()
         session.check_alike()
         if not session.is_interrupted:
-            if session.recorder is not None and session.recorder.ledger is not None:
-                session.recorder.ledger.end(session.state)
+            for hear in session.listening.training_ended:
+                hear(session.state)
             session.hooks.emit("on_training_end")
         return session.agreed.stop_reason

@@ -15,7 +15,7 @@ from helios.core.utils import parameters_of
 from helios.engines.process_member import redefines
 from helios.errors import UsageError
 from helios.hooks.bus import check_call
-from helios.ledger.writer import LedgerWriter
+from helios.listeners import Listening
 from helios.loops.first_update import FirstUpdate, StepsMade
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.rounds import EarlierGradients, OwnRound
@@ -57,7 +57,7 @@ class OptimizerLoop(Loop):
     """
 
     _internals: ClassVar[str] = (
-        "_attribute _audit _first_update _has_begun _is_counted _is_done _ledger _optimizer "
+        "_attribute _audit _first_update _has_begun _is_counted _is_done _listening _optimizer "
         "_own_backward _round _shown _unused _updated_in"
     )
 
@@ -68,7 +68,7 @@ class OptimizerLoop(Loop):
         self._is_done = False
         self._optimizer: Optimizer | None = None
         self._attribute: tuple[str, Any] = ("", None)
-        self._ledger: LedgerWriter | None = None
+        self._listening = Listening()
         self._audit: GradientAudit | None = None
         self._has_begun = False
         self._shown: dict[str, Any] = {}
@@ -411,8 +411,7 @@ class OptimizerLoop(Loop):
     def _begin(self, *, is_manual: bool) -> None:
         session = self._session
         self._has_begun = True
-        ledger = None if session.recorder is None else session.recorder.ledger
-        self._ledger = ledger if ledger is not None and ledger.is_full else None
+        self._listening = session.listening
         self._first_update = FirstUpdate.of(session.engine)
         if session.is_manual is None:
             session.is_manual = is_manual
@@ -528,8 +527,8 @@ class OptimizerLoop(Loop):
         engine.average_gradients(optimizer)
         if session.turns.has_message:
             session.turns.receive()
-        if self._ledger is not None:
-            self._ledger.take_gradients(optimizer)
+        for hear in self._listening.gradients_averaged:
+            hear(optimizer)
         moment.stepping_optimizer = optimizer
         if "on_optimizer_step_start" in active:
             hooks.emit("on_optimizer_step_start", optimizer)
@@ -561,7 +560,7 @@ class OptimizerLoop(Loop):
     def teardown(self) -> None:
         """Release the optimizer of this training."""
         self._optimizer = None
-        self._ledger = None
+        self._listening = Listening()
         self._has_begun = False
         self._shown = {}
         self._updated_in = 0

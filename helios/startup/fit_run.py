@@ -8,21 +8,26 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import torch
 
 from helios.audit.step_audit import StepAudit
 from helios.best import BestSoFar
+from helios.checkpoint import file_names
 from helios.checkpoint.capture import Trained, apply
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
+from helios.checkpoint.run_listener import RunListener
 from helios.core.constructor_arguments import arguments_of
 from helios.core.stored_values import stored_params
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError, StateError
+from helios.hooks.live_run import find_none
 from helios.ledger.scrubbing import scrub_table
+from helios.listeners import Listening
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
 from helios.loops.evaluation import EvaluationLoop
@@ -36,7 +41,7 @@ from helios.model.schedulers import Schedulers
 from helios.protocols import GradientAudit
 from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
-from helios.startup import run_identity, run_log, run_saves
+from helios.startup import run_identity, run_log
 from helios.startup.best_validations import continue_best, find_best_rule, require_one_mode
 from helios.startup.given_values import (
     DeclaredParams,
@@ -63,14 +68,16 @@ from helios.startup.rewinding import (
     rewind_folder,
     settle,
 )
-from helios.startup.run_evidence import RunEvidence, make_evidence
+from helios.startup.run_evidence import Evidence, make_evidence
 from helios.startup.run_identity import find_cursor
-from helios.startup.run_log import describe_run, warn_of_idle_options
+from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.startup.run_manifest import describe_topic, manifest_facts, report_changed_start
+from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import Run
 from helios.startup.state_owners import find_owners, find_stranded_generators
 from helios.startup.trainer_options import Audit
 from helios.state import Phase, TrainingState
+from helios.terminal import root_logger as log
 from helios.text import with_step
 
 _LOGGER = logging.getLogger(__name__)
@@ -118,7 +125,7 @@ def keep_in_hand(run: Run, end: Record, *, is_interrupted: bool = False) -> None
     run.in_hand = ModelInHand(run.model, obstacle, end, dict(run.plugins))
 
 
-MakeEvidence: TypeAlias = Callable[[dict[str, Any], Reproducibility], RunEvidence]
+MakeEvidence: TypeAlias = Callable[[dict[str, Any], Reproducibility], Evidence]
 """Takes what defines a run and the level that it reaches; returns what it records of itself."""
 
 
@@ -148,11 +155,15 @@ class Training:
         self._make_evidence = make_evidence
         listener = run.call.runtime.listener
         self._outside = outside or partial(listener.ask, saves=self._can_save)
-        self._recorder: run_saves.FitRecorder | None = None
-        self._evidence: RunEvidence | None = None
+        store = start.folder.options if start.folder is not None and self._can_save else None
+        self._scores = ScoreLog(run.display, None if store is None else store.keep_best)
+        self._saves: RunSaves | None = None
+        self._evidence: Evidence | None = None
+        self._listeners: list[RunListener] = [self._scores]
         self._params = begin_params({})
         self._given = GivenValues()
         self._stranded: dict[str, str] = {}
+        self._begun_at = 0 if self._record is None else self._record.place[1]
         self._seconds = 0.0
 
     def train(self, *, known: Record | None = None) -> str:
@@ -165,8 +176,8 @@ class Training:
         session = self._prepare(known if self._record is None else self._record)
         # Its tensors are copied to their destinations; kept, they would double the memory.
         self._start.forget_payload()
-        if self._recorder is not None and self._can_save:
-            self._recorder.prepare(session.state)
+        if self._saves is not None and self._can_save:
+            self._saves.prepare(session.state)
         run.has_begun = True
         run.hooks.emit("on_fit_start")
         begin = time.perf_counter()
@@ -181,21 +192,42 @@ class Training:
         run = self._run
         session = run.session
         assert session is not None
-        assert self._recorder is not None
+        assert self._saves is not None
         is_interrupted, cause = session.is_interrupted, session.requests.interruption
         keep_in_hand(run, self._record_end(session), is_interrupted=is_interrupted)
-        self._recorder.finish(None if is_interrupted else reason)
-        if self._evidence is not None:
-            self._evidence.note_end(reason, interruption=cause if is_interrupted else None)
+        self._saves.finish(None if is_interrupted else reason)
+        for listener in self._listeners:
+            listener.ended(reason, interruption=cause if is_interrupted else None)
         if is_interrupted:
             rescue = self.describe_rescue()
-            end = self._recorder.describe_end(session, seconds=self._seconds)
+            end = self._describe_end(session)
             _LOGGER.warning("The training was interrupted: %s. %s%s", cause, rescue, end)
             return False
         run.call.runtime.listener.warn_of_late_signals()
-        end = self._recorder.describe_end(session, seconds=self._seconds)
+        end = self._describe_end(session)
         _LOGGER.info("Training has ended: %s.%s", reason, end)
         return True
+
+    def _describe_end(self, session: Session) -> str:
+        """Return how far the training has come, as lines for the log; waits for saves."""
+        newest, best = self._wait_for_saves(), session.best.best
+        file_name = None
+        if best is not None and newest is not None:
+            paths = file_names.find_checkpoints(newest.parent)
+            names = {file_names.iteration_of(path): path.name for path in paths}
+            file_name = names.get(best.iteration, "")
+        return run_log.describe_progress(
+            session.state,
+            seconds=self._seconds,
+            begun_at=self._begun_at,
+            scores=self._scores.summarize(best, file_name),
+            nonfinite=session.nonfinite,
+            newest=newest,
+            has_report=self._evidence is not None,
+        )
+
+    def _wait_for_saves(self) -> Path | None:
+        return None if self._saves is None else self._saves.writer.wait()
 
     def _record_end(self, session: Session) -> Record:
         """Return counters and logs at the end, without what the objects themselves hold."""
@@ -242,16 +274,16 @@ class Training:
             params = stored_params(self._params.options)
             named = {f"params.{name}": value for name, value in params.items()}
             run_log.log_hparams(named | self._given.all)
-        if self._evidence is not None:
-            self._evidence.open(self._start)
+        for listener in self._listeners:
+            listener.opened()
         return session
 
     def _compare_start(self, record: Record) -> None:
         """Warn once of all that differs from the start that wrote the checkpoint, or refuse."""
         machine = run_log.describe_other_machine(record.machine, self._run.engine)
-        others = "" if self._evidence is None else self._evidence.check()
-        if machine or others:
-            _LOGGER.warning("%s", " ".join(filter(None, (machine, others))))
+        others = [listener.checked() for listener in self._listeners]
+        if text := " ".join(filter(None, (machine, *others))):
+            _LOGGER.warning("%s", text)
 
     @property
     def _record(self) -> Record | None:
@@ -382,7 +414,7 @@ class Training:
         claim = replace(claim, missing=claim.missing | self._stranded)
         schedulers = Schedulers(run.model.discovery.schedulers(), run.model.scheduler_interval)
         require_one_mode(run.options, run.plugins.values(), schedulers)
-        self._recorder = self._make_recorder(source, claim)
+        self._saves = self._make_saves(source, claim)
         session = Session(
             model=run.model,
             engine=run.engine,
@@ -395,8 +427,10 @@ class Training:
             plugins=run.plugins,
             schedulers=schedulers,
             best=BestSoFar(find_best_rule(run.options, run.plugins.values(), run.model)),
-            recorder=self._recorder,
-            writer=self._recorder.writer,
+            find_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else find_none,
+            writer=self._saves.writer,
+            listening=Listening(() if self._evidence is None else self._evidence.iterations),
+            listeners=self._listeners,
             can_save=self._can_save,
             opens_early=not self._start.rules[run_identity.LATE_OPENING],
             trial_steps=run.options.sanity_steps,
@@ -423,8 +457,8 @@ class Training:
                 "unsaved = (...,)."
             )
 
-    def _make_recorder(self, source: Source, claim: Claim) -> run_saves.FitRecorder:
-        """Log the banner, with the level that the run reaches, and return the recorder."""
+    def _make_saves(self, source: Source, claim: Claim) -> RunSaves:
+        """Log the banner, with the level that the run reaches, and return what saves the run."""
         run = self._run
         reproducibility = find_reproducibility(
             run.options,
@@ -447,20 +481,22 @@ class Training:
         elif self._start.folder is not None and run.options.writes_ledger:
             self._evidence = self._make_files(source, identity, reproducibility)
         if self._evidence is not None:
-            run.note_error = self._evidence.note_error
-            run.settings.callback(self._evidence.close)
-        recorder = run_saves.FitRecorder(
+            run.listeners = self._evidence.run
+            self._listeners += self._evidence.run
+        # The last one is called first.
+        for listener in reversed(self._listeners):
+            run.settings.callback(listener.closed)
+        saves = RunSaves(
             self._name,
             run.model,
             self._start,
             reproducibility=reproducibility,
             engine=run.engine,
             schedule=run.options.schedule,
-            evidence=self._evidence,
+            listeners=self._listeners,
             plugins=run.plugins.values(),
         )
-        run.settings.callback(recorder.writer.close)
-        recorder.show_on(run.display)
+        run.settings.callback(saves.writer.close)
         loaded = self._start.loaded
         options = run.options
         if loaded is None and options.random_seed is None:
@@ -477,11 +513,11 @@ class Training:
                 },
                 where=None if loaded is None else loaded.path.name,
             )
-        return recorder
+        return saves
 
     def _make_files(
         self, source: Source, identity: dict[str, Any], reproducibility: Reproducibility
-    ) -> RunEvidence:
+    ) -> Evidence:
         """Return what the run records of itself, in files."""
         run = self._run
 
@@ -621,7 +657,7 @@ class Training:
         loaded = self._start.loaded
         if not self._run.has_begun:
             return "" if loaded is None else f"Nothing was trained; {loaded.path} is unchanged."
-        newest = None if self._recorder is None else self._recorder.writer.wait()
+        newest = self._wait_for_saves()
         if newest is not None:
             return f"Run the same command again to resume from {newest.name}."
         return "No checkpoint was saved."

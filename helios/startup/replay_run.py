@@ -11,15 +11,23 @@ from typing import Any, final
 from helios.checkpoint import loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
+from helios.checkpoint.run_listener import RunListener, Validated
 from helios.errors import UsageError
 from helios.ledger.differences import LedgerFollower, Replay
+from helios.ledger.writer import LedgerWriter
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.startup.fit_run import Training
 from helios.startup.replay_start import Stretch, require_restart
 from helios.startup.reproducibility_level import Reproducibility
 from helios.startup.resume_point import Start
 from helios.startup.rewinding import join_rewinds
-from helios.startup.run_evidence import RunEvidence, RunLedger, hash_definition, make_writer
+from helios.startup.run_evidence import (
+    Evidence,
+    LedgerFile,
+    count_by_hand,
+    hash_definition,
+    make_writer,
+)
 from helios.startup.run_setup import Run
 from helios.text import with_step
 
@@ -76,12 +84,10 @@ class _Comparison:
         self._stretch = stretch
         self._record = None if start.loaded is None else start.loaded.record
         self._follower: LedgerFollower | None = None
-        self._evidence: RunEvidence | None = None
+        self._writer: LedgerWriter | None = None
         self._is_elastic = False
 
-    def make_evidence(
-        self, identity: dict[str, Any], reproducibility: Reproducibility
-    ) -> RunEvidence:
+    def make_evidence(self, identity: dict[str, Any], reproducibility: Reproducibility) -> Evidence:
         """Return what follows the ledger instead of writing one."""
         self._require_level(reproducibility)
         stretch, replicas, model = self._stretch, self._run.replicas, self._run.model
@@ -95,10 +101,11 @@ class _Comparison:
         every = None if self._follower is None else self._follower.every
         every, *_ = replicas.gather_objects(every)
         writer = make_writer(self._follower, model, replicas, stretch.kind, every=every)
-        ledger = RunLedger(run, writer, None, None, after=stretch.after)
-        count = replicas.num_processes
-        self._evidence = RunEvidence(ledger, follower=self._follower, processes=count)
-        return self._evidence
+        self._writer = writer
+        listeners: list[RunListener] = [LedgerFile(run, writer)]
+        if self._follower is not None:
+            listeners.append(_FollowedScores(self._follower, replicas.num_processes))
+        return Evidence([writer], listeners)
 
     def _require_level(self, reproducibility: Reproducibility) -> None:
         level = reproducibility.level
@@ -125,8 +132,8 @@ class _Comparison:
         return _ENOUGH if follower is not None and follower.is_over else ""
 
     def _compare(self, *, is_over: bool) -> None:
-        if self._evidence is not None:
-            self._evidence.ledger.settle()
+        if self._writer is not None:
+            self._writer.settle()
         if self._follower is not None:
             self._follower.compare_scores(is_over=is_over)
 
@@ -155,3 +162,18 @@ class _Comparison:
         if found.iteration is not None and is_spread:
             found.causes.append(_PROCESSES)
         return found
+
+
+class _FollowedScores(RunListener):
+    """Hands the scores of validations to what compares them, on rank 0."""
+
+    def __init__(self, follower: LedgerFollower, processes: int) -> None:
+        self._follower = follower
+        self._processes = processes
+
+    def validated(self, validated: Validated) -> None:
+        self._follower.add_scores(
+            validated.state.global_iteration,
+            validated.scores,
+            count_by_hand(validated, self._processes),
+        )

@@ -8,28 +8,27 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import helios.ledger.lineage as lineage
-from helios.best import BestValidation
-from helios.checkpoint.run_listener import RunListener
+from helios.checkpoint.run_listener import RunListener, Validated
 from helios.checkpoint.sidecar import Sidecar
 from helios.core import rng
 from helios.core.peak_memory import find_peak_memory
 from helios.errors import LedgerError
 from helios.ledger.book import EVERY, Book
-from helios.ledger.differences import LedgerFollower
 from helios.ledger.line import FULL, STEPS, hash_of
-from helios.ledger.lineage import Lineage, now
+from helios.ledger.lineage import Lineage
 from helios.ledger.scrubbing import scrub
 from helios.ledger.tensor_digests import TensorDigests, WeightDigests
 from helios.ledger.timing import Timing
-from helios.ledger.writer import LedgerWriter, LineReceiver
+from helios.ledger.writer import FullLedgerWriter, LedgerWriter, LineReceiver
+from helios.listeners import IterationListener
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.startup.resume_point import Start
@@ -39,59 +38,66 @@ from helios.startup.trainer_options import Options
 from helios.state_graph.network_parts import name_buffers, name_weights
 
 _LOGGER = logging.getLogger(__name__)
+_MOST_CHARACTERS = 300
 
 
-@dataclass
-class RunLedger:
-    """The ledger of a run.
+class LedgerFile(RunListener):
+    """The ledger of a run, whose lines the writer makes.
 
-    Attributes:
+    Args:
         run: hash of the run's definition.
-        writer: what the loops see of it.
-        book: its file, which rank 0 writes; ``None`` on other ranks.
+        writer: what listens to the iterations.
+        book: its file, which rank 0 writes; ``None`` on other ranks, and in a replay.
         found: the mark in the checkpoint that the run continues from.
         after: the last iteration before this start.
         unscored: names of scores that are left out.
+        processes: the number of processes.
     """
 
-    run: str
-    writer: LedgerWriter
-    book: Book | None
-    found: dict[str, Any] | None
-    after: int
-    unscored: Collection[str] = ()
-
-    def open(self) -> str | None:
-        """Begin or continue the file, once nothing can refuse the start any more.
-
-        Returns:
-            Why the ledger of the checkpoint could not be continued; ``None`` if it was.
-        """
-        self.writer.open()
-        if self.book is None:
-            return None
-        self.book.open(self.found, after=self.after)
-        return self.book.loss
-
-    def add_scores(
-        self, iteration: int, scores: Mapping[str, float], by_hand: Mapping[str, int]
+    def __init__(
+        self,
+        run: str,
+        writer: LedgerWriter,
+        book: Book | None = None,
+        *,
+        found: dict[str, Any] | None = None,
+        after: int = 0,
+        unscored: Collection[str] = (),
+        processes: int = 1,
     ) -> None:
-        """Add the scores of a validation after the line of an iteration; rank 0 has both."""
+        self.run = run
+        self.writer = writer
+        self.book = book
+        self._found = found
+        self._after = after
+        self._unscored = unscored
+        self._processes = processes
+
+    def opened(self) -> None:
+        """Begin or continue the file."""
+        self.writer.open()
         if self.book is not None:
-            self.writer.settle()
-            self.book.append_scores(iteration, scores, self.unscored, by_hand)
+            self.book.open(self._found, after=self._after)
 
-    def mark(self) -> dict[str, Any] | None:
-        """Return the size and hash for a checkpoint; ``None`` on ranks other than 0."""
+    def saving(self) -> dict[str, Any]:
+        """Return the size and hash of the file; ``None`` on ranks other than 0."""
         self.writer.settle()
-        return None if self.book is None else self.book.mark()
+        return {"ledger": None if self.book is None else self.book.mark()}
 
-    def sync(self) -> None:
+    def before_commit(self) -> None:
         """Wait until all lines are on the disk; raises ``OSError`` if they cannot be written."""
         if self.book is not None:
             self.book.sync()
 
-    def close(self) -> None:
+    def validated(self, validated: Validated) -> None:
+        """Add the scores after the line of their iteration."""
+        if self.book is not None:
+            self.writer.settle()
+            by_hand = count_by_hand(validated, self._processes)
+            iteration = validated.state.global_iteration
+            self.book.append_scores(iteration, validated.scores, self._unscored, by_hand)
+
+    def closed(self) -> None:
         """Write the lines that wait, and close the file."""
         self.writer.close()
         if self.book is not None:
@@ -99,6 +105,14 @@ class RunLedger:
             with contextlib.suppress(RuntimeError):
                 self.writer.settle()
             self.book.close()
+
+
+def count_by_hand(validated: Validated, processes: int) -> dict[str, int]:
+    """Return the processes whose scores by hand are not those of all; nothing for one process.
+
+    One process has seen all samples, so there they are not told apart.
+    """
+    return dict.fromkeys(sorted(validated.by_hand), processes) if processes > 1 else {}
 
 
 def make_ledger(
@@ -109,7 +123,7 @@ def make_ledger(
     *,
     level: str,
     timing: Timing | None,
-) -> RunLedger:
+) -> LedgerFile:
     """Return the ledger of a run; its file is not opened yet.
 
     Args:
@@ -129,13 +143,14 @@ def make_ledger(
     book = Book(start.folder.path, run=run, level=level) if replicas.rank == 0 else None
     every = EVERY if found is None else found["every"]
     writer = make_writer(book, model, replicas, level, timing, every=every)
-    return RunLedger(
+    return LedgerFile(
         run,
         writer,
         book,
-        found,
+        found=found,
         after=0 if record is None else record.place[1],
         unscored=model.unscored,
+        processes=replicas.num_processes,
     )
 
 
@@ -163,12 +178,13 @@ def make_writer(
         timing: the times of the run; ``None`` where nothing is written.
         every: the number of steps between two hashes of the weights.
     """
-    discovery, tensors = model.discovery, None
+    discovery = model.discovery
     reads_weights = book is not None or replicas.is_sharded_over_processes
 
     def find_weights() -> dict[str, Tensor]:
         return name_weights(discovery.modules(), discovery.moved()[0])
 
+    make: Callable[..., LedgerWriter] = LedgerWriter
     if level == FULL:
         tensors = TensorDigests(
             reads_weights=reads_weights,
@@ -176,7 +192,8 @@ def make_writer(
             read_generators=lambda: _read_generators(replicas.device),
             gather=replicas.gather_replicas,
         )
-    return LedgerWriter(
+        make = partial(FullLedgerWriter, tensors)
+    return make(
         book,
         replicas.local_replicas,
         weights=WeightDigests(
@@ -188,7 +205,6 @@ def make_writer(
         ),
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
-        tensors=tensors,
         timing=timing,
     )
 
@@ -216,184 +232,121 @@ def _read_generators(device: torch.device) -> dict[str, Any]:
     return states
 
 
-_MOST_CHARACTERS = 300
-
-
-class RunEvidence(RunListener):
-    """What a run records of itself, beside its checkpoints.
+class RunLineage(RunListener):
+    """What happens to a run, as a line for each event, on rank 0.
 
     Args:
-        ledger: the ledger, which all processes help to write.
-        manifest: the manifest; ``None`` on ranks other than 0.
-        events: the lineage; ``None`` on ranks other than 0.
-        timing: the times; ``None`` on ranks other than 0.
-        processes: the number of processes.
-        follower: in a replay, what compares the scores of rank 0.
-        num_known: how many allowed changes earlier starts have recorded.
+        events: the file.
+        start: where the run starts.
+        ledger: whose file the run may have lost.
+        begin: what is known of this start.
     """
 
     def __init__(
-        self,
-        ledger: RunLedger,
-        manifest: RunManifest | None = None,
-        events: Lineage | None = None,
-        *,
-        timing: Timing | None = None,
-        processes: int = 1,
-        follower: LedgerFollower | None = None,
-        num_known: int = 0,
+        self, events: Lineage, start: Start, ledger: LedgerFile, begin: Mapping[str, Any]
     ) -> None:
-        self._ledger = ledger
-        self._manifest = manifest
         self._events = events
-        self._timing = timing
-        self._processes = processes
-        self._follower = follower
-        self._num_known = num_known
+        self._start = start
+        self._ledger = ledger
+        self._begin = begin
+        # Earlier starts have recorded these.
+        self._num_known = len(start.changes)
         self._is_open = False
 
-    @property
-    def ledger(self) -> LedgerWriter:
-        """What the loops see."""
-        return self._ledger.writer
-
-    def check(self) -> str:
-        """Return a sentence on what differs from the start that wrote the checkpoint; may be empty.
-
-        Raises:
-            RunMismatchError: naming what may change the training, if the user demands it.
-        """
-        return "" if self._manifest is None else self._manifest.check()
-
-    def open(self, start: Start) -> None:
-        """Begin or continue the files, once nothing can refuse the start any more.
-
-        Args:
-            start: where the run starts.
-        """
-        loaded = start.loaded
-        loss = self._ledger.open()
+    def opened(self) -> None:
+        """Add how the run starts, and what it had to leave behind."""
+        start, loaded, add = self._start, self._start.loaded, self._events.add
         self._is_open = True
-        iteration = 0 if loaded is None else loaded.record.place[1]
-        begin = {"host": lineage.host(), "processes": self._processes, "iteration": iteration}
-        if loaded is not None:
-            digest = None if loaded.sidecar is None else loaded.sidecar.digest
-            begin |= {"checkpoint": loaded.path.name, "digest": digest or None}
         for path in [] if start.folder is None else start.folder.damaged:
-            self._add(lineage.FALLBACK, checkpoint=path.name, cause="the file is damaged")
-        for plan in start.plans if self._events is not None else []:
-            self._add_rewind(start, plan)
+            add(lineage.FALLBACK, checkpoint=path.name, cause="the file is damaged")
+        for plan in start.plans:
+            self._add_rewind(plan)
         if loaded is None:
-            self._add(lineage.START, **begin)
+            add(lineage.START, **self._begin)
         else:
-            self._add(lineage.BRANCH if start.is_branch else lineage.RESUME, **begin)
+            add(lineage.BRANCH if start.is_branch else lineage.RESUME, **self._begin)
             origin = loaded.record.migrated_from
             if origin is not None:
-                self._add(lineage.MIGRATION, cause=f"helios-ml {origin}")
+                add(lineage.MIGRATION, cause=f"helios-ml {origin}")
         for text in start.changes[self._num_known :]:
-            self._add(lineage.CHANGE, cause=text)
-        if loss is not None:
-            self._add(lineage.LOST_LEDGER, cause=loss)
-        if self._manifest is not None:
-            known = {name: value for name, value in begin.items() if value is not None}
-            self._manifest.open({"time": now(), **known})
-        if self._timing is not None:
-            self._timing.begin(iteration)
+            add(lineage.CHANGE, cause=text)
+        book = self._ledger.book
+        if book is not None and book.loss is not None:
+            add(lineage.LOST_LEDGER, cause=book.loss)
 
-    def _add_rewind(self, start: Start, plan: RewindPlan) -> None:
+    def _add_rewind(self, plan: RewindPlan) -> None:
         """Add a rewind, unless a killed start has added it."""
-        assert start.folder is not None
+        folder = self._start.folder
+        assert folder is not None
         with contextlib.suppress(LedgerError):
-            if any(event.get("folder") == plan.folder for event in find_events(start.folder.path)):
+            if any(event.get("folder") == plan.folder for event in find_events(folder.path)):
                 return
-        self._add(lineage.REWIND, **plan.as_event())
-
-    def note_end(self, reason: str | None, *, interruption: str | None) -> None:
-        """Add the end of the training to the lineage, or its interruption."""
-        if interruption is None:
-            self._add(lineage.END, cause=reason)
-        else:
-            self._add(lineage.INTERRUPTION, cause=interruption)
-
-    def note_scores(
-        self,
-        iteration: int,
-        scores: Mapping[str, float],
-        *,
-        step: int,
-        has_improved: bool,
-        best: BestValidation | None,
-        by_hand: Collection[str],
-    ) -> None:
-        """Add the scores of a validation to ledger and times; a replay compares them.
-
-        Args:
-            iteration: the one that the validation follows.
-            scores: by name.
-            step: the optimizer steps by then.
-            has_improved: whether ``have_metrics_improved`` returned True.
-            best: the best validation so far.
-            by_hand: names of scores that were not summed over processes by Helios. One process has
-                seen all samples, so there they are not told apart.
-        """
-        count = self._processes
-        parts = dict.fromkeys(sorted(by_hand), count) if count > 1 else {}
-        self._ledger.add_scores(iteration, scores, parts)
-        if self._timing is not None:
-            self._timing.add_scores(
-                iteration,
-                scores,
-                step=step,
-                has_improved=has_improved,
-                best=best,
-                by_hand=parts,
-            )
-        if self._follower is not None:
-            self._follower.add_scores(iteration, scores, parts)
-
-    def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
-        """Add what an audit has found to the lineage."""
-        self._add(lineage.MISMATCH, cause=scrub(text), hosts=sorted({*hosts}))
-
-    def note_error(self, error: BaseException) -> None:
-        """Add an error that ends the training to the lineage; a start that is refused adds none."""
-        if not self._is_open:
-            return
-        self._add(lineage.ERROR, cause=_describe(error))
-
-    def _add(self, event: str, **details: Any) -> None:
-        if self._events is not None:
-            self._events.add(event, **details)
-
-    def mark(self) -> dict[str, Any] | None:
-        """Return the size and hash of the ledger for a checkpoint."""
-        return self._ledger.mark()
-
-    def before_commit(self) -> None:
-        """Wait until ledger and manifest are on the disk.
-
-        Raises:
-            OSError: if lines of the ledger cannot be written.
-        """
-        self._ledger.sync()
-        if self._manifest is not None:
-            self._manifest.settle()
+        self._events.add(lineage.REWIND, **plan.as_event())
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
-        """Add a committed checkpoint to the lineage."""
-        self._add(lineage.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
+        """Add a checkpoint."""
+        self._events.add(lineage.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
 
     def save_failed(self, path: Path, error: Exception) -> None:
-        """Add a checkpoint that could not be written to the lineage."""
-        self._add(lineage.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
+        """Add a checkpoint that could not be written."""
+        self._events.add(lineage.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
 
-    def close(self) -> None:
-        """Write what waits, and close the files."""
-        self._ledger.close()
-        if self._timing is not None:
-            self._timing.close()
-        if self._manifest is not None:
-            self._manifest.close()
+    def mismatched(self, text: str, hosts: Sequence[str]) -> None:
+        """Add what an audit has found."""
+        self._events.add(lineage.MISMATCH, cause=scrub(text), hosts=sorted({*hosts}))
+
+    def ended(self, reason: str, *, interruption: str | None) -> None:
+        """Add the end of the training, or its interruption."""
+        if interruption is None:
+            self._events.add(lineage.END, cause=reason)
+        else:
+            self._events.add(lineage.INTERRUPTION, cause=interruption)
+
+    def failed(self, error: BaseException) -> None:
+        """Add an error that ends the training; a start that is refused adds none."""
+        if self._is_open:
+            self._events.add(lineage.ERROR, cause=_describe(error))
+
+
+class RunTimes(RunListener):
+    """When a run has trained, and the scores of its validations, on rank 0.
+
+    Args:
+        timing: the file.
+        iteration: the last one before this start.
+        processes: the number of processes.
+    """
+
+    def __init__(self, timing: Timing, iteration: int, processes: int) -> None:
+        self._timing = timing
+        self._iteration = iteration
+        self._processes = processes
+
+    def opened(self) -> None:
+        """Write the line of the start."""
+        self._timing.begin(self._iteration)
+
+    def validated(self, validated: Validated) -> None:
+        """Write the scores."""
+        self._timing.add_scores(
+            validated.state.global_iteration,
+            validated.scores,
+            step=validated.state.global_step,
+            has_improved=validated.has_improved,
+            best=validated.best,
+            by_hand=count_by_hand(validated, self._processes),
+        )
+
+    def closed(self) -> None:
+        """Write the line of the last stretch."""
+        self._timing.close()
+
+
+class Evidence(NamedTuple):
+    """What a run records of itself: what listens to its iterations, and to the run, in order."""
+
+    iterations: Sequence[IterationListener]
+    run: Sequence[RunListener]
 
 
 def _describe(error: BaseException) -> str:
@@ -412,7 +365,7 @@ def make_evidence(
     *,
     describe: Callable[[], Mapping[str, Any]],
     options: Options,
-) -> RunEvidence:
+) -> Evidence:
     """Return the evidence of a run; no file is opened yet.
 
     Args:
@@ -424,38 +377,36 @@ def make_evidence(
         options: what may differ from the last start.
     """
     assert start.folder is not None
-    folder = start.folder.path
-    after = None
-    if start.loaded is not None and not start.is_branch:
-        after = start.loaded.record.place[1]
+    folder, loaded, processes = start.folder.path, start.loaded, replicas.num_processes
     timing = None
     if replicas.rank == 0:
         run = hash_definition(definition, replicas)
         timing = Timing(
             folder,
-            processes=replicas.num_processes,
+            processes=processes,
             run=run,
             unscored=model.unscored,
             find_memory=find_peak_memory,
         )
     ledger = make_ledger(start, model, replicas, definition, level=options.ledger, timing=timing)
-    manifest = events = None
-    if replicas.rank == 0:
-        events = Lineage(folder)
-        manifest = RunManifest(
-            folder,
-            ledger.run,
-            describe,
-            after=after,
-            allowed=options.allow_changes,
-            has_stepped=lambda: ledger.writer.has_noted,
-            is_strict=options.reproducibility == "strict",
-        )
-    return RunEvidence(
-        ledger,
-        manifest,
-        events,
-        timing=timing,
-        processes=replicas.num_processes,
-        num_known=len(start.changes),
+    if timing is None:
+        return Evidence([ledger.writer], [ledger])
+    iteration = 0 if loaded is None else loaded.record.place[1]
+    begin: dict[str, Any] = {"host": lineage.host(), "processes": processes}
+    begin |= {"iteration": iteration}
+    if loaded is not None:
+        digest = None if loaded.sidecar is None else loaded.sidecar.digest
+        begin |= {"checkpoint": loaded.path.name, "digest": digest or None}
+    manifest = RunManifest(
+        folder,
+        ledger.run,
+        describe,
+        begin={name: value for name, value in begin.items() if value is not None},
+        after=None if loaded is None or start.is_branch else iteration,
+        allowed=options.allow_changes,
+        has_stepped=lambda: ledger.writer.has_noted,
+        is_strict=options.reproducibility == "strict",
     )
+    events = RunLineage(Lineage(folder), start, ledger, begin)
+    times = RunTimes(timing, iteration, processes)
+    return Evidence([ledger.writer], [ledger, events, manifest, times])

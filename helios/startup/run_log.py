@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from helios.best import BestValidation
-from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.record import Record
+from helios.checkpoint.run_listener import RunListener, Validated
 from helios.core.stored_values import ABSENT, ValueChange, compare_values
 from helios.core.utils import get_env_info_str
 from helios.core.wrappers import class_of
@@ -33,6 +34,7 @@ from helios.startup.objects import own_methods
 from helios.startup.trainer_options import Options
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
+from helios.terminal.progress import Display
 from helios.text import number_text, size_text, with_step
 
 _LOGGER = logging.getLogger(__name__)
@@ -405,41 +407,42 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-class ScoreLog:
-    """Logs the scores of validations, and remembers the last ones."""
+class ScoreLog(RunListener):
+    """Logs the scores of validations, and remembers the last ones; ranks but 0 log errors only.
 
-    def __init__(self) -> None:
+    Args:
+        display: shows them in progress bars, too.
+        keep_best: the score that decides which checkpoints are kept; ``None`` without one.
+    """
+
+    def __init__(self, display: Display, keep_best: KeepBest | None = None) -> None:
+        self._display = display
+        self._keep_best = keep_best
         self._last = ""
 
-    def show(
-        self,
-        scores: Mapping[str, float],
-        state: TrainingState,
-        *,
-        best: BestValidation | None,
-        losses: Mapping[str, float],
-    ) -> str:
-        """Log the scores of a validation.
+    def validated(self, validated: Validated) -> None:
+        """Log the scores.
 
-        Args:
-            scores: those that are single numbers, by name; without any nothing is logged.
-            state: the counters, after the validation was counted.
-            best: the best validation so far, which may be this one; ``None`` if there is none.
-            losses: the mean training losses since the validation before, likewise.
-
-        Returns:
-            The scores and the best ones, for the progress bar.
+        Raises:
+            UsageError: if the score that decides is not among them.
         """
+        if self._keep_best is not None:
+            self._keep_best.check_scores(validated.scores)
+        self._display.note_scores(self._log(validated))
+
+    def _log(self, validated: Validated) -> str:
+        """Log what there is; returns the scores and the best ones, for the progress bar."""
+        scores, state, best = validated.scores, validated.state, validated.best
         if not scores:
             return ""
         text, rank = format_scores(scores), ""
         if best is not None:
             is_new = best.iteration == state.global_iteration
             rank = "the best so far" if is_new else _describe_best(best)
-        training = format_scores({f"training {name}": loss for name, loss in losses.items()})
+        losses = {f"training {name}": loss for name, loss in validated.losses.items()}
         place = _describe_position(state)
         self._last = f"{text} ({place})"
-        line = "; ".join(filter(None, (text, rank, training)))
+        line = "; ".join(filter(None, (text, rank, format_scores(losses))))
         _LOGGER.info("Validation %d (%s): %s.", state.validation_cycles, place, line)
         return f"{text} ({rank})" if rank else text
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from helios.checkpoint.run_listener import RunListener
 from helios.data.source import Source
 from helios.errors import LedgerError, RunMismatchError
 from helios.launch.launcher import Launch
@@ -26,6 +27,7 @@ from helios.ledger.environment import (
     describe_switches,
     describe_variables,
 )
+from helios.ledger.lineage import now
 from helios.ledger.manifest_file import (
     FILE_NAME,
     Effect,
@@ -169,13 +171,14 @@ def _describe_git(folder: Path) -> dict[str, Any]:
     return describe_git(folder)
 
 
-class RunManifest:
+class RunManifest(RunListener):
     """The manifest of a run, which rank 0 writes.
 
     Args:
         folder: the run's folder.
         run: hash of the run's definition.
         describe: returns what is known of this start, by topic; the thread adds what takes time.
+        begin: where and from which checkpoint the run starts.
         after: the iteration of the checkpoint that the run continues from; ``None`` for a new run.
         allowed: topics and options that may differ.
         has_stepped: returns whether the first iteration has ended, which nothing must delay.
@@ -188,6 +191,7 @@ class RunManifest:
         run: str,
         describe: Callable[[], Mapping[str, Any]],
         *,
+        begin: Mapping[str, Any],
         after: int | None,
         allowed: Sequence[str],
         has_stepped: Callable[[], bool],
@@ -199,6 +203,7 @@ class RunManifest:
         self._facts: dict[str, Any] = {}
         self._parsed: Mapping[str, Mapping[str, str]] = {}
         self._start: dict[str, Any] = {}
+        self._begin = begin
         self._after = after
         self._allowed = frozenset(allowed)
         self._has_stepped = has_stepped
@@ -218,7 +223,7 @@ class RunManifest:
         self._thread = threading.Thread(target=self._work, name="helios-manifest", daemon=True)
         self._thread.start()
 
-    def check(self) -> str:
+    def checked(self) -> str:
         """Return a sentence on what differs from the start that has written the checkpoint.
 
         Returns:
@@ -254,21 +259,17 @@ class RunManifest:
                 f"the change, or allow it with Trainer(allow_changes={tuple_text(topics)})."
             )
 
-    def open(self, start: Mapping[str, Any]) -> None:
-        """Let the thread write, once nothing can refuse the start any more.
-
-        Args:
-            start: when, where and from which checkpoint the run starts.
-        """
-        self._start = dict(start)
+    def opened(self) -> None:
+        """Let the thread write."""
+        self._start = {"time": now(), **self._begin}
         self._is_decided.set()
 
-    def settle(self) -> None:
+    def before_commit(self) -> None:
         """Wait until the section of this start is on the disk: no checkpoint is without one."""
         self._hurries.set()
         self._is_written.wait(_PATIENCE)
 
-    def close(self) -> None:
+    def closed(self) -> None:
         """Wait until the file is written; if the start was refused, it stays as it is."""
         self._hurries.set()
         self._is_decided.set()
@@ -445,15 +446,16 @@ def report_changed_start(
         folder,
         "",
         describe,
+        begin={},
         after=after,
         allowed=allowed,
         has_stepped=lambda: False,
         is_strict=False,
     )
-    differences = manifest.check()
+    differences = manifest.checked()
     if differences:
         _LOGGER.warning("%s", differences)
-    manifest.close()
+    manifest.closed()
 
 
 def _list(changes: Sequence[ManifestChange]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -16,6 +16,7 @@ import torch
 
 from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
 from helios.checkpoint.record import Record
+from helios.checkpoint.run_listener import RunListener
 from helios.core import rng
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
@@ -99,7 +100,7 @@ class Run:
         session: what its loop sees; ``None`` before there is one.
         has_begun: whether ``on_fit_start`` was reached, which ``on_fit_end`` follows.
         is_reported: whether another process has logged the error of this one.
-        note_error: is called with an error that ends the call.
+        listeners: what hears of an error that ends the call.
         describe_rescue: returns what an error leaves to the user, as sentences.
         collects: whether to keep the state at the end of the call for another process.
         collected: that state, packed; ``None`` before the regular end.
@@ -120,7 +121,7 @@ class Run:
         self.in_hand: ModelInHand | None = None
         self.has_begun = False
         self.is_reported = False
-        self.note_error: Callable[[BaseException], None] = lambda error: None
+        self.listeners: Sequence[RunListener] = ()
         self.describe_rescue: Callable[[], str] = str
         check_plugins(self.plugins)
         check_model_state(self.model)
@@ -240,7 +241,8 @@ class Run:
         return words, (session.state.global_iteration, *done)
 
     def _report(self, error: BaseException) -> None:
-        self.note_error(error)
+        for listener in self.listeners:
+            listener.failed(error)
         if self.is_reported:
             return
         self.display.close()

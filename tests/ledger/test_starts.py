@@ -159,7 +159,7 @@ def test_what_may_change_the_training_is_said_before_the_first_step(
 ) -> None:
     train(tmp_path, SETTING)
     monkeypatch.setenv(VARIABLE, "3")
-    gather, check = run_manifest.describe_environment, run_manifest.RunManifest.check
+    gather, check = run_manifest.describe_environment, run_manifest.RunManifest.checked
     is_asked, seen = threading.Event(), []
 
     def gather_late(modules: Any) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def test_what_may_change_the_training_is_said_before_the_first_step(
             seen.append([text for text in said if VARIABLE in text])
 
     monkeypatch.setattr(run_manifest, "describe_environment", gather_late)
-    monkeypatch.setattr(run_manifest.RunManifest, "check", ask)
+    monkeypatch.setattr(run_manifest.RunManifest, "checked", ask)
     with collect_warnings() as said:
         train(tmp_path, LONGER, Look("look"))
     (before,) = seen

@@ -59,9 +59,9 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 def test_a_line_holds_the_bits_of_every_number(tmp_path: Path) -> None:
     holder = Holder()
     writer, book = _make(tmp_path, holder)
-    totals = writer.see([torch.ones(2)], [[4, 2]], None)
-    writer.take_losses({"loss": torch.tensor(0.1), 'a "name"': 0.2})
-    writer.write(_state(1), totals, norm=torch.tensor(2.5))
+    totals = writer.batches_fetched([torch.ones(2)], [[4, 2]], None)
+    writer.losses_known({"loss": torch.tensor(0.1), 'a "name"': 0.2})
+    writer.line_due(_state(1), totals, norm=torch.tensor(2.5))
     writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
@@ -76,12 +76,12 @@ def test_a_line_holds_the_bits_of_every_number(tmp_path: Path) -> None:
 @pytest.mark.shows("P10")
 def test_a_line_of_one_loss_and_one_rate_has_at_most_160_bytes(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder())
-    totals = writer.see([torch.ones(2)], [[4, 2]], None)
-    writer.take_losses({"loss": 1.0})
+    totals = writer.batches_fetched([torch.ones(2)], [[4, 2]], None)
+    writer.losses_known({"loss": 1.0})
     state = _state(1_000_000)
     state.global_step = 999_999  # no hash of the weights
     state.global_epoch = 100
-    writer.write(state, totals)
+    writer.line_due(state, totals)
     writer.settle()
     book.close()
     assert len((tmp_path / FILE_NAME).read_bytes().splitlines(keepends=True)[1]) <= 160
@@ -96,7 +96,7 @@ def test_an_update_that_was_left_out_is_marked(
 ) -> None:
     writer, book = _make(tmp_path, Holder())
     state = _state(1, is_boundary=is_boundary, is_committed=is_committed)
-    writer.write(state, writer.see([1], None, None))
+    writer.line_due(state, writer.batches_fetched([1], None, None))
     writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
@@ -105,7 +105,9 @@ def test_an_update_that_was_left_out_is_marked(
 
 def test_what_is_unknown_or_unseen_is_said(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder())
-    writer.write(_state(1), writer.see([{"x": torch.ones(2), "y": object()}], None, None))
+    writer.line_due(
+        _state(1), writer.batches_fetched([{"x": torch.ones(2), "y": object()}], None, None)
+    )
     writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
@@ -119,8 +121,8 @@ def test_replicas_that_exchange_their_batches_are_seen(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder(), range(2))
     writer.settle()
     book.close()
-    one = writer.see([1, 2], [[3], [4]], None)
-    other = writer.see([2, 1], [[4], [3]], None)
+    one = writer.batches_fetched([1, 2], [[3], [4]], None)
+    other = writer.batches_fetched([2, 1], [[4], [3]], None)
     assert one[:2] != other[:2]
     assert one[2:4] != other[2:4]
 
@@ -132,10 +134,10 @@ def test_the_sum_over_replicas_does_not_depend_on_who_runs_them(tmp_path: Path) 
         totals, begin = [0.0] * 6, 0
         for end in cuts:
             writer, book = _make(tmp_path, Holder(), range(begin, end))
-            part = writer.see(batches[begin:end], indices[begin:end], None)
+            part = writer.batches_fetched(batches[begin:end], indices[begin:end], None)
             totals = [one + other for one, other in zip(totals, part, strict=True)]
             begin = end
-        writer.write(_state(1), totals)
+        writer.line_due(_state(1), totals)
         writer.settle()
         book.close()
         found.add((tmp_path / FILE_NAME).read_bytes())
@@ -146,7 +148,7 @@ def test_a_line_does_not_follow_from_whether_processes_have_exchanged_it(tmp_pat
     batches = [torch.full((2,), n) for n in range(40)]
     for indices in ([[n] for n in range(40)], None):
         writer, book = _make(tmp_path, Holder(), range(40))
-        seen = writer.see([object(), *batches[1:]], indices, None)
+        seen = writer.batches_fetched([object(), *batches[1:]], indices, None)
         assert len(seen) == len([*seen])
         assert describe_batches(seen) == describe_batches([*seen])
         book.close()
@@ -163,7 +165,10 @@ def test_a_batch_that_cannot_be_read_stops_nobody(
 
     writer, book = _make(tmp_path, Holder())
     for _ in range(2):
-        assert writer.see([torch.ones(2).as_subclass(Refusing)], [[0]], None)[4:] == [1.0, 0.0]
+        assert writer.batches_fetched([torch.ones(2).as_subclass(Refusing)], [[0]], None)[4:] == [
+            1.0,
+            0.0,
+        ]
     writer.settle()
     book.close()
     assert caplog.text.count("cannot read the batches") == 1
@@ -175,8 +180,8 @@ def test_what_is_no_number_is_null_and_stops_nobody(number: Any, tmp_path: Path)
     holder = Holder()
     holder.optimizer.param_groups[0]["lr"] = number
     writer, book = _make(tmp_path, holder)
-    writer.take_losses({"loss": number, 3: 1.0})
-    writer.write(_state(1), writer.see([1], [[0]], None))
+    writer.losses_known({"loss": number, 3: 1.0})
+    writer.line_due(_state(1), writer.batches_fetched([1], [[0]], None))
     writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
@@ -202,7 +207,7 @@ def test_an_optimizer_that_is_replaced_inside_of_a_list_is_found(tmp_path: Path)
         attributes=vars(holder),
     )
     for number in (1, 2):
-        writer.write(_state(number), writer.see([1], [[0]], None))
+        writer.line_due(_state(number), writer.batches_fetched([1], [[0]], None))
         holder.optimizers[0] = torch.optim.SGD([holder.weight], lr=0.25)
     writer.settle()
     book.close()
@@ -213,7 +218,7 @@ def test_an_optimizer_that_is_replaced_is_found_in_the_next_line(tmp_path: Path)
     holder = Holder()
     writer, book = _make(tmp_path, holder)
     for number in (1, 2):
-        writer.write(_state(number), writer.see([1], [[0]], None))
+        writer.line_due(_state(number), writer.batches_fetched([1], [[0]], None))
         holder.optimizer = torch.optim.SGD([holder.weight], lr=0.25)
     writer.settle()
     book.close()
@@ -228,10 +233,10 @@ def test_weights_and_moments_are_hashed_in_every_so_many_steps_and_at_the_end(
     for number in range(1, 8):
         holder.weight.grad = torch.ones(3)
         holder.optimizer.step()
-        writer.write(_state(number), writer.see([1], [[0]], None))
-    writer.end(_state(7))
+        writer.line_due(_state(number), writer.batches_fetched([1], [[0]], None))
+    writer.training_ended(_state(7))
     holder.optimizer.state[holder.weight]["momentum_buffer"][0] += 1
-    writer.end(_state(7))
+    writer.training_ended(_state(7))
     writer.settle()
     book.close()
     lines = _lines(tmp_path)
@@ -251,8 +256,10 @@ def test_numbers_of_an_accelerator_are_read_late_and_as_they_were(
         loss = torch.zeros(())
         for number in range(1, 100):
             loss += number
-            writer.take_losses({"loss": loss, "n": number})
-            writer.write(_state(number), writer.see([number], [[number]], None), norm=loss)
+            writer.losses_known({"loss": loss, "n": number})
+            writer.line_due(
+                _state(number), writer.batches_fetched([number], [[number]], None), norm=loss
+            )
         writer.settle()
         book.close()
         found.append((tmp_path / name / FILE_NAME).read_bytes())

@@ -254,7 +254,7 @@ class Large(KeyedModel):
 WIDTH, DEPTH = 64, 6
 METHODS: tuple[tuple[Any, str, str], ...] = (
     (fit_run.Training, "_load", "load"),
-    (run_saves.FitRecorder, "prepare", "begin"),
+    (run_saves.RunSaves, "prepare", "begin"),
     (Session, "save", "save"),
     (helios.plugins.EMA, "on_fit_start", "average"),
 )

@@ -11,17 +11,34 @@ import pytest
 
 from helios import CheckpointStore, KeepBest, Trainer
 from helios.best import BestRule, BestSoFar, Validation
+from helios.checkpoint.run_listener import Validated
 from helios.plugins import EarlyStopping
 from helios.startup.run_log import ScoreLog, describe_progress
 from helios.state import TrainingState
+from helios.terminal.progress import NullDisplay
 from tests.typed.user_script import Line, Numbers
 
 LOW = BestRule("error", "min")
 
 
-def show(log: ScoreLog, best: BestSoFar, errors: Sequence[float], *, first: int = 1) -> list[str]:
-    """Show one validation per epoch of eight iterations; returns what the bar shows."""
-    shown = []
+class Shown(NullDisplay):
+    """Keeps what bars show of scores."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note_scores(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def make_log() -> tuple[ScoreLog, list[str]]:
+    """Return a log, and what bars show of it."""
+    display = Shown()
+    return ScoreLog(display), display.texts
+
+
+def show(log: ScoreLog, best: BestSoFar, errors: Sequence[float], *, first: int = 1) -> None:
+    """Show one validation per epoch of eight iterations."""
     for number, error in enumerate(errors, first):
         state = TrainingState(
             global_epoch=number,
@@ -30,9 +47,9 @@ def show(log: ScoreLog, best: BestSoFar, errors: Sequence[float], *, first: int 
             validation_cycles=number,
         )
         scores, losses = {"error": error, "hits": 3.0}, {"loss": 2.0}
-        best.judge(Validation(8 * number, scores), has_improved=error < 0.6)
-        shown.append(log.show(scores, state, best=best.best, losses=losses))
-    return shown
+        has_improved = error < 0.6
+        best.judge(Validation(8 * number, scores), has_improved=has_improved)
+        log.validated(Validated(scores, state, has_improved, best.best, (), losses))
 
 
 @pytest.mark.shows("U26")
@@ -40,8 +57,8 @@ def test_each_validation_is_a_line_with_the_best_so_far(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    log, so_far = ScoreLog(), BestSoFar(LOW)
-    shown = show(log, so_far, [0.5, 0.25, math.nan, 0.25, 0.125])
+    (log, shown), so_far = make_log(), BestSoFar(LOW)
+    show(log, so_far, [0.5, 0.25, math.nan, 0.25, 0.125])
     best = "best: error 0.25 (iteration 16); training loss 2."
     new = "the best so far; training loss 2."
     assert caplog.messages == [
@@ -62,7 +79,7 @@ def test_each_validation_is_a_line_with_the_best_so_far(
 
 @pytest.mark.shows("U26")
 def test_large_scores_are_the_best_if_the_rule_says_so() -> None:
-    log, best = ScoreLog(), BestSoFar(BestRule("error", "max"))
+    (log, _), best = make_log(), BestSoFar(BestRule("error", "max"))
     show(log, best, [0.5, 0.75, 0.25])
     assert log.summarize(best.best)["best scores"] == "error 0.75 (iteration 16)"
 
@@ -70,10 +87,11 @@ def test_large_scores_are_the_best_if_the_rule_says_so() -> None:
 @pytest.mark.shows("U26")
 def test_the_model_may_say_which_is_the_best(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    show(ScoreLog(), BestSoFar(BestRule()), [0.5, 0.75])
+    show(make_log()[0], BestSoFar(BestRule()), [0.5, 0.75])
     assert "; best: error 0.5, hits 3 (iteration 8); training" in caplog.messages[1]
-    silent = ScoreLog()
-    assert show(silent, BestSoFar(), [0.5, 0.75]) == ["error 0.5, hits 3", "error 0.75, hits 3"]
+    silent, shown = make_log()
+    show(silent, BestSoFar(), [0.5, 0.75])
+    assert shown == ["error 0.5, hits 3", "error 0.75, hits 3"]
     assert list(silent.summarize(None)) == ["last scores"]
 
 
@@ -82,7 +100,7 @@ def test_where_earlier_validations_are_unknown_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    log, best = ScoreLog(), BestSoFar(LOW, since=16)
+    (log, _), best = make_log(), BestSoFar(LOW, since=16)
     show(log, best, [0.375, 0.5], first=3)
     assert "best since iteration 16: error 0.375 (iteration 24)" in caplog.messages[1]
     found = log.summarize(best.best)["best scores"]
@@ -91,8 +109,9 @@ def test_where_earlier_validations_are_unknown_the_log_says_so(
 
 def test_nothing_is_logged_without_scores(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    log = ScoreLog()
-    assert log.show({}, TrainingState(), best=None, losses={"loss": 1.0}) == ""
+    log, shown = make_log()
+    log.validated(Validated({}, TrainingState(), False, None, (), {"loss": 1.0}))
+    assert shown == [""]
     assert not caplog.messages
     assert log.summarize(None) == {}
 

@@ -195,6 +195,18 @@ def an_error_of_a_save_in_a_thread_is_lost(raise_own_failure, writer):
 
 
 @fault(
+    "helios.checkpoint.checkpoint_writer:PlainWriter._announce_failure",
+    "tests/integration/test_listeners.py::test_an_error_in_most_calls_ends_the_run",
+)
+def an_error_of_what_listens_to_saves_is_lost(announce_failure, writer, path, error):
+    import contextlib
+
+    for listener in writer._listeners:
+        with contextlib.suppress(Exception):
+            listener.save_failed(path, error)
+
+
+@fault(
     "helios.checkpoint.sharded_commit:RankParts.collect",
     "tests/checkpoint/test_sharded_folders.py::test_rank_0_does_not_wait_for_ever",
 )

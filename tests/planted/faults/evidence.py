@@ -44,9 +44,9 @@ def a_line_rounds_its_numbers(write_floats, numbers):
     return write_floats(rounded)
 
 
-@fault("helios.ledger.writer:LedgerWriter.take_losses", WRITER)
-def a_line_leaves_out_the_losses(take_losses, writer, losses):
-    take_losses(writer, {})
+@fault("helios.ledger.writer:LedgerWriter.losses_known", WRITER)
+def a_line_leaves_out_the_losses(losses_known, writer, losses):
+    losses_known(writer, {})
 
 
 @fault("helios.ledger.writer:LedgerWriter._rates", WRITER)
@@ -310,7 +310,7 @@ def a_sender_outlives_its_training_as_long_as_a_loader_worker_lives(os):
 
 
 @fault(
-    "helios.startup.run_manifest:RunManifest.check",
+    "helios.startup.run_manifest:RunManifest.checked",
     "tests/ledger/test_starts.py::test_what_may_change_the_training_is_said_before_the_first_step",
 )
 def a_resume_says_nothing_of_what_differs(check, manifest):
@@ -386,7 +386,11 @@ def buffers_of_checkpoints_are_not_verified(check_buffers, status, name, stated,
     check_buffers(status, name, recorded, recorded)
 
 
-@fault("helios.startup.run_evidence:RunLedger.add_scores", SCORES)
-def scores_come_before_the_line_of_their_iteration(add_scores, ledger, iteration, scores, by_hand):
+@fault("helios.startup.run_evidence:LedgerFile.validated", SCORES)
+def scores_come_before_the_line_of_their_iteration(validated, ledger, validation):
+    from helios.startup.run_evidence import count_by_hand
+
     if ledger.book is not None:
-        ledger.book.append_scores(iteration, scores, ledger.unscored, by_hand)
+        by_hand = count_by_hand(validation, ledger._processes)
+        iteration, scores = validation.state.global_iteration, validation.scores
+        ledger.book.append_scores(iteration, scores, ledger._unscored, by_hand)

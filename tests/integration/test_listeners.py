@@ -1,0 +1,259 @@
+"""Who listens to a run is called as docs/listeners.md says: thread, ranks, and what errors do."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import helios
+from helios.checkpoint.run_listener import RunListener
+from helios.checkpoint.store import CheckpointStore
+from helios.listeners import IterationListener, Listening
+from helios.plugins import Plugin
+from helios.startup import fit_run
+from helios.startup.run_evidence import Evidence
+from helios.state import TrainingState
+from tests.support.ranks import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "listeners.md"
+STEPS, SAVED = 4, 2
+
+
+class Row(NamedTuple):
+    """A row of the page."""
+
+    thread: str
+    ranks: str
+    communicates: str
+    error: str
+
+
+def read_rows() -> dict[str, Row]:
+    """Return the rows of the page by the name of their call."""
+    rows = {}
+    for line in PAGE.read_text("utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0].startswith("`") and len(cells) == 6:
+            rows[cells[0].strip("`")] = Row(*cells[2:])
+    return rows
+
+
+ROWS = read_rows()
+Call = Callable[[str], None]
+
+
+def calls_of(interface: type[IterationListener | RunListener]) -> list[str]:
+    return [name for name, _ in inspect.getmembers(interface, inspect.isfunction)]
+
+
+def make_listener(interface: type[Any], hear: Call) -> Any:
+    """Return a listener that hands the name of each call on."""
+    listener = type("Hearing", (interface,), {})
+
+    def listen(name: str) -> None:
+        found = {"batches_fetched": [1.0], "checked": "", "saving": {}}.get(name)
+
+        def method(self: Any, *args: Any, **rest: Any) -> Any:
+            hear(name)
+            if name == "line_due":
+                assert list(args[1]) == [torch.distributed.get_world_size() if has_group() else 1]
+            return found
+
+        setattr(listener, name, method)
+
+    for name in calls_of(interface):
+        listen(name)
+    return listener()
+
+
+def has_group() -> bool:
+    return torch.distributed.is_initialized()
+
+
+class Net(helios.Model):
+    def __init__(self) -> None:
+        super().__init__("net")
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Tensor, int]]:
+        return {"score": (batch[0].sum(), len(batch[0]))}
+
+
+class Numbers(helios.DataModule):
+    def setup(self) -> None:
+        numbers = TensorDataset(torch.arange(16.0).unsqueeze(1))
+        params = helios.DataLoaderParams(batch_size=2)
+        self._train_dataset = self._create_dataset(numbers, params)
+        self._valid_dataset = self._create_dataset(numbers, params)
+
+
+class Happening(Plugin):
+    """An audit that finds something after the first step, and an error after another one."""
+
+    def __init__(self, fails_after: int) -> None:
+        super().__init__("happening")
+        self._fails_after = fails_after
+
+    def setup(self) -> None:
+        """Nothing is needed."""
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        if state.global_iteration == 1:
+            self.context._run.add_mismatch("another gradient", ["here"])
+        if state.global_iteration == self._fails_after:
+            raise ValueError("an error of the training")
+
+
+def fit(folder: Path, *, steps: int = STEPS, fails_after: int = 0, is_async: bool = True) -> None:
+    helios.Trainer(
+        train_unit="iteration",
+        total_steps=steps,
+        valid_frequency=2,
+        chkpt_frequency=SAVED,
+        chkpt_root=folder,
+        store=CheckpointStore(is_async=is_async),
+        use_cpu=True,
+        print_banner=False,
+        enable_progress_bar=False,
+        plugins=[Happening(fails_after)],
+    ).fit(Net(), Numbers())
+
+
+def listen(patch: pytest.MonkeyPatch, hear: Call) -> list[Any]:
+    """Let listeners take the place of the evidence of all runs; returns the replicas of each."""
+    teams = []
+
+    def make_evidence(start: Any, model: Any, replicas: Any, *_: Any, **__: Any) -> Evidence:
+        teams.append(replicas)
+        run = [make_listener(RunListener, hear), make_listener(RunListener, lambda name: None)]
+        return Evidence([make_listener(IterationListener, hear)], run)
+
+    patch.setattr(fit_run, "make_evidence", make_evidence)
+    return teams
+
+
+def train_and_hear(rank: int, folder: Path, is_async: bool) -> dict[str, set[str]]:
+    """Train, fail in the next start, and return in which threads each call came."""
+    threads = defaultdict(set)
+    refused = ["before_commit"]
+
+    def hear(name: str) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        threads[name].add("training" if is_main else "writer")
+        if ROWS[name].communicates == "yes":
+            assert set(teams[-1].gather_objects(name)) == {name}
+        if name in refused:
+            refused.remove(name)
+            raise OSError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        teams = listen(patch, hear)
+        fit(folder, is_async=is_async)
+        with pytest.raises(ValueError, match="an error of the training"):
+            fit(folder, steps=STEPS + 2, fails_after=STEPS + 1, is_async=is_async)
+    return dict(threads)
+
+
+@pytest.mark.shows("P150")
+@pytest.mark.parametrize("is_async", [True, False])
+def test_calls_come_in_the_threads_and_on_the_ranks_of_the_page(
+    is_async: bool, tmp_path: Path
+) -> None:
+    heard = run_ranks(train_and_hear, 2, tmp_path, is_async)
+    for name, row in ROWS.items():
+        ranks = {rank for rank, calls in enumerate(heard) if name in calls}
+        assert ranks == ({0} if row.ranks == "0" else {0, 1}), name
+        thread = set(row.thread.split(" or ")) if is_async else {"training"}
+        for rank in ranks:
+            assert heard[rank][name] == thread, name
+
+
+@pytest.mark.shows("P150")
+def test_the_page_has_a_row_for_each_call() -> None:
+    assert [*ROWS] == [
+        name
+        for interface in (IterationListener, RunListener)
+        for name in vars(interface)
+        if not name.startswith("_")
+    ]
+
+
+ENDS = [name for name, row in ROWS.items() if row.error.startswith("ends the run")]
+
+
+@pytest.mark.shows("P150")
+@pytest.mark.parametrize("name", ENDS)
+def test_an_error_in_most_calls_ends_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hear(call: str) -> None:
+        if name == "save_failed" and call == "before_commit":
+            raise OSError("the disk is full")
+        if call == name:
+            raise RuntimeError(f"an error in {name}")
+
+    if name == "checked":
+        fit(tmp_path)
+    listen(monkeypatch, hear)
+    with pytest.raises(RuntimeError, match=f"an error in {name}"):
+        fit(tmp_path, steps=STEPS + 2)
+
+
+@pytest.mark.shows("P150")
+@pytest.mark.parametrize("name", ["before_commit", "committed"])
+def test_an_error_around_a_commit_is_a_failed_save(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ROWS[name].error == "is a failed save"
+    heard = []
+
+    def hear(call: str) -> None:
+        heard.append(call)
+        if call == name and heard.count(name) == 1:
+            raise OSError("the disk is full")
+
+    listen(monkeypatch, hear)
+    fit(tmp_path)
+    assert "save_failed" in heard
+    (record,) = (each for each in caplog.records if each.levelno == logging.ERROR)
+    assert "the disk is full" in record.getMessage()
+
+
+@pytest.mark.shows("P150")
+def test_an_error_of_a_listener_takes_the_place_of_that_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hear(call: str) -> None:
+        if call == "failed":
+            raise RuntimeError("an error in failed")
+
+    listen(monkeypatch, hear)
+    with pytest.raises(RuntimeError, match="an error in failed"):
+        fit(tmp_path, fails_after=1)
+
+
+def test_what_nobody_listens_to_is_not_called() -> None:
+    class Ending(IterationListener):
+        def training_ended(self, state: TrainingState) -> None:
+            """Hear the end only."""
+
+    listening = Listening([Ending(), IterationListener()])
+    assert len(listening.training_ended) == 1
+    assert not listening.batches_fetched
+    assert not listening.turn_begun
