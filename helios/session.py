@@ -28,6 +28,7 @@ from helios.core.summands import as_numbers
 from helios.engines.engine import Engine
 from helios.engines.process_member import redefines
 from helios.errors import UsageError
+from helios.findings import FindingKind
 from helios.hooks.context import Context
 from helios.hooks.events import EVENTS, Receiver
 from helios.hooks.live_run import LiveRun
@@ -167,8 +168,7 @@ class Session(LiveRun):
             type(self.model).__name__,
             self.model.discovery,
             self.owner_states,
-            unshared=self.unshared,
-            add_obstacle=self.add_obstacle,
+            findings=self.findings,
             gather=self.replicas.gather_objects,
         )
         seed = self.seed if self.training_seed is None else self.training_seed
@@ -358,7 +358,7 @@ class Session(LiveRun):
 
     def add_mismatch(self, text: str, hosts: Sequence[str]) -> None:
         """Record what an audit has found, and on which hosts."""
-        self.mismatches.append(text)
+        self.findings.add(FindingKind.MISMATCH, text=text)
         for listener in self.listeners:
             listener.mismatched(text, hosts)
 
@@ -420,7 +420,8 @@ class Session(LiveRun):
 
     def check_alike(self) -> None:
         """Check that all processes have the same weights; raises ``UsageError`` if they differ."""
-        self.replicas.compare(partial(check_alike, self.model.discovery, ignored=self.unshared))
+        ignored = self.findings.names(FindingKind.UNSHARED)
+        self.replicas.compare(partial(check_alike, self.model.discovery, ignored=ignored))
 
     def capture(self) -> Record:
         """Return the whole state, by reference; all processes call this together."""

@@ -497,9 +497,9 @@ FAULTS = (
     ),
     Fault(
         "an audit does not lower the level",
-        "helios/startup/reproducibility_level.py",
-        "        if is_compiled or record.mismatches:",
-        "        if is_compiled:",
+        "helios/checkpoint/reproducibility.py",
+        "    FindingKind.MISMATCH: Level.ORDER,\n",
+        "",
         f"{AUDITS}::test_a_mismatch_lowers_the_level_of_all_later_checkpoints",
     ),
     Fault(
@@ -622,8 +622,8 @@ FAULTS = (
     Fault(
         "what differs between processes is taken for the same",
         "helios/checkpoint/capture.py",
-        "    run.obstacles += [text for text in texts if text not in run.obstacles]",
-        "    pass",
+        "        run.findings.add(FindingKind.OBSTACLE, text=text)",
+        "        pass",
         f"{RECORD}::test_what_an_owner_holds_on_one_process_goes_back_to_that_process",
     ),
     Fault(
@@ -651,28 +651,28 @@ FAULTS = (
     Fault(
         "what one process lacks is known to it only",
         "helios/checkpoint/capture.py",
-        "in run.replicas.gather_objects((missing, misfits, list(run.claims))):",
-        "in [(missing, misfits, list(run.claims))]:",
+        "in run.replicas.gather_objects((missing, misfits, own_claims)):",
+        "in [(missing, misfits, own_claims)]:",
         f"{RECORD}::test_what_is_missing_is_joined_over_owners_and_processes",
     ),
     Fault(
         "an incomplete checkpoint is written though it was refused",
         "helios/startup/fit_run.py",
-        '        if record.missing and self._run.options.on_incomplete == "raise":',
+        '        if missing and self._run.options.on_incomplete == "raise":',
         "        if False:",
         f"{LEVELS}::test_an_incomplete_checkpoint_can_be_refused_before_anything_is_written",
     ),
     Fault(
         "nothing is said of an incomplete checkpoint that is loaded",
         "helios/startup/fit_run.py",
-        "        if not record.missing:",
+        "        if not missing:",
         "        if True:",
         f"{LEVELS}::test_fit_warns_once_when_it_loads_an_incomplete_checkpoint",
     ),
     Fault(
         "the finding of a trial is forgotten at a resume",
         "helios/startup/reproducibility_level.py",
-        "        if place in record.missing:",
+        "        if place in missing:",
         "        if False:",
         f"{LEVELS}::test_fit_warns_once_when_it_loads_an_incomplete_checkpoint",
     ),
@@ -728,8 +728,8 @@ FAULTS = (
     Fault(
         "what is compiled after the start keeps the level",
         "helios/startup/reproducibility_level.py",
-        "        if is_compiled or record.mismatches:",
-        "        if record.mismatches:",
+        "        return level.at_most(Level.ORDER) if is_compiled else level",
+        "        return level",
         f"{LEVELS}::test_a_network_that_is_compiled_later_lowers_the_level_of_its_checkpoints",
     ),
     Fault(

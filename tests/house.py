@@ -22,7 +22,7 @@ PACKAGE = ROOT / "helios"
 
 _VALUES = (
     *("errors", "version", "deferred", "state", "schedule", "protocols", "listeners"),
-    *("text", "best"),
+    *("findings", "text", "best"),
 )
 _TOOLS = (*_VALUES, "core", "distributed", "storage")
 # Every room, from the lowest to the highest, with the rooms that it may import: only rooms above
@@ -35,6 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "schedule": ("errors", "state"),
     "protocols": ("errors", "state"),
     "listeners": ("errors", "state"),
+    "findings": (),
     "text": (),
     "best": ("errors", "text"),
     "core": _VALUES,

@@ -22,6 +22,7 @@ from helios.core.utils import parameters_of
 from helios.distributed import pickling
 from helios.distributed.process_groups import count_collectives
 from helios.errors import AuditError
+from helios.findings import FindingKind
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.loops.step_trace import (
     StepInputs,
@@ -256,7 +257,7 @@ class StepAudit:
     def _audit(self, turn: AuditTurn, own: WatchedTurn, notes: list[TurnNote]) -> None:
         replicas = self._session.replicas
         finding = self._repeat_on(turn.auditor, turn, own, notes)
-        found: Finding = replicas.gather_objects(finding)[turn.auditor]
+        found: RepeatedTurn = replicas.gather_objects(finding)[turn.auditor]
         if found.left:
             self._is_off = True
             self._say(
@@ -287,7 +288,7 @@ class StepAudit:
         self._report(text, [notes[rank].host for rank in ranks if rank is not None])
 
     def _report(self, text: str, hosts: Sequence[str]) -> None:
-        if len(self._session.mismatches) < _MAX_KEPT:
+        if len(self._session.findings.names(FindingKind.MISMATCH)) < _MAX_KEPT:
             self._session.add_mismatch(text, hosts)
         if self._is_strict:
             raise AuditError(
@@ -304,7 +305,7 @@ class StepAudit:
         turn: AuditTurn,
         own: WatchedTurn,
         notes: list[TurnNote],
-    ) -> Finding | None:
+    ) -> RepeatedTurn | None:
         """Compute the gradient again on one rank, which gets what it needs from the owner."""
         replicas = self._session.replicas
         if rank != turn.owner and replicas.rank in (rank, turn.owner):
@@ -315,7 +316,7 @@ class StepAudit:
                 own = WatchedTurn.unpack((head, gradients), self._session.engine.device)
         return self._repeat(own) if replicas.rank == rank else None
 
-    def _repeat(self, own: WatchedTurn) -> Finding:
+    def _repeat(self, own: WatchedTurn) -> RepeatedTurn:
         """Compute a gradient again and compare it, without a trace."""
         session = self._session
         parameters = self._parameters()
@@ -337,7 +338,7 @@ class StepAudit:
         if after is not None:
             after.put_back()
         watch.conclude(is_manual=False)
-        return Finding.of(own.gradients, second, sorted(left))
+        return RepeatedTurn.of(own.gradients, second, sorted(left))
 
     def _forward(self, batch: Any) -> Tensor:
         session = self._session
@@ -484,7 +485,7 @@ def _make_room(num_bytes: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RepeatedTurn:
     """What the process that has computed a gradient again has found.
 
     Attributes:
@@ -498,7 +499,7 @@ class Finding:
     left: Sequence[str]
 
     @classmethod
-    def of(cls, first: GradientCopy, second: GradientCopy, left: Sequence[str]) -> Finding:
+    def of(cls, first: GradientCopy, second: GradientCopy, left: Sequence[str]) -> RepeatedTurn:
         """Compare the gradients of two computations."""
         difference = first.difference(second)
         return cls(difference, "" if difference is None else second.digest(), left)

@@ -18,6 +18,7 @@ from helios.checkpoint.rank_part import refer_to_sharded
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.errors import StateError
+from helios.findings import Finding, FindingKind, Findings
 from helios.hooks.live_run import LiveRun, States
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
@@ -28,6 +29,8 @@ _LOGGER = logging.getLogger(__name__)
 
 _OWN_PLACES = ("inner",)
 """Parts of the model's state that each process saves if replicas change them on their own."""
+# What a start finds again, and each process by itself, are the others.
+_OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED, FindingKind.MISMATCH)
 
 
 def capture(run: LiveRun) -> Record:
@@ -43,17 +46,21 @@ def capture(run: LiveRun) -> Record:
     # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if run.is_discovered else {}
     misfits = model.pop("misfits", {}) if run.is_discovered else {}
-    own_missing = {**run.missing, **source.missing, **lost, **lacking}
+    own_missing = {**run.findings.missing, **source.missing, **lost, **lacking}
     missing, misfits, claims = _join(run, own_missing, misfits)
     if run.is_discovered:
         del own["model"]
     # In all processes: if only one raised, the others would wait forever.
     _refuse_misfits(misfits)
+    by_rank = _gather_own_parts(run, model, owners, own)
+    findings = Findings(run.findings.of(*_OWN_KINDS))
+    findings.add_missing(missing)
+    findings.extend(Finding(FindingKind.CLAIM, text=word) for word in claims)
     return Record(
         training_state=run.state.dict(),
         cursor=run.cursor.dict(),
         model=model,
-        by_rank=_gather_own_parts(run, model, owners, own),
+        by_rank=by_rank,
         tables=_capture_tables(run.model),
         is_manual=run.is_manual,
         plugins=plugins,
@@ -67,11 +74,7 @@ def capture(run: LiveRun) -> Record:
         rng=rng.read_states(),
         num_threads=torch.get_num_threads(),
         num_replicas=run.replicas.num_replicas,
-        obstacles=list(run.obstacles),
-        unshared=list(run.unshared),
-        mismatches=list(run.mismatches),
-        missing=missing,
-        claims=claims,
+        findings=findings,
         owners=owners,
         best_validations=run.best.as_plain(),
         loss_means=run.loss_means.capture(run.replicas.gather_objects),
@@ -112,9 +115,7 @@ def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor)
     record = _take_own_part(record, run.replicas)
     run.state, run.cursor, run.is_resumed = state, cursor, True
     run.is_manual = record.is_manual
-    run.obstacles += record.obstacles
-    run.unshared += record.unshared
-    run.mismatches += record.mismatches
+    run.findings.extend(record.findings.of(*_OWN_KINDS))
     run.engine.load_state_dict(record.engine)
     run.owner_states.prepare(record.owners)
     run.model.load_state_dict(record.model)
@@ -212,7 +213,8 @@ def _join(
     everybodys: dict[str, str] = {}
     unfit: dict[str, str] = {}
     claims: dict[str, None] = {}
-    for own, odd, words in run.replicas.gather_objects((missing, misfits, list(run.claims))):
+    own_claims = run.findings.names(FindingKind.CLAIM)
+    for own, odd, words in run.replicas.gather_objects((missing, misfits, own_claims)):
         everybodys |= own
         unfit |= odd
         claims |= dict.fromkeys(words)
@@ -233,7 +235,7 @@ def _gather_own_parts(
         owners: what training has changed of the others besides their own states.
         own_states: what ``state_dict`` of user code has returned, by owner.
     """
-    source = run.training_source
+    source, unshared = run.training_source, run.findings.names(FindingKind.UNSHARED)
     if run.replicas.has_single_process:
         return []
     owners = refer_to_sharded(owners, root="owners")
@@ -244,20 +246,20 @@ def _gather_own_parts(
         if run.owner_states.has_own_state(name)
     }
     differing = _find_differing(run, owners, of_users)
-    if not (run.unshared or source.state_is_per_process or differing):
+    if not (unshared or source.state_is_per_process or differing):
         return []
     # What an overridden state_dict of the model omits is among the owners.
     objects = model["objects"] if run.is_discovered else {}
     own = {
-        "values": model["values"] if run.is_discovered and run.unshared else None,
+        "values": model["values"] if run.is_discovered and unshared else None,
         "places": {key: model[key] for key in _OWN_PLACES if key in model}
-        if run.is_discovered and run.unshared
+        if run.is_discovered and unshared
         else {},
         "objects": {
             # Sharded tensors are no process's own.
             path: refer_to_sharded(part, root=f"model.objects.{path}")
             for path, part in objects.items()
-            if _holds_any(path, run.unshared)
+            if _holds_any(path, unshared)
         },
         "data": source.state_dict() if source.state_is_per_process else None,
         "owners": {name: owners[name] for name in differing if name in owners},
@@ -274,8 +276,9 @@ def _find_differing(
     tables = run.replicas.gather_objects(run.owner_states.marks(parts))
     names = sorted({name for table in tables for name in table})
     differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
-    texts = [f"the state of {name} differs between processes" for name in differing]
-    run.obstacles += [text for text in texts if text not in run.obstacles]
+    for name in differing:
+        text = f"the state of {name} differs between processes"
+        run.findings.add(FindingKind.OBSTACLE, text=text)
     return differing
 
 
@@ -292,7 +295,7 @@ def _take_own_part(record: Record, replicas: Replicas) -> Record:
             "%d processes saved this checkpoint, each with its own %s, and now there are %d: all "
             "load that of rank 0, so bits may differ from those of an uninterrupted run.",
             len(record.by_rank),
-            ", ".join(record.unshared) or "loader or plugins",
+            ", ".join(record.findings.names(FindingKind.UNSHARED)) or "loader or plugins",
             replicas.num_processes,
         )
         return record

@@ -12,6 +12,7 @@ from typing import Any
 
 from helios.checkpoint import file_names
 from helios.errors import StateError
+from helios.findings import FindingKind, Findings
 from helios.version import __version__
 
 # Fields that are filled in when the record is written: hooks do not see them.
@@ -40,11 +41,7 @@ class Record:
         rng: the generators, which are the same in all processes.
         num_threads: intra-op threads of the run; ``None`` if unknown.
         num_replicas: replicas of the run; 0 if unknown.
-        obstacles: findings in training that bind the run to its number of processes.
-        unshared: paths of what each replica changes in the model on its own.
-        mismatches: what audits have found: gradients that differ when they are computed again.
-        missing: what training has changed and is not saved: path and reason.
-        claims: components that the level takes at their word.
+        findings: what limits the reproducibility of the run, under a key for each kind.
         owners: plain attributes of plugins, data module, loops and engine, by owner.
         options: what defines the run and what ends it.
         machine: PyTorch and the device.
@@ -77,11 +74,7 @@ class Record:
     rng: dict[str, Any]
     num_threads: int | None = None
     num_replicas: int
-    obstacles: list[str] = field(default_factory=list)
-    unshared: list[str] = field(default_factory=list)
-    mismatches: list[str] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    claims: list[str] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
     owners: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict, metadata=_STAMP)
     machine: dict[str, str] = field(default_factory=dict, metadata=_STAMP)
@@ -104,19 +97,23 @@ class Record:
             StateError: if it lacks what every checkpoint has.
         """
         require_keys(payload)
-        known = {key: payload[key] for key in KEYS if key in payload}
-        extra = {key: value for key, value in payload.items() if key not in known}
-        return cls(**known, extra=extra)
+        known = {name: payload[name] for name in _NAMES if name in payload}
+        extra = {key: value for key, value in payload.items() if key not in KEYS}
+        return cls(**known, findings=Findings.from_keys(payload), extra=extra)
 
     def to_payload(self) -> dict[str, Any]:
         """Return the dictionary to write, without empty optional keys."""
-        found = {key: getattr(self, key) for key in KEYS}
+        found = self._by_key()
         absent = [key for key, value in _LEFT_OUT.items() if found[key] == value]
-        return {key: value for key, value in found.items() if key not in absent} | self.extra
+        return {key: found[key] for key in KEYS if key not in absent} | self.extra
 
     def snapshot(self) -> dict[str, Any]:
         """Return the content that hooks see, and may extend, before it is written."""
-        return {key: getattr(self, key) for key in _CAPTURED} | self.extra
+        found = self._by_key()
+        return {key: found[key] for key in KEYS if key not in _STAMPED} | self.extra
+
+    def _by_key(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _NAMES} | self.findings.by_key()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -146,7 +143,8 @@ class Record:
 
 
 _FIELDS = [each for each in fields(Record) if each.name != "extra"]
-_CAPTURED = [each.name for each in _FIELDS if not each.metadata.get("is_stamp")]
+_NAMES = [each.name for each in _FIELDS if each.name != "findings"]
+_STAMPED = {each.name for each in _FIELDS if each.metadata.get("is_stamp")}
 # If a key is missing, nothing was logged there, or nothing was migrated.
 _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} | {
     "ledger": None,
@@ -156,7 +154,11 @@ _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} |
     "loss_means": None,
     "migrated_from": None,
 }
-KEYS = tuple(each.name for each in _FIELDS)
+KEYS = tuple(
+    key
+    for each in _FIELDS
+    for key in ([kind.value for kind in FindingKind] if each.name == "findings" else [each.name])
+)
 """The keys of a checkpoint."""
 REQUIRED = tuple(
     each.name for each in _FIELDS if each.default is MISSING and each.default_factory is MISSING

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
+
+from helios.findings import Finding, FindingKind
 
 _MAX_NAMED = 10
 
@@ -28,6 +30,20 @@ class Level(Enum):
     def at_most(self, other: Level) -> Level:
         """Return the lower one of two."""
         return min(self, other, key=lambda level: level.height)
+
+
+_LIMITS = {
+    FindingKind.OBSTACLE: Level.RESTART,
+    FindingKind.MISMATCH: Level.ORDER,
+    FindingKind.MISSING: Level.INCOMPLETE,
+}
+
+
+def level_of(findings: Iterable[Finding], level: Level) -> Level:
+    """Return what findings leave of a level."""
+    for finding in findings:
+        level = level.at_most(_LIMITS.get(finding.kind, level))
+    return level
 
 
 def list_missing(missing: Mapping[str, str], most: int = _MAX_NAMED) -> str:

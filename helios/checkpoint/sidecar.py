@@ -19,6 +19,7 @@ from helios.checkpoint.file_names import SCHEMA
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
+from helios.findings import FindingKind
 
 _CHECK = "check"
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -157,10 +158,10 @@ class Sidecar:
             changes=changes,
             options=record.options,
             count=record.count_units(is_by_epoch=is_by_epoch),
-            missing=record.missing,
-            claims=record.claims,
+            missing=record.findings.missing,
+            claims=record.findings.names(FindingKind.CLAIM),
             ledger=record.ledger,
-            mismatches=record.mismatches,
+            mismatches=record.findings.names(FindingKind.MISMATCH),
             rewinds=record.rewinds,
             best=None if best is None else best.as_plain(),
             averages=averages,

@@ -18,6 +18,7 @@ from helios.core.summands import as_number
 from helios.data.interfaces import Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
+from helios.findings import Findings
 from helios.hooks.bus import Bus
 from helios.hooks.moment import Moment
 from helios.replicas.replicas import Replicas
@@ -74,8 +75,7 @@ class LiveRun:
         can_save: whether checkpoints are written at all.
         loop_states: states of the loops, by role path.
         owner_states: plain attributes of plugins, data module, loops and engine.
-        missing: state that no checkpoint holds, known before training: path and reason.
-        claims: components that the reproducibility level takes at their word.
+        findings: what limits the reproducibility of the run.
         state: the counters that users see.
         cursor: position of the next batch.
         phase: what the session is doing.
@@ -84,9 +84,6 @@ class LiveRun:
         saved_randomness: the generators of the checkpoint, until training continues.
         is_sanity_check: whether a sanity check runs, which must have no side effects.
         num_skipped_batches: batches of the epoch before the cursor that were skipped.
-        obstacles: findings in training that bind the run to its number of processes.
-        unshared: paths of what each replica changes in the model on its own.
-        mismatches: what audits have found.
         best: the best validations so far.
         summed_scores: the scores of the last evaluation that are those of all processes.
         is_repeating: whether a step is computed a second time, which must leave no trace.
@@ -108,8 +105,7 @@ class LiveRun:
     can_save: bool = False
     loop_states: States = field(default_factory=NoStates)
     owner_states: Owners = field(default_factory=Owners)
-    missing: dict[str, str] = field(default_factory=dict)
-    claims: list[str] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
     state: TrainingState = field(default_factory=TrainingState)
     cursor: Cursor = field(default_factory=Cursor)
     phase: Phase = Phase.TRAINING
@@ -118,9 +114,6 @@ class LiveRun:
     saved_randomness: dict[str, Any] | None = None
     is_sanity_check: bool = False
     num_skipped_batches: int = 0
-    obstacles: list[str] = field(default_factory=list)
-    unshared: list[str] = field(default_factory=list)
-    mismatches: list[str] = field(default_factory=list)
     best: BestSoFar = field(default_factory=BestSoFar)
     summed_scores: dict[str, Any] = field(default_factory=dict)
     is_repeating: bool = False
@@ -142,13 +135,6 @@ class LiveRun:
     def agreed(self) -> Requests:
         """The requests of any process, as far as all processes know them."""
         return self.agreement.agreed
-
-    def add_obstacle(self, text: str) -> bool:
-        """Record what binds the run to its number of processes; returns whether it is new."""
-        is_new = text not in self.obstacles
-        if is_new:
-            self.obstacles.append(text)
-        return is_new
 
     @property
     def training_source(self) -> Source:

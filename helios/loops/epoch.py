@@ -9,6 +9,7 @@ import helios.schedule as due
 from helios.core.utils import AverageTimer
 from helios.data.interfaces import BatchIterator, NoBatches
 from helios.errors import UsageError
+from helios.findings import FindingKind
 from helios.listeners import Listening
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
@@ -401,7 +402,7 @@ class EpochLoop(Loop):
         except StopIteration as error:
             obstacle = session.turns.check_stop(error)
             if obstacle:
-                session.add_obstacle(obstacle)
+                session.findings.add(FindingKind.OBSTACLE, text=obstacle)
             # The batch was not trained on: counting it would end runs and windows too early.
             was_boundary, was_committed = found
             state.withdraw_iteration(

@@ -20,6 +20,7 @@ from helios.core.summands import as_numbers, as_summand
 from helios.data.shard import NO_BATCH
 from helios.data.source import BatchIterator, Source
 from helios.errors import UsageError
+from helios.findings import FindingKind
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.run_along import copy_attributes
 from helios.loops.step import begin_forward, end_forward, take_step
@@ -360,7 +361,8 @@ class ScoringLoop(EvaluationLoop):
         )
         names = {n for table in others for n in table | first if table.get(n) != first.get(n)}
         shown = ", ".join(sorted(names))
-        if names and self._session.add_obstacle(f"scores that differ between processes: {shown}"):
+        text, findings = f"scores that differ between processes: {shown}", self._session.findings
+        if names and findings.add(FindingKind.OBSTACLE, text=text):
             _LOGGER.warning(
                 "The scores %s differ between processes, because each evaluates only a part of the "
                 "data. Return {name: (sum, weight)} from %s: these are summed over all processes.",

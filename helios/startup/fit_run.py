@@ -25,6 +25,7 @@ from helios.core.stored_values import stored_params
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError, StateError
+from helios.findings import Findings
 from helios.hooks.live_run import find_none
 from helios.ledger.scrubbing import scrub_table
 from helios.listeners import Listening
@@ -56,7 +57,6 @@ from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import check_training_source, log_order
 from helios.startup.processes import describe_processes
 from helios.startup.reproducibility_level import (
-    Claim,
     Reproducibility,
     determine_trust,
     find_reproducibility,
@@ -409,12 +409,12 @@ class Training:
             run.model,
             has_validation=has_validation,
         )
-        claim = determine_trust(source, self._record, can_save=self._can_save)
+        known = determine_trust(source, self._record, can_save=self._can_save)
         self._stranded = find_stranded_generators(source)
-        claim = replace(claim, missing=claim.missing | self._stranded)
+        known.add_missing(self._stranded)
         schedulers = Schedulers(run.model.discovery.schedulers(), run.model.scheduler_interval)
         require_one_mode(run.options, run.plugins.values(), schedulers)
-        self._saves = self._make_saves(source, claim)
+        self._saves = self._make_saves(source, known)
         session = Session(
             model=run.model,
             engine=run.engine,
@@ -436,8 +436,7 @@ class Training:
             trial_steps=run.options.sanity_steps,
             loop_states=LoopStates(run.loop, _LOOP_PATH),
             owner_states=run.owners,
-            missing=claim.missing,
-            claims=claim.words,
+            findings=known,
             check_record=self._check_record,
             note_last_safe_point=run.call.runtime.listener.note_safe_point,
             outside=self._outside,
@@ -449,15 +448,16 @@ class Training:
         return session
 
     def _check_record(self, record: Record) -> None:
-        if record.missing and self._run.options.on_incomplete == "raise":
+        missing = record.findings.missing
+        if missing and self._run.options.on_incomplete == "raise":
             raise StateError(
                 'Trainer(on_incomplete="raise") requires complete checkpoints, but the one of '
-                f"iteration {with_step(*record.counters)} lacks {list_missing(record.missing)}. "
+                f"iteration {with_step(*record.counters)} lacks {list_missing(missing)}. "
                 "Nothing was written. Change what is named, or declare what need not be saved: "
                 "unsaved = (...,)."
             )
 
-    def _make_saves(self, source: Source, claim: Claim) -> RunSaves:
+    def _make_saves(self, source: Source, known: Findings) -> RunSaves:
         """Log the banner, with the level that the run reaches, and return what saves the run."""
         run = self._run
         reproducibility = find_reproducibility(
@@ -467,7 +467,7 @@ class Training:
             model=run.model,
             loop=run.loop,
             record=self._record,
-            claim=claim,
+            known=known,
         )
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         limits = run_identity.limits(run.options)
@@ -636,9 +636,10 @@ class Training:
         The first save does not name it again, and this does not repeat what the start has named.
         """
         run = self._run
-        if not record.missing:
+        missing = record.findings.missing
+        if not missing:
             return []
-        lacking = {p: text for p, text in record.missing.items() if p not in self._stranded}
+        lacking = {p: text for p, text in missing.items() if p not in self._stranded}
         if lacking:
             _LOGGER.warning(
                 "The checkpoint of iteration %s is incomplete: it lacks %s. The resumed run has "
@@ -650,7 +651,7 @@ class Training:
             )
             run.model.discovery.note_named(lacking)
             run.owners.note_named(lacking)
-        return [f"resumed without: {', '.join(record.missing)}"]
+        return [f"resumed without: {', '.join(missing)}"]
 
     def describe_rescue(self) -> str:
         """Return what an error or an interruption leaves to the user."""

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from helios.checkpoint import loading
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level
+from helios.checkpoint.reproducibility import Level, level_of
 from helios.checkpoint.run_listener import RunListener, Validated
 from helios.errors import UsageError
 from helios.ledger.differences import LedgerFollower, Replay
@@ -108,9 +108,7 @@ class _Comparison:
         return Evidence([writer], listeners)
 
     def _require_level(self, reproducibility: Reproducibility) -> None:
-        level = reproducibility.level
-        if reproducibility.missing:
-            level = level.at_most(Level.INCOMPLETE)
+        level = level_of(reproducibility.findings, reproducibility.level)
         require_restart(level, str(reproducibility))
         self._is_elastic = {level, self._stretch.level} <= {Level.ELASTIC, None}
         record, count = self._record, self._run.replicas.num_processes

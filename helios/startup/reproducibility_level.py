@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level, list_missing
+from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.core.wrappers import COMPILED
 from helios.data.loader_state_check import Verdict, try_state
 from helios.data.source import Source
@@ -19,6 +19,7 @@ from helios.data.stream_source import StreamSource
 from helios.data.truncated import TruncatedSource
 from helios.engines.engine import Engine
 from helios.errors import UsageError
+from helios.findings import Finding, FindingKind, Findings
 from helios.loops.loop import Loop
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
@@ -36,21 +37,20 @@ class Reproducibility:
     Attributes:
         level: its level, for a checkpoint that lacks nothing.
         text: what prevents the next level.
-        missing: what is already known to be missing in checkpoints: path and reason.
-        claims: components that are taken at their word.
+        findings: what is already known to be missing in checkpoints, and what is taken at its word.
     """
 
     level: Level
     text: str
-    missing: dict[str, str] = field(default_factory=dict)
-    claims: list[str] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
 
     def __str__(self) -> str:
         """Return the text for the banner."""
-        if self.missing:
-            level = self.level.at_most(Level.INCOMPLETE)
-            return f"{level.value} (lacks {list_missing(self.missing)})"
-        return f"{self.level.value} ({'; '.join([*self.claims, self.text])})"
+        if missing := self.findings.missing:
+            level = level_of(self.findings, self.level)
+            return f"{level.value} (lacks {list_missing(missing)})"
+        claims = self.findings.names(FindingKind.CLAIM)
+        return f"{self.level.value} ({'; '.join([*claims, self.text])})"
 
     def level_after(self, record: Record, *, is_compiled: bool = False) -> Level:
         """Return the level of a checkpoint, lowered by what training has found until then.
@@ -59,12 +59,10 @@ class Reproducibility:
             record: the content to save.
             is_compiled: whether a network is compiled by now.
         """
-        level = self.level
-        if record.obstacles or record.is_manual:
+        level = level_of(record.findings, self.level)
+        if record.is_manual:
             level = level.at_most(Level.RESTART)
-        if is_compiled or record.mismatches:
-            level = level.at_most(Level.ORDER)
-        return level.at_most(Level.INCOMPLETE) if record.missing else level
+        return level.at_most(Level.ORDER) if is_compiled else level
 
 
 def find_reproducibility(
@@ -75,7 +73,7 @@ def find_reproducibility(
     model: Model,
     loop: Loop,
     record: Record | None,
-    claim: Claim,
+    known: Findings,
 ) -> Reproducibility:
     """Find the level that a training reaches.
 
@@ -86,17 +84,19 @@ def find_reproducibility(
         model: the model, after its setup.
         loop: the root of all loops.
         record: the checkpoint that the run resumes from, if any.
-        claim: what is known of the loader's own state.
+        known: what is known of the loader's own state.
 
     Raises:
         UsageError: if the run needs a process for each replica and has fewer.
     """
     bound = list(_find_bound(engine.replicas, model, loop, record))
     level, text = _find_level(numerics, engine, source, find_compiled(model), bound)
-    if record is not None and record.mismatches and level.height > Level.ORDER.height:
+    stored = Findings() if record is None else record.findings
+    if stored.of(FindingKind.MISMATCH) and level.height > Level.ORDER.height:
         level, text = Level.ORDER, "an audit has found a gradient that differed when repeated"
-    missing = claim.missing if record is None else {**record.missing, **claim.missing}
-    return Reproducibility(level, text, missing, claim.words)
+    findings = Findings(stored.of(FindingKind.MISSING))
+    findings.extend(known)
+    return Reproducibility(level, text, findings)
 
 
 def _find_level(
@@ -177,7 +177,7 @@ def _find_bound(
         _check_one_each(replicas, f"SyncBatchNorm ({', '.join(names)})", "Use BatchNorm")
         yield f"SyncBatchNorm ({', '.join(names)}) sums in its own order"
     if record is not None:
-        yield from record.obstacles
+        yield from record.findings.names(FindingKind.OBSTACLE)
 
 
 def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:
@@ -209,21 +209,11 @@ _REASON = (
 )
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What is known of the state of a training loader that Helios did not create.
-
-    Attributes:
-        words: components that claim that it is complete.
-        missing: what a trial has found to be missing: path and reason.
-    """
-
-    words: list[str] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-
-
-def determine_trust(source: Source, record: Record | None, *, can_save: bool) -> Claim:
+def determine_trust(source: Source, record: Record | None, *, can_save: bool) -> Findings:
     """Determine whether the state of the training data has to be trusted.
+
+    Returns:
+        What claims that it is complete, or what a trial has found to be missing.
 
     It is tested once in a run, at its first start, if no loader workers are involved.
 
@@ -236,17 +226,18 @@ def determine_trust(source: Source, record: Record | None, *, can_save: bool) ->
     if isinstance(whole, StreamSource):
         return _judge_stream(whole, record, can_save=can_save)
     if source.claimant is None:
-        return Claim()
+        return Findings()
     word, place = f"claimed by {source.claimant}", f"data: {source.claimant}"
     tried = f"{word}, tried at the first start"
     if record is not None:
-        if place in record.missing:
-            return Claim([], {place: record.missing[place]})
-        return Claim([tried if tried in record.claims else word])
+        missing = record.findings.missing
+        if place in missing:
+            return Findings([Finding(FindingKind.MISSING, place, missing[place])])
+        return _claimed(tried if tried in record.findings.names(FindingKind.CLAIM) else word)
     is_here = source.description.get("num_workers", 0) == 0
     verdict = try_state(source) if is_here and can_save else Verdict.UNKNOWN
     if verdict is not Verdict.BROKEN:
-        return Claim([tried if verdict is Verdict.KEPT else word])
+        return _claimed(tried if verdict is Verdict.KEPT else word)
     _LOGGER.warning(
         "The state of %s does not bring back the next batch: a copy that loaded it gave another "
         "one. A resumed run would train on other samples, so the level of this run is incomplete. "
@@ -254,24 +245,29 @@ def determine_trust(source: Source, record: Record | None, *, can_save: bool) ->
         "shuffle buffer), remove the buffer, or use a map-style data set with create_dataloader.",
         source.claimant,
     )
-    return Claim([], {place: _REASON})
+    return Findings([Finding(FindingKind.MISSING, place, _REASON)])
 
 
-def _judge_stream(source: StreamSource, record: Record | None, *, can_save: bool) -> Claim:
+def _claimed(*words: str) -> Findings:
+    return Findings(Finding(FindingKind.CLAIM, text=word) for word in words)
+
+
+def _judge_stream(source: StreamSource, record: Record | None, *, can_save: bool) -> Findings:
     """Determine whether a resume uses the states of a stream's parts; otherwise it reads again.
 
     The states are only used if they were tested and found to be complete.
     """
     if record is not None:
-        return Claim([each for each in record.claims if source.holds_states(record.data["state"])])
+        holds_states = source.holds_states(record.data["state"])
+        return _claimed(*(record.findings.names(FindingKind.CLAIM) if holds_states else ()))
     if not can_save:
-        return Claim()
+        return Findings()
     name = source.find_stateful()
     if name and try_state(source.for_trial()) is Verdict.KEPT:
         source.uses_state = True
-        return Claim([f"claimed by {name}, tried at the first start"])
+        return _claimed(f"claimed by {name}, tried at the first start")
     _LOGGER.info(
         "The parts of the stream have no state that brings back the next batch, so a resume inside "
         "an epoch reads the epoch again up to its position. This changes no bit, but takes time."
     )
-    return Claim()
+    return Findings()

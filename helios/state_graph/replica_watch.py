@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, final
 
+from helios.findings import Finding, FindingKind, Findings
 from helios.state_graph.consistency import refuse_lazy_layers
 from helios.state_graph.discovery import Discovery
 from helios.state_graph.owner_states import Owners
@@ -25,8 +26,7 @@ class ReplicaWatch:
         name: the name of the model's class, for messages.
         discovery: finds the model's state.
         owners: the attributes of all others.
-        unshared: receives the paths of what each replica changes in the model independently.
-        add_obstacle: records what binds the run to its number of processes.
+        findings: receives what each replica changes in the model independently.
         gather: returns the values of all processes, in the order of ranks.
     """
 
@@ -36,15 +36,13 @@ class ReplicaWatch:
         discovery: Discovery,
         owners: Owners,
         *,
-        unshared: list[str],
-        add_obstacle: Callable[[str], object],
+        findings: Findings,
         gather: Callable[[Any], list[Any]],
     ) -> None:
         self._name = name
         self._discovery = discovery
         self._owners = owners
-        self._unshared = unshared
-        self._add_obstacle = add_obstacle
+        self._findings = findings
         self._gather = gather
         self._has_reported = False
         self._found: set[tuple[str, str]] = set()
@@ -68,14 +66,15 @@ class ReplicaWatch:
         self._has_reported = True
         parts = self._gather(sorted(self._found))
         self._found.clear()
-        found = sorted({each for part in parts for each in part if each[1] not in self._unshared})
-        self._unshared[:] = sorted({*self._unshared, *(path for _, path in found)})
+        known = {*self._findings.names(FindingKind.UNSHARED)}
+        found = sorted({each for part in parts for each in part if each[1] not in known})
+        self._findings.extend(Finding(FindingKind.UNSHARED, path) for _, path in found)
         # With manual steps and yields each replica has its own process in any case.
         if self._is_manual:
             return
         for hook in dict.fromkeys(hook for hook, _ in found):
             names = ", ".join(path for each, path in found if each == hook)
-            self._add_obstacle(f"{hook} changes {names}")
+            self._findings.add(FindingKind.OBSTACLE, text=f"{hook} changes {names}")
             _LOGGER.warning(
                 "%s changes %s. Each replica changes it independently, so its value depends on the "
                 "number of processes, and the run must keep that number. Change it in a hook that "

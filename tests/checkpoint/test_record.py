@@ -24,6 +24,7 @@ from helios.checkpoint.reproducibility import Level
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.loss_means import LossMeans, Viewer
 from helios.errors import StateError
+from helios.findings import Finding, FindingKind, Findings
 from helios.state import Cursor, TrainingState
 from helios.state_graph import owner_states
 from helios.state_graph.discovery import Discovery
@@ -36,6 +37,12 @@ LEAST: dict[str, Any] = {
     "rng": {},
     "num_replicas": 1,
 }
+
+
+def named(owner: Any, kind: FindingKind) -> list[str]:
+    """Return the names of the findings of a run or a record."""
+    names: list[str] = owner.findings.names(kind)
+    return names
 
 
 class Part:
@@ -109,9 +116,15 @@ class Run:
         self.best = BestSoFar(BestRule("loss", "min"), [Validation(4, {"loss": 0.5})])
         self.is_manual: bool | None = False
         self.is_resumed, self.is_discovered = False, True
-        self.obstacles, self.unshared = ["an obstacle"], ["meter"]
-        self.mismatches = ["a gradient"]
-        self.missing, self.claims = {"data: Own": "a trial"}, ["claimed by Own"]
+        self.findings = Findings(
+            [
+                Finding(FindingKind.OBSTACLE, text="an obstacle"),
+                Finding(FindingKind.UNSHARED, "meter"),
+                Finding(FindingKind.MISMATCH, text="a gradient"),
+                Finding(FindingKind.MISSING, "data: Own", "a trial"),
+                Finding(FindingKind.CLAIM, text="claimed by Own"),
+            ]
+        )
         self.saved_randomness: Any = None
         model = {"objects": {}, "values": {}, "missing": {"net.hook": "a function"}}
         self.model = Part(
@@ -142,15 +155,15 @@ def test_what_was_captured_is_applied() -> None:
     run.loss_means.add({"loss": 0.5}, 5)
     record = capture(run)
     fresh.loss_means.serve([Viewer.FILES])
-    fresh.obstacles, fresh.unshared, fresh.mismatches = [], [], []
+    fresh.findings = Findings()
     fresh.model.tables = {"_loss_items": {"old": 1}}
     payload = record.to_payload()
     assert tuple(payload) == tuple(key for key in KEYS if key in payload)
     assert KEYS[:3] == ("schema", "version", "training_state")
     apply(Record.from_payload(payload), fresh, state=run.state, cursor=run.cursor)
     assert (fresh.state, fresh.cursor, fresh.is_resumed) == (run.state, run.cursor, True)
-    assert (fresh.obstacles, fresh.unshared) == (["an obstacle"], ["meter"])
-    assert fresh.mismatches == ["a gradient"]
+    own = {FindingKind.OBSTACLE, FindingKind.UNSHARED, FindingKind.MISMATCH}
+    assert [*fresh.findings] == [each for each in run.findings if each.kind in own]
     assert fresh.is_manual is False
     assert fresh.model.loaded == (run.model.state, False)
     assert fresh.engine.loaded == ({"open_micro_batches": 1}, False)
@@ -177,20 +190,20 @@ def test_what_fits_no_resume_on_one_process_is_an_error_on_all() -> None:
 def test_what_is_missing_is_joined_over_owners_and_processes() -> None:
     said = ({"data: Own": "of rank 1", "net.late": "late"}, {}, ["claimed by Other"])
     record = capture(Run(Team(lambda _: said, num_replicas=2)))
-    assert record.missing == {
+    assert record.findings.missing == {
         "data: Own": "of rank 1",
         "data: sampler": "a generator",
         "net.hook": "a function",
         "plugin 'p': handle": "a file",
         "net.late": "late",
     }
-    assert record.claims == ["claimed by Own", "claimed by Other"]
+    assert named(record, FindingKind.CLAIM) == ["claimed by Own", "claimed by Other"]
 
 
 def test_a_model_with_a_state_of_its_own_may_have_a_key_of_that_name() -> None:
     run = Run()
     run.is_discovered = False
-    assert "net.hook" not in capture(run).missing
+    assert "net.hook" not in capture(run).findings.missing
 
 
 @pytest.mark.shows("S58")
@@ -202,7 +215,8 @@ def test_what_an_owner_holds_on_one_process_goes_back_to_that_process() -> None:
 
     record = capture(Run(Team(other, num_replicas=2, num_processes=2)))
     assert record.owners == {"plugin 'p'": {"best": 3}}
-    assert record.obstacles[1:] == ["the state of plugin 'p' differs between processes"]
+    text = "the state of plugin 'p' differs between processes"
+    assert named(record, FindingKind.OBSTACLE)[1:] == [text]
     for rank, best in enumerate((3, 9)):
         fresh = Run(Team(num_replicas=2, num_processes=2, rank=rank))
         apply(record, fresh, state=fresh.state, cursor=fresh.cursor)
@@ -211,10 +225,11 @@ def test_what_an_owner_holds_on_one_process_goes_back_to_that_process() -> None:
 
 def test_nobody_lacks_anything_by_default() -> None:
     run = Run()
-    run.missing, run.training_source.missing, run.owner_states = {}, {}, owner_states.Owners()
+    run.findings, run.training_source.missing = Findings(), {}
+    run.owner_states = owner_states.Owners()
     run.model.state = {"objects": {}, "values": {}}
     record = capture(run)
-    assert (record.missing, record.owners) == ({}, {})
+    assert (record.findings.missing, record.owners) == ({}, {})
 
 
 @pytest.mark.shows("S48")
@@ -235,7 +250,7 @@ def test_a_file_that_says_little_gets_defaults() -> None:
     record = Record.from_payload(LEAST)
     assert record.place == (2, 7)
     assert (record.schema, record.version) == (file_names.SCHEMA, __version__)
-    assert (record.missing, record.claims, record.owners) == ({}, [], {})
+    assert not [*record.findings, *record.owners]
     assert record.migrated_from is None
     assert set(REQUIRED) == LEAST.keys()
 
@@ -271,8 +286,12 @@ def test_a_key_that_a_hook_removes_is_named(key: str) -> None:
 def test_a_sidecar_is_a_projection_of_the_record() -> None:
     record = dataclasses.replace(
         Record(**LEAST),
-        missing={"net.seen": "a file"},
-        claims=["claimed by Own"],
+        findings=Findings(
+            [
+                Finding(FindingKind.MISSING, "net.seen", "a file"),
+                Finding(FindingKind.CLAIM, text="claimed by Own"),
+            ]
+        ),
         options={"total_steps": 3},
         resumed_from="/there",
     )

@@ -17,6 +17,7 @@ from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.errors import UsageError
+from helios.findings import FindingKind
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import Boundary
 from helios.loops.evaluation import ValidationLoop
@@ -47,6 +48,12 @@ from tests.support.ranks import RankError, run_ranks
 from tests.support.sums import bits, by_definition
 
 NUM_BATCHES = 5
+
+
+def named(owner: Any, kind: FindingKind) -> list[str]:
+    """Return the names of the findings of a run or a record."""
+    names: list[str] = owner.findings.names(kind)
+    return names
 
 
 def draw() -> tuple[float, float, float]:
@@ -166,7 +173,14 @@ def train(rank: int, num_processes: int, num_replicas: int, unit: Any, accumulat
         assert fit(session) == "total_steps reached"
         end = {name: bits(part) for name, part in model.net.state_dict().items()}
         counters = {**session.state.dict(), "average_iter_time": 0.0}
-        return watcher.seen, watcher.turns, end, counters, session.cursor.dict(), session.obstacles
+        return (
+            watcher.seen,
+            watcher.turns,
+            end,
+            counters,
+            session.cursor.dict(),
+            named(session, FindingKind.OBSTACLE),
+        )
 
 
 _CASES = [(2, ITERATION, 1), (3, ITERATION, 2), (4, EPOCH, 1), (5, EPOCH, 2)]
@@ -415,8 +429,8 @@ class Counting(Sums):
 
 def test_what_a_step_changes_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     session = run_sums(Counting(), rows=[[1.0, 2.0]] * 3)
-    assert session.unshared == ["num_steps", "window"]
-    assert session.obstacles == ["train_step changes num_steps, window"]
+    assert named(session, FindingKind.UNSHARED) == ["num_steps", "window"]
+    assert named(session, FindingKind.OBSTACLE) == ["train_step changes num_steps, window"]
     (record,) = caplog.records
     assert "Counting.train_step changes num_steps, window." in record.message
     assert "depends on the number of processes, and the run must keep" in record.message
@@ -430,7 +444,7 @@ def test_what_is_declared_or_never_changes_is_not_named(caplog: pytest.LogCaptur
     for model in (Declared(), Sums(), Sums(_note_buffer), Learner()):
         rows = [[make_batch(0, 0), make_batch(0, 1)]] if isinstance(model, Learner) else None
         session = run_sums(model, rows=rows)
-        assert (session.obstacles, session.unshared) == ([], [])
+        assert not [*session.findings]
     assert caplog.records == []
 
 
@@ -439,7 +453,7 @@ def test_one_replica_is_not_watched(caplog: pytest.LogCaptureFixture) -> None:
         Counting(), sources={Phase.TRAINING: [ListSource([[1.0], [2.0]])]}, total_steps=2
     )
     fit(session)
-    assert (session.obstacles, session.unshared, caplog.records) == ([], [], [])
+    assert not [*session.findings, *caplog.records]
 
 
 class Asked:
@@ -474,11 +488,12 @@ def test_an_obstacle_that_is_known_is_not_noted_again() -> None:
         sources={Phase.TRAINING: [ListSource([[1.0, 2.0]])]},
         total_steps=1,
     )
-    session.obstacles.append("train_step changes num_steps, window")
-    session.unshared += ["num_steps", "window"]
+    session.findings.add(FindingKind.OBSTACLE, text="train_step changes num_steps, window")
+    for name in ("num_steps", "window"):
+        session.findings.add(FindingKind.UNSHARED, name)
     fit(session)
-    assert session.obstacles == ["train_step changes num_steps, window"]
-    assert session.unshared == ["num_steps", "window"]
+    assert named(session, FindingKind.OBSTACLE) == ["train_step changes num_steps, window"]
+    assert named(session, FindingKind.UNSHARED) == ["num_steps", "window"]
 
 
 class Late(Sums):
@@ -503,7 +518,7 @@ def test_a_change_is_found_in_the_turn_of_any_replica_and_later_on(turns: set[in
     model = Late(turns)
     model.discovery.take_baseline()
     session = run_sums(model, replicas=Replicas(2), rows=[[1.0, 2.0]] * 5)
-    assert session.obstacles == ["train_step changes hard"]
+    assert named(session, FindingKind.OBSTACLE) == ["train_step changes hard"]
 
 
 def _change_alone(rank: int) -> tuple[list[str], list[str]]:
@@ -512,7 +527,7 @@ def _change_alone(rank: int) -> tuple[list[str], list[str]]:
         model.discovery.take_baseline()
         session = run_sums(model, replicas=here, rows=[[1.0, 2.0]] * 2)
         session.capture()
-        return session.obstacles, session.unshared
+        return named(session, FindingKind.OBSTACLE), named(session, FindingKind.UNSHARED)
 
 
 @pytest.mark.shows("S58")
@@ -617,8 +632,8 @@ def _capture(rank: int) -> Record:
 def test_a_record_holds_what_differs_between_processes() -> None:
     """Those of a start with as many processes get their own again."""
     for record in run_ranks(_capture, 2):
-        assert record.unshared == ["history", "teacher.weight"]
-        assert record.obstacles == ["train_step changes history, teacher.weight"]
+        assert named(record, FindingKind.UNSHARED) == ["history", "teacher.weight"]
+        assert named(record, FindingKind.OBSTACLE) == ["train_step changes history, teacher.weight"]
         assert record.num_replicas == 2
         for rank, own in enumerate(record.by_rank):
             assert own["values"]["nodes"]["history"]["content"] == [1.0 + rank, 10.0 * (1 + rank)]
@@ -658,7 +673,7 @@ def _capture_manual(rank: int) -> tuple[Any, ...]:
         model = Manual()
         model.discovery.take_baseline()
         record = run_sums(model, replicas=here, rows=[[1.0, 2.0], [10.0, 20.0]]).capture()
-        return record.is_manual, record.obstacles, record.by_rank
+        return record.is_manual, named(record, FindingKind.OBSTACLE), record.by_rank
 
 
 def test_what_manual_steps_leave_on_each_process_is_saved_too() -> None:
@@ -687,7 +702,11 @@ class HandedOver(Sums):
 def _hand_over(rank: int) -> tuple[Any, ...]:
     with replicas_on(rank, 2, 2) as here:
         session = run_sums(HandedOver(), replicas=here, rows=[[2.0, 2.0]])
-        return session.is_manual, session.unshared, session.obstacles
+        return (
+            session.is_manual,
+            named(session, FindingKind.UNSHARED),
+            named(session, FindingKind.OBSTACLE),
+        )
 
 
 def test_weights_that_a_manual_step_moves_are_no_obstacle() -> None:
@@ -1158,7 +1177,7 @@ def _compare(rank: int, tables: list[dict[str, Any]]) -> tuple[list[str], list[s
                 loop.run()
     finally:
         logger.removeHandler(handler)
-    return session.obstacles, messages
+    return named(session, FindingKind.OBSTACLE), messages
 
 
 @pytest.mark.parametrize(

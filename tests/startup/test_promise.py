@@ -16,6 +16,7 @@ import helios
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
 from helios.errors import UsageError
+from helios.findings import Finding, FindingKind, Findings
 from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
 from helios.startup.reproducibility_level import Reproducibility
@@ -113,7 +114,10 @@ def test_what_a_step_changes_lowers_the_level_at_once_and_is_named_later(
     assert "reproducibility: restart (train_step changes count)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "value"), [("is_manual", True), ("obstacles", ["a thing"])])
+OBSTACLE = Findings([Finding(FindingKind.OBSTACLE, text="a thing")])
+
+
+@pytest.mark.parametrize(("name", "value"), [("is_manual", True), ("findings", OBSTACLE)])
 def test_what_a_training_finds_lowers_elastic_only(name: str, value: object) -> None:
     clean = Record(training_state={}, cursor={}, model={}, rng={}, num_replicas=2)
     pairs = ((Level.ELASTIC, Level.RESTART), (Level.ORDER, Level.ORDER), (Level.NONE, Level.NONE))

@@ -1,0 +1,107 @@
+"""``Findings``: what limits the reproducibility of a run, as start, training and saves find it.
+
+Checkpoints hold it under a key for each kind; :func:`helios.checkpoint.reproducibility.level_of`
+says which level it leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, final
+
+
+class FindingKind(Enum):
+    """A kind of finding; its value is the key of a checkpoint that holds those of the kind.
+
+    Attributes:
+        OBSTACLE: binds the run to its number of processes.
+        UNSHARED: where each replica changes the model on its own.
+        MISMATCH: a gradient that an audit has computed differently.
+        MISSING: where a checkpoint lacks something, and why.
+        CLAIM: a component that is taken at its word.
+    """
+
+    OBSTACLE = "obstacles"
+    UNSHARED = "unshared"
+    MISMATCH = "mismatches"
+    MISSING = "missing"
+    CLAIM = "claims"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One of them.
+
+    Attributes:
+        kind: what it is.
+        where: the path of what it is about; empty if the text says so.
+        text: what was found; empty if the path says it all.
+    """
+
+    kind: FindingKind
+    where: str = ""
+    text: str = ""
+
+
+@final
+class Findings:
+    """A list of findings, each once; of one place the newest text counts.
+
+    Args:
+        findings: the first ones.
+    """
+
+    def __init__(self, findings: Iterable[Finding] = ()) -> None:
+        self._table: dict[tuple[FindingKind, str], Finding] = {}
+        self.extend(findings)
+
+    def add(self, kind: FindingKind, where: str = "", text: str = "") -> bool:
+        """Add a finding; returns whether it is new."""
+        is_new = (kind, where or text) not in self._table
+        self._table[kind, where or text] = Finding(kind, where, text)
+        return is_new
+
+    def extend(self, findings: Iterable[Finding]) -> None:
+        """Add findings."""
+        for each in findings:
+            self.add(each.kind, each.where, each.text)
+
+    def add_missing(self, reasons: Mapping[str, str]) -> None:
+        """Add what a checkpoint lacks: path and reason."""
+        self.extend(Finding(FindingKind.MISSING, *item) for item in reasons.items())
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._table.values())
+
+    def of(self, *kinds: FindingKind) -> list[Finding]:
+        """Return those of some kinds."""
+        return [each for each in self if each.kind in kinds]
+
+    def names(self, kind: FindingKind) -> list[str]:
+        """Return the paths of a kind, or the texts where there are none."""
+        found = [each.where or each.text for each in self.of(kind)]
+        # Whichever process has found a path first.
+        return sorted(found) if kind is FindingKind.UNSHARED else found
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """What a checkpoint lacks: path and reason."""
+        return {each.where: each.text for each in self.of(FindingKind.MISSING)}
+
+    def by_key(self) -> dict[str, Any]:
+        """Return them as a checkpoint holds them."""
+        keys: dict[str, Any] = {kind.value: self.names(kind) for kind in FindingKind}
+        return keys | {FindingKind.MISSING.value: self.missing}
+
+    @classmethod
+    def from_keys(cls, payload: Mapping[str, Any]) -> Findings:
+        """Return those of a checkpoint, which may lack keys."""
+        findings = cls()
+        findings.add_missing(payload.get(FindingKind.MISSING.value, {}))
+        for kind in FindingKind:
+            for name in payload.get(kind.value, ()) if kind is not FindingKind.MISSING else ():
+                place = (name, "") if kind is FindingKind.UNSHARED else ("", name)
+                findings.add(kind, *place)
+        return findings
