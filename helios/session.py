@@ -175,18 +175,17 @@ class Session(LiveRun):
         self.turns = make_turns(self.replicas, seed, self.model, watch, self.agreement)
 
     def _check_state_of_engine(self) -> None:
-        """Check what a user's engine saves.
-
-        Raises:
-            UsageError: for a method of its state that leaves out what its base saves.
-        """
+        """Check what a user's engine saves, and warn if it leaves out what its base saves."""
         engine = self.engine
         check_state_methods(engine, Engine)
         warn_of_reserved_names(engine)
         for name in find_without_super(engine, ("state_dict", "load_state_dict")):
-            raise UsageError(
-                f"{type(engine).__name__}.{name} must call super().{name}(...), which has the open "
-                "window and the scaler of fp16. Add what it returns or takes."
+            _LOGGER.warning(
+                "%s.%s does not call super().%s(...), which has the open window and the scaler of "
+                "fp16: a resume would lose them. Add what it returns or takes.",
+                type(engine).__name__,
+                name,
+                name,
             )
 
     def _warn_of_lost_defaults(self) -> None:

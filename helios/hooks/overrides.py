@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import dis
 import inspect
+import itertools
 import logging
 from collections.abc import Collection, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 
 from helios.core.signatures import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError
@@ -87,7 +88,11 @@ def _check_kind(place: str, name: str, overridden: object) -> None:
             f"{place} must be a property, got a method, which always counts as true. Write "
             "@property above it."
         )
-    if name.startswith("_") or vars(overridden).get("__final__"):
+    if not callable(overridden) and not isinstance(overridden, classmethod | staticmethod):
+        raise ArgumentTypeError(
+            f"{place} must be an attribute, got a method. Assign a value, or rename the method."
+        )
+    if name.startswith("_") or inspect.getattr_static(overridden, "__final__", False):
         raise ArgumentError(
             f"{place} must have another name: Helios has a method of this name that it calls by "
             "itself, and that is not to be overridden. Rename it."
@@ -106,8 +111,7 @@ def warn_of_reserved_names(owner: object) -> None:
             names = vars(kind).get("_internals", "").split()
             reserved |= {name: kind.__name__ for name in names if name.startswith("_")}
     for name, (method, _) in _written(owner, constructors=True).items():
-        found = {x.argval for x in dis.get_instructions(method) if x.opname == "STORE_ATTR"}
-        for attribute in sorted(found & reserved.keys()):
+        for attribute in sorted(_attributes_set_by(method) & reserved.keys()):
             _LOGGER.warning(
                 "%s.%s sets the attribute %r, which %s keeps for itself: it is not saved, and may "
                 "change at any time. Choose another name.",
@@ -116,6 +120,25 @@ def warn_of_reserved_names(owner: object) -> None:
                 attribute,
                 reserved[attribute],
             )
+
+
+def _attributes_set_by(method: FunctionType) -> set[str]:
+    """Return the attributes of its own object that a method assigns, as far as code shows."""
+    own = next(iter(method.__code__.co_varnames), None)
+    steps = [*dis.get_instructions(method)]
+    return {
+        step.argval
+        for before, step in itertools.pairwise(steps)
+        if step.opname == "STORE_ATTR"
+        and before.opname.startswith("LOAD_FAST")
+        and before.argval == own
+    }
+
+
+def _code_of(method: FunctionType) -> CodeType:
+    """Return what a user has written, also if a decorator surrounds it."""
+    inside: FunctionType = inspect.unwrap(method)
+    return inside.__code__
 
 
 def check_state_methods(
@@ -195,5 +218,5 @@ def find_without_super(owner: object, names: Collection[str]) -> list[str]:
     return [
         name
         for name, (method, _) in _written(owner).items()
-        if name in names and {"super", name}.isdisjoint(method.__code__.co_names)
+        if name in names and {"super", name}.isdisjoint(_code_of(method).co_names)
     ]

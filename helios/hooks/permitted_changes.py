@@ -44,10 +44,11 @@ CHANGES = (
         ("is_optimizer_step_committed",),
     ),
     Change(
-        "save, stop or interrupt",
-        "call `request_checkpoint()`, `request_stop(reason)` or `interrupt(reason)`",
+        "stop the run",
+        "call `request_stop(reason)`, or `interrupt(reason)` to resume it later",
         ("max_epoch", "max_step"),
     ),
+    Change("save", "call `request_checkpoint()`"),
     Change("log", "call `self.context.log({name: number})`"),
     Change("say that scores are summed", "call `declare_summed(scores)`"),
     Change(

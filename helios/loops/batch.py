@@ -53,7 +53,7 @@ class BatchLoop(Loop):
         return self._is_done
 
     def _guarded_advance(self) -> Callable[..., None]:
-        """Return ``advance``; one of the user's must prepare its batch."""
+        """Return ``advance``; one of the user's must prepare the batch that it trains on."""
         advance, session = super()._guarded_advance(), self._session
         maps = "process_training_batch" in session.hooks.active or not session.leaves_batches
         if not maps or not (self._has_own["advance"] or "advance" in vars(self)):
@@ -61,10 +61,12 @@ class BatchLoop(Loop):
 
         def checked(*args: Any) -> None:
             advance(*args)
-            if self._prepared_in != (session.state.global_iteration, session.turns.replica):
+            turn = session.state.global_iteration, session.turns.replica
+            # A loop may leave out a batch: then nothing has handed over gradients.
+            if session.turns.has_collected and self._prepared_in != turn:
                 raise UsageError(
-                    f"{type(self).__name__} must call self.prepare(batch) once for each batch, got "
-                    "no call: it would neither be on the device nor mapped by "
+                    f"{type(self).__name__} must call self.prepare(batch) once for each batch that "
+                    "it trains on, got no call: it would neither be on the device nor mapped by "
                     "process_training_batch. Write batch = self.prepare(batch)."
                 )
 

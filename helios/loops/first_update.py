@@ -67,18 +67,15 @@ class FirstUpdate:
         return self._engine._clips
 
     def average_gradients(self, optimizer: Optimizer) -> None:
-        """Average gradients, if there are any.
-
-        Raises:
-            UsageError: if there are none, and some parameter is trained.
-        """
+        """Average gradients; warn if there are none, and some parameter is trained."""
         self._engine.average_gradients(optimizer)
         is_trained = any(each.requires_grad for each in parameters_of(optimizer))
         if is_trained and not has_gradients(optimizer) and self._redefines("backward_loss"):
-            raise UsageError(
-                f"{self._name}.backward_loss must leave gradients in the parameters, got none: "
-                "nothing would be learned. Call super().backward_loss(loss, inputs), or "
-                "loss.backward()."
+            _LOGGER.warning(
+                "%s.backward_loss left no gradients in the parameters: nothing was learned. If the "
+                "loss depends on them, call super().backward_loss(loss, inputs), or "
+                "loss.backward().",
+                self._name,
             )
 
     def clip_gradients(self, optimizer: Optimizer) -> None:

@@ -192,7 +192,7 @@ class YieldLoop(OptimizerLoop):
                     f"The loss yielded for {path!r} depends on values computed before "
                     "an earlier yield (of this batch or the one before), and the backward "
                     "or the update there has freed or changed them. Compute them again after that "
-                    "yield, or detach them (x.detach()).\n\n{error}",
+                    f"yield, or detach them (x.detach()).\n\n{error}",
                 )
             raise
         is_reached = any(parameter.grad is not None for parameter in inputs)

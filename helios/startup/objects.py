@@ -8,6 +8,7 @@ import logging
 from collections import UserDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, Protocol
 
 from helios.data.datamodule import DataModule
@@ -169,7 +170,7 @@ def check_options(plugin: Plugin) -> None:
             f"{name}.batch_limits must be a dict of phases and numbers of batches, got "
             f"{plugin.batch_limits!r}. Write e.g. {{Phase.VALIDATION: 10}}."
         )
-    if not isinstance(plugin.sanity_steps, int):
+    if not isinstance(plugin.sanity_steps, Integral):
         raise ArgumentTypeError(
             f"{name}.sanity_steps must be an int, got {plugin.sanity_steps!r}. Write e.g. 2."
         )

@@ -46,7 +46,7 @@ from helios.state_graph.saved_layouts import changed_layouts, put_back
 from helios.state_graph.scanning import mark_of_state
 from helios.state_graph.state_dict_coverage import Coverages
 from helios.state_graph.step_effects import StepWatch
-from helios.state_graph.unsavable import marks_of_unsavable, unsavable_changes
+from helios.state_graph.unsavable import SharedValues, marks_of_unsavable, unsavable_changes
 from helios.state_graph.values import LIMIT, Identities, attributes_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -130,6 +130,7 @@ class Discovery:
         self.values = Allowance()
         self._baseline: Baseline | None = None
         self._omissions = Omissions(self._identities)
+        self._shared = SharedValues(self._identities)
         self._named: set[str] = set()
         self._grown = Grown()
         self._nodes: Mapping[str, Any] = {}
@@ -196,6 +197,7 @@ class Discovery:
         identities, values = Identities(), Allowance()
         values.limit, values.safe_types = self.values.limit, self.values.safe_types
         renewed = {"values": values, "_omissions": Omissions(identities), "_nodes": {}}
+        renewed["_shared"] = SharedValues(identities)
         return vars(self) | renewed | {"_identities": identities, "_baseline": None}
 
     @property
@@ -218,6 +220,7 @@ class Discovery:
             found = ObjectNames(self._owner, self._rules())
         graph = Graph(self._owner, found, self._identities)
         self._omissions.remember(graph.found)
+        self._shared.remember(graph)
         self._nodes = graph.nodes()
         baseline = take_baseline(self._owner, graph, self._identities, states_too=states_too)
         self.values.made_bytes = baseline.made.size
@@ -240,6 +243,7 @@ class Discovery:
                 self._mark(part.detach()) if is_tensor else mark_of_object(part, self._identities)
             )
         # What no checkpoint can hold is made again by every start.
+        self._shared.remember(graph)
         kinds = user_classes(self._owner, graph.found, {*baseline.kinds, *graph.types})
         baseline.kinds, baseline.unsavable = kinds, marks_of_unsavable(kinds, graph)
 
@@ -451,7 +455,7 @@ class Discovery:
         else:
             baseline = self._require_baseline()
             now = marks_of_unsavable(baseline.kinds, graph)
-            named = unsavable_changes(baseline.unsavable, now)
+            named = unsavable_changes(baseline.unsavable, now) | self._shared.find(graph)
             losses = MissingState.of(changes, misfits, lost | named)
         new = losses.without(self._named)
         self._named |= losses.reasons().keys()

@@ -63,6 +63,8 @@ class Outside:
 
     def find_overlap(self, begin: int, end: int) -> tuple[int, int, str] | None:
         """Return begin, end and name of the first tensor or array that overlaps some memory."""
+        if begin >= end:
+            return None
         if self._num_measured < len(self.parts):
             self._measure()
         for number in range(bisect_right(self._reaches, begin), len(self._extents)):

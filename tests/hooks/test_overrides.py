@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -93,6 +94,79 @@ def test_a_child_of_a_loop_of_the_users_may_take_what_that_one_passes() -> None:
             super().advance(batch * factor)
 
     session = start(Parent(), Child())
+    assert session.model.weight == -2.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.shows("K45")
+@pytest.mark.parametrize(("base", "name"), [(BatchLoop, "advances_once"), (Engine, "unsaved")])
+def test_a_method_in_the_place_of_an_attribute_is_refused(base: Any, name: str) -> None:
+    owner = make(base, **{name: nothing})
+    with pytest.raises(ArgumentTypeError, match=rf"\.{name} must be an attribute, got a method"):
+        start(engine=owner("cpu")) if base is Engine else start(owner())
+
+
+def decorated(method: Any) -> Any:
+    @functools.wraps(method)
+    def inside(*args: Any) -> Any:
+        return method(*args)
+
+    return inside
+
+
+def test_what_a_decorator_surrounds_may_call_its_base(caplog: pytest.LogCaptureFixture) -> None:
+    class Kept(Engine):
+        @decorated
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "own": 1}
+
+        @decorated
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            super().load_state_dict(state_dict)
+
+    class Lost(Kept):
+        def state_dict(self) -> dict[str, Any]:
+            return {"own": 1}
+
+    start(engine=Kept("cpu"))
+    assert not caplog.records
+    start(engine=Lost("cpu"))
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("Lost.state_dict does not call super().state_dict(...), which has")
+
+
+class Choosy(BatchLoop):
+    """Leaves out batches that are negative."""
+
+    def advance(self, batch: Any) -> None:
+        if batch > 0:
+            super().advance(batch)
+        else:
+            self.is_over = True
+
+    @property
+    def done(self) -> bool:
+        return super().done or self.is_over
+
+    def reset(self) -> None:
+        super().reset()
+        self.is_over = False
+
+
+class Halving(Plugin):
+    def __init__(self) -> None:
+        super().__init__("halving")
+
+    def setup(self) -> None: ...
+
+    def process_training_batch(self, batch: Any, state: Any) -> Any:
+        return batch / 2
+
+
+def test_a_batch_loop_may_leave_out_a_batch_that_hooks_would_map() -> None:
+    sources: Any = {Phase.TRAINING: [ListSource([[2.0], [-1.0], [4.0]])]}
+    session = make_session(Stepper(), Halving(), sources=sources, total_steps=3)
+    fit(session, FitLoop(EpochLoop(Choosy(OptimizerLoop()), ValidationLoop())))
+    assert session.state.global_iteration == 3
     assert session.model.weight == -2.0  # type: ignore[attr-defined]
 
 

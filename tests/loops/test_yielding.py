@@ -497,6 +497,8 @@ def test_a_graph_of_an_earlier_yield_is_hinted_at(kind: str) -> None:
         train_on(loop, session, 1.0)
     assert type(caught.value) is RuntimeError
     assert "The loss yielded for 'left' depends on" in str(caught.value)
+    said = {"freed": "a second time", "changed": "modified by an inplace operation"}
+    assert said[kind] in str(caught.value)
 
 
 def test_other_errors_of_backward_pass_as_they_are() -> None:

@@ -120,8 +120,16 @@ def _look_at_a_part(model: Part, plugin: Part) -> None:
 
 
 def _reach_beyond(model: Part, plugin: Part) -> None:
-    memory = vars(model)["whole"].new_zeros(6)
-    vars(model)["whole"], vars(plugin)["part"] = memory[:4], memory[2:]
+    memory = torch.zeros(10)
+    vars(model)["loose"], vars(plugin)["part"] = memory[:6], memory[4:]
+
+
+def _look_into_an_array(model: Part, plugin: Part) -> None:
+    vars(plugin)["array"] = vars(model)["array"][1:]
+
+
+def _look_into_an_array_by_a_tensor(model: Part, plugin: Part) -> None:
+    vars(plugin)["part"] = torch.from_numpy(vars(model)["array"])[1:2]
 
 
 def _look_elsewhere(model: Part, plugin: Part) -> None:
@@ -132,41 +140,71 @@ def _part_from_it(model: Part, plugin: Part) -> None:
     vars(plugin)["shared"] = vars(plugin)["shared"].clone()
 
 
-def _share_an_array(model: Part, plugin: Part) -> None:
-    vars(plugin)["array"] = vars(model)["array"][1:]
+def _replace_what_it_looked_at(model: Part, plugin: Part) -> None:
+    vars(model)["whole"] = torch.ones(8)
 
 
-def _exchange_with_an_array(model: Part, plugin: Part) -> None:
-    vars(plugin)["part"] = torch.from_numpy(vars(model)["array"])[1:2]
+def _refer_to_the_same(model: Part, plugin: Part) -> None:
+    vars(plugin)["part"] = vars(model)["whole"]
 
 
-@pytest.mark.shows("S56")
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (_look_at_a_part, ["part"]),
-        (_reach_beyond, ["part", "shared"]),
-        (_look_elsewhere, ["shared"]),
-        (_part_from_it, ["shared"]),
-        (_share_an_array, ["array"]),
-        (_exchange_with_an_array, ["part"]),
-        (lambda model, plugin: vars(model)["whole"].add_(vars(plugin)["part"][0] + 1), []),
-        (lambda model, plugin: vars(plugin).update(part=vars(model)["whole"]), []),
-    ],
-)
-def test_memory_that_training_lets_owners_share_otherwise_is_named(
-    change: Callable[[Part, Part], object], named: list[str]
-) -> None:
-    whole, array = torch.zeros(8), np.zeros(4)
-    model = Part(whole=whole, array=array)
+def _sharing() -> tuple[Part, Part, Owners]:
+    whole = torch.zeros(8)
+    model = Part(whole=whole, array=np.zeros(4), loose=None)
     plugin = Part(part=torch.zeros(2), shared=whole[4:6], array=np.zeros(2))
     owners = Owners([Owner("model", model, is_model=True), Owner("plugin 'a'", plugin)])
     owners.take_baseline()
     owners.begin_training()
+    return model, plugin, owners
+
+
+@pytest.mark.shows("S56")
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_look_at_a_part, "part"),
+        (_reach_beyond, "part"),
+        (_look_into_an_array, "array"),
+        (_look_into_an_array_by_a_tensor, "part"),
+    ],
+)
+def test_memory_that_training_lets_owners_share_is_named_once_it_is_written_to(
+    change: Callable[[Part, Part], object], name: str
+) -> None:
+    model, plugin, owners = _sharing()
     change(model, plugin)
-    missing = owners.capture({})[1]
-    assert sorted(missing) == [f"plugin 'a': {name}" for name in named]
-    assert all("shares memory with <model>." in text for text in missing.values())
+    assert owners.capture({})[1] == owners.capture({})[1] == {}
+    vars(plugin)[name] += 1
+    for _ in range(2):
+        [(path, text)] = owners.capture({})[1].items()
+        assert path == f"plugin 'a': {name}"
+        assert "shares memory with <model>." in text
+        assert "#" not in text
+    vars(plugin)[name] = vars(plugin)[name] + 1
+    assert owners.capture({})[1] == {}
+
+
+@pytest.mark.shows("S56")
+@pytest.mark.parametrize("change", [_look_elsewhere, _part_from_it, _replace_what_it_looked_at])
+def test_memory_of_setup_that_training_lets_owners_share_otherwise_is_named(
+    change: Callable[[Part, Part], object],
+) -> None:
+    model, plugin, owners = _sharing()
+    change(model, plugin)
+    assert list(owners.capture({})[1]) == ["plugin 'a': shared"]
+
+
+@pytest.mark.shows("S57")
+@pytest.mark.parametrize("change", [_look_at_a_part, _reach_beyond, _refer_to_the_same])
+def test_what_owners_keep_anew_in_each_step_is_no_memory_that_they_share(
+    change: Callable[[Part, Part], object],
+) -> None:
+    model, plugin, owners = _sharing()
+    for number in range(3):
+        vars(model)["whole"] += number
+        vars(model)["loose"] = torch.full((6,), float(number))
+        change(model, plugin)
+        assert owners.capture({})[1] == {}
 
 
 def test_names_that_a_capture_has_found_are_not_looked_for_again(

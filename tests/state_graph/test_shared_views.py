@@ -444,6 +444,22 @@ def test_memory_that_cannot_be_shared_again_is_named(
     assert names.count("large") + names.count("net.other':") == len(outcome.sidecars)
 
 
+class KeepingTheLoss(Plugin):
+    """Keeps what another one keeps, too: each gets a tensor of its own with the same memory."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: Any, should_log: bool) -> None:
+        self.loss = self.context.loss
+        self.batch = self.context.batch[0].numpy()
+
+
+def test_what_plugins_keep_to_read_is_saved_by_each(tmp_path: Path) -> None:
+    plugins = [KeepingTheLoss("one"), KeepingTheLoss("other")]
+    assert_ordinary(Case(Sharing, options=lambda _: {"plugins": plugins}), tmp_path)
+
+
 def test_memory_that_each_start_shares_anew_is_not_named(tmp_path: Path) -> None:
     case = Case(Sharing, options=lambda _: {"plugins": [LookingFromTheStart()]})
     assert_ordinary(case, tmp_path)
