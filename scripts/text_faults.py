@@ -594,15 +594,15 @@ FAULTS = (
     Fault(
         "class attributes are not looked at",
         "helios/state_graph/unsavable.py",
-        "    lost |= _changed(baseline.classes, marks, unsupported_values.OF_CLASS)",
-        "    pass",
+        "        reasons.OF_CLASS: class_marks(kinds, graph.content),",
+        "        reasons.OF_CLASS: {},",
         "tests/state_graph/test_named.py::test_class_attributes_that_training_changes_are_named",
     ),
     Fault(
         "scripted networks are not looked at",
         "helios/state_graph/unsavable.py",
-        "    lost |= _changed(baseline.scripts, scripts, unsupported_values.OF_SCRIPT)",
-        "    pass",
+        "        reasons.OF_SCRIPT: script_marks(graph.found, graph.content),",
+        "        reasons.OF_SCRIPT: {},",
         "tests/state_graph/test_named.py::test_attributes_of_scripted_and_traced_networks_are_named",
     ),
     Fault(
@@ -785,8 +785,8 @@ FAULTS = (
     Fault(
         "a plugin that only saves a state is refused",
         "helios/startup/objects.py",
-        " and not is_shown_only:",
-        ":",
+        ", may_show=True",
+        "",
         "tests/startup/test_registration.py::test_a_plugin_may_save_a_state_that_nobody_loads",
     ),
     Fault(

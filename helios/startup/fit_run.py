@@ -642,8 +642,8 @@ class Training:
         lacking = {p: text for p, text in missing.items() if p not in self._stranded}
         if lacking:
             _LOGGER.warning(
-                "The checkpoint of iteration %s is incomplete: it lacks %s. The resumed run has "
-                "the values from setup() there, so bits may differ from those of an uninterrupted "
+                "The checkpoint of iteration %s is incomplete: it lacks %s. There the resumed "
+                "run is as setup() makes it, so bits may differ from those of an uninterrupted "
                 "run. Declare what need not be saved: unsaved = (...,). "
                 'Trainer(on_incomplete="raise") refuses to write such a checkpoint.',
                 with_step(*record.counters),

@@ -196,7 +196,7 @@ def test_fit_warns_once_when_it_loads_an_incomplete_checkpoint(
     shown = capsys.readouterr().err
     (told,) = [line for line in shown.splitlines() if " - WARNING - " in line]
     assert f"The checkpoint of iteration 4 is incomplete: it lacks {LOST}." in told
-    assert "The resumed run has the values from setup() there" in told
+    assert "There the resumed run is as setup() makes it" in told
     assert 'on_incomplete="raise"' in told
     assert f"reproducibility: incomplete (lacks {LOST})" in shown
     newest = sidecars(tmp_path)[-1]
