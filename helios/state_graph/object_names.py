@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from helios.core.generators import is_generator
@@ -79,7 +80,8 @@ class Outside:
         new = itertools.islice(self.parts.items(), self._num_measured, None)
         self._num_measured = len(self.parts)
         for name, part in new:
-            if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and has_plain_bytes(part)):
+            is_dense = isinstance(part, Tensor) and not is_lazy(part) and has_plain_bytes(part)
+            if is_dense or isinstance(part, np.ndarray):
                 begin, end = span_of(part)
                 if begin and begin < end:
                     self._extents.append((begin, end, name))
