@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from helios.errors import UsageError
 from helios.state import TrainingState
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class IterationListener:
             contents: what was read of each batch where it was fetched; ``None`` to read it here.
 
         Returns:
-            Numbers that are added over all processes, together with the losses; only one listener
-            of a training may return any.
+            Numbers that are added over all processes, together with the losses. Only one listener
+            of a training may have this method.
         """
         return ()
 
@@ -91,6 +92,12 @@ class Listening:
 
         self.epoch_opened = find("epoch_opened")
         self.batches_fetched = find("batches_fetched")
+        if len(self.batches_fetched) > 1:
+            names = " and ".join(type(each).__name__ for each in known)
+            raise UsageError(
+                f"Only one listener may have batches_fetched, got {names}: what it returns travels "
+                "with the losses. Let one of them do both."
+            )
         self.turn_begun = find("turn_begun")
         self.gradients_averaged = find("gradients_averaged")
         self.losses_known = find("losses_known")

@@ -124,21 +124,19 @@ def warn_of_reserved_names(owner: object) -> None:
 
 def _attributes_set_by(method: FunctionType) -> set[str]:
     """Return the attributes of its own object that a method assigns, as far as code shows."""
-    own = next(iter(method.__code__.co_varnames), None)
-    steps = [*dis.get_instructions(method)]
+    steps = [*dis.get_instructions(_code_of(method))]
     return {
         step.argval
         for before, step in itertools.pairwise(steps)
-        if step.opname == "STORE_ATTR"
-        and before.opname.startswith("LOAD_FAST")
-        and before.argval == own
+        # Another object in an attribute has attributes of its own.
+        if step.opname == "STORE_ATTR" and before.opname != "LOAD_ATTR"
     }
 
 
 def _code_of(method: FunctionType) -> CodeType:
     """Return what a user has written, also if a decorator surrounds it."""
-    inside: FunctionType = inspect.unwrap(method)
-    return inside.__code__
+    inside: object = inspect.unwrap(method)
+    return inside.__code__ if isinstance(inside, FunctionType) else method.__code__
 
 
 def check_state_methods(

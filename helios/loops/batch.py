@@ -63,7 +63,8 @@ class BatchLoop(Loop):
             advance(*args)
             turn = session.state.global_iteration, session.turns.replica
             # A loop may leave out a batch: then nothing has handed over gradients.
-            if session.turns.has_collected and self._prepared_in != turn:
+            has_trained = session.turns.has_collected or session.is_manual
+            if has_trained and self._prepared_in != turn:
                 raise UsageError(
                     f"{type(self).__name__} must call self.prepare(batch) once for each batch that "
                     "it trains on, got no call: it would neither be on the device nor mapped by "

@@ -118,6 +118,7 @@ class RunSaves:
             "machine": self._machine,
             "resumed_from": start.origin,
             "rewinds": [each.as_plain() for each in start.rewinds],
+            "ledger": None,
         }
         for listener in self._listeners:
             stamp |= listener.saving()

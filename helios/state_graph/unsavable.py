@@ -6,7 +6,7 @@ Shared memory is among them if it belongs to several owners, or to tensors of ov
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from torch import Tensor
 
@@ -62,9 +62,10 @@ def unsavable_changes(before: Marks, now: Marks) -> dict[str, str]:
 class SharedValues:
     """Memory that values of an owner share with those of another one, which no checkpoint keeps.
 
-    What setup shares is named once training has let it be shared otherwise. What training shares is
-    named once the same tensor or array is found to be written to while it is shared: most are
-    only kept to be read, such as a loss, and a resumed run has an equal copy of those.
+    What setup shares is named once training lets it be shared otherwise. What training shares is
+    named once it is written to in place: most is only kept to be read, such as a loss, and a
+    resumed run has an equal copy of that. Of an array, which counts no writes, this is seen at the
+    second save at which the same one is shared.
 
     Args:
         identities: numbers for what is compared by identity.
@@ -73,7 +74,7 @@ class SharedValues:
     def __init__(self, identities: Identities) -> None:
         self._identities = identities
         self._made: _Crossings = {}
-        self._seen: dict[str, tuple[tuple[Any, ...], bytes | int, bool]] = {}
+        self._seen: dict[int, _Seen] = {}
 
     def remember(self, graph: Graph) -> None:
         """Record what is shared now as what each start shares again."""
@@ -81,26 +82,51 @@ class SharedValues:
 
     def find(self, graph: Graph) -> dict[str, str]:
         """Return what is shared otherwise, with the reason why no checkpoint can hold it."""
-        made, now = self._made, _crossings(graph.views, graph.rules.outside)
-        partners = {name: mark[0] for name, mark in {**made, **now}.items()}
-        seen = {
-            name: self._compare(name, mark, graph.views[name])
-            for name, mark in now.items()
-            if mark != made.get(name)
+        outside = graph.rules.outside
+        made, now = self._made, _crossings(graph.views, outside)
+        partners = {
+            name: made[name][0]
+            for name in made.keys() & graph.views.keys()
+            if made[name] != now.get(name)
         }
-        gone = [name for name, mark in made.items() if mark != now.get(name)]
-        lost = {*gone, *(name for name, (_, _, is_written) in seen.items() if is_written)}
+        seen: dict[int, _Seen] = {}
+        for name, mark in now.items():
+            if mark != made.get(name):
+                part = graph.views[name]
+                who = (self._identities.number(outside.parts[mark[0]]), *mark[1:])
+                number = self._identities.number(part)
+                seen[number] = found = self._seen.get(number, _Seen()).after(part, who)
+                partners |= {name: mark[0]} if found.is_written else {}
         self._seen = seen
         return {
             _without_number(name): reasons.CROSSING.format(_without_number(partners[name]))
-            for name in sorted(lost)
+            for name in sorted(partners)
         }
 
-    def _compare(self, name: str, mark: tuple[Any, ...], part: Any) -> tuple[Any, Any, bool]:
-        who = (self._identities.number(part), *mark)
-        content = tensor_sum(part) if isinstance(part, Tensor) else array_sum(part)
-        known, before, was_written = self._seen.get(name, (None, content, False))
-        return who, content, known == who and (was_written or before != content)
+
+class _Seen(NamedTuple):
+    """A tensor or array that shares memory with another owner's, as a save has found it.
+
+    Attributes:
+        who: the other one, and how they overlap.
+        content: a checksum.
+        is_written: whether it was written to in place.
+    """
+
+    who: tuple[Any, ...] = ()
+    content: Any = None
+    is_written: bool = False
+
+    def after(self, part: Any, who: tuple[Any, ...]) -> _Seen:
+        """Return how it is found now."""
+        if isinstance(part, Tensor):
+            content: Any = tensor_sum(part)
+            is_written = not part.is_inference() and part._version > 0  # noqa: SLF001 - torch has no public counter
+        else:
+            content, is_written = array_sum(part), False
+        if who == self.who:
+            is_written |= self.is_written or content != self.content
+        return _Seen(who, content, is_written)
 
 
 def _without_number(name: str) -> str:

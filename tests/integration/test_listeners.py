@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.checkpoint.run_listener import RunListener
 from helios.checkpoint.store import CheckpointStore
+from helios.errors import UsageError
 from helios.listeners import IterationListener, Listening
 from helios.plugins import Plugin
 from helios.startup import fit_run
@@ -257,3 +258,14 @@ def test_what_nobody_listens_to_is_not_called() -> None:
     assert len(listening.training_ended) == 1
     assert not listening.batches_fetched
     assert not listening.turn_begun
+
+
+class Fetching(IterationListener):
+    def batches_fetched(self, *args: Any) -> Any:
+        return (1.0,)
+
+
+def test_two_listeners_that_both_hear_of_batches_are_refused() -> None:
+    Listening([Fetching(), IterationListener()])
+    with pytest.raises(UsageError, match=r"got Fetching and Fetching: what it returns travels"):
+        Listening([Fetching(), Fetching()])

@@ -194,6 +194,16 @@ def test_memory_of_setup_that_training_lets_owners_share_otherwise_is_named(
     assert list(owners.capture({})[1]) == ["plugin 'a': shared"]
 
 
+@pytest.mark.shows("S56")
+def test_a_tensor_that_was_written_to_is_named_at_the_first_save_that_finds_it_shared() -> None:
+    model, plugin, owners = _sharing()
+    vars(plugin)["history"] = [vars(model)["whole"][2:4]]
+    vars(model)["whole"] += 1
+    assert list(owners.capture({})[1]) == ["plugin 'a': history"]
+    vars(plugin)["history"].insert(0, vars(model)["whole"][:2])
+    assert list(owners.capture({})[1]) == ["plugin 'a': history"]
+
+
 @pytest.mark.shows("S57")
 @pytest.mark.parametrize("change", [_look_at_a_part, _reach_beyond, _refer_to_the_same])
 def test_what_owners_keep_anew_in_each_step_is_no_memory_that_they_share(
@@ -201,8 +211,8 @@ def test_what_owners_keep_anew_in_each_step_is_no_memory_that_they_share(
 ) -> None:
     model, plugin, owners = _sharing()
     for number in range(3):
-        vars(model)["whole"] += number
-        vars(model)["loose"] = torch.full((6,), float(number))
+        vars(model)["whole"] = whole = torch.full((8,), float(number))
+        vars(plugin)["shared"] = whole[4:6]
         change(model, plugin)
         assert owners.capture({})[1] == {}
 

@@ -303,11 +303,11 @@ def values_that_owners_share_otherwise_are_lost(find, shared, graph):
 
 
 @fault(
-    "helios.state_graph.unsavable:SharedValues._compare",
+    "helios.state_graph.unsavable:_Seen.after",
     "tests/state_graph/test_owner_states.py::test_what_owners_keep_anew_in_each_step_is_no_memory_that_they_share",
 )
-def what_two_owners_only_keep_to_read_counts_as_shared(compare, shared, name, mark, part):
-    return *compare(shared, name, mark, part)[:2], True
+def what_two_owners_only_keep_to_read_counts_as_shared(after, seen, part, who):
+    return after(seen, part, who)._replace(is_written=True)
 
 
 @fault(
