@@ -44,11 +44,10 @@ CHANGES = (
         ("is_optimizer_step_committed",),
     ),
     Change(
-        "stop the run",
-        "call `request_stop(reason)`, or `interrupt(reason)` to resume it later",
+        "stop, interrupt or save",
+        "call `request_stop(reason)`, `interrupt(reason)` or `request_checkpoint()`",
         ("max_epoch", "max_step"),
     ),
-    Change("save", "call `request_checkpoint()`"),
     Change("log", "call `self.context.log({name: number})`"),
     Change("say that scores are summed", "call `declare_summed(scores)`"),
     Change(

@@ -63,7 +63,7 @@ def test_a_hook_can_assign_nothing_to_the_context(name: str) -> None:
         ("batch", "To map the batch, return it from process_*_batch, in one plugin."),
         ("loss", "To change the loss or the outputs, return others from train_step"),
         ("optimizer", "To change weights, buffers, optimizers and schedulers, change the objects"),
-        ("max_step", "To save, stop or interrupt, call request_checkpoint(), request_stop(reason)"),
+        ("max_step", "To stop, interrupt or save, call request_stop(reason), interrupt(reason)"),
         ("epoch_id", "Copy the value, and change the copy."),
         ("lss", "no such attribute. Did you mean to read context.loss? Keep values in self.lss."),
         ("foo", "It has no such attribute. Keep values in self.foo."),
@@ -106,7 +106,7 @@ WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any], bool]]] = {
         _skip_first,
         lambda session: session.state.global_iteration == 3,
     ),
-    "save, stop or interrupt": (
+    "stop, interrupt or save": (
         "on_training_batch_start",
         lambda context, state: context.request_stop("as a test"),
         lambda session: session.state.global_iteration == 1,
