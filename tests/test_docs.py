@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import os
 import re
 import runpy
@@ -15,6 +16,7 @@ import yaml
 
 import helios
 from helios.storage.content_hash import fingerprint
+from scripts.sizes import measure
 from tests.support.kills import KillAt, run_in_child
 from tests.support.pages import OF_STATE, SHOWN
 from tests.support.warned import collect_warnings
@@ -30,6 +32,7 @@ _RECIPES = [
 _BARS = "tqdm.tqdm.monitor_interval"
 """Seconds; 0 starts no thread, which the bars of `datasets` would leave behind."""
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FOR_US = r"For those who (begin to )?work on Helios\. "
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -172,6 +175,41 @@ def test_the_code_that_inductor_compiles_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(_write_script(_COMPILED, tmp_path))]
     variables = {**os.environ, "PYTHONPATH": str(_ROOT)}
     assert subprocess.run(command, cwd=tmp_path, env=variables, check=False).returncode == 0
+
+
+def _assumes(page: Path) -> str:
+    """Return what a page says under its title about what is to be read before it."""
+    text = page.read_text("utf-8").split("\n\n")[1].replace("\n", " ")
+    says = rf"\*({_FOR_US})?(Read first: |Needs no other page\.).*\*"
+    assert re.fullmatch(says, text), _name(page)
+    return text
+
+
+@pytest.mark.shows("P151")
+def test_each_page_says_what_to_read_first_and_so_all_have_an_order() -> None:
+    pages = [
+        page
+        for page in (_ROOT / "docs").rglob("*.md")
+        if page.parent.name != "decisions" or page.name == "README.md"
+    ]
+    assumes = {page.resolve(): _assumes(page) for page in pages}
+    before = {
+        page: [(page.parent / link).resolve() for link in _LINK.findall(text)]
+        for page, text in assumes.items()
+    }
+    assert set(graphlib.TopologicalSorter(before).static_order()) == assumes.keys()
+    ours = {page for page, text in assumes.items() if re.match(rf"\*{_FOR_US}", text)}
+    assert ours
+    assert not [page for page in assumes.keys() - ours if ours & set(before[page])]
+
+
+@pytest.mark.shows("P151")
+def test_the_files_that_lead_through_the_code_can_be_read_in_an_hour() -> None:
+    page = (_ROOT / "docs" / "spine.md").read_text("utf-8")
+    files = re.findall(r"^\| \d+ \| `(.+?)`", page, re.MULTILINE)
+    assert len(files) == 12
+    sizes = [measure(file, (_ROOT / "helios" / file).read_text("utf-8")) for file in files]
+    assert sum(size.code_lines for size in sizes) <= 3000
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=_name)

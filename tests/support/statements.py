@@ -25,7 +25,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "coverage.md"
-_COUNTS = {"H": 66, "L": 47, "K": 45, "R": 49, "C": 18, "E": 43, "S": 74, "P": 150}
+_COUNTS = {"H": 66, "L": 47, "K": 45, "R": 49, "C": 18, "E": 43, "S": 74, "P": 151}
 _DEMANDS = (2, 3, 10, 12, 13, 14, 17, *range(21, 38))
 NUMBERS = [
     *(f"{letter}{number}" for letter, count in _COUNTS.items() for number in range(1, count + 1)),
@@ -45,6 +45,8 @@ _HEADINGS = {
     "P1": "Proof\n\nThe [ledger](ledger.md) of a run, and its [audits](audit.md).",
 }
 _HEAD = """# Coverage
+
+*For those who work on Helios. Read first: [Architecture](architecture.md).*
 
 Which test shows which statement. `scripts/make_golden.py coverage` writes this page from
 `tests/statements.toml` and from the marks `@pytest.mark.shows(...)` of the tests. H1 to H66 are
