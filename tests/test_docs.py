@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 import helios
+from helios.checkpoint.file_names import SCHEMA
+from helios.checkpoint.record import KEYS
 from helios.storage.content_hash import fingerprint
 from scripts.sizes import measure
 from tests.support.kills import KillAt, run_in_child
@@ -210,6 +212,14 @@ def test_the_files_that_lead_through_the_code_can_be_read_in_an_hour() -> None:
     assert len(files) == 12
     sizes = [measure(file, (_ROOT / "helios" / file).read_text("utf-8")) for file in files]
     assert sum(size.code_lines for size in sizes) <= 3000
+
+
+def test_the_page_of_checkpoints_lists_all_keys_and_names_the_schema() -> None:
+    page = (_ROOT / "docs" / "checkpoints.md").read_text("utf-8")
+    contents = page.partition("## Contents")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \|", contents, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(KEYS)
+    assert f"The format is schema {SCHEMA}." in contents
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=_name)
