@@ -47,9 +47,8 @@ from helios.protocols import GradientAudit
 from helios.replicas.turns import make_turns
 from helios.requests import make_agreement
 from helios.state import Phase
-from helios.state_graph.consistency import check_alike
+from helios.state_graph.consistency import ReplicaWatch, check_alike
 from helios.state_graph.idle_watch import IdleWatch
-from helios.state_graph.replica_watch import ReplicaWatch
 from helios.terminal.progress import Display
 from helios.text import with_step
 

@@ -614,7 +614,7 @@ FAULTS = (
     ),
     Fault(
         "a data set is read",
-        "helios/state_graph/dataset_attributes.py",
+        "helios/state_graph/attribute_rules.py",
         "        if left < 0:",
         "        if False:",
         "tests/state_graph/test_owner_states.py::test_of_a_data_set_only_small_values_and_generators_count",
@@ -636,7 +636,7 @@ FAULTS = (
     ),
     Fault(
         "what replicas change in plugins is not looked for",
-        "helios/state_graph/replica_watch.py",
+        "helios/state_graph/consistency.py",
         "        for name, watch in self._others:",
         "        for name, watch in ():",
         "tests/integration/test_matrix.py::test_what_training_changed_is_saved_or_named",
@@ -1434,7 +1434,7 @@ FAULTS = (
     ),
     Fault(
         "only the first turn is watched",
-        "helios/state_graph/replica_watch.py",
+        "helios/state_graph/consistency.py",
         "        if self._has_reported and iteration & (iteration - 1):\n            return None",
         "        if self._has_reported:\n            return None",
         "tests/loops/test_replicas.py",

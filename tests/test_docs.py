@@ -214,6 +214,23 @@ def test_the_files_that_lead_through_the_code_can_be_read_in_an_hour() -> None:
     assert sum(size.code_lines for size in sizes) <= 3000
 
 
+@pytest.mark.shows("P151")
+def test_the_page_of_the_architecture_names_each_module_and_no_other() -> None:
+    page = (_ROOT / "docs" / "architecture.md").read_text("utf-8")
+    modules = page.partition("\n## Modules\n")[2].partition("\n## ")[0]
+    named = {name.removesuffix(".py") for name in re.findall(r"`([\w/.]+)`", modules)}
+    files = {
+        path.relative_to(_ROOT / "helios").with_suffix("").as_posix(): path.read_text("utf-8")
+        for path in (_ROOT / "helios").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert [file for file in files if not {file, file.rpartition("/")[2]} & named] == []
+    # What is no module is a name in the code.
+    stems = {file.rpartition("/")[2] for file in files}
+    words = set(re.findall(r"\w+", " ".join(files.values())))
+    assert {name for name in named if re.fullmatch(r"[a-z]\w*_\w+", name)} - stems - words == set()
+
+
 def test_the_page_of_checkpoints_lists_all_keys_and_names_the_schema() -> None:
     page = (_ROOT / "docs" / "checkpoints.md").read_text("utf-8")
     contents = page.partition("## Contents")[2].partition("\n## ")[0]

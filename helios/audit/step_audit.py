@@ -34,8 +34,7 @@ from helios.loops.step_trace import (
 from helios.replicas.assignment import blocks
 from helios.session import Session
 from helios.state import TrainingState
-from helios.state_graph.consistency import find_lazy
-from helios.state_graph.replica_watch import TurnWatch
+from helios.state_graph.consistency import TurnWatch, find_lazy
 from helios.state_graph.rollback import Rollback
 
 _LOGGER = logging.getLogger(__name__)

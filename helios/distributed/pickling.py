@@ -1,4 +1,4 @@
-"""Pickles values for other processes of the same job, and preserves memory that tensors share.
+"""Pickles values and errors for other processes of the same job; tensors go on sharing memory.
 
 Plain ``pickle`` copies the memory of every tensor, so two views of one tensor would become two
 tensors. Use it only for data from processes of the same job, never for files.
@@ -160,3 +160,57 @@ def describe_value(value: Any) -> str:
     text = repr(value)
     short = text if len(text) <= 80 else f"{text[:77]}..."
     return f"{short}, of type {kind.__module__}.{kind.__qualname__}"
+
+
+class _Parts:
+    """The parts of an error whose own pickling does not restore it.
+
+    ``pickle`` calls the class with ``args``, which often differ from the constructor's parameters.
+
+    Args:
+        error: the error.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        kind = type(error)
+        args = error.args if _can_travel(error.args) else (str(error),)
+        attributes = {name: part for name, part in vars(error).items() if _can_travel(part)}
+        self._parts = (kind, args, attributes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, self._parts
+
+
+def _rebuild(
+    kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(attributes)
+    return error
+
+
+def _can_travel(value: Any) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+def pack_error(error: BaseException) -> bytes | None:
+    """Pickle an error for ``pickle.loads``, part by part if its own pickling does not restore it.
+
+    Returns:
+        The bytes; None if the class cannot be pickled. Attributes that cannot be pickled are left
+        out.
+    """
+    for make in (lambda: error, lambda: _Parts(error)):
+        try:
+            data = pickle.dumps(make())
+            again = pickle.loads(data)
+            if type(again) is type(error) and str(again) == str(error):
+                return data
+        except Exception:
+            continue
+    return None

@@ -1,7 +1,8 @@
 """Joins and leaves the process groups of a training, and guards its collectives.
 
 A process joins two groups: the default one for tensors of the training, and one on the CPU for
-control messages, so that neither waits for the other. This also works for a single process.
+control messages, so that neither waits for the other. This also works for a single process. A rank
+learns that another one has failed by an error, or from their common store.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -22,7 +23,6 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from helios.distributed import lost_ranks
 from helios.errors import RankError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -301,7 +301,7 @@ def membership(info: DistributedInfo, **options: Any) -> Iterator[None]:
     except BaseException as error:
         known = own_membership()
         if isinstance(error, Exception) and known is not None and known.store is not None:
-            lost_ranks.note_failure(known.store)
+            note_failure(known.store)
         leave_group(is_failing=True)
         raise
     leave_group()
@@ -354,7 +354,7 @@ def has_lost_rank() -> bool:
     Unlike a collective, it may be called in any thread, and whatever the other ranks do.
     """
     known = own_membership()
-    return known is not None and known.store is not None and lost_ranks.has_failure(known.store)
+    return known is not None and known.store is not None and has_failure(known.store)
 
 
 def open_store() -> Any:
@@ -430,3 +430,53 @@ def _require_group(caller: str) -> None:
             f"{caller}(...) needs a process group, but this process is in none. Train on several "
             "processes, call init_dist(...) first, or check is_dist_active()."
         )
+
+
+_KEY = "failed"
+_STORE_SECONDS = 2.0
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error, or one of its causes, is the consequence of another rank's failure.
+
+    An error of a collective means that a rank has exited or is late; a ``RankError``, that another
+    rank has failed.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        is_gloo = isinstance(link, RuntimeError) and "gloo" in str(link).lower()
+        if is_gloo or isinstance(link, RankError | dist.DistError):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False
+
+
+def note_failure(store: Any) -> None:
+    """Tell the ranks that share a store that this one ends with an error."""
+    _ask(lambda: store.set(_KEY, ""))
+
+
+def has_failure(store: Any) -> bool:
+    """Return whether a rank has noted a failure in a store, or the store is gone.
+
+    Rank 0 may be the server of the store, and be the rank that has failed.
+    """
+    return _ask(lambda: store.check([_KEY]))
+
+
+def _ask(work: Callable[[], bool | None]) -> bool:
+    """Return the answer of a store; True if it is gone, False if it does not answer in time."""
+    found = []
+
+    def ask() -> None:
+        try:
+            found.append(bool(work()))
+        except RuntimeError:
+            found.append(True)
+
+    thread = threading.Thread(target=ask, name="helios-store", daemon=True)
+    thread.start()
+    thread.join(_STORE_SECONDS)
+    return any(found)

@@ -29,9 +29,8 @@ import torch
 from helios.core.logger_settings import LoggerSettings
 from helios.core.tracebacks import fold_traceback, shows_all_frames
 from helios.core.utils import flush_outputs
-from helios.distributed.lost_ranks import is_lost_peer
-from helios.distributed.packed_errors import pack_error
-from helios.distributed.process_groups import DistributedInfo, join_group, leave_group
+from helios.distributed.pickling import pack_error
+from helios.distributed.process_groups import DistributedInfo, is_lost_peer, join_group, leave_group
 from helios.launch.ipc import Job, LaunchChannel, RankQueue, pickle_value, unpickle_value
 
 READY, ITEM, LINE, DONE, FAILED = b"r", b"i", b"l", b"d", b"f"

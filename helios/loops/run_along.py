@@ -15,7 +15,7 @@ from helios.loops.step import begin_forward, loss_of, take_step
 from helios.loops.step_trace import StepTrace
 from helios.session import Session
 from helios.state import TrainingState
-from helios.state_graph.replica_watch import TurnWatch
+from helios.state_graph.consistency import TurnWatch
 from helios.state_graph.rollback import Rollback
 
 

@@ -22,8 +22,7 @@ from helios.core.generators import (
 from helios.distributed import pickling
 from helios.model.model import Model
 from helios.session import Session
-from helios.state_graph.buffers import BufferPlaces, Copies
-from helios.state_graph.rollback import Rollback
+from helios.state_graph.rollback import BufferPlaces, Copies, Rollback
 from helios.terminal import root_logger as log
 
 

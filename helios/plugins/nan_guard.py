@@ -29,7 +29,7 @@ from helios.plugins.nonfinite_report import (
 )
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Cursor, TrainingState
-from helios.state_graph.buffers import BufferCopies
+from helios.state_graph.rollback import BufferCopies
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helios.replicas.replicas import NOTHING, Replicas, join_bytes, split_bytes
-from helios.state_graph.buffers import BufferPlaces, Copies
+from helios.state_graph.rollback import BufferPlaces, Copies
 
 _COMMITTED = -1
 _Shape: TypeAlias = tuple[torch.Size, torch.dtype] | None

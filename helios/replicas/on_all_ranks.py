@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from helios.distributed.packed_errors import pack_error
+from helios.distributed.pickling import pack_error
 from helios.errors import RankError
 from helios.replicas.replicas import Replicas
 

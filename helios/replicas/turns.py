@@ -22,8 +22,8 @@ from helios.replicas.gradients import FindNetworks
 from helios.replicas.replicas import Replicas
 from helios.replicas.window_exchange import WindowExchange, make_loss_error
 from helios.requests import Agreement
+from helios.state_graph.consistency import ReplicaWatch, TurnWatch
 from helios.state_graph.discovery import Discovery
-from helios.state_graph.replica_watch import ReplicaWatch, TurnWatch
 
 Seed = Callable[[int | None], None]
 

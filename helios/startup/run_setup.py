@@ -24,7 +24,7 @@ from helios.data.datamodule import DataModule
 from helios.data.multi_loader import open_sources
 from helios.data.shard import Shard
 from helios.data.source import Source
-from helios.distributed.lost_ranks import is_lost_peer
+from helios.distributed.process_groups import is_lost_peer
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision

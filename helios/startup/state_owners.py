@@ -23,7 +23,7 @@ from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import keeps_state
 from helios.plugins.plugin import Plugin
 from helios.protocols import Stateful
-from helios.state_graph.dataset_attributes import generators_in
+from helios.state_graph.attribute_rules import generators_in
 from helios.state_graph.owner_states import Owner, Owners
 from helios.state_graph.values import attributes_of
 

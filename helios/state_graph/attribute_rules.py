@@ -1,16 +1,27 @@
-"""Selects the attributes of an object that count as state beside its ``state_dict``, by type."""
+"""Selects the attributes of an object that count as state beside its ``state_dict``, by type.
+
+The samples of a data set are not read; any other large member of it, or of a collate function, is a
+cache or an open file.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, final
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.generators import is_generator
+from helios.core.utils import unsaved_of
 from helios.core.wrappers import class_of
-from helios.state_graph.values import attributes_of
+from helios.state_graph.values import ATOMS, attributes_of, each_in, elements_of
+from helios.text import size_text
 
 OF_MODULES = frozenset(vars(nn.Module())) | {
     *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
@@ -90,3 +101,54 @@ _HOUSE = (
 def is_of_the_house(value: object) -> bool:
     """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
     return any(base.__module__.startswith(_HOUSE) for base in type(value).__mro__)
+
+
+_SMALL = 1 << 16
+"""Maximum bytes of a member that is compared."""
+
+_GROWN = (
+    f"an attribute of a data set that has changed and grown beyond {size_text(_SMALL)}: keep it in "
+    "the data module, or declare it in the class of the data set: unsaved = (...,)"
+)
+
+PLAIN = (*ATOMS, list, tuple, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor)
+
+
+def large_members(part: object) -> frozenset[str]:
+    """Return the attributes that hold data."""
+    return frozenset(name for name, value in attributes_of(part).items() if _is_large(value))
+
+
+def _is_large(value: Any) -> bool:
+    """Return whether a value takes more than 64 KiB, without reading all of it."""
+    left = _SMALL
+    for part in each_in(value, elements_of):
+        left -= part.nbytes if isinstance(part, Tensor | np.ndarray) else sys.getsizeof(part, 0)
+        if left < 0:
+            return True
+    return False
+
+
+def generators_in(part: object) -> list[str]:
+    """Return the attributes of an object that hold a generator and are not declared unsaved."""
+    return sorted(
+        name
+        for name, value in attributes_of(part).items()
+        if type(value) not in ATOMS and is_generator(value) and name not in unsaved_of(part)
+    )
+
+
+@final
+class Grown:
+    """Records which members checkpoints have held, and reports those that have grown too large."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def note(self, paths: Iterable[str]) -> None:
+        """Record that training has changed the members that contain these paths."""
+        self._known |= {path.partition(".")[0] for path in paths}
+
+    def losses(self, large: Iterable[str]) -> dict[str, str]:
+        """Return what checkpoints no longer hold, with the reason."""
+        return dict.fromkeys(sorted(self._known.intersection(large)), _GROWN)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helios.state_graph.changes import Made
-from helios.state_graph.class_attributes import user_classes
 from helios.state_graph.custom_state_dicts import extra_marks
 from helios.state_graph.graph import Graph
 from helios.state_graph.layouts import Form, memory_marks
@@ -15,7 +14,7 @@ from helios.state_graph.module_state import Shape, shape_of
 from helios.state_graph.object_names import References, as_written
 from helios.state_graph.optimizers import Roster, roster_of
 from helios.state_graph.scanning import mark_of_state
-from helios.state_graph.unsavable import Marks, marks_of_unsavable
+from helios.state_graph.unsavable import Marks, marks_of_unsavable, user_classes
 from helios.state_graph.values import Identities
 
 

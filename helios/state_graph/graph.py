@@ -25,7 +25,7 @@ from helios.core.memory import fills_its_reach, has_plain_bytes, span_of, storag
 from helios.state_graph import unsupported_values
 from helios.state_graph.attribute_rules import is_of_the_house
 from helios.state_graph.layouts import Layouts, layouts_of
-from helios.state_graph.memory_groups import Group, groups_of
+from helios.state_graph.memory_groups import Group, Storages, Target, groups_of
 from helios.state_graph.module_state import Parameters, sort_parameters, storages_of
 from helios.state_graph.object_names import ObjectNames, Rules, has_state, members_of, path_of
 from helios.state_graph.registered_hooks import has_hooks, user_hooks_of
@@ -40,7 +40,6 @@ from helios.state_graph.scanning import (
     digest_of,
     is_dense,
 )
-from helios.state_graph.storages import Storages, Target
 from helios.state_graph.values import (
     ATOMS,
     Identities,

@@ -24,9 +24,9 @@ from helios.core.memory import (
     storage_of,
     tensor_on,
 )
+from helios.state_graph.memory_groups import Storages
 from helios.state_graph.network_parts import NamedTensor
 from helios.state_graph.object_names import ObjectNames
-from helios.state_graph.storages import Storages
 from helios.storage.checksums import tensor_sum
 
 Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]

@@ -22,10 +22,10 @@ from helios.core.utils import parameters_of
 from helios.core.wrappers import BareNames, bare_state_dict, unwrap
 from helios.errors import StateError
 from helios.protocols import Stateful
+from helios.state_graph.memory_groups import Storages
 from helios.state_graph.network_parts import Networks
 from helios.state_graph.object_names import ObjectNames
 from helios.state_graph.registered_hooks import OF_OPTIMIZERS, is_known
-from helios.state_graph.storages import Storages
 from helios.state_graph.values import ATOMS
 
 Shape: TypeAlias = dict[str, object]

@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.generators import state_of_generator
 from helios.protocols import Stateful
-from helios.state_graph.class_attributes import class_marks, user_classes
 from helios.state_graph.graph import Cell, Graph, Table
 from helios.state_graph.object_names import path_of
 from helios.state_graph.scanning import is_iterator
 from helios.state_graph.state_dict_coverage import Coverage
+from helios.state_graph.unsavable import class_marks, user_classes
 from helios.state_graph.values import Identities
 from helios.storage.checksums import bit_sum
 

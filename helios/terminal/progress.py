@@ -1,7 +1,8 @@
 """Shows the progress of a run: bars on a terminal, and lines of the log, which need no terminal.
 
 A loop reports each event to a :class:`Display`. That takes a fraction of a microsecond, because
-losses are read at intervals only. Beside bars, lines are written to the log file only.
+losses are read at intervals only. Beside bars, lines are written to the log file only. They show
+the learning rates that the last steps have used.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, ClassVar, TextIO
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from helios.core.loss_means import LossMeans, Viewer
 from helios.core.peak_memory import find_peak_memory, peak_text
@@ -24,8 +28,7 @@ from helios.protocols import Clock
 from helios.schedule import Schedule
 from helios.terminal.root_logger import log_to_file
 from helios.terminal.screen import Bars, Gauge, open_bars
-from helios.terminal.used_rates import UsedRates
-from helios.text import number_text
+from helios.text import number_text, rate_text
 
 _LOGGER = logging.getLogger(__name__)
 _RATE_SECONDS = 10.0
@@ -532,3 +535,58 @@ def create_display(
     if get_global_rank() == 0:
         return ProgressDisplay(has_bars, stream, clock, find_memory=find_peak_memory)
     return NullDisplay()
+
+
+class UsedRates:
+    """Notes the rates of each step when it is made: schedulers may change them right after it.
+
+    Args:
+        find_optimizers: returns those of the run, by path.
+    """
+
+    def __init__(self, find_optimizers: Callable[[], Mapping[str, Optimizer]]) -> None:
+        self._find_optimizers = find_optimizers
+        # A script may make new optimizers all the time.
+        self._used: MutableMapping[Optimizer, list[Any]] = WeakKeyDictionary()
+        self._hook: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps are watched."""
+        return self._hook is not None
+
+    def open(self) -> None:
+        """Begin to watch the steps; a second call does nothing."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self._see)
+
+    def close(self) -> None:
+        """Stop watching, and forget what was seen; a second call does nothing."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self._used.clear()
+
+    def _see(self, optimizer: Optimizer, *_: Any) -> None:
+        self._used[optimizer] = _rates_of(optimizer)
+
+    def texts(self) -> list[str]:
+        """Return e.g. ``["lr 8.2e-4"]``: of each optimizer, and of each group if they differ.
+
+        An optimizer whose steps were not watched has the rates of its next one.
+        """
+        found = self._find_optimizers()
+        parts = []
+        for path, optimizer in found.items():
+            rates = self._used.get(optimizer) or _rates_of(optimizer)
+            texts = dict.fromkeys(rate_text(float(rate)) for rate in rates)
+            name = "lr" if len(found) == 1 else f"lr {path}"
+            if texts:
+                parts.append(f"{name} {'/'.join(texts)}")
+        return parts
+
+
+def _rates_of(optimizer: Optimizer) -> list[Any]:
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    # Schedulers change a tensor in place.
+    return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helios.distributed import collectives, lost_ranks, process_groups
+from helios.distributed import collectives, process_groups
 from helios.errors import RankError, UsageError
 from tests.support.ranks import FORKSERVER, run_ranks
 
@@ -277,13 +277,13 @@ def test_errors_that_follow_from_a_lost_peer_are_known() -> None:
     follower, other = ValueError("a loss is missing"), ValueError("mine")
     follower.__cause__ = lost
     other.__context__, other.__suppress_context__ = lost, True
-    assert lost_ranks.is_lost_peer(lost)
-    assert lost_ranks.is_lost_peer(follower)
-    assert lost_ranks.is_lost_peer(dist.DistNetworkError("the store is gone"))
-    assert not lost_ranks.is_lost_peer(other)
+    assert process_groups.is_lost_peer(lost)
+    assert process_groups.is_lost_peer(follower)
+    assert process_groups.is_lost_peer(dist.DistNetworkError("the store is gone"))
+    assert not process_groups.is_lost_peer(other)
     other.__context__ = other
     other.__suppress_context__ = False
-    assert not lost_ranks.is_lost_peer(other)
+    assert not process_groups.is_lost_peer(other)
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -17,7 +17,7 @@ from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
 from helios.plugins.nan_guard import NaNGuard
 from helios.state import TrainingState
-from helios.state_graph.buffers import BufferCopies
+from helios.state_graph.rollback import BufferCopies
 from tests.data.test_order import Remembering
 from tests.loops.recorded import record
 from tests.support.resume import copy_checkpoint, resume_everywhere

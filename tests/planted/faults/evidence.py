@@ -145,7 +145,7 @@ def each_process_audits_its_own_gradients(find_turn, number, **more):
 def an_audit_repeats_a_step_with_the_buffers_that_it_has_left(put, inputs, session):
     import dataclasses
 
-    from helios.state_graph.buffers import BufferPlaces
+    from helios.state_graph.rollback import BufferPlaces
 
     places = BufferPlaces(session.model.discovery.modules().values())
     put(dataclasses.replace(inputs, buffers=places.copies().values), session)

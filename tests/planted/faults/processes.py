@@ -27,7 +27,7 @@ def the_lowest_rank_in_trouble_is_taken_for_the_cause(choose_cause, ranks):
 
 
 @fault(
-    "helios.distributed.lost_ranks:note_failure",
+    "helios.distributed.process_groups:note_failure",
     f"{SIGNALS}::test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued",
 )
 def a_job_whose_rank_has_failed_asks_to_be_requeued(note_failure, store):

@@ -199,7 +199,7 @@ def a_tensor_of_another_form_is_a_new_one(put_into, present, part):
 
 
 @fault(
-    "helios.state_graph.class_attributes:user_classes",
+    "helios.state_graph.unsavable:user_classes",
     f"{HIDDEN}::test_what_no_checkpoint_can_hold_is_named",
 )
 def classes_of_helpers_are_passed_over(user_classes, owner, found, kinds):
@@ -494,7 +494,7 @@ def only_objects_that_are_no_containers_have_attributes_put_back(add_attributes,
 
 
 @fault(
-    "helios.state_graph.buffers:BufferPlaces.put",
+    "helios.state_graph.rollback:BufferPlaces.put",
     "tests/plugins/test_nan_guard.py::test_buffers_go_back_to_what_they_held_in_place",
 )
 def a_buffer_that_a_skipped_window_has_replaced_stays(put, places, copies, targets=None):
