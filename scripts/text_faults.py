@@ -1779,14 +1779,14 @@ FAULTS = (
     Fault(
         "batches of workers are read in the training process",
         "helios/data/noted_batches.py",
-        "        if not self._dataset.is_noted:",
+        "        if not self._dataset.reads_content:",
         "        if True:",
         "tests/ledger/test_runs.py::test_workers_read_the_batches",
     ),
     Fault(
         "a user's own loop gets what a worker has read",
         "helios/data/noted_batches.py",
-        "        if not self._dataset.is_noted:",
+        "        if not self._dataset.reads_content:",
         "        if False:",
         "tests/data/test_source.py::test_only_a_run_that_asks_gets_what_was_read",
     ),

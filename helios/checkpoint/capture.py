@@ -46,7 +46,7 @@ def capture(run: LiveRun) -> Record:
     # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if run.is_discovered else {}
     misfits = model.pop("misfits", {}) if run.is_discovered else {}
-    own_missing = {**run.findings.missing, **source.missing, **lost, **lacking}
+    own_missing = {**run.findings.missing, **lost, **lacking}
     missing, misfits, claims = _join(run, own_missing, misfits)
     if run.is_discovered:
         del own["model"]

@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
-from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
+from helios.data.interfaces import (
+    BatchIterator,
+    ByOwnState,
+    CannotResume,
+    Source,
+    run_on_one_thread,
+)
 from helios.data.order import Position
 from helios.data.samplers import HasEpoch
 from helios.data.shard import LONE, Shard
@@ -65,22 +71,22 @@ class ExternalSource(Source):
         purpose: str,
         share: Shard = LONE,
     ) -> None:
+        super().__init__()
         _check_lone(loader, share)
         self.loader = loader
         self._share = share
         self._run_seed = run_seed
         self._fetch_seed = fetch_seed
         self._purpose = purpose
-        self._stateful = _find_stateful(loader)
+        self._stateful = holder = _find_stateful(loader)
+        self.resumes_by = CannotResume(_advise(loader)) if holder is None else ByOwnState(holder)
         self._listeners = _find_listeners(loader, sampler)
         self._length = _count_batches(loader)
         self._held_state: dict[str, Any] | None = None
         self._is_over = False
         self._end_state: list[Any] = []
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """A description of the data, as far as it is known."""
+    def _describe(self) -> dict[str, Any]:
         loader = self.loader
         found: dict[str, Any] = {"loader": type(loader).__qualname__}
         if isinstance(loader, DataLoader):
@@ -91,31 +97,6 @@ class ExternalSource(Source):
         return found
 
     @property
-    def can_resume(self) -> bool:
-        """Whether the loader's state can be saved."""
-        return self._stateful is not None
-
-    @property
-    def level(self) -> str:
-        """``"restart"`` if the loader has a state, otherwise ``"none"``."""
-        return "none" if self._stateful is None else "restart"
-
-    @property
-    def claimant(self) -> str | None:
-        """The class of the loader or data set whose own state a resume uses."""
-        return None if self._stateful is None else type(self._stateful).__qualname__
-
-    @property
-    def claimed(self) -> tuple[object, ...]:
-        """The loader, and the data set if that has the state."""
-        return () if self._stateful is None else (self.loader, self._stateful)
-
-    @property
-    def remedy(self) -> str:
-        """How to make the loader resumable; empty if it is."""
-        return "" if self.can_resume else _advise(self.loader)
-
-    @property
     def ends_together(self) -> bool:
         """False if there are several processes, each of which has its own loader."""
         return self._share.num_replicas == 1
@@ -123,11 +104,9 @@ class ExternalSource(Source):
     @property
     def state_is_per_process(self) -> bool:
         """Whether each process has its own loader, and the loader has a state."""
-        return not self.ends_together and self.can_resume
+        return not self.ends_together and self._stateful is not None
 
-    def batches(
-        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
-    ) -> BatchIterator:
+    def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
         """Start a pass; the loader decides where, ``batch`` only numbers the batches."""
         self.release_state()
         for listener in self._listeners:
@@ -148,7 +127,7 @@ class ExternalSource(Source):
             return _CountedBatches(self, position, self._length)
         return _ProbedBatches(self, position)
 
-    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+    def _count_batches(self, batch: int, sample: int) -> int | None:
         """Return the loader's length, if it can be trusted."""
         return self._length
 
@@ -206,17 +185,10 @@ class ExternalSource(Source):
         """Return a copy of the loader's current state."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
-    def go_back(self) -> bool:
-        """Let the next iteration of the loader begin after the batch that it returned last.
-
-        Returns:
-            Whether it can.
-        """
-        state = self.read_state()
-        if state is None or self._stateful is None:
-            return False
-        self._stateful.load_state_dict(state)
-        return True
+    def go_back(self) -> None:
+        """Let the next iteration of the loader begin after the batch that it returned last."""
+        if self._stateful is not None:
+            self._stateful.load_state_dict(copy.deepcopy(self._stateful.state_dict()))
 
     def _seed_workers(self, position: Position) -> None:
         """Seed the workers of a stream from ``create_dataloader`` differently on each replica."""
@@ -374,12 +346,13 @@ class _ForeignBatches(BatchIterator):
             raise WorkerError(
                 f"{end} Pass num_workers=0 to see why, under python -X faulthandler."
             ) from error
-        if not self._source.go_back():
+        if isinstance(self._source.resumes_by, CannotResume):
             raise WorkerError(
                 f"{end} Helios cannot fetch its batches again, because only the {kind}, which has "
                 "no state, knows them; that of create_dataloader would go on with new workers. "
-                f"{self._source.remedy}"
+                f"{self._source.resumes_by.remedy}"
             ) from error
+        self._source.go_back()
         kill_workers(self._batches)
         end_workers(self._batches)
         # Otherwise persistent workers would be used again.

@@ -29,11 +29,11 @@ def begin_pass(
     deal: ShardingPlan,
     position: Position,
     *,
-    is_noted: bool,
+    reads_content: bool,
 ) -> BatchIterator:
     """Start a pass; each iteration returns a list with an entry per replica of the process."""
     kind = _WorkerBatches if loader.num_workers else _LocalBatches
-    return kind(loader, deal, position, is_noted=is_noted)
+    return kind(loader, deal, position, reads_content=reads_content)
 
 
 def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
@@ -135,10 +135,10 @@ class _LocalBatches(_DealtBatches):
         deal: ShardingPlan,
         position: Position,
         *,
-        is_noted: bool,
+        reads_content: bool,
     ) -> None:
         super().__init__(deal, position)
-        self._is_noted = is_noted
+        self._reads_content = reads_content
         self._fetch = _make_fetch(loader)
         self._is_pure = loader.is_pure
         self._is_pinned = loader.pin_memory
@@ -173,7 +173,7 @@ class _LocalBatches(_DealtBatches):
                     found.append(run_on_one_thread(self._fetch, indices))
         except StopIteration as error:
             raise make_cut_error(number) from error
-        if self._is_noted:
+        if self._reads_content:
             self.contents = [*map(look_safely, found)]
         if self._is_pinned:
             found = [*map(pin, found)]
@@ -190,13 +190,13 @@ class _WorkerBatches(_DealtBatches):
         deal: ShardingPlan,
         position: Position,
         *,
-        is_noted: bool,
+        reads_content: bool,
     ) -> None:
         super().__init__(deal, position)
-        self._is_noted = is_noted
+        self._reads_content = reads_content
         self._lives_on = loader.persistent_workers
         self._under_way: deque[ShardedIteration] = deque()
-        walk = deal.walk(position, self._under_way, is_noted=is_noted)
+        walk = deal.walk(position, self._under_way, reads_content=reads_content)
         self._batches = loader.start(position, walk)
         # PyTorch reads ahead by at least one batch, so an empty list always means the end.
         self._is_done = not self._under_way
@@ -211,7 +211,7 @@ class _WorkerBatches(_DealtBatches):
             found = [next(self._batches) for _ in self.indices]
         except StopIteration as error:
             raise make_cut_error(self._batch + self.skipped[0]) from error
-        if self._is_noted:
+        if self._reads_content:
             self.contents = [each.content for each in found]
             found = [each.batch for each in found]
         self.is_last = self._is_done = is_last

@@ -4,12 +4,57 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
 import torch
 
 from helios.errors import ArgumentError, UsageError
+from helios.protocols import Stateful
 from helios.storage.content_hash import Content
+
+
+@dataclass(frozen=True)
+class ByPosition:
+    """A pass resumes at its position: Helios computes which samples follow.
+
+    Attributes:
+        is_split_by_rank: whether a sampler of the user splits the data by rank, so that a run goes
+            on with as many processes as before.
+    """
+
+    is_split_by_rank: bool = False
+
+
+@dataclass(frozen=True)
+class ByOwnState:
+    """A pass resumes by what a ``state_dict`` of the user's returns, which Helios has to trust.
+
+    Attributes:
+        holder: the loader or the data set that has it.
+    """
+
+    holder: Stateful
+
+    @property
+    def name(self) -> str:
+        """The class of the holder."""
+        return type(self.holder).__qualname__
+
+
+@dataclass(frozen=True)
+class CannotResume:
+    """No pass can start in the middle.
+
+    Attributes:
+        remedy: what would change that.
+    """
+
+    remedy: str
+
+
+ResumesBy: TypeAlias = ByPosition | ByOwnState | CannotResume
+"""How a resumed run gets to the position where the data was left."""
 
 
 class BatchIterator(ABC):
@@ -75,6 +120,46 @@ class BatchIterator(ABC):
 
 
 @final
+class _LimitedBatches(BatchIterator):
+    """The first batches of a pass."""
+
+    def __init__(self, batches: BatchIterator, num_left: int) -> None:
+        self._batches = batches
+        self._num_left = num_left
+
+    @property
+    def sizes(self) -> Sequence[int] | None:
+        """As without a limit."""
+        return self._batches.sizes
+
+    @property
+    def replay_length(self) -> int:
+        """As without a limit."""
+        return self._batches.replay_length
+
+    def catch_up(self) -> Iterator[None]:
+        """Read again what is before the position."""
+        return self._batches.catch_up()
+
+    def __next__(self) -> Any:
+        if self._num_left <= 0:
+            self.close()
+            raise StopIteration
+        batch = next(self._batches)
+        self._num_left -= 1
+        self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
+        self.skipped, self.contents = self._batches.skipped, self._batches.contents
+        self.repeats = self._batches.repeats
+        self.is_last = self._batches.is_last or self._num_left == 0
+        return batch
+
+    def close(self) -> None:
+        """End the pass and workers that are not persistent."""
+        self._num_left = 0
+        self._batches.close()
+
+
+@final
 class NoBatches(BatchIterator):
     """Placeholder for a pass that was not started.
 
@@ -97,16 +182,29 @@ class Source(ABC):
 
     Attributes:
         name: name of the loader among those of its phase; empty if there is only one.
+        limit: maximum number of batches of a pass, with skipped ones; ``None`` for all.
         loader: the loader.
+        resumes_by: how a pass starts in the middle, if it can.
     """
 
     name: str = ""
+    limit: int | None = None
     loader: Any
+    resumes_by: ResumesBy = ByPosition()
+
+    def __init__(self) -> None:
+        self._skipped: dict[int, frozenset[int]] = {}
 
     @property
-    @abstractmethod
+    @final
     def description(self) -> dict[str, Any]:
         """A description of the data in plain values; compared when a run is resumed."""
+        limit = {} if self.limit is None else {"limit_batches": self.limit}
+        return {**self._describe(), **limit}
+
+    @abstractmethod
+    def _describe(self) -> dict[str, Any]:
+        """Return the description of the data without a limit."""
 
     @property
     def length(self) -> int | None:
@@ -117,36 +215,6 @@ class Source(ABC):
     def pass_length(self) -> int | None:
         """The value of :attr:`length` when the last pass started; ``None`` before the first."""
         return None
-
-    @property
-    @abstractmethod
-    def can_resume(self) -> bool:
-        """Whether a pass can start in the middle."""
-
-    @property
-    def claimant(self) -> str | None:
-        """The class whose own ``state_dict`` a resume uses; ``None`` if Helios computes it."""
-        return None
-
-    @property
-    def claimed(self) -> tuple[object, ...]:
-        """The objects whose own state :meth:`state_dict` contains."""
-        return ()
-
-    @property
-    def missing(self) -> dict[str, str]:
-        """State that a resume needs and :meth:`state_dict` lacks: reasons by place."""
-        return {}
-
-    @property
-    @abstractmethod
-    def level(self) -> str:
-        """``"exact"``, ``"restart"`` for a custom loader with state, otherwise ``"none"``."""
-
-    @property
-    def remedy(self) -> str:
-        """How to make the source resumable; empty if it is."""
-        return ""
 
     @property
     def is_endless(self) -> bool:
@@ -164,8 +232,8 @@ class Source(ABC):
         It ends with the shortest part. Call it before the pass is closed.
 
         Returns:
-            Their number, and whether these are all; ``None`` if every pass uses all samples, or
-            they were counted in an earlier one.
+            Their number, and whether these are all; ``None`` if every pass uses all samples or has
+            a limit, or if they were counted in an earlier one.
         """
         return None
 
@@ -183,23 +251,47 @@ class Source(ABC):
         """Return the state of all replicas from those of the processes, by rank."""
         return states[0]
 
-    @abstractmethod
+    @final
     def batches(
-        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
+        self, epoch: int, *, batch: int = 0, sample: int = 0, reads_content: bool = False
     ) -> BatchIterator:
-        """Start a pass.
+        """Start a pass; it is empty if it starts at or after the limit.
 
         Args:
             epoch: number of the pass, from 0.
             batch: number of the first batch.
             sample: position of its first sample in the order of the epoch; a multiple of the
                 number of replicas.
-            is_noted: whether to read the content of each batch where it is fetched, if possible.
+            reads_content: whether to read the content of each batch where it is fetched, if
+                possible.
         """
+        batches = self._start(epoch, batch, sample, reads_content=reads_content)
+        if self.limit is None:
+            return batches
+        whole = self._count_batches(batch, sample)
+        if whole is not None and whole <= self.limit:
+            return batches
+        num_skipped = self.count_skipped(epoch) - self.count_skipped(epoch, batch)
+        return _LimitedBatches(batches, self.limit - batch - num_skipped)
 
     @abstractmethod
+    def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
+        """Start a pass without a limit."""
+
+    @final
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the batches of a whole pass that continues at a position, or None if unknown."""
+        """Return the batches of a whole pass that continues at a position, or None if unknown.
+
+        If the limit was lowered, batches before the position still count.
+        """
+        whole = self._count_batches(batch, sample)
+        if whole is None or self.limit is None:
+            return whole
+        return min(whole, max(self.limit, batch))
+
+    @abstractmethod
+    def _count_batches(self, batch: int, sample: int) -> int | None:
+        """Return the batches of a whole pass without a limit."""
 
     def measure(self, epoch: int, *, batch: int, sample: int) -> tuple[int | None, int]:
         """Return the batches of a pass and those before a position, both without skipped ones.
@@ -216,15 +308,25 @@ class Source(ABC):
         done = batch - self.count_skipped(epoch, batch)
         return None if total is None else total - self.count_skipped(epoch, total), done
 
+    @final
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
-        """Return the indices of the samples of one iteration; ``None`` if unknown.
+        """Compute the indices of the samples of one iteration; nothing is fetched.
 
-        They are those of all replicas of the run, replica by replica.
+        Returns:
+            Those of all replicas of the run, replica by replica; ``None`` if they are unknown, or
+            if there is no such batch.
         """
+        is_after = self.limit is not None and batch >= self.limit
+        return None if is_after else self._find_indices(epoch, batch, sample)
+
+    def _find_indices(self, epoch: int, batch: int, sample: int) -> list[Any] | None:
+        """Return the indices of one iteration in a pass without a limit."""
         return None
 
     def skip(self, places: Sequence[tuple[int, int]]) -> None:
         """Skip batches in all passes: they are neither fetched nor returned.
+
+        They count towards the limit, and all others keep their numbers.
 
         Args:
             places: epoch and number of each batch, from 0.
@@ -232,20 +334,30 @@ class Source(ABC):
         Raises:
             ArgumentError: if the source cannot skip.
         """
-        raise ArgumentError(
-            "Trainer(skip_batches=...) must be omitted with data whose order Helios does not "
-            f"know: a {type(self.loader).__name__}. Create the loader with create_dataloader and "
-            "a sampler that returns the order of all samples."
-        )
+        if not self._can_skip:
+            raise ArgumentError(
+                "Trainer(skip_batches=...) must be omitted with data whose order Helios does not "
+                f"know: a {type(self.loader).__name__}. Create the loader with create_dataloader "
+                "and a sampler that returns the order of all samples."
+            )
+        self._skipped.clear()
+        for epoch, batch in places:
+            self._skipped[epoch] = self._skipped.get(epoch, frozenset()) | {batch}
 
+    @property
+    def _can_skip(self) -> bool:
+        return False
+
+    @final
     def count_skipped(self, epoch: int, stop: int | None = None) -> int:
-        """Return how many batches of an epoch are skipped.
+        """Return how many batches of an epoch are skipped, below the limit.
 
         Args:
             epoch: number of the epoch, from 0.
             stop: count those below this number; ``None`` for all.
         """
-        return 0
+        ends = [end for end in (self.limit, stop) if end is not None]
+        return sum(all(batch < end for end in ends) for batch in self._skipped.get(epoch, ()))
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -28,12 +28,12 @@ class Keyed(NamedTuple):
     Attributes:
         key: the key to seed from.
         indices: the indices of a batch; a single index if batches are not collated.
-        is_noted: whether the content of the batch is read in the process that fetches it.
+        reads_content: whether the content of the batch is read in the process that fetches it.
     """
 
     key: int
     indices: Any
-    is_noted: bool = False
+    reads_content: bool = False
 
 
 @runtime_checkable
@@ -54,13 +54,13 @@ class KeyedDataset(Dataset[Any]):
 
     Attributes:
         dataset: as given.
-        is_noted: whether the content of the batch that was fetched last is read by its worker.
+        reads_content: whether the content of the batch that was fetched last is read by its worker.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._getitems = dataset.__getitems__ if isinstance(dataset, BatchedDataset) else None
-        self.is_noted = False
+        self.reads_content = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -68,13 +68,13 @@ class KeyedDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, Keyed):
             return self.dataset[index]
-        self.is_noted = index.is_noted
+        self.reads_content = index.reads_content
         rng.reseed(index.key)
         return self.dataset[index.indices]
 
     def __getitems__(self, indices: Any) -> Any:
         if isinstance(indices, Keyed):
-            self.is_noted = indices.is_noted
+            self.reads_content = indices.reads_content
             rng.reseed(indices.key)
             indices = indices.indices
         if self._getitems is not None:

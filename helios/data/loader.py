@@ -24,7 +24,7 @@ from helios.core import rng
 from helios.core.registry import Registry
 from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset, Walk
 from helios.data.mixture import Mixture, check_mixture
-from helios.data.noted_batches import NotingCollate
+from helios.data.noted_batches import ReadingCollate
 from helios.data.order import Order, Position, PositionalOrder
 from helios.data.params import DataLoaderParams
 from helios.data.replayed_sampler import ReplayedOrder
@@ -153,7 +153,7 @@ class KeyedLoader(DataLoader[Any]):
         if self.generator is not None:
             self.generator.manual_seed(position.worker_key())
         collate = self.collate_fn
-        self.collate_fn = NotingCollate(collate, self.keyed_dataset)
+        self.collate_fn = ReadingCollate(collate, self.keyed_dataset)
         try:
             return self._start_workers(walk, timeout, one_by_one=one_by_one)
         finally:

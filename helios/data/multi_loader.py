@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from helios.data.shard import LONE, Shard
 from helios.data.source import Source, open_source
-from helios.data.truncated import TruncatedSource
 from helios.errors import ArgumentError, ArgumentTypeError
 
 
@@ -87,9 +86,7 @@ def open_sources(
                 f"The data of {label} must contain at least one batch{_of_each(share)}, got "
                 f"none{where}. Check the data set's length, the batch size and drop_last."
             )
-        if limit is not None:
-            source = TruncatedSource(source, limit)
-        source.name = name
+        source.name, source.limit = name, limit
         sources.append(source)
     return sources
 

@@ -9,7 +9,7 @@ from helios.data.keyed import KeyedDataset
 from helios.storage.content_hash import Content, content_bytes, look_safely
 
 
-class NotedBatch(NamedTuple):
+class ReadBatch(NamedTuple):
     """What a worker sends.
 
     Attributes:
@@ -22,7 +22,7 @@ class NotedBatch(NamedTuple):
 
 
 @final
-class NotingCollate:
+class ReadingCollate:
     """Collates a batch in a worker, and reads its content if the key of the batch demands it.
 
     Args:
@@ -37,7 +37,7 @@ class NotingCollate:
     def __call__(self, samples: Any) -> Any:
         """Return the batch, with its content if demanded."""
         batch = self._collate(samples)
-        if not self._dataset.is_noted:
+        if not self._dataset.reads_content:
             return batch
         content = look_safely(batch)
-        return NotedBatch(batch, content._replace(data=content_bytes(content)))
+        return ReadBatch(batch, content._replace(data=content_bytes(content)))

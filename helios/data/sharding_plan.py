@@ -134,7 +134,7 @@ class ShardingPlan:
         return turn._replace(repeats=[size * (replica >= first) for replica, size in pairs])
 
     def walk(
-        self, position: Position, under_way: deque[ShardedIteration], *, is_noted: bool = False
+        self, position: Position, under_way: deque[ShardedIteration], *, reads_content: bool = False
     ) -> Iterator[Keyed]:
         """Iterate over the batches of this process, iteration by iteration, each with its key.
 
@@ -144,7 +144,7 @@ class ShardingPlan:
         Args:
             position: where the pass starts.
             under_way: gets each iteration before its batches.
-            is_noted: whether the content of the batches is read where they are fetched.
+            reads_content: whether the content of the batches is read where they are fetched.
         """
         keys = [replace(position, replica=replica).fetch_keys() for replica in self.share.block]
         turns, batch = self.turns(position), position.batch
@@ -154,7 +154,7 @@ class ShardingPlan:
             under_way.append(ShardedIteration(turn, following is None))
             batch += turn.skipped[0]
             for series, indices in zip(keys, turn.hands, strict=False):
-                yield Keyed(series.at(batch), indices, is_noted)
+                yield Keyed(series.at(batch), indices, reads_content)
             batch += 1
 
     def count_samples(self, hands: Sequence[Any]) -> list[int]:

@@ -6,13 +6,13 @@ loader (:mod:`helios.data.external_loader`) resumes from its own state, if it ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, final
 
 from helios.data.external_loader import ExternalSource
 from helios.data.fetching import begin_pass
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
-from helios.data.interfaces import BatchIterator, Source
+from helios.data.interfaces import BatchIterator, ByPosition, Source
 from helios.data.loader import KeyedLoader
 from helios.data.mixture import Mixture
 from helios.data.order import Position
@@ -82,18 +82,19 @@ class KeyedSource(Source):
         *,
         fetch_seed: int | None = None,
     ) -> None:
+        super().__init__()
         self.loader = loader
         self._run_seed = run_seed
         self._fetch_seed = fetch_seed
         self._purpose = purpose
         self._deal = make_sharding_plan(loader, share)
+        self._deal.skipped = self._skipped
+        self.resumes_by = ByPosition(is_split_by_rank=self._deal.is_own)
         self._description = _describe(loader, self._deal)
         self._pass_length: int | None = None
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """A description of the data in plain values."""
-        return dict(self._description)
+    def _describe(self) -> dict[str, Any]:
+        return self._description
 
     @property
     def length(self) -> int | None:
@@ -106,16 +107,6 @@ class KeyedSource(Source):
         return self._pass_length
 
     @property
-    def can_resume(self) -> bool:
-        """Always True."""
-        return True
-
-    @property
-    def level(self) -> str:
-        """``"exact"``, or ``"restart"`` if a user's sampler splits the data by rank."""
-        return "restart" if self._deal.is_own else "exact"
-
-    @property
     def ends_together(self) -> bool:
         """True, unless a user's sampler splits the data by rank, for which it is unknown."""
         return not self._deal.is_own
@@ -125,44 +116,22 @@ class KeyedSource(Source):
         """Whether a user's sampler that splits the data by rank has a state."""
         return self._deal.is_own and self.loader.batches.order.has_state
 
-    def batches(
-        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
-    ) -> BatchIterator:
-        """Start a pass; nothing before its position is fetched."""
+    def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
         position = self._place(epoch, batch, sample)
         self._pass_length = self.length
-        return begin_pass(self.loader, self._deal, position, is_noted=is_noted)
+        return begin_pass(self.loader, self._deal, position, reads_content=reads_content)
 
-    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the batches of a whole pass that continues at a position."""
+    def _count_batches(self, batch: int, sample: int) -> int | None:
         return self._deal.num_batches(batch=batch, sample=sample)
 
-    def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
-        """Compute the indices of one iteration's samples; nothing is fetched, no state changes.
-
-        They are those of all V replicas, replica by replica; ``None`` if a user's sampler has a
-        state or splits the data by rank, or if there is no such batch.
-        """
+    def _find_indices(self, epoch: int, batch: int, sample: int) -> list[Any] | None:
+        """Compute the indices; unknown if a user's sampler has a state or splits the data."""
         position = self._place(epoch, batch, sample)
         return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
 
-    def skip(self, places: Sequence[tuple[int, int]]) -> None:
-        """Skip batches in all passes.
-
-        Raises:
-            ArgumentError: if a user's sampler splits the data by rank.
-        """
-        if self._deal.is_own:
-            super().skip(places)
-        epochs = {epoch for epoch, _ in places}
-        self._deal.skipped = {
-            each: frozenset(batch for epoch, batch in places if epoch == each) for each in epochs
-        }
-
-    def count_skipped(self, epoch: int, stop: int | None = None) -> int:
-        """Return how many batches of an epoch are skipped, below a number."""
-        found = self._deal.skipped.get(epoch, ())
-        return sum(stop is None or batch < stop for batch in found)
+    @property
+    def _can_skip(self) -> bool:
+        return not self._deal.is_own
 
     def _place(self, epoch: int, batch: int, sample: int) -> Position:
         return Position(

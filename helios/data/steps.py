@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 from typing import Any, final
 
@@ -70,57 +70,34 @@ class StepsSource(Source):
                 "Steps must be training data, but an evaluation uses it. Evaluate on a map-style "
                 "data set, such as self._create_dataset(range(10), DataLoaderParams())."
             )
+        super().__init__()
         self.loader = steps
         self._share = share
-        self._skipped: dict[int, frozenset[int]] = {}
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """The class and the iterations of an epoch."""
-        return {"dataset": "Steps", "length": ENDLESS if self.is_endless else self.loader.n}
+    def _describe(self) -> dict[str, Any]:
+        n = self.loader.n
+        return {"dataset": "Steps", "length": ENDLESS if n is None else n}
 
     @property
     def is_endless(self) -> bool:
         """Whether the only epoch never ends."""
-        return self.loader.n is None
+        return self.loader.n is None and self.limit is None
 
-    @property
-    def can_resume(self) -> bool:
-        """Always True."""
-        return True
-
-    @property
-    def level(self) -> str:
-        """Always ``"exact"``."""
-        return "exact"
-
-    def batches(
-        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
-    ) -> BatchIterator:
-        """Start a pass at a batch."""
+    def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
         return _Numbers(self._share, self.loader.n, self._skipped.get(epoch), (epoch, batch))
 
-    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the iterations of an epoch."""
+    def _count_batches(self, batch: int, sample: int) -> int | None:
         return self.loader.n
 
-    def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
-        """Return the numbers of all replicas in an iteration; ``None`` after the epoch's end."""
+    def _find_indices(self, epoch: int, batch: int, sample: int) -> list[Any] | None:
         if self.loader.n is not None and batch >= self.loader.n:
             return None
         everybody = Shard(self._share.num_replicas, range(self._share.num_replicas), pads=True)
         return next(_Numbers(everybody, self.loader.n, None, (epoch, batch)))
 
-    def skip(self, places: Sequence[tuple[int, int]]) -> None:
-        """Skip batches; all others keep their numbers."""
-        self._skipped = {
-            each: frozenset(batch for epoch, batch in places if epoch == each) for each, _ in places
-        }
-
-    def count_skipped(self, epoch: int, stop: int | None = None) -> int:
-        """Return how many batches of an epoch are skipped, below a number."""
-        found = self._skipped.get(epoch, ())
-        return sum(stop is None or batch < stop for batch in found)
+    @property
+    def _can_skip(self) -> bool:
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the position is the whole state."""

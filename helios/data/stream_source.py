@@ -60,6 +60,7 @@ class StreamSource(Source):
         *,
         fetch_seed: int | None = None,
     ) -> None:
+        super().__init__()
         loader.stream.check_shards(share.num_replicas)
         self.loader = loader
         self.share = share
@@ -70,9 +71,7 @@ class StreamSource(Source):
         self._pass: _StreamBatches | None = None
         self._has_counted = False
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """A description of the data in plain values."""
+    def _describe(self) -> dict[str, Any]:
         params, source = self.loader.params, self.loader.stream.source
         return {
             "dataset": f"Stream({describe_class(source)})",
@@ -82,16 +81,6 @@ class StreamSource(Source):
             "seed": params.random_seed,
             "num_workers": params.num_workers,
         }
-
-    @property
-    def can_resume(self) -> bool:
-        """Always True."""
-        return True
-
-    @property
-    def level(self) -> str:
-        """Always ``"exact"``."""
-        return "exact"
 
     @property
     def ends_together(self) -> bool:
@@ -127,10 +116,7 @@ class StreamSource(Source):
         source.uses_state = True
         return source
 
-    def batches(
-        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
-    ) -> BatchIterator:
-        """Start a pass; what is before its position is read again by ``catch_up``."""
+    def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
         loader, params = self.loader, self.loader.params
         states, self._states = self._states if batch else {}, {}
         collate = params.collate_fn or (default_collate if params.batch_size else default_convert)
@@ -150,7 +136,7 @@ class StreamSource(Source):
         self._pass = _StreamBatches(loader, plan, self.share)
         return self._pass
 
-    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+    def _count_batches(self, batch: int, sample: int) -> int | None:
         """Return ``None``: only reading shows where a stream ends."""
         return None
 
@@ -192,7 +178,8 @@ class StreamSource(Source):
 
     def count_unused(self) -> tuple[int, bool] | None:
         """Count the samples of longer parts, once; reads on for that."""
-        if self._has_counted or self._pass is None or self.share.num_replicas == 1:
+        is_single = self.share.num_replicas == 1
+        if self._has_counted or self._pass is None or is_single or self.limit is not None:
             return None
         self._has_counted = True
         return self._pass.count_unused()

@@ -109,7 +109,7 @@ class EpochLoop(Loop):
             cursor.epoch,
             batch=cursor.batch,
             sample=cursor.sample,
-            is_noted=bool(listening.batches_fetched),
+            reads_content=bool(listening.batches_fetched),
         )
         self._catch_up()
         if not source.ends_together:

@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, Protocol
 
 from helios.data.datamodule import DataModule
-from helios.data.interfaces import Source
+from helios.data.interfaces import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus, check_owners, check_receiver, overridden
 from helios.hooks.events import EVENTS
@@ -110,11 +110,11 @@ def check_training_source(source: Source, *, can_save: bool, is_by_epoch: bool) 
         ArgumentError: if the run saves, but its data cannot resume; or if it counts epochs of data
             that has none.
     """
-    if can_save and not source.can_resume:
+    if can_save and isinstance(source.resumes_by, CannotResume):
         raise ArgumentError(
             f"The training loader, a {type(source.loader).__name__}, can neither seek nor be "
-            f"saved, so a checkpoint could not resume exactly. {source.remedy} Or omit "
-            "chkpt_frequency."
+            f"saved, so a checkpoint could not resume exactly. {source.resumes_by.remedy} Or "
+            "omit chkpt_frequency."
         )
     if source.is_endless and is_by_epoch:
         raise ArgumentError(

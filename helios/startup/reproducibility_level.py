@@ -13,10 +13,9 @@ from torch import nn
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.core.wrappers import COMPILED
+from helios.data.interfaces import ByOwnState, ByPosition, CannotResume, Source
 from helios.data.loader_state_check import Verdict, try_state
-from helios.data.source import Source
 from helios.data.stream_source import StreamSource
-from helios.data.truncated import TruncatedSource
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings
@@ -106,13 +105,13 @@ def _find_level(
     compiled: list[str],
     bound: list[str],
 ) -> tuple[Level, str]:
-    if source.level == "none":
+    if isinstance(source.resumes_by, CannotResume):
         return Level.NONE, "the training loader can neither seek nor be saved"
     if engine.device.type != "cpu" and not numerics.enable_deterministic:
         return Level.ORDER, "enable_deterministic=True makes arithmetic exact on this device"
     if compiled:
         return Level.ORDER, f"torch.compile with inductor ({', '.join(compiled)})"
-    if source.level == "restart":
+    if source.resumes_by != ByPosition():
         return Level.RESTART, "the training loader has a state or a split of its own"
     if engine.replicas.has_single_replica:
         return (
@@ -222,12 +221,12 @@ def determine_trust(source: Source, record: Record | None, *, can_save: bool) ->
         record: the checkpoint that the run resumes from.
         can_save: whether checkpoints are written.
     """
-    whole = source.whole if isinstance(source, TruncatedSource) else source
-    if isinstance(whole, StreamSource):
-        return _judge_stream(whole, record, can_save=can_save)
-    if source.claimant is None:
+    if isinstance(source, StreamSource):
+        return _judge_stream(source, record, can_save=can_save)
+    if not isinstance(source.resumes_by, ByOwnState):
         return Findings()
-    word, place = f"claimed by {source.claimant}", f"data: {source.claimant}"
+    name = source.resumes_by.name
+    word, place = f"claimed by {name}", f"data: {name}"
     tried = f"{word}, tried at the first start"
     if record is not None:
         missing = record.findings.missing
@@ -243,7 +242,7 @@ def determine_trust(source: Source, record: Record | None, *, can_save: bool) ->
         "one. A resumed run would train on other samples, so the level of this run is incomplete. "
         "Save everything that the next batch depends on in state_dict() (e.g. the content of a "
         "shuffle buffer), remove the buffer, or use a map-style data set with create_dataloader.",
-        source.claimant,
+        name,
     )
     return Findings([Finding(FindingKind.MISSING, place, _REASON)])
 

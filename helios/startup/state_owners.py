@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helios.core.utils import unsaved_of
 from helios.data.datamodule import DataModule
+from helios.data.interfaces import ByOwnState
 from helios.data.keyed import data_sets_of
 from helios.data.source import Source
 from helios.engines.engine import Engine
@@ -63,15 +64,16 @@ def find_owners(
     owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
     if loop is not None:
         owners += _of_loops(*loop)
-    # The state of a loader with its own state_dict is saved as of the last batch that was trained
-    # on; the loader itself may have read ahead since then.
-    claimed = () if source is None else source.claimed
-    if source is not None and not claimed and not _count_workers(source):
+    others: dict[str, object] = {"<model>": model}
+    if source is not None and isinstance(source.resumes_by, ByOwnState):
+        # It is saved as of the last batch that was trained on; the loader itself may have read
+        # ahead since then.
+        others |= {"<data 0>": source.loader, "<data 1>": source.resumes_by.holder}
+    elif source is not None and not _count_workers(source):
         owners += (
             Owner(name, part, unsaved_of(part), is_data=True)
             for name, part in _dataset_parts(source)
         )
-    others = {"<model>": model} | {f"<data {place}>": part for place, part in enumerate(claimed)}
     found = Owners(
         owners,
         lambda: {**others, **_saved_by(model)},

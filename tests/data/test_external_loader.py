@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from helios.core import rng
 from helios.data import create_dataloader
+from helios.data.interfaces import ByOwnState, CannotResume
 from helios.data.samplers import ResumableRandomSampler
 from helios.data.shard import Shard
 from helios.data.source import Source, open_source
@@ -85,13 +86,19 @@ def open_foreign(loader: Any, sampler: Any = None) -> Source:
     return open_source(loader, sampler, run_seed=4, purpose=FETCH)
 
 
+def remedy_of(source: Source) -> str:
+    assert isinstance(source.resumes_by, CannotResume)
+    return source.resumes_by.remedy
+
+
 def test_a_stream_is_walked_and_its_last_batch_is_known() -> None:
     source = open_foreign(*create_dataloader(Stream(), batch_size=2))
     batches = Lone(source.batches(0))
     told = [(batch.tolist(), batches.is_last, batches.num_samples) for batch in batches]
     assert told == [([0, 1], False, 0), ([2, 3], False, 0), ([4], True, 0)]
     assert source.num_batches() is None
-    assert (source.can_resume, source.level, source.state_dict()) == (False, "none", {})
+    assert isinstance(source.resumes_by, CannotResume)
+    assert source.state_dict() == {}
 
 
 def test_a_loader_of_known_length_is_not_asked_ahead() -> None:
@@ -154,7 +161,7 @@ def test_a_loader_with_state_goes_on_from_every_batch(kind: type[Rewinding]) -> 
             states.append(source.state_dict())
             for number, state in enumerate(states):
                 resumed = open_foreign(kind())
-                assert (resumed.can_resume, resumed.level) == (True, "restart")
+                assert isinstance(resumed.resumes_by, ByOwnState)
                 resumed.load_state_dict(state)
                 if batch == 6 and number == 1:  # behind the pass: the next one follows
                     assert run(resumed, epoch + 1, 0) == full[6 * (epoch + 1) :]
@@ -172,7 +179,8 @@ def test_a_stream_with_state_goes_on_from_every_batch(size: int | None) -> None:
 
     per_epoch = 7 if size is None else -(-7 // size)
     source = make()
-    assert (source.can_resume, source.level, source.claimant) == (True, "restart", "StatefulStream")
+    assert isinstance(source.resumes_by, ByOwnState)
+    assert source.resumes_by.name == "StatefulStream"
     whole = [walk(source, epoch) for epoch in range(3)]
     assert numbers(whole[2]) == list(range(20, 27))
     for epoch in range(2):
@@ -195,23 +203,24 @@ def test_a_stream_with_state_goes_on_from_every_batch(size: int | None) -> None:
 
 def test_a_stream_with_state_behind_workers_cannot_resume() -> None:
     source = open_foreign(*create_dataloader(StatefulStream(), batch_size=2, num_workers=1))
-    assert (source.can_resume, source.level, source.state_dict()) == (False, "none", {})
-    assert source.claimant is None
-    assert "num_workers=0" in source.remedy
-    assert "torchdata.stateful_dataloader.StatefulDataLoader" in source.remedy
+    assert source.state_dict() == {}
+    assert "num_workers=0" in remedy_of(source)
+    assert "torchdata.stateful_dataloader.StatefulDataLoader" in remedy_of(source)
     source.close()
 
 
 @pytest.mark.shows("S65")
 def test_what_cannot_resume_says_what_would() -> None:
-    assert open_foreign(Rewinding()).remedy == ""
+    assert isinstance(open_foreign(Rewinding()).resumes_by, ByOwnState)
     listed = open_foreign([torch.zeros(1)])
-    assert listed.remedy == "Give list state_dict and load_state_dict."
+    assert remedy_of(listed) == "Give list state_dict and load_state_dict."
     stream = open_foreign(DataLoader(Stream()))
-    assert "Give the Stream state_dict and load_state_dict and set num_workers=0" in stream.remedy
+    assert "Give the Stream state_dict and load_state_dict and set num_workers=0" in remedy_of(
+        stream
+    )
     plain = open_foreign(DataLoader(Indices(4), batch_size=2))
-    assert "self._create_dataset(dataset, DataLoaderParams(batch_size=2" in plain.remedy
-    assert "collate_fn=loader.collate_fn" in plain.remedy
+    assert "self._create_dataset(dataset, DataLoaderParams(batch_size=2" in remedy_of(plain)
+    assert "collate_fn=loader.collate_fn" in remedy_of(plain)
 
 
 def test_a_loop_that_stops_at_the_last_batch_lets_the_loader_run_out() -> None:

@@ -15,8 +15,7 @@ import torch
 from helios.core import rng
 from helios.data.loader_state_check import Verdict, compare_batches, try_state
 from helios.data.source import Source, open_source
-from helios.data.truncated import TruncatedSource
-from tests.data.datasets import FETCH
+from tests.data.datasets import FETCH, limited
 
 
 class Counting:
@@ -82,7 +81,7 @@ def open_own(loader: Any) -> Source:
 )
 def test_a_state_is_kept_if_the_next_batch_comes_back(loader: Any, verdict: Verdict) -> None:
     assert try_state(open_own(loader)) is verdict
-    assert try_state(TruncatedSource(open_own(loader), 4)) is verdict
+    assert try_state(limited(open_own(loader), 4)) is verdict
 
 
 @pytest.mark.shows("S46")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler
 
+from helios.data.interfaces import ByPosition
 from helios.data.samplers import ResumableDistributedSampler
 from helios.data.shard import LONE, Shard
 from helios.errors import ArgumentError
@@ -87,7 +88,7 @@ def test_a_sampler_that_splits_by_rank_itself_is_used_where_each_process_has_one
     assert run.indices(batch=1, sample=6) == full[1:]
     source = run.sources[0]
     assert source.num_batches(batch=1, sample=6) == 2
-    assert (source.level, source.ends_together) == ("restart", False)
+    assert (source.resumes_by, source.ends_together) == (ByPosition(is_split_by_rank=True), False)
     assert not source.state_is_per_process
     assert source.indices(0) is None
     for share in (Shard(3, range(2), pads=True), Shard(3, range(2, 3), pads=True)):
@@ -118,7 +119,7 @@ def test_the_state_of_a_sampler_that_splits_by_rank_is_one_of_each_process() -> 
     assert source.state_is_per_process
     shared = opener(range(12), sampler=Remembering(12))(share)
     assert (shared.state_is_per_process, shared.ends_together) == (False, True)
-    assert shared.level == "exact"
+    assert shared.resumes_by == ByPosition()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

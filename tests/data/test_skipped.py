@@ -14,9 +14,8 @@ from helios.data.interfaces import Source
 from helios.data.loader import build_loader
 from helios.data.shard import Shard
 from helios.data.source import open_source
-from helios.data.truncated import TruncatedSource
 from helios.errors import ArgumentError
-from tests.data.datasets import FETCH, Augmented, Indices
+from tests.data.datasets import FETCH, Augmented, Indices, limited
 
 LENGTH, SIZE = 11, 3
 NUM_BATCHES = 4
@@ -119,7 +118,7 @@ def test_all_replicas_skip_the_same_batches() -> None:
 
 def test_skipped_batches_count_towards_the_limit_of_a_pass() -> None:
     for limit, skipped in itertools.product(range(1, 6), SETS):
-        source = TruncatedSource(_open(Indices(LENGTH)), limit)
+        source = limited(_open(Indices(LENGTH)), limit)
         source.skip([(0, batch) for batch in skipped])
         whole = range(min(limit, NUM_BATCHES))
         for batch in whole:

@@ -13,6 +13,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from helios.core import rng
 from helios.core.equality import same
 from helios.data import create_dataloader
+from helios.data.interfaces import ByPosition
 from helios.data.shard import Shard
 from helios.data.source import Source, open_source
 from helios.errors import UsageError
@@ -294,8 +295,7 @@ def test_the_description_names_what_defines_the_data() -> None:
     }
     listed = open_with(Indices(4), batch_sampler=[[0, 1], [2, 3]]).description
     assert (listed["sampler"], listed["batch_size"]) == ("list", None)
-    assert source.can_resume
-    assert source.level == "exact"
+    assert source.resumes_by == ByPosition()
     assert source.state_dict() == {}
 
 
@@ -409,7 +409,7 @@ def test_batches_are_read_where_they_are_fetched_with_equal_results(num_replicas
         )
         share = Shard(num_replicas, range(num_replicas), pads=True)
         source = open_source(loader, sampler, run_seed=3, purpose=FETCH, share=share)
-        batches = source.batches(0, is_noted=True)
+        batches = source.batches(0, reads_content=True)
         hashes = []
         for batch in batches:
             contents = batches.contents
@@ -427,10 +427,10 @@ def test_only_a_run_that_asks_gets_what_was_read() -> None:
     loader, sampler = create_dataloader(Indices(4), **options)
     source = open_source(loader, sampler, run_seed=3, purpose=FETCH)
     try:
-        for is_noted in (True, False, True):
-            batches = source.batches(0, is_noted=is_noted)
+        for reads_content in (True, False, True):
+            batches = source.batches(0, reads_content=reads_content)
             assert [each[0].tolist() for each in batches] == [[0, 1], [2, 3]]
-            assert (batches.contents is not None) is is_noted
+            assert (batches.contents is not None) is reads_content
             assert [each.tolist() for each in loader] == [[0, 1], [2, 3]]
     finally:
         source.close()
@@ -444,7 +444,7 @@ def test_workers_that_a_users_own_loop_has_started_make_way_for_those_of_the_run
     (own,) = loader._iterator._workers
     source = open_source(loader, sampler, run_seed=3, purpose=FETCH)
     try:
-        batches = source.batches(0, is_noted=True)
+        batches = source.batches(0, reads_content=True)
         assert not own.is_alive()
         assert [each[0].tolist() for each in batches] == [[0, 1], [2, 3]]
         assert batches.contents is not None

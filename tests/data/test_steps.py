@@ -12,9 +12,8 @@ import helios
 from helios.data import Steps
 from helios.data.shard import LONE, Shard
 from helios.data.source import Source, open_source
-from helios.data.truncated import TruncatedSource
 from helios.errors import ArgumentError, ArgumentTypeError
-from tests.data.datasets import FETCH, join, walk
+from tests.data.datasets import FETCH, join, limited, walk
 from tests.data.shards import SPLITS, Run
 
 
@@ -40,7 +39,7 @@ def test_an_endless_pass_continues_anywhere() -> None:
     assert next(batches) == [3 * 10**12 + 1, 3 * 10**12 + 2]
     assert not batches.is_last
     assert open_steps(share, None).num_batches() is None
-    assert walk(TruncatedSource(open_steps(LONE, None), 2), 0) == [0, 1]
+    assert walk(limited(open_steps(LONE, None), 2), 0) == [0, 1]
 
 
 def test_indices_are_the_numbers_of_all_replicas() -> None:

@@ -16,7 +16,6 @@ from helios.data import Stream, create_dataloader
 from helios.data.loader_state_check import Verdict, try_state
 from helios.data.shard import NO_BATCH
 from helios.data.stream_source import StreamSource
-from helios.data.truncated import TruncatedSource
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
 from tests.data.datasets import collate_noisily
 from tests.data.shards import Run, opener
@@ -199,15 +198,13 @@ def test_single_samples_are_not_collated() -> None:
 
 def test_a_limit_keeps_the_parts() -> None:
     (stream,) = make_run(Shards()).sources
-    limited = TruncatedSource(stream, 2)
-    assert limited.whole is stream
-    assert limited.state_is_per_replica
-    assert len(walk_all(limited)) == 2
-    assert limited.batches(0, batch=1, sample=SIZE * 4).replay_length == 100
+    stream.limit = 2
+    assert len(walk_all(stream)) == 2
+    assert stream.batches(0, batch=1, sample=SIZE * 4).replay_length == 100
 
 
-def walk_all(limited: TruncatedSource) -> list[Any]:
-    return list(limited.batches(0))
+def walk_all(stream: StreamSource) -> list[Any]:
+    return list(stream.batches(0))
 
 
 @pytest.mark.shows("P82")

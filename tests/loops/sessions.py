@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,24 +113,22 @@ class ListBatches(BatchIterator):
 class ListSource(Source):
     """Data that lies in a list: an entry for each iteration, the same in each epoch."""
 
-    description: ClassVar[dict[str, Any]] = {}  # type: ignore[assignment]
-    can_resume = True  # type: ignore[assignment]
-    level = "exact"  # type: ignore[assignment]
-
     def __init__(
         self, items: Sequence[Any], *, num_samples: int = 1, knows_end: bool = True
     ) -> None:
+        super().__init__()
         self.items = items
         self.num_samples = num_samples
         self.knows_end = knows_end
         self.loader = None
 
-    def batches(
-        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
-    ) -> ListBatches:
+    def _describe(self) -> dict[str, Any]:
+        return {}
+
+    def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> ListBatches:
         return ListBatches(self.items[batch:], self.num_samples, knows_end=self.knows_end)
 
-    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int:
+    def _count_batches(self, batch: int, sample: int) -> int:
         return len(self.items)
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import pytest
 
 from helios.data import create_dataloader
 from helios.data.source import Source, open_source
-from helios.data.truncated import TruncatedSource
-from tests.data.datasets import FETCH, Augmented, Indices, Lone, as_lists, walk
+from tests.data.datasets import FETCH, Augmented, Indices, Lone, as_lists, limited, walk
 from tests.data.test_order import Remembering
 
 LENGTH = 11
@@ -27,59 +26,55 @@ def open_with(dataset: Any = None, **options: Any) -> Source:
 @pytest.mark.parametrize("limit", [1, 3, 4, 9])
 def test_a_limited_pass_is_the_head_of_the_whole_one(limit: int, num_workers: int) -> None:
     how = {"batch_size": 3, "shuffle": True, "num_workers": num_workers}
-    whole, limited = open_with(**how), TruncatedSource(open_with(**how), limit)
+    whole, source = open_with(**how), limited(open_with(**how), limit)
     for epoch in range(3):
         full = as_lists(walk(whole, epoch))[:limit]
-        assert as_lists(walk(limited, epoch)) == full
+        assert as_lists(walk(source, epoch)) == full
         for batch in range(len(full) + 1):
-            rest = as_lists(walk(limited, epoch, batch=batch, sample=batch * 3))
+            rest = as_lists(walk(source, epoch, batch=batch, sample=batch * 3))
             assert rest == full[batch:]
-    assert limited.num_batches() == min(limit, 4)
+    assert source.num_batches() == min(limit, 4)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_iterator_tells_samples_and_the_last_batch(num_workers: int) -> None:
-    source = TruncatedSource(open_with(batch_size=4, num_workers=num_workers), 2)
+    source = limited(open_with(batch_size=4, num_workers=num_workers), 2)
     batches = Lone(source.batches(0))
     told = [(batches.num_samples, batches.is_last) for _ in batches]
     assert told == [(4, False), (4, True)]
     with pytest.raises(StopIteration):
         next(batches)
-    uncut = Lone(TruncatedSource(open_with(batch_size=4, num_workers=num_workers), 3).batches(0))
+    uncut = Lone(limited(open_with(batch_size=4, num_workers=num_workers), 3).batches(0))
     assert [(uncut.num_samples, uncut.is_last) for _ in uncut] == [
         *((4, False), (4, False), (3, True))
     ]
 
 
 def test_a_lowered_limit_ends_the_pass_where_it_stands() -> None:
-    source = TruncatedSource(open_with(batch_size=2), 2)
+    source = limited(open_with(batch_size=2), 2)
     assert source.num_batches(batch=4, sample=8) == 4
     assert walk(source, 0, batch=4, sample=8) == []
     assert source.num_batches(batch=1, sample=2) == 2
 
 
 def test_a_raised_limit_goes_on() -> None:
-    source = TruncatedSource(open_with(batch_size=2), 4)
+    source = limited(open_with(batch_size=2), 4)
     assert as_lists(walk(source, 0, batch=2, sample=4)) == [[4, 5], [6, 7]]
 
 
 def test_all_else_is_that_of_the_whole_data() -> None:
-    inner = open_with(sampler=Remembering(LENGTH))
-    source = TruncatedSource(inner, 2)
-    assert source.description == {**inner.description, "limit_batches": 2}
-    assert "limit_batches" not in inner.description
-    assert (source.can_resume, source.level) == (True, "exact")
-    assert source.loader is inner.loader
-    assert source.state_dict() == inner.state_dict() != {}
-    source.load_state_dict({"epoch": 0, "state": {"first": [5]}})
-    assert inner.state_dict()["state"] == {"first": [5]}
-    plain = TruncatedSource(open_with(batch_size=2), 2)
+    source = open_with(sampler=Remembering(LENGTH))
+    whole = source.description
+    assert "limit_batches" not in whole
+    assert limited(source, 2).description == {**whole, "limit_batches": 2}
+    assert source.length == LENGTH
+    plain = limited(open_with(batch_size=2), 2)
     assert plain.indices(0, batch=1, sample=2) == [2, 3]
     assert plain.indices(0, batch=2, sample=4) is None
 
 
 def test_the_length_of_what_has_none_stays_unknown() -> None:
-    source = TruncatedSource(open_source(Endless(), run_seed=0, purpose=FETCH), 3)
+    source = limited(open_source(Endless(), run_seed=0, purpose=FETCH), 3)
     assert source.num_batches() is None
     for _ in range(2):
         batches = Lone(source.batches(0))
@@ -101,7 +96,7 @@ class Endless:
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_no_worker_is_left_behind_a_limit(is_persistent: bool) -> None:
     inner = open_with(num_workers=1, persistent_workers=is_persistent)
-    source = TruncatedSource(inner, 2)
+    source = limited(inner, 2)
     assert [walk(source, epoch) for epoch in range(2)] == [[0, 1]] * 2
     assert len(multiprocessing.active_children()) == is_persistent
     source.close()
@@ -111,7 +106,7 @@ def test_no_worker_is_left_behind_a_limit(is_persistent: bool) -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_nothing_but_what_was_prefetched_is_fetched_behind_a_limit(num_workers: int) -> None:
     data = Augmented(LENGTH)
-    source = TruncatedSource(open_with(data, num_workers=num_workers), 2)
+    source = limited(open_with(data, num_workers=num_workers), 2)
     walk(source, 0)
     assert data.counts[:2].tolist() == [1, 1]
     assert data.counts.sum() == 2 or num_workers
@@ -124,7 +119,7 @@ def test_a_sampler_with_state_goes_on_where_the_limit_left_it(num_workers: int) 
 
     def make() -> Source:
         how = {"sampler": Remembering(length), "batch_size": 5, "num_workers": num_workers}
-        return TruncatedSource(open_with(Indices(length), **how), 3)
+        return limited(open_with(Indices(length), **how), 3)
 
     undisturbed = make()
     found, states = [], []
