@@ -76,7 +76,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/data/test_source.py",
             "tests/data/test_loader.py",
         ),
-        "helios.data.fetching": (
+        "helios.data.keyed_source": (
             "tests/data/test_keyed.py",
             "tests/data/test_source.py",
             "tests/data/test_seeds.py",

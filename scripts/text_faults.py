@@ -219,21 +219,21 @@ FAULTS = (
     ),
     Fault(
         "a replay of a stream does not seed its batches",
-        "helios/data/stream_reading.py",
+        "helios/data/stream.py",
         "            rng.reseed(self._keys.at(first // self._size))",
         "            rng.reseed(self._keys.at(0))",
         "tests/data/test_stream.py::test_a_replay_gives_the_tail_of_the_epoch",
     ),
     Fault(
         "a stream divides itself among loader workers",
-        "helios/data/stream_reading.py",
+        "helios/data/stream.py",
         "            torch_worker._worker_info = None",
         "            torch_worker._worker_info = info",
         "tests/data/test_stream.py::test_workers_change_nothing",
     ),
     Fault(
         "what a part of a stream draws while it is opened is not seeded",
-        "helios/data/stream_reading.py",
+        "helios/data/stream.py",
         '        rng.reseed(rng.key("stream", position.order_key(), plan.seed, replica))',
         "        position.order_key()",
         "tests/data/test_stream.py::test_processes_change_nothing",
@@ -248,7 +248,7 @@ FAULTS = (
     ),
     Fault(
         "a part of a stream that has ended starts over at a resume",
-        "helios/data/stream_reading.py",
+        "helios/data/stream.py",
         "            is_over = len(samples) < self._size",
         "            is_over = not samples",
         "tests/integration/test_streams.py::test_a_run_on_a_stream_resumes_everywhere",
@@ -276,14 +276,14 @@ FAULTS = (
     ),
     Fault(
         "the sources of a mixture begin anew in each epoch",
-        "helios/data/samplers.py",
+        "helios/data/mixture.py",
         "        first = self.epoch * length\n        position, end",
         "        first = 0\n        position, end",
         "tests/data/test_mixture.py::test_the_sources_continue_over_the_epochs_of_a_run",
     ),
     Fault(
         "all epochs of a mixture's source have one order",
-        "helios/data/samplers.py",
+        "helios/data/mixture.py",
         "            keys += [rng.key(*fields, each) for each in epochs]",
         "            keys += [rng.key(*fields, 0) for each in epochs]",
         "tests/data/test_mixture.py::test_each_source_is_used_up_before_it_begins_again",
@@ -644,8 +644,8 @@ FAULTS = (
     Fault(
         "the data module puts back a loader that has read ahead",
         "helios/startup/state_owners.py",
-        "    claimed = () if source is None else source.claimed",
-        "    claimed: tuple[object, ...] = ()",
+        '        others |= {"<data 0>": source.loader, "<data 1>": source.resumes_by.holder}',
+        "        pass",
         "tests/integration/test_data.py::test_a_loader_with_state_resumes_exactly",
     ),
     Fault(
@@ -935,10 +935,10 @@ FAULTS = (
     ),
     Fault(
         "a sampler declares in vain",
-        "helios/data/sampler_generators.py",
+        "helios/data/replayed_sampler.py",
         " if name not in unsaved]",
         "]",
-        "tests/data/test_sampler_generators.py"
+        "tests/data/test_replayed_sampler.py"
         "::test_a_generator_that_the_class_of_its_sampler_declares_is_left_out",
     ),
     Fault(
@@ -1778,14 +1778,14 @@ FAULTS = (
     ),
     Fault(
         "batches of workers are read in the training process",
-        "helios/data/noted_batches.py",
+        "helios/data/keyed.py",
         "        if not self._dataset.reads_content:",
         "        if True:",
         "tests/ledger/test_runs.py::test_workers_read_the_batches",
     ),
     Fault(
         "a user's own loop gets what a worker has read",
-        "helios/data/noted_batches.py",
+        "helios/data/keyed.py",
         "        if not self._dataset.reads_content:",
         "        if False:",
         "tests/data/test_source.py::test_only_a_run_that_asks_gets_what_was_read",
@@ -1821,7 +1821,7 @@ FAULTS = (
     ),
     Fault(
         "the worker's batches have no indices",
-        "helios/data/fetching.py",
+        "helios/data/keyed_source.py",
         "for _ in self.indices]\n        except",
         "for _ in [self.indices, setattr(self, 'indices', None)][0]]\n        except",
         "tests/ledger/test_runs.py::test_what_changes_no_bit_changes_no_line",
@@ -1905,7 +1905,7 @@ FAULTS = (
     ),
     Fault(
         "a rewind leaves the length of an epoch as it was",
-        "helios/data/interfaces.py",
+        "helios/data/source.py",
         "total - self.count_skipped(epoch, total), done",
         "total, done",
         "tests/data/test_skipped.py::test_a_pass_is_measured_without_skipped_batches",
@@ -2060,10 +2060,10 @@ FAULTS = (
     ),
     Fault(
         "a sampler that changes itself is not named",
-        "helios/data/sampler_changes.py",
+        "helios/data/replayed_sampler.py",
         "            if changed:",
         "            if False:",
-        "tests/data/test_sampler_changes.py::test_what_a_sampler_changes_about_itself_is_named_once",
+        "tests/data/test_replayed_sampler.py::test_what_a_sampler_changes_about_itself_is_named_once",
     ),
 )
 

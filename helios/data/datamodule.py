@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from helios.core.constructor_arguments import KeepsArguments
 from helios.data.loader import LoaderPair, build_loader
-from helios.data.multi_loader import check_loader_names, check_some
 from helios.data.params import DataLoaderParams
+from helios.data.phase_sources import check_loader_names, check_some
 from helios.data.steps import Steps
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 

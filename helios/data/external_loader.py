@@ -17,16 +17,17 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
-from helios.data.interfaces import (
+from helios.data.order import Position
+from helios.data.samplers import HasEpoch
+from helios.data.source import (
+    LONE,
     BatchIterator,
     ByOwnState,
     CannotResume,
+    Shard,
     Source,
     run_on_one_thread,
 )
-from helios.data.order import Position
-from helios.data.samplers import HasEpoch
-from helios.data.shard import LONE, Shard
 from helios.data.worker_recovery import MOST_LOSSES, warn_of_workers
 from helios.data.workers import (
     WorkerInit,

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from helios.core import rng
 from helios.data.order import Order, Position
+from helios.storage.content_hash import Content, content_bytes, look_safely
 
 _Found = TypeVar("_Found")
 
@@ -80,6 +81,40 @@ class KeyedDataset(Dataset[Any]):
         if self._getitems is not None:
             return self._getitems(indices)
         return [self.dataset[index] for index in indices]
+
+
+class ReadBatch(NamedTuple):
+    """What a worker sends.
+
+    Attributes:
+        batch: the batch.
+        content: what was read of it.
+    """
+
+    batch: Any
+    content: Content
+
+
+@final
+class ReadingCollate:
+    """Collates a batch in a worker, and reads its content if the key of the batch demands it.
+
+    Args:
+        collate: the user's function.
+        dataset: the data set of the same worker, which gets the keys.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], dataset: KeyedDataset) -> None:
+        self._collate = collate
+        self._dataset = dataset
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch, with its content if demanded."""
+        batch = self._collate(samples)
+        if not self._dataset.reads_content:
+            return batch
+        content = look_safely(batch)
+        return ReadBatch(batch, content._replace(data=content_bytes(content)))
 
 
 def data_sets_of(loader: object) -> list[Any]:

@@ -22,22 +22,18 @@ from torch.utils.data import (
 
 from helios.core import rng
 from helios.core.registry import Registry
-from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset, Walk
-from helios.data.mixture import Mixture, check_mixture
-from helios.data.noted_batches import ReadingCollate
-from helios.data.order import Order, Position, PositionalOrder
+from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset, ReadingCollate, Walk
+from helios.data.mixture import Mixture, MixtureSampler, check_mixture
+from helios.data.order import Order, Position, PositionalOrder, is_positional
 from helios.data.params import DataLoaderParams
 from helios.data.replayed_sampler import ReplayedOrder
 from helios.data.samplers import (
-    MixtureSampler,
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSamplerType,
     ResumableSequentialSampler,
-    is_positional,
 )
-from helios.data.stream import Stream
-from helios.data.stream_reading import StreamLoader
+from helios.data.stream import Stream, StreamLoader
 from helios.data.worker_recovery import Begin, WorkerItems, WorkerTimeout, warn_of_workers
 from helios.data.workers import (
     WorkerContext,

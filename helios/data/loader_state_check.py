@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from helios.core import rng
-from helios.data.interfaces import Source
+from helios.data.source import Source
 from helios.protocols import Clock
 from helios.state_graph.scanning import mark_of_state
 from helios.state_graph.values import Identities, children_of, each_in

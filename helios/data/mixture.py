@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from fractions import Fraction
-from itertools import accumulate
-from typing import Any, final
+from itertools import accumulate, chain
+from typing import Any, cast, final
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Dataset, IterableDataset
 
+from helios.core import rng
 from helios.core.tracebacks import with_short_constructor
+from helios.data.permutation import permute_under_keys
+from helios.data.samplers import ResumableSampler
 from helios.errors import ArgumentError
 
 BLOCK = 256
@@ -113,6 +118,85 @@ class Mixture(Dataset[Any]):
             count = left * share.numerator // share.denominator
             found.append(count)
             left -= count
+        return found
+
+
+@final
+class MixtureSampler(ResumableSampler):
+    """The order of a :class:`Mixture`: a key shuffles the sources within each block of positions.
+
+    Args:
+        mixture: the mixture.
+        seed: seed of the order, in addition to that of the run.
+        batch_size: samples per batch.
+        shuffle: whether each source is shuffled; otherwise each is used in its own order.
+    """
+
+    def __init__(
+        self, mixture: Mixture, seed: int = 0, batch_size: int = 1, *, shuffle: bool = True
+    ) -> None:
+        super().__init__(batch_size)
+        self.mixture = mixture
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def __len__(self) -> int:
+        return len(self.mixture)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.blocks(self.start_iter * self._batch_size))
+
+    def blocks(self, start: int = 0) -> Iterator[list[int]]:
+        """Iterate over the samples from a position of the epoch, in lists."""
+        length = len(self.mixture)
+        first = self.epoch * length
+        position, end = first + min(start, length), first + length
+        while position < end:
+            number, within = divmod(position, BLOCK)
+            found = self._block(number)[within : within + end - position]
+            yield found
+            position += len(found)
+
+    def _block(self, number: int) -> list[int]:
+        """Return the samples of one block of positions, which are counted over all epochs."""
+        befores, afters = (self.mixture.count_before(each) for each in (number, number + 1))
+        counts = [after - before for before, after in zip(befores, afters, strict=True)]
+        key = rng.key("mixture", self.run_seed, self.seed, number)
+        block = np.arange(BLOCK)
+        places = permute_under_keys([len(block)], [key], np.zeros_like(block), block)
+        # Sorted within a source, because one that is not shuffled is used in its own order.
+        firsts = np.repeat(np.arange(len(counts)), counts) * BLOCK
+        found = np.empty_like(block)
+        found[np.sort(firsts + places) - firsts] = self._next(befores, counts)
+        return cast(list[int], found.tolist())
+
+    def _next(self, befores: list[int], counts: list[int]) -> npt.NDArray[np.int64]:
+        """Return the samples that follow, source by source.
+
+        Args:
+            befores: samples of each source before them, in all its epochs.
+            counts: how many of each source follow.
+        """
+        mixture = self.mixture
+        lengths: list[int] = []
+        keys: list[int] = []
+        rows, positions = [], []
+        for source, (before, count) in enumerate(zip(befores, counts, strict=True)):
+            if not count:
+                continue
+            length = mixture.lengths[source]
+            epoch, within = divmod(before, length)
+            laps, numbers = np.divmod(np.arange(within, within + count), length)
+            rows.append(laps + len(keys))
+            positions.append(numbers)
+            fields = ("order", self.run_seed, self.seed, "source", mixture.names[source])
+            epochs = range(epoch, epoch + int(laps[-1]) + 1)
+            keys += [rng.key(*fields, each) for each in epochs]
+            lengths += [length] * len(epochs)
+        found: npt.NDArray[np.int64] = np.concatenate(positions)
+        if self.shuffle:
+            found = permute_under_keys(lengths, keys, np.concatenate(rows), found)
+        found += np.repeat(mixture.offsets, counts)
         return found
 
 

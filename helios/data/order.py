@@ -12,13 +12,12 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import chain, islice
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeGuard, final, get_args
 
 from helios.core import rng
+from helios.data.mixture import MixtureSampler
 from helios.data.samplers import (
     HasEpoch,
-    MixtureSampler,
-    PositionalSampler,
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSampler,
@@ -27,11 +26,11 @@ from helios.data.samplers import (
 )
 from helios.errors import StateError
 
-_PURE = (
-    ResumableRandomSampler,
-    ResumableSequentialSampler,
-    ResumableDistributedSampler,
-    MixtureSampler,
+PositionalSampler: TypeAlias = (
+    ResumableRandomSampler
+    | ResumableSequentialSampler
+    | ResumableDistributedSampler
+    | MixtureSampler
 )
 
 
@@ -176,6 +175,21 @@ class Order(ABC):
             )
 
 
+def is_positional(sampler: object) -> TypeGuard[PositionalSampler]:
+    """Return whether ``blocks`` returns the order of a sampler.
+
+    It does not if a derived class overrides ``__iter__`` only: positions would refer to the order
+    of its base class.
+    """
+    if not isinstance(sampler, PositionalSampler):
+        return False
+    classes = type(sampler).__mro__
+    blocks, steps = (
+        next(owner for owner in classes if name in vars(owner)) for name in ("blocks", "__iter__")
+    )
+    return issubclass(blocks, steps)
+
+
 @final
 class PositionalOrder(Order):
     """The order of a built-in sampler, computed from the position."""
@@ -229,7 +243,7 @@ def _first(blocks: Callable[[int], Iterator[list[Any]]], count: int) -> Iterable
 
 def _copy_apart(sampler: Any, dataset: Any) -> Any:
     """Return a copy of a sampler that shares only the data set; ``None`` if it cannot be copied."""
-    if type(sampler) in _PURE:
+    if type(sampler) in get_args(PositionalSampler):
         return copy.copy(sampler)
     try:
         return copy.deepcopy(sampler, {id(dataset): dataset})

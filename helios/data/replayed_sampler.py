@@ -1,6 +1,8 @@
 """Runs a user's sampler on its own random stream, and replays it when a run is resumed.
 
-The indices before the position of a pass are drawn again and skipped, without fetching samples.
+The indices before the position of a pass are drawn again and skipped, without fetching samples. The
+generators of a sampler without ``state_dict`` are saved. Anything else that it changes about itself
+is lost at a resume, so the order would differ from that of an uninterrupted run: it is named.
 """
 
 from __future__ import annotations
@@ -8,21 +10,46 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from types import ModuleType
 from typing import Any, final
 
-from torch.utils.data import BatchSampler
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, Dataset
 
 from helios.core import rng
+from helios.core.generators import (
+    Generator,
+    is_generator,
+    kind_of_generator,
+    load_generator,
+    state_of_generator,
+)
+from helios.core.utils import unsaved_of
 from helios.data.order import BlocksAndHead, Order, Position, prepare
-from helios.data.sampler_changes import SamplerChanges
-from helios.data.sampler_generators import OwnGenerators, find_generators
 from helios.errors import StateError
 from helios.protocols import Stateful
+from helios.state_graph.scanning import is_dense, mark_of_state
+from helios.state_graph.values import (
+    CONTAINERS,
+    LEAVES,
+    LIMIT,
+    Identities,
+    are_atoms,
+    attributes_of,
+    each_in,
+    elements_of,
+)
 
 _LOGGER = logging.getLogger(__name__)
+_DEEPEST = 8
+_MANY = 100
+_PLAIN = LEAVES | CONTAINERS | {tuple, Tensor}
 _INDICES_AT_ONCE = 1_024
 _BATCHES_AT_ONCE = 64
 
@@ -43,7 +70,7 @@ class ReplayedOrder(Order):
         self._stateful = _find_stateful(sampler)
         self._epoch_state: dict[str, Any] | None = None
         self._is_loaded = False
-        self._changes = SamplerChanges(samplers_in(sampler))
+        self._changes = _SamplerChanges(samplers_in(sampler))
 
     def blocks(self, position: Position) -> Iterator[list[Any]]:
         """Iterate over the items from a position, in lists; lists of samples are copied."""
@@ -70,7 +97,7 @@ class ReplayedOrder(Order):
 
     def _with(self, sampler: Any) -> Order:
         twin = ReplayedOrder(sampler, yields_batches=self.yields_batches)
-        twin._changes = SamplerChanges(())  # Named for the order that training uses.
+        twin._changes = _SamplerChanges(())  # Named for the order that training uses.
         return twin
 
     def leave(self, position: Position) -> None:
@@ -196,6 +223,139 @@ def _find_stateful(sampler: Any) -> Stateful | None:
             return part
     generators = find_generators(sampler)
     return OwnGenerators(generators) if generators else None
+
+
+def find_generators(sampler: Any) -> dict[str, Generator]:
+    """Return the generators that a sampler, or a sampler inside it, holds, by path.
+
+    PyTorch's default generator, which the trainer seeds, and attributes that a sampler's class
+    declares as ``unsaved`` are left out.
+    """
+    return dict(_walk(sampler, "", _DEEPEST))
+
+
+def _walk(part: Any, path: str, depth: int) -> Iterator[tuple[str, Generator]]:
+    for name, value in _members_of(part):
+        if is_generator(value) and value is not torch.default_generator:
+            yield f"{path}{name}", value
+        elif depth:
+            yield from _walk(value, f"{path}{name}.", depth - 1)
+
+
+def _members_of(part: Any) -> list[tuple[Any, Any]]:
+    """Return what may hold a generator: members of short containers, attributes of objects."""
+    if isinstance(part, dict | list | tuple):
+        pairs = part.items() if isinstance(part, dict) else enumerate(part)
+        return list(pairs) if len(part) < _MANY else []
+    # A data set has generators of its own; those of networks and the like are saved by their owner.
+    if isinstance(part, type | ModuleType | Dataset | Tensor | Stateful):
+        return []
+    return _saved_attributes_of(part)
+
+
+def _saved_attributes_of(part: Any) -> list[tuple[str, Any]]:
+    unsaved = unsaved_of(part)
+    return [(name, value) for name, value in attributes_of(part).items() if name not in unsaved]
+
+
+@final
+class OwnGenerators:
+    """The state of a sampler's own generators.
+
+    Args:
+        generators: the generators by path.
+    """
+
+    def __init__(self, generators: dict[str, Generator]) -> None:
+        self._generators = generators
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each generator, by path."""
+        return {
+            path: (kind_of_generator(part), state_of_generator(part))
+            for path, part in self._generators.items()
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore each generator with a saved state of the same kind."""
+        for path, generator in self._generators.items():
+            kind, state = state_dict.get(path, (None, None))
+            if kind == kind_of_generator(generator):
+                load_generator(generator, state)
+
+
+@final
+class _SamplerChanges:
+    """Compares the attributes of samplers at the beginning of the first pass with those after it.
+
+    Later passes are not compared: a list may have millions of entries.
+
+    Args:
+        samplers: a sampler, and the one inside it; those with ``state_dict`` are left out.
+    """
+
+    def __init__(self, samplers: Iterable[Any]) -> None:
+        self._samplers = [part for part in samplers if not isinstance(part, Stateful)]
+        self._before: list[dict[str, bytes]] | None = None
+
+    def begin_pass(self) -> None:
+        """Record the attributes, once the epoch was set."""
+        if self._before is None:
+            self._before = [_marks_of(sampler) for sampler in self._samplers]
+
+    def end_pass(self) -> None:
+        """Warn of what has changed since the first pass began."""
+        for sampler, before in zip(self._samplers, self._before or (), strict=False):
+            after = _marks_of(sampler)
+            changed = [name for name in after if name in before and after[name] != before[name]]
+            if changed:
+                _LOGGER.warning(
+                    "%s changes %s while it is iterated over, which no checkpoint holds: it has no "
+                    "state_dict. If the order of samples depends on that, a resumed run has "
+                    "another order. Compute the order in __iter__ from set_epoch(epoch), or write "
+                    "state_dict and load_state_dict. If it does not depend on it, declare that in "
+                    "the class: unsaved = (%s,).",
+                    type(sampler).__name__,
+                    ", ".join(changed),
+                    ", ".join(f'"{name}"' for name in changed),
+                )
+        if self._before is not None:
+            self._before = []
+
+
+def _marks_of(sampler: Any) -> dict[str, bytes]:
+    """Return what is equal for equal values, by attribute; objects and large values are left out.
+
+    Data sets and other samplers are objects, whose content may have been read ahead.
+    """
+    return {
+        name: mark_of_state(value, Identities())
+        for name, value in _saved_attributes_of(sampler)
+        if _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value consists of plain values that a checkpoint could hold."""
+    size = 0
+    for part in each_in(value, _elements_of):
+        if type(part) not in _PLAIN or (isinstance(part, Tensor) and not is_dense(part)):
+            return False
+        if isinstance(part, np.ndarray | Tensor):
+            size += part.nbytes
+        elif not _is_flat(part):
+            size += sys.getsizeof(part)
+        if size > LIMIT:
+            return False
+    return True
+
+
+def _elements_of(value: Any) -> Iterable[Any]:
+    return () if _is_flat(value) else elements_of(value)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, list | tuple) and are_atoms(value)
 
 
 @final

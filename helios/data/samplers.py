@@ -9,17 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from itertools import chain, islice
-from typing import Any, Protocol, TypeAlias, TypeGuard, cast, final, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils.data import DistributedSampler, Sampler
 
 from helios.core import rng
 from helios.core.registry import Registry
-from helios.data.mixture import BLOCK as MIXED_AT_ONCE
-from helios.data.mixture import Mixture
-from helios.data.permutation import Permutation, permute_under_keys
+from helios.data.permutation import Permutation
 from helios.errors import ArgumentError
 
 _BLOCK = 4_096
@@ -241,107 +237,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         return [head[place % self._length] for place in places]
 
 
-@final
-class MixtureSampler(ResumableSampler):
-    """The order of a :class:`Mixture`: a key shuffles the sources within each block of positions.
-
-    Args:
-        mixture: the mixture.
-        seed: seed of the order, in addition to that of the run.
-        batch_size: samples per batch.
-        shuffle: whether each source is shuffled; otherwise each is used in its own order.
-    """
-
-    def __init__(
-        self, mixture: Mixture, seed: int = 0, batch_size: int = 1, *, shuffle: bool = True
-    ) -> None:
-        super().__init__(batch_size)
-        self.mixture = mixture
-        self.seed = seed
-        self.shuffle = shuffle
-
-    def __len__(self) -> int:
-        return len(self.mixture)
-
-    def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self.blocks(self.start_iter * self._batch_size))
-
-    def blocks(self, start: int = 0) -> Iterator[list[int]]:
-        """Iterate over the samples from a position of the epoch, in lists."""
-        length = len(self.mixture)
-        first = self.epoch * length
-        position, end = first + min(start, length), first + length
-        while position < end:
-            number, within = divmod(position, MIXED_AT_ONCE)
-            found = self._block(number)[within : within + end - position]
-            yield found
-            position += len(found)
-
-    def _block(self, number: int) -> list[int]:
-        """Return the samples of one block of positions, which are counted over all epochs."""
-        befores, afters = (self.mixture.count_before(each) for each in (number, number + 1))
-        counts = [after - before for before, after in zip(befores, afters, strict=True)]
-        key = rng.key("mixture", self.run_seed, self.seed, number)
-        block = np.arange(MIXED_AT_ONCE)
-        places = permute_under_keys([len(block)], [key], np.zeros_like(block), block)
-        # Sorted within a source, because one that is not shuffled is used in its own order.
-        firsts = np.repeat(np.arange(len(counts)), counts) * MIXED_AT_ONCE
-        found = np.empty_like(block)
-        found[np.sort(firsts + places) - firsts] = self._next(befores, counts)
-        return cast(list[int], found.tolist())
-
-    def _next(self, befores: list[int], counts: list[int]) -> npt.NDArray[np.int64]:
-        """Return the samples that follow, source by source.
-
-        Args:
-            befores: samples of each source before them, in all its epochs.
-            counts: how many of each source follow.
-        """
-        mixture = self.mixture
-        lengths: list[int] = []
-        keys: list[int] = []
-        rows, positions = [], []
-        for source, (before, count) in enumerate(zip(befores, counts, strict=True)):
-            if not count:
-                continue
-            length = mixture.lengths[source]
-            epoch, within = divmod(before, length)
-            laps, numbers = np.divmod(np.arange(within, within + count), length)
-            rows.append(laps + len(keys))
-            positions.append(numbers)
-            fields = ("order", self.run_seed, self.seed, "source", mixture.names[source])
-            epochs = range(epoch, epoch + int(laps[-1]) + 1)
-            keys += [rng.key(*fields, each) for each in epochs]
-            lengths += [length] * len(epochs)
-        found: npt.NDArray[np.int64] = np.concatenate(positions)
-        if self.shuffle:
-            found = permute_under_keys(lengths, keys, np.concatenate(rows), found)
-        found += np.repeat(mixture.offsets, counts)
-        return found
-
-
 ResumableSamplerType: TypeAlias = ResumableSampler | ResumableDistributedSampler
-PositionalSampler: TypeAlias = (
-    ResumableRandomSampler
-    | ResumableSequentialSampler
-    | ResumableDistributedSampler
-    | MixtureSampler
-)
-
-
-def is_positional(sampler: object) -> TypeGuard[PositionalSampler]:
-    """Return whether ``blocks`` returns the order of a sampler.
-
-    It does not if a derived class overrides ``__iter__`` only: positions would refer to the order
-    of its base class.
-    """
-    if not isinstance(sampler, PositionalSampler):
-        return False
-    classes = type(sampler).__mro__
-    blocks, steps = (
-        next(owner for owner in classes if name in vars(owner)) for name in ("blocks", "__iter__")
-    )
-    return issubclass(blocks, steps)
 
 
 def has_whole_order(sampler: object) -> TypeGuard[ResumableDistributedSampler]:

@@ -20,7 +20,7 @@ from helios.data.loader import KeyedLoader
 from helios.data.order import GlobalOrder, Order, Position
 from helios.data.replayed_sampler import samplers_in
 from helios.data.samplers import has_whole_order
-from helios.data.shard import Shard
+from helios.data.source import Shard
 from helios.errors import ArgumentError
 
 

@@ -1,180 +1,460 @@
-"""The sources of a run's data, which return batches from any position of any epoch.
+"""The interfaces between loops and data: sources, the passes over them, and what a process fetches.
 
-A :class:`KeyedSource` computes a batch from its position and seeds before it fetches. A custom
-loader (:mod:`helios.data.external_loader`) resumes from its own state, if it has one.
+A run is defined over V replicas, and a process runs some of them. The assignment affects only which
+process fetches a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeAlias, final
 
-from helios.data.external_loader import ExternalSource
-from helios.data.fetching import begin_pass
-from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
-from helios.data.interfaces import BatchIterator, ByPosition, Source
-from helios.data.loader import KeyedLoader
-from helios.data.mixture import Mixture
-from helios.data.order import Position
-from helios.data.shard import LONE, Shard
-from helios.data.sharding_plan import ShardingPlan, make_sharding_plan
-from helios.data.steps import Steps, StepsSource
-from helios.data.stream_reading import StreamLoader
-from helios.data.stream_source import StreamSource
+import torch
 
-__all__ = ["BatchIterator", "KeyedSource", "Source", "open_source"]
+from helios.errors import ArgumentError, UsageError
+from helios.protocols import Stateful
+from helios.storage.content_hash import Content
 
 
-def open_source(
-    loader: Iterable[Any],
-    sampler: object = None,
-    *,
-    run_seed: int,
-    fetch_seed: int | None = None,
-    purpose: str,
-    share: Shard = LONE,
-) -> Source:
-    """Return the source for a loader.
+class NoBatch(Enum):
+    """The type of :data:`NO_BATCH`."""
 
-    Args:
-        loader: the loader that a data module returned.
-        sampler: the sampler that it returned with the loader.
-        run_seed: seed of the order.
-        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
-        purpose: name of the random streams of fetching: ``"fetch"`` for training, another one for
-            each other phase, so that evaluation and training use different random numbers.
-        share: the part of this process.
+    NO_BATCH = "NO_BATCH"
+
+
+NO_BATCH: Final = NoBatch.NO_BATCH
+"""The batch of a replica that has none in the last iteration of an evaluation."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of the data that one process fetches.
+
+    Attributes:
+        num_replicas: V, the replicas of the run.
+        block: the replicas of this process.
+        pads: whether all replicas get the same number of samples, by padding or truncating the
+            end as PyTorch's ``DistributedSampler`` does (training). Otherwise each sample occurs
+            once, and replicas may have a shorter batch or none in the last iteration (evaluation).
 
     Raises:
-        ArgumentError: if the replicas of the run cannot share the loader or sampler.
+        ArgumentError: if the number is less than one, or the block is not a range of replicas.
+
+    Example:
+        >>> Shard(num_replicas=4, block=range(2, 4), pads=True).block
+        range(2, 4)
     """
-    if isinstance(loader, Steps):
-        return StepsSource(loader, share)
-    if isinstance(loader, StreamLoader):
-        return StreamSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
-    if isinstance(loader, KeyedLoader):
-        return KeyedSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
-    return ExternalSource(
-        loader, sampler, run_seed=run_seed, fetch_seed=fetch_seed, purpose=purpose, share=share
-    )
+
+    num_replicas: int
+    block: range
+    pads: bool
+
+    def __post_init__(self) -> None:
+        if type(self.num_replicas) is not int or self.num_replicas < 1:
+            raise ArgumentError(
+                f"Shard(num_replicas=...) must be a positive int, got {self.num_replicas!r}. Pass "
+                "the number of replicas of the run."
+            )
+        block = self.block
+        is_range = isinstance(block, range) and len(block) > 0 and block.step > 0
+        if not is_range or block[0] < 0 or block[-1] >= self.num_replicas:
+            raise ArgumentError(
+                f"Shard(block=...) must be a range of replicas from 0 to {self.num_replicas - 1}, "
+                f"got {block!r}. Pass the replicas of this process."
+            )
+        if not isinstance(self.pads, bool):
+            raise ArgumentError(
+                f"Shard(pads=...) must be True or False, got {self.pads!r}. Pass True for "
+                "training, False for evaluation."
+            )
+
+
+LONE: Final = Shard(num_replicas=1, block=range(1), pads=True)
+"""The shard of a run with one replica: all data."""
+
+
+@dataclass(frozen=True)
+class ByPosition:
+    """A pass resumes at its position: Helios computes which samples follow.
+
+    Attributes:
+        is_split_by_rank: whether a sampler of the user splits the data by rank, so that a run goes
+            on with as many processes as before.
+    """
+
+    is_split_by_rank: bool = False
+
+
+@dataclass(frozen=True)
+class ByOwnState:
+    """A pass resumes by what a ``state_dict`` of the user's returns, which Helios has to trust.
+
+    Attributes:
+        holder: the loader or the data set that has it.
+    """
+
+    holder: Stateful
+
+    @property
+    def name(self) -> str:
+        """The class of the holder."""
+        return type(self.holder).__qualname__
+
+
+@dataclass(frozen=True)
+class CannotResume:
+    """No pass can start in the middle.
+
+    Attributes:
+        remedy: what would change that.
+    """
+
+    remedy: str
+
+
+ResumesBy: TypeAlias = ByPosition | ByOwnState | CannotResume
+"""How a resumed run gets to the position where the data was left."""
+
+
+class BatchIterator(ABC):
+    """The batches of one pass; each item is a list with a batch per replica of the process.
+
+    The entry of a replica without a batch is :data:`NO_BATCH`.
+
+    A fetch that may draw random numbers seeds all generators and does not restore them: training
+    seeds them again for the step, and evaluation restores their previous states.
+
+    Attributes:
+        num_samples: positions of the order that all replicas of the run consumed in the last
+            iteration; 0 if unknown.
+        is_last: whether the last iteration ends the pass.
+        indices: those of the samples of the last iteration, a list for each replica of the process
+            with a batch (a single index if batches are not collated); ``None`` if unknown.
+        contents: what was read of each batch of the last iteration where it was fetched; ``None``
+            if nothing was.
+        skipped: how many batches were skipped right before the last iteration, and positions of
+            the order in them.
+        repeats: for each replica of the process with a batch, how many samples at the end of its
+            last batch occur a second time in the pass, so that all replicas get equally many;
+            empty if none does.
+    """
+
+    num_samples: int = 0
+    is_last: bool = False
+    indices: Sequence[Any] | None = None
+    contents: Sequence[Content] | None = None
+    skipped: tuple[int, int] = (0, 0)
+    repeats: Sequence[int] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    @property
+    def sizes(self) -> Sequence[int] | None:
+        """The samples of each batch of the last iteration, for replicas of the process with one.
+
+        These are the positions that the loader gave the batch; ``None`` if they are unknown.
+        """
+        return None
+
+    @property
+    def replay_length(self) -> int:
+        """The number of steps of :meth:`catch_up`; 0 if the pass starts anywhere at once."""
+        return 0
+
+    def catch_up(self) -> Iterator[None]:
+        """Read again what is before the position, step by step.
+
+        The first iteration does what is left of it.
+        """
+        return iter(())
+
+    @abstractmethod
+    def __next__(self) -> Any:
+        """Return the batches of the next iteration."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the pass and workers that are not persistent; may be called again."""
 
 
 @final
-class KeyedSource(Source):
-    """The data of a ``KeyedLoader``, exact from any position.
+class _LimitedBatches(BatchIterator):
+    """The first batches of a pass."""
+
+    def __init__(self, batches: BatchIterator, num_left: int) -> None:
+        self._batches = batches
+        self._num_left = num_left
+
+    @property
+    def sizes(self) -> Sequence[int] | None:
+        """As without a limit."""
+        return self._batches.sizes
+
+    @property
+    def replay_length(self) -> int:
+        """As without a limit."""
+        return self._batches.replay_length
+
+    def catch_up(self) -> Iterator[None]:
+        """Read again what is before the position."""
+        return self._batches.catch_up()
+
+    def __next__(self) -> Any:
+        if self._num_left <= 0:
+            self.close()
+            raise StopIteration
+        batch = next(self._batches)
+        self._num_left -= 1
+        self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
+        self.skipped, self.contents = self._batches.skipped, self._batches.contents
+        self.repeats = self._batches.repeats
+        self.is_last = self._batches.is_last or self._num_left == 0
+        return batch
+
+    def close(self) -> None:
+        """End the pass and workers that are not persistent."""
+        self._num_left = 0
+        self._batches.close()
+
+
+@final
+class NoBatches(BatchIterator):
+    """Placeholder for a pass that was not started.
 
     Args:
-        loader: the loader.
-        run_seed: seed of the order.
-        purpose: name of the random streams of fetching.
-        share: the part of this process.
-        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
+        what: name of the pass in the error message.
     """
 
-    loader: KeyedLoader
+    def __init__(self, what: str) -> None:
+        self._what = what
 
-    def __init__(
-        self,
-        loader: KeyedLoader,
-        run_seed: int,
-        purpose: str,
-        share: Shard = LONE,
-        *,
-        fetch_seed: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.loader = loader
-        self._run_seed = run_seed
-        self._fetch_seed = fetch_seed
-        self._purpose = purpose
-        self._deal = make_sharding_plan(loader, share)
-        self._deal.skipped = self._skipped
-        self.resumes_by = ByPosition(is_split_by_rank=self._deal.is_own)
-        self._description = _describe(loader, self._deal)
-        self._pass_length: int | None = None
+    def __next__(self) -> Any:
+        raise UsageError(f"{self._what} is not available, because the epoch was not started.")
 
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Source(ABC):
+    """The data of one loader, over all its passes.
+
+    Attributes:
+        name: name of the loader among those of its phase; empty if there is only one.
+        limit: maximum number of batches of a pass, with skipped ones; ``None`` for all.
+        loader: the loader.
+        resumes_by: how a pass starts in the middle, if it can.
+    """
+
+    name: str = ""
+    limit: int | None = None
+    loader: Any
+    resumes_by: ResumesBy = ByPosition()
+
+    def __init__(self) -> None:
+        self._skipped: dict[int, frozenset[int]] = {}
+
+    @property
+    @final
+    def description(self) -> dict[str, Any]:
+        """A description of the data in plain values; compared when a run is resumed."""
+        limit = {} if self.limit is None else {"limit_batches": self.limit}
+        return {**self._describe(), **limit}
+
+    @abstractmethod
     def _describe(self) -> dict[str, Any]:
-        return self._description
+        """Return the description of the data without a limit."""
 
     @property
     def length(self) -> int | None:
-        """The current number of samples; ``None`` if the data set has no length."""
-        return count_samples(self.loader.keyed_dataset.dataset)
+        """The current number of samples; ``None`` if unknown."""
+        return None
 
     @property
     def pass_length(self) -> int | None:
-        """The value of :attr:`length` when the last pass started."""
-        return self._pass_length
+        """The value of :attr:`length` when the last pass started; ``None`` before the first."""
+        return None
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass is known to never end."""
+        return False
 
     @property
     def ends_together(self) -> bool:
-        """True, unless a user's sampler splits the data by rank, for which it is unknown."""
-        return not self._deal.is_own
+        """Whether the passes of all processes always end in the same iteration."""
+        return True
+
+    def count_unused(self) -> tuple[int, bool] | None:
+        """Count the samples of this process that the pass that ends now leaves unused.
+
+        It ends with the shortest part. Call it before the pass is closed.
+
+        Returns:
+            Their number, and whether these are all; ``None`` if every pass uses all samples or has
+            a limit, or if they were counted in an earlier one.
+        """
+        return None
 
     @property
     def state_is_per_process(self) -> bool:
-        """Whether a user's sampler that splits the data by rank has a state."""
-        return self._deal.is_own and self.loader.batches.order.has_state
+        """Whether :meth:`state_dict` differs between processes."""
+        return False
 
+    @property
+    def state_is_per_replica(self) -> bool:
+        """Whether :meth:`state_dict` holds the parts of the replicas of this process only."""
+        return False
+
+    def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of all replicas from those of the processes, by rank."""
+        return states[0]
+
+    @final
+    def batches(
+        self, epoch: int, *, batch: int = 0, sample: int = 0, reads_content: bool = False
+    ) -> BatchIterator:
+        """Start a pass; it is empty if it starts at or after the limit.
+
+        Args:
+            epoch: number of the pass, from 0.
+            batch: number of the first batch.
+            sample: position of its first sample in the order of the epoch; a multiple of the
+                number of replicas.
+            reads_content: whether to read the content of each batch where it is fetched, if
+                possible.
+        """
+        batches = self._start(epoch, batch, sample, reads_content=reads_content)
+        if self.limit is None:
+            return batches
+        whole = self._count_batches(batch, sample)
+        if whole is not None and whole <= self.limit:
+            return batches
+        num_skipped = self.count_skipped(epoch) - self.count_skipped(epoch, batch)
+        return _LimitedBatches(batches, self.limit - batch - num_skipped)
+
+    @abstractmethod
     def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
-        position = self._place(epoch, batch, sample)
-        self._pass_length = self.length
-        return begin_pass(self.loader, self._deal, position, reads_content=reads_content)
+        """Start a pass without a limit."""
 
+    @final
+    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+        """Return the batches of a whole pass that continues at a position, or None if unknown.
+
+        If the limit was lowered, batches before the position still count.
+        """
+        whole = self._count_batches(batch, sample)
+        if whole is None or self.limit is None:
+            return whole
+        return min(whole, max(self.limit, batch))
+
+    @abstractmethod
     def _count_batches(self, batch: int, sample: int) -> int | None:
-        return self._deal.num_batches(batch=batch, sample=sample)
+        """Return the batches of a whole pass without a limit."""
+
+    def measure(self, epoch: int, *, batch: int, sample: int) -> tuple[int | None, int]:
+        """Return the batches of a pass and those before a position, both without skipped ones.
+
+        Args:
+            epoch: number of the pass, from 0.
+            batch: number of the batch at the position.
+            sample: the position, as in :meth:`batches`.
+
+        Returns:
+            The batches of the whole pass, ``None`` if unknown, and those before the position.
+        """
+        total = self.num_batches(batch=batch, sample=sample)
+        done = batch - self.count_skipped(epoch, batch)
+        return None if total is None else total - self.count_skipped(epoch, total), done
+
+    @final
+    def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
+        """Compute the indices of the samples of one iteration; nothing is fetched.
+
+        Returns:
+            Those of all replicas of the run, replica by replica; ``None`` if they are unknown, or
+            if there is no such batch.
+        """
+        is_after = self.limit is not None and batch >= self.limit
+        return None if is_after else self._find_indices(epoch, batch, sample)
 
     def _find_indices(self, epoch: int, batch: int, sample: int) -> list[Any] | None:
-        """Compute the indices; unknown if a user's sampler has a state or splits the data."""
-        position = self._place(epoch, batch, sample)
-        return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
+        """Return the indices of one iteration in a pass without a limit."""
+        return None
+
+    def skip(self, places: Sequence[tuple[int, int]]) -> None:
+        """Skip batches in all passes: they are neither fetched nor returned.
+
+        They count towards the limit, and all others keep their numbers.
+
+        Args:
+            places: epoch and number of each batch, from 0.
+
+        Raises:
+            ArgumentError: if the source cannot skip.
+        """
+        if not self._can_skip:
+            raise ArgumentError(
+                "Trainer(skip_batches=...) must be omitted with data whose order Helios does not "
+                f"know: a {type(self.loader).__name__}. Create the loader with create_dataloader "
+                "and a sampler that returns the order of all samples."
+            )
+        self._skipped.clear()
+        for epoch, batch in places:
+            self._skipped[epoch] = self._skipped.get(epoch, frozenset()) | {batch}
 
     @property
     def _can_skip(self) -> bool:
-        return not self._deal.is_own
+        return False
 
-    def _place(self, epoch: int, batch: int, sample: int) -> Position:
-        return Position(
-            run_seed=self._run_seed,
-            purpose=self._purpose,
-            epoch=epoch,
-            batch=batch,
-            sample=sample,
-            fetch_seed=self._fetch_seed,
-        )
+    @final
+    def count_skipped(self, epoch: int, stop: int | None = None) -> int:
+        """Return how many batches of an epoch are skipped, below the limit.
 
+        Args:
+            epoch: number of the epoch, from 0.
+            stop: count those below this number; ``None`` for all.
+        """
+        ends = [end for end in (self.limit, stop) if end is not None]
+        return sum(all(batch < end for end in ends) for batch in self._skipped.get(epoch, ()))
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return a user's sampler's state at the start of the epoch; empty if it has none."""
-        return self.loader.batches.order.state_dict()
+        """Return the state that a resume needs besides the position; often empty."""
 
+    @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of a user's sampler."""
-        self.loader.batches.order.load_state_dict(state_dict)
+        """Restore the state that :meth:`state_dict` returned.
 
+        Raises:
+            StateError: if the state is missing, or if it cannot be loaded.
+        """
+
+    @abstractmethod
     def close(self) -> None:
-        """End persistent workers."""
-        self.loader.end_workers()
+        """End persistent workers; may be called again."""
 
 
-def _describe(loader: KeyedLoader, deal: ShardingPlan) -> dict[str, Any]:
-    params, sampler = loader.params, loader.batches.order.sampler
-    dataset = loader.keyed_dataset.dataset
-    is_listed = params.batch_sampler is not None
-    is_shared = deal.share.num_replicas > 1
-    shared = {"is_distributed": deal.is_split or deal.is_own} if is_shared else {}
-    mixed = {"mixture": dataset.describe()} if isinstance(dataset, Mixture) else {}
-    return (
-        shared
-        | mixed
-        | {
-            "length": count_samples(dataset),
-            "batch_size": None if is_listed else params.batch_size,
-            "shuffle": params.shuffle,
-            "drop_last": params.drop_last,
-            "seed": params.random_seed,
-            "sampler": type(sampler).__qualname__,
-            "dataset": describe_class(dataset),
-            "fingerprint": find_fingerprint(dataset),
-            "num_workers": params.num_workers,
-        }
+def make_cut_error(batch: int) -> UsageError:
+    """Return the error for a ``StopIteration`` that would end the pass early."""
+    return UsageError(
+        f"The data set or collate function must not raise StopIteration, but did in batch {batch}. "
+        "This would end the epoch early. Raise IndexError or another error."
     )
+
+
+def run_on_one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Call a function with a single intra-op thread, as in loader workers.
+
+    The number of threads changes the bits of sums, so a fetch in the training process would
+    differ from one in a worker. With one thread, call the function directly.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function(argument)
+    finally:
+        torch.set_num_threads(num_threads)

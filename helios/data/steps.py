@@ -7,8 +7,7 @@ from itertools import count
 from typing import Any, final
 
 from helios.core.tracebacks import with_short_constructor
-from helios.data.interfaces import BatchIterator, Source
-from helios.data.shard import LONE, Shard
+from helios.data.source import LONE, BatchIterator, Shard, Source
 from helios.errors import ArgumentError
 
 ENDLESS = "endless"

@@ -1,16 +1,35 @@
-"""A stream that can be sharded: each replica reads a part of its own, in any process."""
+"""A stream that can be sharded: each replica reads a part of its own, in any process.
+
+Parts are read batch by batch, in the training process or in a worker. A worker reads whole parts,
+so what a part returns does not depend on the number of workers. Every item of a worker holds one
+batch for each of its replicas; so items of all workers alternate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, final, runtime_checkable
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
+from helios.core import rng
 from helios.core.signatures import read_signature
 from helios.core.tracebacks import with_short_constructor
+from helios.data.order import Position
+from helios.data.params import DataLoaderParams
 from helios.data.samplers import HasEpoch
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.protocols import Stateful
+
+_LOGGER = logging.getLogger(__name__)
+_REPLAY_STEPS = 100
+"""Into how many steps a replay is divided, to show its progress."""
 
 
 @runtime_checkable
@@ -127,3 +146,187 @@ def make_shard_error(found: int, count: int) -> ArgumentError:
         f"to at least {count} files, reduce num_replicas, or shard a Hugging Face stream further "
         "(reshard, or to_iterable_dataset(num_shards=...))."
     )
+
+
+class Read(NamedTuple):
+    """A batch of one replica.
+
+    Attributes:
+        batch: the batch.
+        state: the state of the part after the batch, and whether it has ended; ``None`` if states
+            are not used.
+        seconds: time of reading the samples.
+        size: their number.
+    """
+
+    batch: Any
+    state: Any
+    seconds: float
+    size: int
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What the readers of a pass have in common.
+
+    Attributes:
+        stream: the stream.
+        seed: seed of what parts draw while they are opened, in addition to that of the run.
+        num_replicas: number of its parts.
+        batch_size: samples per batch; ``None`` if samples are not collated.
+        drop_last: whether to drop an incomplete last batch.
+        collate: combines samples into a batch, or converts a single sample.
+        position: where the pass starts, for all replicas.
+        states: states of parts at that position, by replica; others are replayed.
+        keeps_state: whether to return the state of parts with each batch.
+    """
+
+    stream: Stream
+    seed: int
+    num_replicas: int
+    batch_size: int | None
+    drop_last: bool
+    collate: Callable[[Any], Any]
+    position: Position
+    states: dict[int, Any]
+    keeps_state: bool
+
+    @property
+    def num_replayed(self) -> int:
+        """How many samples of a replica are before the position."""
+        return self.position.sample // self.num_replicas
+
+    def cut_replay(self) -> list[int]:
+        """Return the samples of a replica in each step of a replay; empty if there is none.
+
+        All but the last step consist of whole batches, each of which is seeded.
+        """
+        count, size = self.num_replayed, self.batch_size or 1
+        if len(self.states) == self.num_replicas or not count:
+            return []
+        bounds = [count * step // _REPLAY_STEPS // size * size for step in range(_REPLAY_STEPS)]
+        return [stop - start for start, stop in pairwise([*bounds, count])]
+
+
+@final
+class StreamLoader(DataLoader[Any]):
+    """What :func:`create_dataloader` returns for a stream; only a trainer reads it.
+
+    Args:
+        stream: the stream.
+        params: the validated options.
+        options: those of them that PyTorch's loader takes.
+
+    Attributes:
+        stream: as given.
+        params: as given.
+        options: as given.
+
+    Raises:
+        ArgumentError: if the replicas are not to share the stream.
+    """
+
+    def __init__(self, stream: Stream, params: DataLoaderParams, options: dict[str, Any]) -> None:
+        if params.is_distributed is False:
+            raise ArgumentError(
+                "DataLoaderParams(is_distributed=False) cannot be used with a Stream, which has a "
+                "part for each replica. Let Stream(lambda index, count: ...) return all samples."
+            )
+        if params.persistent_workers:
+            _LOGGER.warning(
+                "DataLoaderParams(persistent_workers=True) has no effect with a Stream, whose "
+                "workers end with each epoch."
+            )
+        # Without workers, about whose number PyTorch would warn: a pass may start fewer.
+        super().__init__(stream, batch_size=params.batch_size, collate_fn=params.collate_fn)
+        self.stream = stream
+        self.params = params
+        self.options = options
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        raise UsageError(
+            "The loader of a Stream can only be read by a Trainer. Iterate over the Stream itself, "
+            "which yields its samples."
+        )
+
+
+@final
+class StreamReader(IterableDataset[Any]):
+    """Iterates over a list for each iteration: a :class:`Read` or ``None`` for each replica.
+
+    After the end of a part, its entries are ``None``, without an end. If there is a replay, the
+    first items are numbers, one for each step: how many samples of each replica were read again.
+
+    Args:
+        plan: what all readers have in common.
+        replicas: the replicas of each worker; of the training process, if there is none.
+    """
+
+    def __init__(self, plan: StreamPlan, replicas: Sequence[Sequence[int]]) -> None:
+        self._plan = plan
+        self._replicas = replicas
+
+    def __iter__(self) -> Iterator[int | list[Read | None]]:
+        info = get_worker_info()
+        if info is not None:
+            # A stream that divides itself among workers would leave out samples.
+            torch_worker._worker_info = None  # noqa: SLF001 - PyTorch has no public way
+        own = self._replicas[0 if info is None else info.id]
+        parts = [_Part(self._plan, replica) for replica in own]
+        for count in self._plan.cut_replay():
+            for part in parts:
+                part.skip(count)
+            yield count
+        while True:
+            yield [part.read() for part in parts]
+
+
+@final
+class _Part:
+    """The part of one replica."""
+
+    def __init__(self, plan: StreamPlan, replica: int) -> None:
+        position = replace(plan.position, replica=replica)
+        self._plan = plan
+        self._keys = position.fetch_keys()
+        self._size = plan.batch_size or 1
+        self._batch = position.batch
+        self._num_skipped = 0
+        # What the part draws while it is opened must not depend on the process or worker.
+        rng.reseed(rng.key("stream", position.order_key(), plan.seed, replica))
+        self._part = plan.stream.open(replica, plan.num_replicas, position.epoch)
+        self._is_restored = replica in plan.states
+        self._samples: Iterator[Any] = iter(())
+        # A part that ended while its last batch was filled may start over from its state.
+        if self._is_restored and plan.states[replica]["is_over"]:
+            return
+        if self._is_restored and isinstance(self._part, Stateful):
+            self._part.load_state_dict(copy.deepcopy(plan.states[replica]["state"]))
+        self._samples = iter(self._part)
+
+    def skip(self, count: int) -> None:
+        """Read samples of a replay; each batch is seeded as when it was read first."""
+        if self._is_restored:
+            return
+        for first in range(self._num_skipped, self._num_skipped + count, self._size):
+            rng.reseed(self._keys.at(first // self._size))
+            size = min(self._size, self._num_skipped + count - first)
+            next(islice(self._samples, size, size), None)
+        self._num_skipped += count
+
+    def read(self) -> Read | None:
+        """Return the next batch; ``None`` if there is none."""
+        plan = self._plan
+        rng.reseed(self._keys.at(self._batch))
+        start = time.perf_counter()
+        samples = list(islice(self._samples, self._size))
+        seconds = time.perf_counter() - start
+        if not samples or (plan.drop_last and len(samples) < self._size):
+            return None
+        self._batch += 1
+        batch = plan.collate(samples if plan.batch_size else samples[0])
+        state = None
+        if plan.keeps_state and isinstance(self._part, Stateful):
+            is_over = len(samples) < self._size
+            state = {"state": copy.deepcopy(self._part.state_dict()), "is_over": is_over}
+        return Read(batch, state, seconds, len(samples))

@@ -15,10 +15,9 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
 from helios.data.fingerprint import describe_class, find_fingerprint
-from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
 from helios.data.order import Position
-from helios.data.shard import LONE, NO_BATCH, Shard
-from helios.data.stream_reading import Read, StreamLoader, StreamPlan, StreamReader
+from helios.data.source import LONE, NO_BATCH, BatchIterator, Shard, Source, run_on_one_thread
+from helios.data.stream import Read, StreamLoader, StreamPlan, StreamReader
 from helios.data.worker_recovery import MOST_LOSSES, WorkerTimeout, warn_of_workers
 from helios.data.workers import describe_deaths, end_workers, kill_workers, starting_workers
 from helios.errors import ArgumentError, StateError, WorkerError

@@ -37,8 +37,14 @@ from torch.utils.data._utils import signal_handling
 from helios.core import rng
 from helios.core.signal_watch import ignore_signals, noted_signals, signal_name
 from helios.data.params import DataLoaderParams
-from helios.data.worker_results import OF_DEATH, Flag, Results, ResultSender, close_in_children
-from helios.data.worker_start import naming_culprits
+from helios.data.worker_messages import (
+    OF_DEATH,
+    Flag,
+    Results,
+    ResultSender,
+    close_in_children,
+    naming_culprits,
+)
 from helios.distributed.collectives import get_global_rank
 from helios.errors import WorkerError
 from helios.text import size_text

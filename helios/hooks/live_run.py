@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from helios.best import BestSoFar
 from helios.core.loss_means import LossMeans
 from helios.core.summands import as_number
-from helios.data.interfaces import Source
+from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.findings import Findings

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.data.interfaces import BatchIterator
+from helios.data.source import BatchIterator
 from helios.errors import UsageError
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import helios.schedule as due
 from helios.core.utils import AverageTimer
-from helios.data.interfaces import BatchIterator, NoBatches
+from helios.data.source import BatchIterator, NoBatches
 from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.listeners import Listening

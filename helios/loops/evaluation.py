@@ -17,8 +17,7 @@ import torch
 from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
 from helios.core.summands import as_numbers, as_summand
-from helios.data.shard import NO_BATCH
-from helios.data.source import BatchIterator, Source
+from helios.data.source import NO_BATCH, BatchIterator, Source
 from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.loops.loop import Loop, make_stray_stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from helios.data.interfaces import BatchIterator
+from helios.data.source import BatchIterator
 from helios.session import Session
 
 _END = object()

@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any, Protocol
 
 from helios.data.datamodule import DataModule
-from helios.data.interfaces import CannotResume, Source
+from helios.data.source import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus, check_owners, check_receiver, overridden
 from helios.hooks.events import EVENTS

@@ -13,8 +13,8 @@ from torch import nn
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.core.wrappers import COMPILED
-from helios.data.interfaces import ByOwnState, ByPosition, CannotResume, Source
 from helios.data.loader_state_check import Verdict, try_state
+from helios.data.source import ByOwnState, ByPosition, CannotResume, Source
 from helios.data.stream_source import StreamSource
 from helios.engines.engine import Engine
 from helios.errors import UsageError

@@ -23,7 +23,7 @@ from helios.checkpoint.run_listener import RunListener, Validated
 from helios.core.stored_values import ABSENT, ValueChange, compare_values
 from helios.core.utils import get_env_info_str
 from helios.core.wrappers import class_of
-from helios.data.interfaces import Source
+from helios.data.source import Source
 from helios.data.steps import StepsSource
 from helios.engines.engine import Engine
 from helios.ledger.scrubbing import scrub_arguments

@@ -21,9 +21,8 @@ from helios.core import rng
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
 from helios.data.datamodule import DataModule
-from helios.data.multi_loader import open_sources
-from helios.data.shard import Shard
-from helios.data.source import Source
+from helios.data.phase_sources import open_sources
+from helios.data.source import Shard, Source
 from helios.distributed.process_groups import is_lost_peer
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from helios.core.utils import unsaved_of
 from helios.data.datamodule import DataModule
-from helios.data.interfaces import ByOwnState
 from helios.data.keyed import data_sets_of
-from helios.data.source import Source
+from helios.data.source import ByOwnState, Source
 from helios.engines.engine import Engine
 from helios.hooks.events import CHANNELS
 from helios.loops.loop import Loop

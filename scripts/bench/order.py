@@ -35,8 +35,9 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from helios.data import Mixture
 from helios.data.keyed import KeyedBatchSampler
+from helios.data.mixture import MixtureSampler
 from helios.data.order import Position, PositionalOrder
-from helios.data.samplers import MixtureSampler, ResumableRandomSampler
+from helios.data.samplers import ResumableRandomSampler
 
 BATCH_SIZE = 32
 NUM_BATCHES = 10_000

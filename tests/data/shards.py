@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from helios.data import create_dataloader
-from helios.data.shard import LONE, NO_BATCH, Shard
-from helios.data.source import Source, open_source
+from helios.data.phase_sources import open_source
+from helios.data.source import LONE, NO_BATCH, Shard, Source
 from helios.replicas.assignment import blocks
 from tests.data.datasets import FETCH, Lone, join
 

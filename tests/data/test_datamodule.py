@@ -9,13 +9,13 @@ import pytest
 from helios.data import DataLoaderParams, DataModule, DatasetSplit
 from helios.data.datamodule import Dataset
 from helios.data.loader import create_dataloader
+from helios.data.phase_sources import open_source
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
-from helios.data.shard import Shard
-from helios.data.source import open_source
+from helios.data.source import Shard
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from tests.data.datasets import FETCH, Indices, as_lists, join, walk_shares
 

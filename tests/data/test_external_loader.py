@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from helios.core import rng
 from helios.data import create_dataloader
-from helios.data.interfaces import ByOwnState, CannotResume
+from helios.data.phase_sources import open_source
 from helios.data.samplers import ResumableRandomSampler
-from helios.data.shard import Shard
-from helios.data.source import Source, open_source
+from helios.data.source import ByOwnState, CannotResume, Shard, Source
 from helios.errors import ArgumentError, StateError, UsageError
 from tests.data.datasets import FETCH, Augmented, Indices, Lone, as_lists, draw, walk
 

@@ -13,12 +13,13 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from helios.core import rng
 from helios.data import create_dataloader
+from helios.data.phase_sources import open_source
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSampler,
 )
-from helios.data.source import Source, open_source
+from helios.data.source import Source
 from tests.data.datasets import FETCH, Indices, Lone, as_lists, draw, walk
 from tests.data.test_order import Lazy, Remembering, Reusing
 

@@ -14,10 +14,10 @@ from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset
 from helios.data.order import Position, PositionalOrder
+from helios.data.phase_sources import open_source
 from helios.data.samplers import ResumableRandomSampler, ResumableSequentialSampler
-from helios.data.shard import LONE
 from helios.data.sharding_plan import ShardedIteration, ShardingPlan
-from helios.data.source import open_source
+from helios.data.source import LONE
 from tests.data.datasets import Augmented, Indices, Lone, draw, join
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from helios.data import create_dataloader
-from helios.data.source import Source, open_source
+from helios.data.phase_sources import open_source
+from helios.data.source import Source
 from tests.data.datasets import FETCH, Augmented, Indices, Lone, as_lists, limited, walk
 from tests.data.test_order import Remembering
 

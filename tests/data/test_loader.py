@@ -23,13 +23,13 @@ from helios.data import (
     create_dataset,
 )
 from helios.data.keyed import KeyedBatchSampler
+from helios.data.phase_sources import open_source
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
-from helios.data.shard import NO_BATCH, Shard
-from helios.data.source import open_source
+from helios.data.source import NO_BATCH, Shard
 from helios.data.workers import WorkerInit
 from helios.errors import ArgumentError, ArgumentTypeError
 from tests.data.datasets import FETCH, Indices, as_lists, walk, walk_shares

@@ -14,7 +14,8 @@ import torch
 
 from helios.core import rng
 from helios.data.loader_state_check import Verdict, compare_batches, try_state
-from helios.data.source import Source, open_source
+from helios.data.phase_sources import open_source
+from helios.data.source import Source
 from tests.data.datasets import FETCH, limited
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from helios.data import Mixture, create_dataloader
-from helios.data.mixture import BLOCK
-from helios.data.samplers import MixtureSampler, ResumableSequentialSampler
-from helios.data.shard import LONE
+from helios.data.mixture import BLOCK, MixtureSampler
+from helios.data.samplers import ResumableSequentialSampler
+from helios.data.source import LONE
 from helios.errors import ArgumentError
 from tests.data.datasets import Augmented
 from tests.data.shards import SPLITS, Run, dealt, opener, order_of

@@ -12,8 +12,9 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from helios.core import rng
 from helios.data import create_dataloader
+from helios.data.phase_sources import open_source
 from helios.data.samplers import ResumableRandomSampler, ResumableSampler
-from helios.data.source import Source, open_source
+from helios.data.source import Source
 from helios.errors import StateError
 from tests.data.datasets import FETCH, Indices, Lone, as_lists, join, walk
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+from helios.data.order import is_positional
 from helios.data.samplers import (
     SAMPLER_REGISTRY,
     ResumableDistributedSampler,
@@ -18,7 +19,6 @@ from helios.data.samplers import (
     ResumableSamplerType,
     ResumableSequentialSampler,
     create_sampler,
-    is_positional,
 )
 from helios.errors import ArgumentError
 

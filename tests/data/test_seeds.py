@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.order import Position
+from helios.data.phase_sources import open_source
 from helios.data.samplers import ResumableSampler
-from helios.data.source import open_source
 from tests.data.datasets import FETCH, Augmented, draw, walk
 
 LENGTH = 13

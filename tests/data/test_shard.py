@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helios.data.shard import NO_BATCH, Shard
+from helios.data.source import NO_BATCH, Shard
 from helios.errors import ArgumentError
 
 

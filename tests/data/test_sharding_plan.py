@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from helios.data.multi_loader import open_sources
+from helios.data.phase_sources import open_sources
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
 )
-from helios.data.shard import LONE, NO_BATCH, Shard
+from helios.data.source import LONE, NO_BATCH, Shard
 from helios.errors import ArgumentError
 from tests.data.datasets import FETCH, join
 from tests.data.shards import SPLITS, Run, dealt, dealt_once, opener, order_of, plain

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler
 
-from helios.data.interfaces import ByPosition
 from helios.data.samplers import ResumableDistributedSampler
-from helios.data.shard import LONE, Shard
+from helios.data.source import LONE, ByPosition, Shard
 from helios.errors import ArgumentError
 from tests.data.datasets import as_lists, join, walk
 from tests.data.shards import Run, dealt, opener, order_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helios.core import rng
-from helios.data.shard import LONE, NO_BATCH, Shard
+from helios.data.source import LONE, NO_BATCH, Shard
 from helios.errors import UsageError
 from tests.data.datasets import (
     FETCH,

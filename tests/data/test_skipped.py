@@ -10,10 +10,9 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from helios.data import DataLoaderParams, create_dataloader
-from helios.data.interfaces import Source
 from helios.data.loader import build_loader
-from helios.data.shard import Shard
-from helios.data.source import open_source
+from helios.data.phase_sources import open_source
+from helios.data.source import Shard, Source
 from helios.errors import ArgumentError
 from tests.data.datasets import FETCH, Augmented, Indices, limited
 

@@ -13,9 +13,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from helios.core import rng
 from helios.core.equality import same
 from helios.data import create_dataloader
-from helios.data.interfaces import ByPosition
-from helios.data.shard import Shard
-from helios.data.source import Source, open_source
+from helios.data.phase_sources import open_source
+from helios.data.source import ByPosition, Shard, Source
 from helios.errors import UsageError
 from helios.storage.content_hash import fingerprint, hash_content
 from tests.data.datasets import (
@@ -337,7 +336,7 @@ def test_a_fetch_is_seeded_unless_it_cannot_draw(
 ) -> None:
     seeds: list[int] = []
     rng.seed_rngs(0)
-    monkeypatch.setattr("helios.data.fetching.rng.reseed", seeds.append)
+    monkeypatch.setattr("helios.data.keyed_source.rng.reseed", seeds.append)
     batches = open_with(dataset, **{"batch_size": 2, **options}).batches(0)
     next(batches)
     batches.close()

@@ -10,8 +10,8 @@ import pytest
 
 import helios
 from helios.data import Steps
-from helios.data.shard import LONE, Shard
-from helios.data.source import Source, open_source
+from helios.data.phase_sources import open_source
+from helios.data.source import LONE, Shard, Source
 from helios.errors import ArgumentError, ArgumentTypeError
 from tests.data.datasets import FETCH, join, limited, walk
 from tests.data.shards import SPLITS, Run

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from helios.core import rng
 from helios.data import Stream, create_dataloader
 from helios.data.loader_state_check import Verdict, try_state
-from helios.data.shard import NO_BATCH
+from helios.data.source import NO_BATCH
 from helios.data.stream_source import StreamSource
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
 from tests.data.datasets import collate_noisily

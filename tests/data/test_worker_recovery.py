@@ -23,8 +23,8 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 import helios
 from helios.core import rng
 from helios.data import Stream, create_dataloader, worker_recovery, workers
-from helios.data.shard import Shard
-from helios.data.source import open_source
+from helios.data.phase_sources import open_source
+from helios.data.source import Shard
 from helios.errors import ArgumentError, UsageError, WorkerError
 from helios.plugins import Plugin
 from helios.state import TrainingState

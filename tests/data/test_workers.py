@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, _utils
 from helios.core.signal_watch import SignalReceiver
 from helios.core.utils import collector_at_rest
 from helios.data import Stream, create_dataloader, workers
-from helios.data.source import open_source
+from helios.data.phase_sources import open_source
 from helios.errors import WorkerError
 from helios.ledger.book import FILE_NAME
 from tests.data.datasets import FETCH, Augmented, Indices

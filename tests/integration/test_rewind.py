@@ -16,7 +16,7 @@ import helios
 from helios.checkpoint import loading
 from helios.cli.commands import main
 from helios.data import create_dataloader
-from helios.data.source import open_source
+from helios.data.phase_sources import open_source
 from helios.errors import ArgumentError, CheckpointError, LedgerError, RunMismatchError
 from helios.ledger import diff
 from helios.ledger.book import FILE_NAME

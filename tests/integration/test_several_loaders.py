@@ -11,7 +11,7 @@ import torch
 import helios
 from helios.core import rng
 from helios.data import create_dataloader
-from helios.data.source import open_source
+from helios.data.phase_sources import open_source
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.plugins import Plugin
 from helios.terminal.progress import NullDisplay

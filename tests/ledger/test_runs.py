@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import helios
-from helios.data import fetching, noted_batches
+from helios.data import keyed, keyed_source
 from helios.errors import ArgumentError, RunMismatchError
 from helios.ledger import diff, verify, writer
 from helios.ledger.book import FILE_NAME, read_lines
@@ -277,7 +277,7 @@ def test_workers_read_the_batches(
         read.append(batch)
         return content_hash.look_safely(batch)
 
-    for place in (fetching, noted_batches, writer):
+    for place in (keyed_source, keyed, writer):
         monkeypatch.setattr(place, "look_safely", note)
     train(tmp_path, dataclasses.replace(SETTING, num_workers=num_workers))
     assert len(read) == (0 if num_workers else 14)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from helios.core import rng
 from helios.data.loader import create_dataloader
-from helios.data.shard import NO_BATCH, Shard
-from helios.data.source import Source, open_source
+from helios.data.phase_sources import open_source
+from helios.data.source import NO_BATCH, Shard, Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from helios.data.loader import create_dataloader
-from helios.data.source import Source, open_source
+from helios.data.phase_sources import open_source
+from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.hooks.bus import Bus

@@ -20,7 +20,7 @@ def an_unknown_argument_names_no_other_one(refuse, name, known):
     return f"Trainer() has no argument {name!r}."
 
 
-@fault("helios.data.worker_start:_are_forked", "tests/data/test_worker_start.py")
+@fault("helios.data.worker_messages:_are_forked", "tests/data/test_worker_messages.py")
 def what_cannot_be_pickled_is_not_named(are_forked, context):
     return True
 

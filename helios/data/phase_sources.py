@@ -10,8 +10,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from helios.data.shard import LONE, Shard
-from helios.data.source import Source, open_source
+from helios.data.external_loader import ExternalSource
+from helios.data.keyed_source import KeyedSource
+from helios.data.loader import KeyedLoader
+from helios.data.source import LONE, Shard, Source
+from helios.data.steps import Steps, StepsSource
+from helios.data.stream import StreamLoader
+from helios.data.stream_source import StreamSource
 from helios.errors import ArgumentError, ArgumentTypeError
 
 
@@ -89,6 +94,40 @@ def open_sources(
         source.name, source.limit = name, limit
         sources.append(source)
     return sources
+
+
+def open_source(
+    loader: Iterable[Any],
+    sampler: object = None,
+    *,
+    run_seed: int,
+    fetch_seed: int | None = None,
+    purpose: str,
+    share: Shard = LONE,
+) -> Source:
+    """Return the source for a loader.
+
+    Args:
+        loader: the loader that a data module returned.
+        sampler: the sampler that it returned with the loader.
+        run_seed: seed of the order.
+        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
+        purpose: name of the random streams of fetching: ``"fetch"`` for training, another one for
+            each other phase, so that evaluation and training use different random numbers.
+        share: the part of this process.
+
+    Raises:
+        ArgumentError: if the replicas of the run cannot share the loader or sampler.
+    """
+    if isinstance(loader, Steps):
+        return StepsSource(loader, share)
+    if isinstance(loader, StreamLoader):
+        return StreamSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
+    if isinstance(loader, KeyedLoader):
+        return KeyedSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
+    return ExternalSource(
+        loader, sampler, run_seed=run_seed, fetch_seed=fetch_seed, purpose=purpose, share=share
+    )
 
 
 def _of_each(share: Shard) -> str:

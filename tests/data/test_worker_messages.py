@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import helios
 from helios.data import DataLoaderParams, Stream
-from helios.data.source import open_source
-from helios.data.worker_start import naming_culprits
+from helios.data.phase_sources import open_source
+from helios.data.worker_messages import naming_culprits
 from helios.errors import UsageError
 from tests.typed.user_script import Line
 

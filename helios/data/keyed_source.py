@@ -1,4 +1,7 @@
-"""Iterates over a ``KeyedLoader``; each iteration returns a batch per replica of the process."""
+"""The data of a ``KeyedLoader``, exact from any position: batches are seeded before their fetch.
+
+Each iteration returns a batch for each replica of the process.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,152 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
 from helios.core.equality import same
-from helios.data.interfaces import BatchIterator, make_cut_error, run_on_one_thread
+from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
 from helios.data.keyed import BatchedDataset
 from helios.data.loader import KeyedLoader
+from helios.data.mixture import Mixture
 from helios.data.order import Position
-from helios.data.shard import NO_BATCH
-from helios.data.sharding_plan import ReplicaIndices, ShardedIteration, ShardingPlan
+from helios.data.sharding_plan import (
+    ReplicaIndices,
+    ShardedIteration,
+    ShardingPlan,
+    make_sharding_plan,
+)
+from helios.data.source import (
+    LONE,
+    NO_BATCH,
+    BatchIterator,
+    ByPosition,
+    Shard,
+    Source,
+    make_cut_error,
+    run_on_one_thread,
+)
 from helios.storage.content_hash import look_safely
 
 _INT = frozenset((int,))
 
 
-def begin_pass(
-    loader: KeyedLoader,
-    deal: ShardingPlan,
-    position: Position,
-    *,
-    reads_content: bool,
-) -> BatchIterator:
-    """Start a pass; each iteration returns a list with an entry per replica of the process."""
-    kind = _WorkerBatches if loader.num_workers else _LocalBatches
-    return kind(loader, deal, position, reads_content=reads_content)
+@final
+class KeyedSource(Source):
+    """The data of a ``KeyedLoader``, exact from any position.
+
+    Args:
+        loader: the loader.
+        run_seed: seed of the order.
+        purpose: name of the random streams of fetching.
+        share: the part of this process.
+        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
+    """
+
+    loader: KeyedLoader
+
+    def __init__(
+        self,
+        loader: KeyedLoader,
+        run_seed: int,
+        purpose: str,
+        share: Shard = LONE,
+        *,
+        fetch_seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.loader = loader
+        self._run_seed = run_seed
+        self._fetch_seed = fetch_seed
+        self._purpose = purpose
+        self._deal = make_sharding_plan(loader, share)
+        self._deal.skipped = self._skipped
+        self.resumes_by = ByPosition(is_split_by_rank=self._deal.is_own)
+        self._description = _describe(loader, self._deal)
+        self._pass_length: int | None = None
+
+    def _describe(self) -> dict[str, Any]:
+        return self._description
+
+    @property
+    def length(self) -> int | None:
+        """The current number of samples; ``None`` if the data set has no length."""
+        return count_samples(self.loader.keyed_dataset.dataset)
+
+    @property
+    def pass_length(self) -> int | None:
+        """The value of :attr:`length` when the last pass started."""
+        return self._pass_length
+
+    @property
+    def ends_together(self) -> bool:
+        """True, unless a user's sampler splits the data by rank, for which it is unknown."""
+        return not self._deal.is_own
+
+    @property
+    def state_is_per_process(self) -> bool:
+        """Whether a user's sampler that splits the data by rank has a state."""
+        return self._deal.is_own and self.loader.batches.order.has_state
+
+    def _start(self, epoch: int, batch: int, sample: int, *, reads_content: bool) -> BatchIterator:
+        position = self._place(epoch, batch, sample)
+        self._pass_length = self.length
+        kind = _WorkerBatches if self.loader.num_workers else _LocalBatches
+        return kind(self.loader, self._deal, position, reads_content=reads_content)
+
+    def _count_batches(self, batch: int, sample: int) -> int | None:
+        return self._deal.num_batches(batch=batch, sample=sample)
+
+    def _find_indices(self, epoch: int, batch: int, sample: int) -> list[Any] | None:
+        """Compute the indices; unknown if a user's sampler has a state or splits the data."""
+        position = self._place(epoch, batch, sample)
+        return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
+
+    @property
+    def _can_skip(self) -> bool:
+        return not self._deal.is_own
+
+    def _place(self, epoch: int, batch: int, sample: int) -> Position:
+        return Position(
+            run_seed=self._run_seed,
+            purpose=self._purpose,
+            epoch=epoch,
+            batch=batch,
+            sample=sample,
+            fetch_seed=self._fetch_seed,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a user's sampler's state at the start of the epoch; empty if it has none."""
+        return self.loader.batches.order.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of a user's sampler."""
+        self.loader.batches.order.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """End persistent workers."""
+        self.loader.end_workers()
+
+
+def _describe(loader: KeyedLoader, deal: ShardingPlan) -> dict[str, Any]:
+    params, sampler = loader.params, loader.batches.order.sampler
+    dataset = loader.keyed_dataset.dataset
+    is_listed = params.batch_sampler is not None
+    is_shared = deal.share.num_replicas > 1
+    shared = {"is_distributed": deal.is_split or deal.is_own} if is_shared else {}
+    mixed = {"mixture": dataset.describe()} if isinstance(dataset, Mixture) else {}
+    return (
+        shared
+        | mixed
+        | {
+            "length": count_samples(dataset),
+            "batch_size": None if is_listed else params.batch_size,
+            "shuffle": params.shuffle,
+            "drop_last": params.drop_last,
+            "seed": params.random_seed,
+            "sampler": type(sampler).__qualname__,
+            "dataset": describe_class(dataset),
+            "fingerprint": find_fingerprint(dataset),
+            "num_workers": params.num_workers,
+        }
+    )
 
 
 def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:

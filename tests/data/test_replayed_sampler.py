@@ -1,0 +1,243 @@
+"""A sampler without a state: its generators are saved, and what else it changes is named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, TensorDataset
+
+from helios.data.order import Position
+from helios.data.replayed_sampler import OwnGenerators, ReplayedOrder, find_generators
+from helios.data.samplers import ResumableSampler
+from helios.storage import codec
+
+
+class Around(Sampler[int]):
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+@pytest.mark.shows("S66")
+def test_generators_are_found_in_samplers_inside_samplers() -> None:
+    inner, outer = torch.Generator(), random.Random(1)
+    stock = BatchSampler(RandomSampler(range(4), generator=inner), 2, drop_last=False)
+    around = Around(batches=stock, shuffler=outer, name="around")
+    assert find_generators(around) == {"batches.sampler.generator": inner, "shuffler": outer}
+    assert find_generators(RandomSampler(range(4))) == {}
+    assert find_generators([[0, 1]]) == {}
+
+
+@pytest.mark.shows("S66")
+def test_generators_are_found_in_containers_and_objects_of_a_sampler() -> None:
+    one, other = torch.Generator(), random.Random(1)
+    around = Around(tools={"draw": [0, one]}, holder=SimpleNamespace(draw=other))
+    assert find_generators(around) == {"tools.draw.1": one, "holder.draw": other}
+
+
+class Slotted:
+    __slots__ = ("draw",)
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+
+
+@pytest.mark.shows("S66")
+def test_a_generator_in_a_slot_is_found() -> None:
+    generator = random.Random(1)
+    assert find_generators(Around(tool=Slotted(generator))) == {"tool.draw": generator}
+
+
+def test_generators_of_data_sets_and_networks_are_not_the_samplers() -> None:
+    data, net = TensorDataset(torch.zeros(2)), nn.Dropout()
+    data.draw, net.draw = torch.Generator(), torch.Generator()  # type: ignore[attr-defined]
+    assert find_generators(Around(data_source=data, net=net, rows=[[data.draw]] * 200)) == {}  # type: ignore[attr-defined]
+
+
+@pytest.mark.shows("S74")
+def test_a_generator_that_the_class_of_its_sampler_declares_is_left_out() -> None:
+    class Declaring(Around):
+        unsaved = ("jitter",)
+
+    inner, outer = torch.Generator(), random.Random(1)
+    around = Around(inner=Declaring(jitter=outer, order=inner), jitter=outer)
+    assert find_generators(around) == {"inner.order": inner, "jitter": outer}
+
+
+def test_the_default_generator_is_the_trainers() -> None:
+    assert find_generators(RandomSampler(range(4), generator=torch.default_generator)) == {}
+
+
+def test_a_sampler_that_holds_itself_comes_to_an_end() -> None:
+    endless = Around()
+    endless.inner = endless
+    assert find_generators(endless) == {}
+
+
+def _draw(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    return [generator.random() for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        torch.Generator().manual_seed(3),
+        random.Random(3),
+        np.random.default_rng(3),
+        np.random.Generator(np.random.MT19937(3)),
+        np.random.RandomState(3),
+    ],
+)
+def test_a_generator_goes_on_from_its_saved_state(generator: Any) -> None:
+    generators = OwnGenerators({"own": generator})
+    _draw(generator)
+    state = codec.decode(codec.encode(generators.state_dict(), where=""))
+    following = _draw(generator)
+    assert _draw(generator) != following
+    generators.load_state_dict(state)
+    assert _draw(generator) == following
+
+
+def test_the_state_of_another_kind_is_left_out() -> None:
+    state = OwnGenerators({"own": random.Random(3)}).state_dict()
+    generator = torch.Generator().manual_seed(4)
+    OwnGenerators({"own": generator, "new": random.Random(5)}).load_state_dict(state)
+    assert generator.initial_seed() == 4
+
+
+class Counting(ResumableSampler):
+    """Begins each pass at another sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        self.order = [0, 1, 2, 3]
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        yield from self.order[self.passes % 4 :]
+
+
+class InPlace(Counting):
+    """Shuffles its list further in each pass."""
+
+    def __iter__(self) -> Iterator[int]:
+        first = int(torch.randint(1, 4, ()))
+        self.order[0], self.order[first] = self.order[first], self.order[0]
+        yield from self.order
+
+
+class Tallying(Counting):
+    """Counts in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = {"passes": [0]}
+
+    def __iter__(self) -> Iterator[int]:
+        self.tally["passes"][0] += 1
+        yield from self.order
+
+
+class Permuting(Counting):
+    """Shuffles a tensor in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permutation = torch.arange(4)
+
+    def __iter__(self) -> Iterator[int]:
+        self.permutation += 1
+        yield from (self.permutation % 4).tolist()
+
+
+class Declared(Counting):
+    """Declares that its order does not depend on what it counts."""
+
+    unsaved = ("passes",)
+
+
+class WithState(Counting):
+    """Saves what it counts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.passes = state_dict["passes"]
+
+
+class ByEpoch(Counting):
+    """Computes its order from the epoch, which is set before each pass."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.order[self.epoch % 4 :]
+
+
+class Drawing(Counting):
+    """Draws from a generator of its own, which is saved, out of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tools = [random.Random(1)]
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.tools[0].randrange(4)
+
+
+class OfData(Counting):
+    """Holds data that changes when it is read, and weights of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = SimpleNamespace(num_read=0)
+        self.weights = torch.zeros(4).to_sparse()
+
+    def __iter__(self) -> Iterator[int]:
+        self.data.num_read += 1
+        yield from self.order
+
+
+def _read(order: ReplayedOrder, passes: int) -> None:
+    for epoch in range(passes):
+        list(order.blocks(Position(epoch=epoch)))
+
+
+@pytest.mark.shows("P114")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Counting, "passes"), (InPlace, "order"), (Tallying, "tally"), (Permuting, "permutation")],
+)
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_what_a_sampler_changes_about_itself_is_named_once(
+    kind: type[Counting], name: str, is_inner: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = kind()
+    order = (
+        ReplayedOrder(BatchSampler(sampler, 2, drop_last=False), yields_batches=True)
+        if is_inner
+        else ReplayedOrder(sampler)
+    )
+    _read(order, 1)
+    assert caplog.text == ""
+    _read(order, 4)
+    (said,) = caplog.messages
+    assert said.startswith(f"{kind.__name__} changes {name} while it is iterated over")
+    assert f'unsaved = ("{name}",)' in said
+
+
+@pytest.mark.shows("P114")
+@pytest.mark.parametrize("kind", [Declared, WithState, ByEpoch, Drawing, OfData])
+def test_what_is_saved_set_or_declared_is_not_named(
+    kind: type[Counting], caplog: pytest.LogCaptureFixture
+) -> None:
+    _read(ReplayedOrder(kind()), 4)
+    assert caplog.text == ""
