@@ -162,7 +162,7 @@ class Session(LiveRun):
         self.loss_means = LossMeans(self._warn_of_nonfinite)
         # Only a training run reports plugins of the checkpoint that are missing.
         self.plugin_states = PluginStates(self.plugins, carries=self.writer is not None)
-        self.agreement = make_agreement(self.replicas, self._look_around, self.moment.take_skip)
+        self.agreement = make_agreement(self.replicas, self._look_around, self.pop_skip_reason)
         watch = ReplicaWatch(
             type(self.model).__name__,
             self.model.discovery,
@@ -228,7 +228,7 @@ class Session(LiveRun):
         """Check for requests from outside; returns whether a save of this process has failed."""
         reason = self.outside()
         if reason:
-            self.interrupt(reason)
+            self.context.interrupt(reason)
         return self.writer is not None and self.writer.has_failed
 
     def agree(self, *, ends_window: bool = False) -> bool:
@@ -254,7 +254,7 @@ class Session(LiveRun):
 
     def stop(self, reason: str) -> None:
         """End the run at the next safe point, for a reason that all processes know."""
-        for requests in (self.requests, self.agreed):
+        for requests in (self.agreement.asked, self.agreement.agreed):
             requests.stop_reason = requests.stop_reason or reason
 
     def keep_beside(self, results: Sequence[Any]) -> None:
@@ -290,7 +290,7 @@ class Session(LiveRun):
         items = self.model.loss_items
         # What is no number cannot be logged, and says so.
         others = {name: item for name, item in items.items() if name not in means}
-        self.log({f"train/{name}": loss for name, loss in (means | others).items()})
+        self.context.log({f"train/{name}": loss for name, loss in (means | others).items()})
         return means
 
     def _warn_of_nonfinite(self, name: str, value: float, first: int) -> None:
@@ -319,7 +319,9 @@ class Session(LiveRun):
 
     def log_scores(self) -> None:
         """Log the validation scores that are single numbers."""
-        self.log({f"valid/{name}": score for name, score in as_numbers(self.model.metrics).items()})
+        self.context.log(
+            {f"valid/{name}": score for name, score in as_numbers(self.model.metrics).items()}
+        )
 
     def judge_scores(self) -> bool:
         """Judge the validation that has ended, whether it is one of the best, and log its scores.
@@ -338,7 +340,7 @@ class Session(LiveRun):
         validation = Validation(state.global_iteration, judgements[0][1], state.global_step)
         is_among = self.best.judge(validation, has_improved=has_improved)
         if is_among and self.best.rule is not None and self.best.rule.saves:
-            self.agreed.is_checkpoint_wanted = True
+            self.agreement.agreed.is_checkpoint_wanted = True
         # A hook may have replaced a sum by a score of its own.
         table, summed = self.model.metrics, self.summed_scores.items()
         by_hand = validation.scores.keys() - {n for n, score in summed if table.get(n) is score}

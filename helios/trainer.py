@@ -268,7 +268,7 @@ class Trainer:
         Raises:
             UsageError: if ``fit`` is not running.
         """
-        self._running_session("request_checkpoint").request_checkpoint()
+        self._running_session("request_checkpoint").context.request_checkpoint()
 
     def request_stop(self, reason: str = "request_stop was called") -> None:
         """Request the regular end of the run at the next safe point.
@@ -276,7 +276,7 @@ class Trainer:
         Raises:
             UsageError: if ``fit`` is not running.
         """
-        self._running_session("request_stop").request_stop(reason)
+        self._running_session("request_stop").context.request_stop(reason)
 
     def _running_session(self, method: str) -> Session:
         if self._session is None:

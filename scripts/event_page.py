@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from helios.hooks.context import CHANGES
 from helios.hooks.events import EVENTS, Event, Receiver, Verb
-from helios.hooks.permitted_changes import CHANGES
 from helios.trainer import Trainer
 from tests.support.event_grammar import (
     RAISED,

@@ -341,8 +341,8 @@ FAULTS = (
     Fault(
         "a tracker mixes the points of a rewound run with those of before",
         "helios/startup/fit_run.py",
-        "        session.moment.went_back = self._start.is_branch or bool(self._start.plans)",
-        "        session.moment.went_back = False",
+        "        session.went_back = self._start.is_branch or bool(self._start.plans)",
+        "        session.went_back = False",
         f"{TRACKERS}::test_going_back_on_purpose_is_another_run",
     ),
     Fault(
@@ -1428,8 +1428,8 @@ FAULTS = (
     Fault(
         "what is asked for behind a safe point counts at once",
         "helios/hooks/live_run.py",
-        "        return bool(self.agreed.stop_reason or self.agreed.interruption)",
-        "        return bool(self.requests.stop_reason or self.requests.interruption)",
+        "        agreed = self.agreement.agreed",
+        "        agreed = self.agreement.asked",
         f"{ELASTIC}::test_what_is_asked_for_behind_a_safe_point_waits_for_the_next",
     ),
     Fault(

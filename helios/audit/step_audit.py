@@ -191,7 +191,7 @@ class StepAudit:
             for path, network in networks
             for name, parameter in network.named_parameters()
         }
-        for path, optimizer in self._session.find_optimizers().items():
+        for path, optimizer in self._session.model.discovery.optimizers().items():
             for place, parameter in enumerate(parameters_of(optimizer)):
                 found.setdefault(id(parameter), (f"parameter {place} of {path}", parameter))
         return {name: parameter for name, parameter in found.values() if parameter.requires_grad}
@@ -329,7 +329,7 @@ class StepAudit:
             for name, parameter in parameters.items():
                 parameter.grad = own.old.get(name)
             StepInputs.read(own.inputs, session.engine.device).put(session)
-            loss = self._forward(session.moment.batch)
+            loss = self._forward(session.batch)
             trace.hold_gradients(leaves_of(loss))
             set_generators(session.model, own.generators)
             session.engine.backward_loss(loss, None)

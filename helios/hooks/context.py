@@ -1,13 +1,14 @@
-"""``Context``: what hooks may see of a run.
+"""``Context``: what hooks may see of a run, and ``CHANGES``: what they may change of it.
 
-One live object for the whole run. Loops set some of its fields; everything else is read from the
-session. Plugins have it as ``self.context``; a :class:`helios.plugins.HookContext` gets it as its
-argument.
+One live object for the whole run, which reads the run. Plugins have it as ``self.context``; a
+:class:`helios.plugins.HookContext` gets it as its argument. Nothing can be assigned: a batch or a
+loss that a hook exchanged there would be taken by some of Helios, and not by the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,11 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVar
 
+from helios.core.summands import as_number
 from helios.engines.engine import Engine
-from helios.errors import ArgumentTypeError, UsageError
+from helios.errors import ArgumentTypeError, ReadOnlyError, UsageError
 from helios.hooks.live_run import LiveRun
-from helios.hooks.moment import Moment
-from helios.hooks.permitted_changes import refuse_assignment
 from helios.state import Cursor, Phase, TrainingState, TrainingUnit
 
 if TYPE_CHECKING:
@@ -31,6 +31,57 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 RunModel = TypeVar("RunModel", bound="Model", default="Model", covariant=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A row of the table.
+
+    Attributes:
+        what: what a hook may do.
+        by: how, in Markdown.
+        attributes: what users assign to instead.
+    """
+
+    what: str
+    by: str
+    attributes: tuple[str, ...] = ()
+
+
+CHANGES = (
+    Change(
+        "map the batch",
+        "return it from `process_*_batch`, in one plugin",
+        ("batch", "raw_batch"),
+    ),
+    Change(
+        "change gradients",
+        "change `parameter.grad`, from `on_backward_end` to `on_optimizer_step_start`",
+    ),
+    Change(
+        "skip an update",
+        "call `self.context.skip_step(reason)`, until `on_optimizer_step_start`",
+        ("is_optimizer_step_committed",),
+    ),
+    Change(
+        "stop, interrupt or save",
+        "call `request_stop(reason)`, `interrupt(reason)` or `request_checkpoint()`",
+        ("max_epoch", "max_step"),
+    ),
+    Change("log", "call `self.context.log({name: number})`"),
+    Change("say that scores are summed", "call `declare_summed(scores)`"),
+    Change(
+        "change weights, buffers, optimizers and schedulers",
+        "change the objects themselves, between updates",
+        ("model", "optimizer", "optimizers", "lr_scheduler", "lr_schedulers"),
+    ),
+    Change(
+        "change the loss or the outputs",
+        "return others from `train_step`; a hook cannot",
+        ("loss", "model_outputs"),
+    ),
+)
+"""What a hook may change, which the page of events and errors show. It only reads all else."""
 
 
 class Context(Generic[RunModel]):
@@ -41,18 +92,15 @@ class Context(Generic[RunModel]):
     from 1. ``Context[MyModel]`` tells type checkers which model it has.
     """
 
-    __slots__ = ("__weakref__", "_moment", "_run")
+    __slots__ = ("__weakref__", "_run")
 
-    _moment: Moment
     _run: LiveRun
 
     def __init__(self, run: LiveRun) -> None:
         object.__setattr__(self, "_run", run)
-        object.__setattr__(self, "_moment", run.moment)
 
     def __setattr__(self, name: str, value: object) -> None:
-        known = [each for each in dir(type(self)) if not each.startswith("_")]
-        raise refuse_assignment(name, known)
+        raise _refuse_assignment(name)
 
     @property
     def batch(self) -> Any:
@@ -60,42 +108,42 @@ class Context(Generic[RunModel]):
 
         As fetched in batch hooks, transformed in forward hooks.
         """
-        return self._moment.batch
+        return self._run.batch
 
     @property
     def raw_batch(self) -> Any:
         """The current batch as it was fetched."""
-        return self._moment.raw_batch
+        return self._run.raw_batch
 
     @property
     def model_outputs(self) -> Any:
         """What the current step returned, or the outputs of its batch processor."""
-        return self._moment.model_outputs
+        return self._run.model_outputs
 
     @property
     def is_optimizer_step_committed(self) -> bool | None:
         """Whether the last update was made; ``None`` before the first."""
-        return self._moment.is_optimizer_step_committed
+        return self._run.is_optimizer_step_committed
 
     @property
     def exception(self) -> BaseException | None:
         """The exception that ended the run, for exits of contexts; otherwise ``None``."""
-        return self._moment.exception
+        return self._run.exception
 
     @property
     def resumed(self) -> bool:
         """Whether the scope began before this start of the run, in another process."""
-        return self._moment.resumed
+        return self._run.resumed
 
     @property
     def start_epoch(self) -> int:
         """The epoch in which this start of the run began, from 0."""
-        return self._moment.start_epoch
+        return self._run.start_epoch
 
     @property
     def start_step(self) -> int:
         """Optimizer steps made before this start."""
-        return self._moment.start_step
+        return self._run.start_step
 
     @property
     def is_replay(self) -> bool:
@@ -103,12 +151,12 @@ class Context(Generic[RunModel]):
 
         What you log or upload was logged before: write nothing then.
         """
-        return self._moment.is_replay
+        return self._run.is_replay
 
     @property
     def run_folder(self) -> Path | None:
         """Folder of the run's checkpoints and records; ``None`` without checkpoints."""
-        return self._moment.run_folder
+        return self._run.run_folder
 
     @property
     def went_back(self) -> bool:
@@ -116,12 +164,12 @@ class Context(Generic[RunModel]):
 
         What follows may differ from what followed before.
         """
-        return self._moment.went_back
+        return self._run.went_back
 
     @property
     def loss(self) -> Tensor | None:
         """The current loss, detached; ``None`` before there is one, and in manual mode."""
-        loss = self._moment.attached_loss
+        loss = self._run.attached_loss
         return None if loss is None else loss.detach()
 
     @property
@@ -209,7 +257,7 @@ class Context(Generic[RunModel]):
         all replicas get equally many, unless ``drop_last`` is set. Valid as :attr:`replica` is, in
         training; (0, 0) for batches without padding.
         """
-        batches, turns = self._moment.training_batches, self._run.turns
+        batches, turns = self._run.training_batches, self._run.turns
         if batches is None or not batches.repeats or batches.sizes is None:
             return 0, 0
         index = self._run.replicas.local_replicas.index(turns.replica)
@@ -278,7 +326,7 @@ class Context(Generic[RunModel]):
         schedule = self._run.schedule
         if not schedule.is_by_epoch:
             return self.global_micro_step_id % schedule.accumulation_steps
-        if self._run.is_manual_mode:
+        if self._run.is_manual:
             return 0
         number = self._run.cursor.batch - self._run.num_skipped_batches
         return number % schedule.accumulation_steps
@@ -301,22 +349,23 @@ class Context(Generic[RunModel]):
 
         A loader that is not a ``torch.utils.data.DataLoader`` is returned unchanged.
         """
-        return self._run.find_loader()
+        sources = self._run.sources.get(self._run.phase)
+        return sources[0].loader if sources else None
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
         """The optimizers of the model, by attribute path; the table is read only."""
-        return MappingProxyType(self._run.find_optimizers())
+        return MappingProxyType(self._run.model.discovery.optimizers())
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer that steps, or the model's only one; ``None`` if there are several."""
-        return self._moment.stepping_optimizer or _only(self.optimizers)
+        return self._run.stepping_optimizer or _only(self.optimizers)
 
     @property
     def lr_schedulers(self) -> Mapping[str, LRScheduler]:
         """The learning-rate schedulers of the model, by attribute path; the table is read only."""
-        return MappingProxyType(self._run.find_schedulers())
+        return MappingProxyType(self._run.model.discovery.schedulers())
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
@@ -342,7 +391,9 @@ class Context(Generic[RunModel]):
         Args:
             place: the value of :attr:`place` in that batch; by default the current batch.
         """
-        return self._run.indices_of(place or self._run.cursor)
+        place = place or self._run.cursor
+        source = self._run.training_source
+        return source.indices(place.epoch, batch=place.batch, sample=place.sample)
 
     def log(self, scalars: Mapping[str, Any], *surplus: object) -> None:
         """Log numbers by name, for the current iteration: to TensorBoard and all loggers.
@@ -359,7 +410,27 @@ class Context(Generic[RunModel]):
                 "context.log(...) must be called with one mapping of names to numbers, got "
                 f"{', '.join(map(repr, (scalars, *surplus)))}. Pass e.g. {{'train/loss': loss}}."
             )
-        self._run.log(scalars)
+        run = self._run
+        files = run.find_scalars()
+        is_wanted = files is not None or "on_log" in run.hooks.active
+        if run.is_sanity_check or run.is_repeating or not is_wanted or not scalars:
+            return
+        if run.is_logging:
+            raise UsageError(
+                "Context.log(...) must not be called in on_log, because it calls on_log itself and "
+                "would never return. Log in another event."
+            )
+        numbers = {name: as_number(name, value) for name, value in scalars.items()}
+        step = run.state.global_iteration
+        for name, value in numbers.items():
+            # One that user code has written at this iteration, as scripts of Helios 1 do, is kept.
+            if files is not None and not files.has_point(name, step):
+                files.add_scalar(name, value, step)
+        run.is_logging = True
+        try:
+            run.hooks.emit("on_log", numbers, run.state)
+        finally:
+            run.is_logging = False
 
     def declare_summed(self, scores: Mapping[str, Any]) -> None:
         """Say in ``on_validation_end`` that scores of ``model.metrics`` are those of all processes.
@@ -374,18 +445,24 @@ class Context(Generic[RunModel]):
 
     def request_checkpoint(self) -> None:
         """Request a checkpoint at the next safe point."""
-        self._run.request_checkpoint()
+        agreement = self._run.agreement
+        agreement.check_open("Context.request_checkpoint()")
+        agreement.asked.is_checkpoint_wanted = True
 
     def request_stop(self, reason: str) -> None:
-        """Request the regular end of the run at the next safe point."""
-        self._run.request_stop(reason)
+        """Request the regular end of the run at the next safe point; the first reason counts."""
+        agreement = self._run.agreement
+        agreement.check_open("Context.request_stop()")
+        agreement.asked.stop_reason = agreement.asked.stop_reason or reason
 
     def interrupt(self, reason: str) -> None:
         """Request a checkpoint and an early return at the next safe point; the run is not finished.
 
         ``fit`` then returns False, and the exit code is 75. Run the same command again to resume.
         """
-        self._run.interrupt(reason)
+        agreement = self._run.agreement
+        agreement.check_open("Context.interrupt()")
+        agreement.asked.interruption = agreement.asked.interruption or reason
 
     def skip_step(self, reason: str) -> None:
         """Skip the current update; call this before or in ``on_optimizer_step_start``.
@@ -399,19 +476,33 @@ class Context(Generic[RunModel]):
                 accumulation window: the skip would affect the next window, and be lost if the run
                 resumes in between.
         """
-        if self._run.is_manual_mode:
+        if self._run.is_manual:
             raise UsageError(
                 "Context.skip_step() must be called in automatic mode, but train_step returns None "
                 "and updates the weights itself. Skip the update there, or return the loss."
             )
-        if not self._moment.is_window_open:
+        if not self._run.is_window_open:
             raise UsageError(
                 "Context.skip_step() must be called between on_training_step_start and the update "
                 "that it skips, in on_optimizer_step_start at the latest. No window is open "
                 "here."
             )
-        self._moment.skip_reason = self._moment.skip_reason or reason
+        self._run.skip_reason = self._run.skip_reason or reason
 
 
 def _only(found: Mapping[str, Item]) -> Item | None:
     return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _refuse_assignment(name: str) -> ReadOnlyError:
+    rule = f"context.{name} must not be assigned: hooks only read the context."
+    known = [each for each in dir(Context) if not each.startswith("_")]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        meant = f" Did you mean to read context.{close[0]}?" if close else ""
+        return ReadOnlyError(f"{rule} It has no such attribute.{meant} Keep values in self.{name}.")
+    for change in CHANGES:
+        if name in change.attributes:
+            way = change.by.replace("`", "")
+            return ReadOnlyError(f"{rule} To {change.what}, {way}.")
+    return ReadOnlyError(f"{rule} Copy the value, and change the copy.")

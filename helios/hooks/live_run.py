@@ -1,29 +1,29 @@
 """``LiveRun``: a call of fit, validate, test or predict while it runs.
 
-Hooks read it through their context, and checkpoints hold a part of it. The session, which loops
-see, derives from it.
+What changes in a run is here, once: loops write it as their session, which derives from this class;
+hooks read it through their context, which changes nothing of it; checkpoints hold a part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.optim import Optimizer
 
 from helios.best import BestSoFar
 from helios.core.loss_means import LossMeans
-from helios.core.summands import as_number
-from helios.data.source import Source
+from helios.data.source import BatchIterator, Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.findings import Findings
 from helios.hooks.bus import Bus
-from helios.hooks.moment import Moment
 from helios.replicas.replicas import Replicas
 from helios.replicas.turns import Turns
-from helios.requests import Agreement, Requests
+from helios.requests import Agreement
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
 from helios.state_graph.owner_states import Owners
@@ -93,7 +93,23 @@ class LiveRun:
         turns: the replica whose random numbers and buffers are in place.
         is_discovered: whether Helios finds the model's state: it has no ``state_dict`` of its own.
         loss_means: the training losses that people see.
-        moment: what happens right now, as hooks see it.
+        batch: the current batch.
+        raw_batch: the current batch as it was fetched.
+        model_outputs: what the current step returned.
+        attached_loss: the current loss with its graph.
+        stepping_optimizer: the optimizer that steps; ``None`` outside an optimizer step.
+        is_optimizer_step_committed: whether the last update was made; ``None`` before the first.
+        is_window_open: whether an accumulation window is open, whose update may still be skipped.
+        skip_reason: why the current update is skipped; empty if it is not.
+        exception: the exception that ended the run, for exits of contexts.
+        resumed: whether the scope began before this start of the run.
+        start_epoch: the epoch in which this start of the run began, from 0.
+        start_step: optimizer steps made before this start.
+        is_replay: whether a part of a run is only repeated.
+        run_folder: folder of the run's checkpoints and records.
+        training_batches: the pass over the training data; ``None`` outside one.
+        went_back: whether this start went back on purpose.
+        is_logging: whether numbers are being logged.
     """
 
     model: Model
@@ -117,51 +133,34 @@ class LiveRun:
     best: BestSoFar = field(default_factory=BestSoFar)
     summed_scores: dict[str, Any] = field(default_factory=dict)
     is_repeating: bool = False
-    moment: Moment = field(default_factory=Moment)
+    batch: Any = None
+    raw_batch: Any = None
+    model_outputs: Any = None
+    attached_loss: Tensor | None = None
+    stepping_optimizer: Optimizer | None = None
+    is_optimizer_step_committed: bool | None = None
+    is_window_open: bool = False
+    skip_reason: str = ""
+    exception: BaseException | None = None
+    resumed: bool = False
+    start_epoch: int = 0
+    start_step: int = 0
+    is_replay: bool = False
+    run_folder: Path | None = None
+    training_batches: BatchIterator | None = None
+    went_back: bool = False
+    is_logging: bool = False
     plugin_states: States = field(init=False)
     replicas: Replicas = field(init=False)
     agreement: Agreement = field(init=False)
     turns: Turns = field(init=False)
     is_discovered: bool = field(init=False)
     loss_means: LossMeans = field(init=False)
-    _is_logging: bool = False
-
-    @property
-    def requests(self) -> Requests:
-        """The requests made in this process."""
-        return self.agreement.asked
-
-    @property
-    def agreed(self) -> Requests:
-        """The requests of any process, as far as all processes know them."""
-        return self.agreement.agreed
 
     @property
     def training_source(self) -> Source:
         """The training data."""
         return self.sources[Phase.TRAINING][0]
-
-    @property
-    def is_manual_mode(self) -> bool:
-        """Whether the model is known to step its optimizers itself."""
-        return bool(self.is_manual)
-
-    def find_optimizers(self) -> dict[str, Any]:
-        """Return the optimizers of the model, by attribute path."""
-        return self.model.discovery.optimizers()
-
-    def find_schedulers(self) -> dict[str, Any]:
-        """Return the learning-rate schedulers of the model, by attribute path."""
-        return self.model.discovery.schedulers()
-
-    def find_loader(self) -> DataLoader[Any] | None:
-        """Return the loader of the current phase; the first of several, ``None`` if none."""
-        sources = self.sources.get(self.phase)
-        return sources[0].loader if sources else None
-
-    def indices_of(self, place: Cursor) -> list[Any] | None:
-        """Return the indices of the samples of a training batch; ``None`` if unknown."""
-        return self.training_source.indices(place.epoch, batch=place.batch, sample=place.sample)
 
     @property
     def is_in_epoch(self) -> bool:
@@ -172,52 +171,38 @@ class LiveRun:
     @property
     def is_stopping(self) -> bool:
         """Whether the run ends regularly at the next safe point."""
-        return bool(self.agreed.stop_reason)
+        return bool(self.agreement.agreed.stop_reason)
 
     @property
     def is_interrupted(self) -> bool:
         """Whether the run is interrupted at the next safe point."""
-        return bool(self.agreed.interruption) and not self.is_stopping
+        return bool(self.agreement.agreed.interruption) and not self.is_stopping
 
     @property
     def is_leaving(self) -> bool:
         """Whether no batch follows the next safe point, for either reason."""
-        return bool(self.agreed.stop_reason or self.agreed.interruption)
+        agreed = self.agreement.agreed
+        return bool(agreed.stop_reason or agreed.interruption)
 
-    def request_checkpoint(self) -> None:
-        """Request a checkpoint at the next safe point."""
-        self.agreement.check_open("Context.request_checkpoint()")
-        self.requests.is_checkpoint_wanted = True
+    def end_batch(self) -> None:
+        """Release the batch and everything computed from it."""
+        self.batch = self.raw_batch = self.model_outputs = self.attached_loss = None
 
-    def request_stop(self, reason: str) -> None:
-        """Request the end of the run at the next safe point; the first reason counts."""
-        self.agreement.check_open("Context.request_stop()")
-        self.requests.stop_reason = self.requests.stop_reason or reason
+    def end_window(self) -> None:
+        """End a window.
 
-    def interrupt(self, reason: str) -> None:
-        """Request a checkpoint and an early return at the next safe point."""
-        self.agreement.check_open("Context.interrupt()")
-        self.requests.interruption = self.requests.interruption or reason
-
-    def log(self, scalars: Mapping[str, Any]) -> None:
-        """Log numbers by name, for the current iteration; reads tensors from their device."""
-        files = self.find_scalars()
-        is_wanted = files is not None or "on_log" in self.hooks.active
-        if self.is_sanity_check or self.is_repeating or not is_wanted or not scalars:
-            return
-        if self._is_logging:
+        Raises:
+            UsageError: if a skip was requested after the update.
+        """
+        self.is_window_open = False
+        if self.skip_reason:
+            self.skip_reason = ""
             raise UsageError(
-                "Context.log(...) must not be called in on_log, because it calls on_log itself and "
-                "would never return. Log in another event."
+                "Context.skip_step() must be called before the update that it skips: in "
+                "on_optimizer_step_start at the latest. This window's update was made already."
             )
-        numbers = {name: as_number(name, value) for name, value in scalars.items()}
-        step = self.state.global_iteration
-        for name, value in numbers.items():
-            # One that user code has written at this iteration, as scripts of Helios 1 do, is kept.
-            if files is not None and not files.has_point(name, step):
-                files.add_scalar(name, value, step)
-        self._is_logging = True
-        try:
-            self.hooks.emit("on_log", numbers, self.state)
-        finally:
-            self._is_logging = False
+
+    def pop_skip_reason(self) -> str:
+        """Return why the current update is skipped, empty if it is not, and forget it."""
+        reason, self.skip_reason = self.skip_reason, ""
+        return reason

@@ -79,13 +79,13 @@ class Scopes:
         self.end(kind)
         scope = _Scope(kind, ctx, is_resumed)
         self._open.append(scope)
-        ctx._moment.resumed = is_resumed
+        ctx._run.resumed = is_resumed
         try:
             for hook in hooks:
                 hook.on_enter(ctx)
                 scope.begun.append(hook)
         finally:
-            ctx._moment.resumed = False
+            ctx._run.resumed = False
 
     def end(self, kind: tuple[str, str]) -> None:
         """Close a scope and all open ones inside it; does nothing if it is not open."""
@@ -124,14 +124,14 @@ def leave(
 ) -> list[BaseException]:
     """Leave all contexts; returns what they raised."""
     outer, errors = ctx.exception, list[BaseException]()
-    ctx._moment.exception, ctx._moment.resumed = exception, is_resumed
+    ctx._run.exception, ctx._run.resumed = exception, is_resumed
     for hook in hooks:
         try:
             hook.on_exit(ctx)
         except BaseException as error:
             errors.append(error)
-            ctx._moment.exception = errors[0] if exception is None else exception
-    ctx._moment.exception, ctx._moment.resumed = outer, False
+            ctx._run.exception = errors[0] if exception is None else exception
+    ctx._run.exception, ctx._run.resumed = outer, False
     return errors
 
 

@@ -102,7 +102,7 @@ class Boundary:
     def poll(self) -> None:
         """Ask plugins and model whether training should stop."""
         if self._session.hooks.ask("should_training_stop"):
-            self._session.request_stop("should_training_stop returned True")
+            self._session.context.request_stop("should_training_stop returned True")
 
     def check_limits(self) -> None:
         """Request the end of the run if the options say so."""
@@ -129,9 +129,9 @@ class Boundary:
         if session.is_stopping:
             limit = due.find_limit(session.schedule, session.state, session.cursor)
             if not limit:
-                session.cursor.stop(session.agreed.stop_reason)
-        is_wanted = is_due or session.agreed.is_checkpoint_wanted or session.is_leaving
-        session.agreed.is_checkpoint_wanted = False
+                session.cursor.stop(session.agreement.agreed.stop_reason)
+        is_wanted = is_due or session.agreement.agreed.is_checkpoint_wanted or session.is_leaving
+        session.agreement.agreed.is_checkpoint_wanted = False
         if is_wanted:
             session.save()
 

@@ -114,7 +114,7 @@ class EpochLoop(Loop):
         self._catch_up()
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
-        session.moment.training_batches = self._batches
+        session.training_batches = self._batches
         session.turns.begin_epoch()
         for hear in listening.epoch_opened:
             hear()
@@ -148,7 +148,7 @@ class EpochLoop(Loop):
     def advance(self) -> None:
         """Train on the batches of one iteration."""
         session = self._session
-        state, moment, turns = session.state, session.moment, session.turns
+        state, turns = session.state, session.turns
         listening = self._listening
         if self._must_open:
             # A subclass has an on_run_start of its own.
@@ -165,7 +165,7 @@ class EpochLoop(Loop):
             for replica, batch in zip(session.replicas.local_replicas, found, strict=True):
                 turns.begin(replica, opens_window=opens_window)
                 if not turns.is_first:
-                    moment.batch = moment.raw_batch = batch
+                    session.batch = session.raw_batch = batch
                 for hear in listening.turn_begun:
                     hear(state.global_iteration)
                 turns.has_collected = False
@@ -360,12 +360,12 @@ class EpochLoop(Loop):
                 "without an update.",
                 state.global_epoch,
             )
-            for optimizer in session.find_optimizers().values():
+            for optimizer in session.model.discovery.optimizers().values():
                 session.engine.zero_grad(optimizer)
             session.engine.close_window()
             session.turns.drop_window()
-            session.moment.take_skip()
-            session.moment.close_window()
+            session.pop_skip_reason()
+            session.end_window()
             state.drop_window()
 
     def _begin_iteration(self, batch: Any, *, is_last: bool) -> bool:
@@ -393,10 +393,10 @@ class EpochLoop(Loop):
         opens_window = found[0] or state.global_iteration == 1
         try:
             if opens_window:
-                session.moment.is_window_open = True
+                session.is_window_open = True
                 if "on_training_step_start" in hooks.active:
                     hooks.emit("on_training_step_start", state)
-            session.moment.batch = session.moment.raw_batch = batch
+            session.batch = session.raw_batch = batch
             if "on_training_batch_start" in hooks.active:
                 hooks.emit("on_training_batch_start", state)
         except StopIteration as error:
@@ -414,14 +414,14 @@ class EpochLoop(Loop):
     def _end_iteration(self, num_samples: int) -> None:
         session, state, hooks = self._session, self._session.state, self._session.hooks
         if state.is_step_boundary:
-            session.moment.close_window()
+            session.end_window()
         for hear in self._listening.losses_known:
             hear(session.turns.means or session.model.loss_items)
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
         if "on_training_batch_end" in hooks.active:
-            session.moment.batch = session.moment.raw_batch
+            session.batch = session.raw_batch
             hooks.emit("on_training_batch_end", state, should_log)
-        session.moment.end_batch()
+        session.end_batch()
         if state.is_step_boundary:
             if "on_training_step_end" in hooks.active:
                 hooks.emit("on_training_step_end", state, state.is_step_committed)
@@ -465,4 +465,4 @@ class EpochLoop(Loop):
         self._batches, self._must_open = _NONE, False
         # An error in setup ends the call before there is a session.
         if "_session" in vars(self):
-            self._session.moment.training_batches = None
+            self._session.training_batches = None

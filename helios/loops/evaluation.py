@@ -183,26 +183,26 @@ class EvaluationLoop(Loop):
 
     def _process(self, shares: Sequence[_ReplicaBatch], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""
-        session, moment = self._session, self._session.moment
+        session = self._session
         hooks, noun = session.hooks, self.noun
         self._seed()
-        moment.batch = moment.raw_batch = shares[0].batch
+        session.batch = session.raw_batch = shares[0].batch
         hooks.emit(f"on_{noun}_batch_start", step, *which)
         for replica, batch, size in shares:
             session.turns.begin_share(replica, self._seed)
             if not session.leaves_batches:
                 batch = session.model.batch_to_device(batch, self.phase)
             batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
-            moment.batch = moment.raw_batch = batch
+            session.batch = session.raw_batch = batch
             batch = begin_forward(session, batch)
             self._kept = batch if session.turns.keeps_batches else None
             result = take_step(session, self.step_name, batch, step, *which, has_begun=True)
             end_forward(session, result, result.loss if isinstance(result, Processed) else None)
             self._take(result, replica, size)
         session.turns.end_shares(self._seed)
-        moment.batch = moment.raw_batch
+        session.batch = session.raw_batch
         hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
-        moment.end_batch()
+        session.end_batch()
 
     def _compute_along(self, *which: int) -> None:
         """Repeat the last step of this process without a trace, because others have a batch.

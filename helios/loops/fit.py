@@ -49,8 +49,8 @@ class FitLoop(Loop):
     def on_run_start(self) -> None:
         """Emit the start events of training, and continue at the cursor."""
         session, cursor = self._session, self._session.cursor
-        session.moment.start_epoch = cursor.epoch
-        session.moment.start_step = session.state.global_step
+        session.start_epoch = cursor.epoch
+        session.start_step = session.state.global_step
         if not session.is_resumed:
             session.watch_idle_steps()
         self._check_sanity()
@@ -66,7 +66,7 @@ class FitLoop(Loop):
             num_batches=total,
             steps_done=session.state.global_step,
             step_in_epoch=cursor.step,
-            find_optimizers=session.find_optimizers,
+            find_optimizers=session.model.discovery.optimizers,
         )
         session.serve_losses()
         if session.is_resumed:
@@ -142,4 +142,4 @@ class FitLoop(Loop):
             for hear in session.listening.training_ended:
                 hear(session.state)
             session.hooks.emit("on_training_end")
-        return session.agreed.stop_reason
+        return session.agreement.agreed.stop_reason

@@ -111,7 +111,7 @@ class OptimizerLoop(Loop):
                 optimizer = self._find_optimizer()
                 updates = session.state.is_step_boundary and turns.is_last
                 if self._own_backward is None:
-                    result = session.moment.attached_loss
+                    result = session.attached_loss
                 if updates and engine._sends_early and self._may_send_early():
                     with turns.sending(engine, optimizer):
                         self.backward(result)
@@ -161,7 +161,9 @@ class OptimizerLoop(Loop):
             session.engine._drop_old_gradients(self._find_optimizer())
         audit = self._audit = None if session.audit is None else session.audit.if_due()
         take = take_step if audit is None else audit.take_step
-        made = None if self._has_begun else StepsMade(*session.find_optimizers().values())
+        made = (
+            None if self._has_begun else StepsMade(*session.model.discovery.optimizers().values())
+        )
         try:
             result = take(session, "train_step", batch, session.state)
         finally:
@@ -294,7 +296,7 @@ class OptimizerLoop(Loop):
             else:
                 session.engine.backward_loss(loss, inputs, retain_graph=True)
             return
-        optimizers = session.find_optimizers().values()
+        optimizers = session.model.discovery.optimizers().values()
         earlier = EarlierGradients(optimizers)
         self._own_backward(losses_in(losses))
         parameters = [x for each in optimizers for x in parameters_of(each) if x.requires_grad]
@@ -325,7 +327,7 @@ class OptimizerLoop(Loop):
 
     def _begin_own_update(self, own: OwnRound, optimizer: Optimizer) -> Optimizer | None:
         """Check an update; returns whose schedulers step with it, ``None`` for all."""
-        path, optimizers = own.begin_update(optimizer), self._session.find_optimizers()
+        path, optimizers = own.begin_update(optimizer), self._session.model.discovery.optimizers()
         if self._session.state.is_step_boundary:
             self._unused.discard(path)
         else:
@@ -336,7 +338,7 @@ class OptimizerLoop(Loop):
 
     def _begin_round(self) -> None:
         session, name = self._session, type(self).__name__
-        optimizers = session.find_optimizers()
+        optimizers = session.model.discovery.optimizers()
         if session.turns.is_first and not session.engine._open_micro_batches:
             self._unused.clear()
         if session.turns.begins_window:
@@ -440,7 +442,7 @@ class OptimizerLoop(Loop):
         """
         session = self._session
         if self._round is not None:
-            for optimizer in session.find_optimizers().values():
+            for optimizer in session.model.discovery.optimizers().values():
                 refuse_closures(optimizer)
         if self._own_backward is None:
             return
@@ -521,7 +523,7 @@ class OptimizerLoop(Loop):
             optimizer: the optimizer to step.
             schedules_of: the optimizer whose schedulers step; ``None`` for all of them.
         """
-        session, moment = self._session, self._session.moment
+        session = self._session
         hooks, active = session.hooks, session.hooks.active
         engine = self._first_update or session.engine
         engine.average_gradients(optimizer)
@@ -529,7 +531,7 @@ class OptimizerLoop(Loop):
             session.turns.receive()
         for hear in self._listening.gradients_averaged:
             hear(optimizer)
-        moment.stepping_optimizer = optimizer
+        session.stepping_optimizer = optimizer
         if "on_optimizer_step_start" in active:
             hooks.emit("on_optimizer_step_start", optimizer)
         if session.agreement.agree_on_skip():
@@ -544,7 +546,7 @@ class OptimizerLoop(Loop):
                     "the update, True or False, got None: no step would count. Return "
                     "super().optimizer_step(optimizer), or True."
                 )
-        moment.is_optimizer_step_committed = is_committed
+        session.is_optimizer_step_committed = is_committed
         schedulers = session.schedulers
         if is_committed and schedulers is not None and not schedulers.is_empty:
             schedulers.after_step(schedules_of)
@@ -554,7 +556,7 @@ class OptimizerLoop(Loop):
         self._first_update = None
         if "on_optimizer_step_end" in active:
             hooks.emit("on_optimizer_step_end", optimizer, is_committed)
-        moment.stepping_optimizer = None
+        session.stepping_optimizer = None
         return is_committed
 
     def teardown(self) -> None:

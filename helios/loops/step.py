@@ -41,7 +41,7 @@ def begin_forward(session: Session, batch: Any) -> Any:
     processor = session.model.batch_processor
     if processor is not None:
         batch = processor._transform(batch)
-    session.moment.batch = batch
+    session.batch = batch
     if "on_forward_start" in session.hooks.active:
         session.hooks.emit("on_forward_start", session.context)
         record_changes(session, "on_forward_start")
@@ -56,9 +56,8 @@ def record_changes(session: Session, hook: str) -> None:
 
 def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
     """Emit the end of a forward pass, with its outputs and its loss in the context."""
-    moment = session.moment
-    moment.model_outputs = result.outputs if isinstance(result, Processed) else result
-    moment.attached_loss = loss
+    session.model_outputs = result.outputs if isinstance(result, Processed) else result
+    session.attached_loss = loss
     if "on_forward_end" in session.hooks.active:
         session.hooks.emit("on_forward_end", session.context)
         record_changes(session, "on_forward_end")

@@ -107,7 +107,7 @@ class StepInputs:
     def put(self, session: Session) -> None:
         """Put everything in place, within :meth:`StepTrace.erased`."""
         session.turns.replica = self.replica
-        session.moment.batch = self.batch
+        session.batch = self.batch
         session.model.loss_items.clear()
         session.model.loss_items.update(self.losses)
         BufferPlaces(session.model.discovery.modules().values()).put(
@@ -142,8 +142,8 @@ class StepTrace:
         Generators, buffers, losses, gradients and requests are as before afterwards, and no scalars
         are logged meanwhile.
         """
-        session, moment = self._session, self._session.moment
-        replica, batch = session.turns.replica, moment.batch
+        session = self._session
+        replica, batch = session.turns.replica, session.batch
         generators = read_generators(session.model, session.engine.device)
         networks = session.model.discovery.modules().values()
         parts = [part for network in networks for part in network.modules()]
@@ -161,7 +161,7 @@ class StepTrace:
             before.put_back()
             for leaf, gradient in self._gradients.values():
                 leaf.grad = gradient
-            session.turns.replica, moment.batch = replica, batch
+            session.turns.replica, session.batch = replica, batch
             set_generators(session.model, generators)
 
 

@@ -155,9 +155,9 @@ class YieldLoop(OptimizerLoop):
         Returns:
             The detached loss; ``None`` if the step leaves this optimizer out.
         """
-        session, moment = self._session, self._session.moment
+        session = self._session
         if earlier:
-            moment.model_outputs = moment.attached_loss = None
+            session.model_outputs = session.attached_loss = None
             session.hooks.emit("on_forward_start", session.context)
             self._hold_skip(path)
         result = self._run_on(generator, earlier)
@@ -229,7 +229,7 @@ class YieldLoop(OptimizerLoop):
                 if isinstance(error.__cause__, StopIteration):
                     raise make_stray_stop(error.__cause__) from error
                 raise
-        if reason := self._session.moment.take_skip():
+        if reason := self._session.pop_skip_reason():
             if not earlier:
                 self._skips = dict.fromkeys(self._turns, reason) | self._skips
             elif self._session.state.is_step_boundary:
@@ -260,7 +260,7 @@ class YieldLoop(OptimizerLoop):
         It belongs to the optimizer whose yield it followed, or, if requested before the first one,
         to all. Otherwise it would apply to the next update at the end of the window.
         """
-        reason = self._session.moment.take_skip()
+        reason = self._session.pop_skip_reason()
         if reason:
             self._skips = dict.fromkeys(paths, reason) | self._skips
 
@@ -307,7 +307,7 @@ class YieldLoop(OptimizerLoop):
             )
         self._refuse_shared_windows()
         intervals = self._session.model.scheduler_interval
-        for path, scheduler in self._session.find_schedulers().items():
+        for path, scheduler in self._session.model.discovery.schedulers().items():
             is_by_step = intervals.get(path, "step") == "step"
             is_owned = any(scheduler.optimizer is owner for owner in self._turns.values())
             if is_by_step and not is_owned:

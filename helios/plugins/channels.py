@@ -357,7 +357,7 @@ class PipelineHooks(Plugin):
     def on_exception(self, exception: BaseException) -> None:
         """Leave everything that was entered; the exception propagates."""
         if self._scopes:
-            self.context._moment.exception = exception
+            self.context._run.exception = exception
             self._scopes.unwind(exception=exception)
 
     def on_fit_end(self) -> None:

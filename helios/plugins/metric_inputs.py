@@ -237,9 +237,9 @@ def aside(*, is_lone_step: bool = False) -> Iterator[None]:
 @contextmanager
 def _at_its_end(context: Context) -> Iterator[None]:
     """Show the batch in a forward as it is shown at the batch's end."""
-    moment = context._moment
-    shown, moment.batch = moment.batch, moment.raw_batch
+    run = context._run
+    shown, run.batch = run.batch, run.raw_batch
     try:
         yield
     finally:
-        moment.batch = shown
+        run.batch = shown

@@ -192,7 +192,7 @@ class NaNGuard(Plugin):
             UsageError: if one is not finite and ``action`` says so, or for invalid options.
         """
         context = self.context
-        if context._moment.attached_loss is not None:
+        if context._run.attached_loss is not None:
             return
         if not self._knows_manual:
             self._knows_manual = True

@@ -193,7 +193,7 @@ class Training:
         session = run.session
         assert session is not None
         assert self._saves is not None
-        is_interrupted, cause = session.is_interrupted, session.requests.interruption
+        is_interrupted, cause = session.is_interrupted, session.agreement.asked.interruption
         keep_in_hand(run, self._record_end(session), is_interrupted=is_interrupted)
         self._saves.finish(None if is_interrupted else reason)
         for listener in self._listeners:
@@ -442,9 +442,9 @@ class Training:
             outside=self._outside,
         )
         folder = self._start.folder
-        session.moment.is_replay = self._make_evidence is not None
-        session.moment.run_folder = None if folder is None else folder.path
-        session.moment.went_back = self._start.is_branch or bool(self._start.plans)
+        session.is_replay = self._make_evidence is not None
+        session.run_folder = None if folder is None else folder.path
+        session.went_back = self._start.is_branch or bool(self._start.plans)
         return session
 
     def _check_record(self, record: Record) -> None:
@@ -599,7 +599,7 @@ class Training:
         adopt_settings = self._make_adoption(session)
         apply(Record.from_payload(payload), session, state=state, cursor=cursor)
         adopt_settings()
-        session.requests.stop_reason = cursor.stop_reason
+        session.agreement.asked.stop_reason = cursor.stop_reason
         folder = None if self._start.is_branch else self._start.folder
         session.best = continue_best(
             record.best_validations,

@@ -153,7 +153,7 @@ class _Comparison:
             place = with_step(found.num_equal, found.steps.get("num_equal"))
             raise UsageError(
                 f"The replay was interrupted after iteration {place}, before iteration "
-                f"{found.stop}: {session.requests.interruption}. Up to there, all lines are "
+                f"{found.stop}: {session.agreement.asked.interruption}. Up to there, all lines are "
                 "equal. Replay without what interrupts it, or pass an earlier stop."
             )
         is_spread = self._run.replicas.num_replicas > 1 and not self._is_elastic

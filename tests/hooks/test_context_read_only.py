@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from helios.errors import ArgumentTypeError, ReadOnlyError
-from helios.hooks.context import Context
-from helios.hooks.permitted_changes import CHANGES
+from helios.hooks.context import CHANGES, Context
 from helios.plugins.plugin import Plugin
 from helios.state import Phase
 from tests.loops.sessions import ListSource, Stepper, fit, make_session

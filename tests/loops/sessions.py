@@ -161,11 +161,11 @@ def fit(session: Session, loop: FitLoop | None = None) -> Any:
 def train_on(loop: Loop, session: Session, batch: Any, *, is_boundary: bool = True) -> bool:
     """Run one iteration, as the epoch loop does; returns whether its step was committed."""
     session.state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
-    session.moment.is_window_open = True
+    session.is_window_open = True
     session.model.on_training_batch_start(session.state)
     loop.run(batch)
     if is_boundary:
-        session.moment.close_window()
+        session.end_window()
     return session.state.is_step_committed
 
 

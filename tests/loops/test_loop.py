@@ -779,7 +779,7 @@ def test_an_update_that_a_hook_leaves_out_is_withdrawn(unit: TrainingUnit) -> No
     watcher = Watcher(model)
     session = make_session(model, watcher, unit=unit)
     loop = attached(OptimizerLoop(), session)
-    session.moment.is_window_open = True
+    session.is_window_open = True
     session.context.skip_step("test")
     assert train_on(loop, session, 2.0) is False
     assert [event for event, *_ in watcher.seen][-2:] == ["zero_grad", "step done"]
@@ -795,7 +795,7 @@ def test_a_skip_inside_of_a_window_leaves_out_the_update_at_its_end() -> None:
     model = Stepper()
     session = make_session(model, accumulation=2)
     loop = attached(OptimizerLoop(), session)
-    session.moment.is_window_open = True
+    session.is_window_open = True
     session.context.skip_step("test")
     train_on(loop, session, 2.0, is_boundary=False)
     assert train_on(loop, session, 4.0) is False
@@ -831,11 +831,11 @@ def test_one_update_of_several_in_a_window_is_a_step(
     session = make_session(model, skipper, unit=unit)
     skipper.context = session.context
     loop = attached(Twice(), session)
-    session.moment.is_window_open = True
+    session.is_window_open = True
     assert train_on(loop, session, 1.0) is is_committed
     assert session.state.current_iteration == (is_committed if unit is ITERATION else 1)
     assert model.scheduler.last_epoch == 2 - len(skipped)
-    session.moment.is_window_open = True
+    session.is_window_open = True
     assert train_on(loop, session, 1.0) is True
 
 
@@ -899,7 +899,7 @@ def test_an_update_behind_one_that_was_left_out_counts_the_step_again(unit: Trai
     session = make_session(Stepper(), unit=unit)
     loop = attached(OptimizerLoop(), session)
     session.state.begin_iteration(unit, is_boundary=True)
-    session.moment.is_window_open = True
+    session.is_window_open = True
     session.context.skip_step("the first")
     loop.run(1.0)
     assert not session.state.is_step_committed

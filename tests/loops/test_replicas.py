@@ -947,7 +947,7 @@ def _ask(rank: int, num_processes: int, who: int, what: str) -> tuple[Any, ...]:
         asking = Asking(what if rank == who else "nothing", 2 if rank == who else 0)
         model = Sums()
         session = run_sums(model, asking, replicas=here, rows=[[1.0, 2.0, 4.0]] * 5)
-        requests = session.requests
+        requests = session.agreement.asked
         return (
             session.state.global_iteration,
             requests.stop_reason,

@@ -568,7 +568,7 @@ def test_a_skip_before_the_first_yield_leaves_out_all_updates() -> None:
     """E26: it is the step that is skipped."""
     model = Pair()
     loop, session = prepared(model)
-    session.moment.is_window_open = True
+    session.is_window_open = True
     session.context.skip_step("test")
     assert train_on(loop, session, 2.0) is False
     assert (model.weights, model.moves) == ((0.0, 0.0), (0, 0))

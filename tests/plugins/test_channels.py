@@ -20,7 +20,6 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import check_receiver
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS, EVENTS
-from helios.hooks.moment import Moment
 from helios.plugins.channels import HookHandle, PipelineHooks
 from helios.plugins.contexts import HookContext
 from helios.plugins.plugin import PLUGIN_REGISTRY
@@ -35,7 +34,8 @@ class Run:
 
     phase: Phase = Phase.TRAINING
     is_in_epoch: bool = False
-    moment: Moment = dataclasses.field(default_factory=Moment)
+    exception: BaseException | None = None
+    resumed: bool = False
 
 
 class Noting(HookContext):

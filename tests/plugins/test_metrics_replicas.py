@@ -373,7 +373,7 @@ class _View:
     padding = (0, 0)
 
     def __init__(self) -> None:
-        self.engine = self.replicas = self._moment = self
+        self.engine = self.replicas = self._run = self
         self.local_replicas = range(2)
 
     def show(self, replica: int, number: int) -> _View:

@@ -24,11 +24,11 @@ def a_checkpoint_is_taken_before_the_cursor_moves(capture, session):
 
 
 @fault(
-    "helios.hooks.live_run:LiveRun.request_checkpoint",
+    "helios.hooks.context:Context.request_checkpoint",
     "tests/loops/test_replicas.py::test_a_checkpoint_that_one_process_asks_for_is_taken_by_all",
 )
-def a_request_for_a_checkpoint_is_lost(request_checkpoint, session):
-    session.agreement.check_open("Context.request_checkpoint()")
+def a_request_for_a_checkpoint_is_lost(request_checkpoint, context):
+    context._run.agreement.check_open("Context.request_checkpoint()")
 
 
 @fault(
