@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,35 @@ call("compare", "D", "D")
 {_HEAVY}
 """
     assert _run(code).splitlines() == ["[]", "['numpy']"], "curves are computed with NumPy"
+
+
+@pytest.mark.shows("P73")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "small_epoch_1_iter_2.pth"],
+        ["verify", "small_epoch_1_iter_2.pth"],
+        ["migrate", "."],
+        ["export", "small_epoch_1_iter_2.pth", "weights.pt"],
+        ["replay", "train.py"],
+    ],
+)
+def test_a_command_that_needs_pytorch_says_so_where_there_is_none(
+    words: list[str], tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(tmp_path / "small_epoch_1_iter_2.pth", "w") as archive:
+        archive.writestr("data.pkl", b"")
+    (tmp_path / "train.py").write_text("import torch")
+    code = f"""
+import contextlib, io, os, sys
+sys.modules["torch"] = None
+os.chdir({str(tmp_path)!r})
+from helios.cli import main
+error = io.StringIO()
+with contextlib.redirect_stderr(error):
+    code = main({words!r})
+print(code, error.getvalue())
+"""
+    found = _run(code)
+    assert found.startswith(f"2 helios {words[0]}: this command reads tensors, which needs PyTorch")
+    assert "pytorch.org" in found

@@ -226,6 +226,8 @@ class PlainWriter(CheckpointWriter):
         )
 
     def _describe_fate(self, path: Path) -> str:
+        if path == self.newest:
+            return "is saved, but what records the run has failed"
         if self._find(file_names.parse(path) or (0, 0)) is None:
             return "was NOT saved"
         # The name exists, but the disk has not confirmed that it is durable.
@@ -236,9 +238,10 @@ class PlainWriter(CheckpointWriter):
         self._announce_failure(path, error)
         # If another error ends the training first, this one would go unnoticed.
         _LOGGER.error(
-            "The checkpoint %s was NOT saved (%s: %s). Training ends with this error at its next "
+            "The checkpoint %s %s (%s: %s). Training ends with this error at its next "
             "safe point; older checkpoints are unchanged.",
             path,
+            self._describe_fate(path),
             type(error).__name__,
             error,
         )

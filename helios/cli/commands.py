@@ -105,6 +105,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: with 2 for wrong usage, with 0 after ``--help``.
     """
     words, rest = _split(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words, rest)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        sys.stderr.write(
+            f"helios {words[0]}: this command reads tensors, which needs PyTorch, and there is no "
+            f"module torch for {sys.executable}. Install it for this Python, as pytorch.org says.\n"
+        )
+        return WRONG_USAGE
+
+
+def _run(words: list[str], rest: list[str]) -> int:
     namespace = build_parser().parse_args(words)
     namespace.rest = rest
     try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +122,15 @@ class Happening(Plugin):
             raise ValueError("an error of the training")
 
 
-def fit(folder: Path, *, steps: int = STEPS, fails_after: int = 0, is_async: bool = True) -> None:
+def fit(
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    fails_after: int = 0,
+    is_async: bool = True,
+    plugins: Sequence[Plugin] = (),
+    **rest: Any,
+) -> None:
     helios.Trainer(
         train_unit="iteration",
         total_steps=steps,
@@ -132,7 +141,8 @@ def fit(folder: Path, *, steps: int = STEPS, fails_after: int = 0, is_async: boo
         use_cpu=True,
         print_banner=False,
         enable_progress_bar=False,
-        plugins=[Happening(fails_after)],
+        plugins=[Happening(fails_after), *plugins],
+        **rest,
     ).fit(Net(), Numbers())
 
 
@@ -217,23 +227,112 @@ def test_an_error_in_most_calls_ends_the_run(
 
 
 @pytest.mark.shows("P150")
-@pytest.mark.parametrize("name", ["before_commit", "committed"])
+@pytest.mark.parametrize("kind", [OSError, ValueError])
+@pytest.mark.parametrize(
+    ("name", "fate"),
+    [
+        ("before_commit", "iter_2.pth was NOT saved"),
+        ("committed", "iter_2.pth is saved, but what records the run has failed"),
+    ],
+)
 def test_an_error_around_a_commit_is_a_failed_save(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    fate: str,
+    kind: type[Exception],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert ROWS[name].error == "is a failed save"
+    assert ROWS[name].error.startswith("is a failed save")
     heard = []
 
     def hear(call: str) -> None:
         heard.append(call)
         if call == name and heard.count(name) == 1:
-            raise OSError("the disk is full")
+            raise kind("an error of a listener")
 
     listen(monkeypatch, hear)
-    fit(tmp_path)
+    with contextlib.nullcontext() if kind is OSError else pytest.raises(kind):
+        fit(tmp_path)
     assert "save_failed" in heard
-    (record,) = (each for each in caplog.records if each.levelno == logging.ERROR)
-    assert "the disk is full" in record.getMessage()
+    text = next(each.getMessage() for each in caplog.records if each.levelno == logging.ERROR)
+    assert fate in text
+    assert "an error of a listener" in text
+    assert bool([*tmp_path.rglob("*_iter_2.pth")]) == ("NOT" not in fate)
+
+
+@pytest.mark.shows("P150")
+@pytest.mark.parametrize("kind", [OSError, ValueError])
+def test_an_error_before_the_end_is_logged_if_it_is_one_of_the_disk(
+    kind: type[Exception],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert (
+        "at the end of the run, errors but those of the disk end it" in ROWS["before_commit"].error
+    )
+    saves = STEPS // SAVED
+    heard = []
+
+    def hear(call: str) -> None:
+        heard.append(call)
+        if call == "before_commit" and heard.count(call) > saves:
+            raise kind("an error of a listener")
+
+    listen(monkeypatch, hear)
+    with contextlib.nullcontext() if kind is OSError else pytest.raises(kind, match="an error of"):
+        fit(tmp_path)
+    assert ("ended" in heard) == (kind is OSError)
+    assert "an error of a listener" in caplog.text
+
+
+def train_three_replicas(rank: int, folder: Path) -> Counter[str]:
+    """Train three replicas on two processes; returns how often each call came."""
+    heard: Counter[str] = Counter()
+
+    def hear(name: str) -> None:
+        heard[name] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        listen(patch, hear)
+        fit(folder, num_replicas=3)
+    return heard
+
+
+@pytest.mark.shows("P150")
+def test_calls_in_which_listeners_may_communicate_come_as_often_on_all_ranks(
+    tmp_path: Path,
+) -> None:
+    first, second = run_ranks(train_three_replicas, 2, tmp_path)
+    for name, row in ROWS.items():
+        if row.communicates == "yes":
+            assert first[name] == second[name], name
+    assert (first["turn_begun"], second["turn_begun"]) == (2 * STEPS, STEPS)
+
+
+class FailingOnOneRank(Plugin):
+    """Lets a listener of rank 1 fail, in whichever process it is set up."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("failing")
+        self._name = name
+
+    def setup(self) -> None:
+        def hear(call: str) -> None:
+            if call == self._name and self.rank == 1:
+                raise RuntimeError(f"an error in {call}")
+
+        listen(pytest.MonkeyPatch(), hear)
+
+
+# Others wait for the rank before its next iteration, or save without it.
+@pytest.mark.shows("P150")
+@pytest.mark.parametrize("name", ["turn_begun", "validated"])
+def test_an_error_on_one_rank_ends_the_run_on_all(name: str, tmp_path: Path) -> None:
+    assert ROWS[name].ranks == "all"
+    with pytest.raises(RuntimeError, match=f"an error in {name}"):
+        fit(tmp_path, nproc=2, plugins=[FailingOnOneRank(name)])
 
 
 @pytest.mark.shows("P150")
