@@ -361,7 +361,7 @@ FAULTS = (
     ),
     Fault(
         "listing checkpoints imports PyTorch",
-        "helios/checkpoint/status.py",
+        "helios/checkpoint/loading.py",
         "from helios.checkpoint.sidecar import Sidecar, check_schema\n",
         "from helios.checkpoint.sidecar import Sidecar, check_schema\n"
         "from helios.storage import codec\n",
@@ -1569,8 +1569,8 @@ FAULTS = (
     ),
     Fault(
         "a digest that differs is good to the tools",
-        "helios/checkpoint/status.py",
-        "        is_verified = self._contents.compare_bytes(self._sidecar)",
+        "helios/checkpoint/loading.py",
+        "        is_verified = self._contents.compare_bytes(self.sidecar, self._share)",
         "        is_verified = True",
         f"{COMMANDS}::test_verify_says_good_or_why_not_and_its_code_too",
     ),

@@ -1,19 +1,22 @@
-"""Reads and verifies one checkpoint, and classifies failures.
+"""The checks of one checkpoint, and its loading, which is these checks up to the first fault.
 
 A file is damaged only if its bytes are not those that were written: an intact file that cannot be
-used here must never be renamed as damaged.
+used here must never be renamed as damaged. Tools run the same checks without reading tensors, and
+report what they find: :mod:`helios.checkpoint.status`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum, IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from helios.checkpoint import file_names, schema_upgrades
-from helios.checkpoint.contents import Contents, open_contents
+from helios.checkpoint.contents import Contents, WholeFile, open_contents
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
 from helios.errors import (
@@ -28,6 +31,208 @@ if TYPE_CHECKING:
     from helios.core.sharded_tensors import RowShare
 
 _LOGGER = logging.getLogger(__name__)
+
+# Packages with functions but no types of users: torch refuses most of them, too.
+_NEVER_TYPES = frozenset(("builtins", "nt", "os", "posix", "runpy", "subprocess", "sys"))
+
+
+class Condition(Enum):
+    """What a file means to a start of ``fit``."""
+
+    GOOD = "good"
+    DAMAGED = "damaged"
+    UNMIGRATED = "unmigrated"
+    NEWER = "newer"
+    FOREIGN = "foreign"
+    UNREADABLE = "unreadable"
+    ASIDE = "put aside"
+
+
+class Checked(Enum):
+    """How far the bytes of a file were compared with what was written."""
+
+    NOTHING = "nothing"
+    CONTAINER = "container"
+    STRUCTURE = "structure"
+    SUMS = "sums"
+    DIGEST = "digest"
+
+
+class Depth(IntEnum):
+    """What of a file is read; each level includes those before it.
+
+    A glance reads names, the sidecar and the header, which is the directory of the container, and
+    the structure only if there is no sidecar. Reading the structure takes a second for some ten
+    thousand tensors.
+    """
+
+    NAMES = 1
+    SIDECAR = 2
+    HEADER = 3
+    STRUCTURE = 4
+    BYTES = 5
+
+    GLANCE = HEADER
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A check of a file.
+
+    Attributes:
+        reads: what of the file it reads.
+        run: raises if it finds a fault.
+        when_incompatible: what a file is that cannot be used for another reason than damage.
+        shows_content: whether tools run it after a fault, too, for what can be shown of the file.
+    """
+
+    reads: Depth
+    run: Callable[[], None]
+    when_incompatible: Condition = Condition.FOREIGN
+    shows_content: bool = False
+
+    def condition(self, error: Exception) -> Condition:
+        """Return what the file is in which this check has found a fault."""
+        if isinstance(error, DamagedCheckpointError):
+            return Condition.DAMAGED
+        is_incompatible = isinstance(error, IncompatibleCheckpointError)
+        # Intact bytes that look damaged here.
+        if not is_incompatible or isinstance(error.__cause__, DamagedCheckpointError):
+            return Condition.UNREADABLE
+        return self.when_incompatible
+
+
+class FileChecks(ABC):
+    """The checks of one file, and the facts that they have found.
+
+    Args:
+        path: the ``.pth`` file or ``.ckpt`` folder; its sidecar is expected beside it.
+        share: what is read of sharded tensors; ``None`` for everything.
+        watch: called with numbers of bytes while all of them are read.
+
+    Attributes:
+        path: as given.
+        size: the size of the file in bytes.
+        sidecar: its sidecar, if there is one and it can be read.
+        checked: how far its bytes were compared.
+        tree: its content; ``None`` until it is read.
+        names: types in it that loading builds only if ``types_for_safe_load`` returns them.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        share: RowShare | None = None,
+        watch: Callable[[int], object] | None = None,
+    ) -> None:
+        self.path = path
+        self.size = 0
+        self.sidecar: Sidecar | None = None
+        self.checked = Checked.NOTHING
+        self.tree: Any = None
+        self.names: list[str] = []
+        self._share = share
+        self._watch = watch
+        self._contents: Contents = WholeFile(path)
+
+    def __iter__(self) -> Iterator[Check]:
+        """Yield all checks in their order; each may rely on those before it."""
+        yield Check(Depth.NAMES, self._find_files)
+        yield Check(Depth.SIDECAR, self._read_sidecar, Condition.NEWER)
+        yield Check(Depth.HEADER, self._check_header)
+        yield Check(Depth.BYTES, self._compare_bytes, Condition.UNMIGRATED)
+        yield Check(Depth.STRUCTURE, self._read_content, shows_content=True)
+        yield Check(Depth.STRUCTURE, self._refuse_functions)
+        yield Check(Depth.STRUCTURE, self._refuse_old_objects, Condition.UNMIGRATED)
+        yield Check(Depth.STRUCTURE, self._refuse_unmigrated, Condition.UNMIGRATED)
+        yield Check(Depth.STRUCTURE, self._refuse_foreign)
+        yield Check(Depth.STRUCTURE, self._check_format, Condition.NEWER)
+        yield Check(Depth.STRUCTURE, self._check_keys)
+        yield Check(Depth.STRUCTURE, self._check_numbers)
+        yield Check(Depth.STRUCTURE, self._check_agreement)
+
+    @abstractmethod
+    def _read(self, contents: Contents) -> tuple[Any, list[str]]:
+        """Return the content, and the names of types in it that loading would reject."""
+
+    def _find_files(self) -> None:
+        """Check that all files are there, with the sizes that they were written with."""
+        self._contents = open_contents(self.path)
+        self._contents.watch = self._watch
+        self.size = self._contents.size
+
+    def _read_sidecar(self) -> None:
+        self.sidecar = read_sidecar(self.path)
+
+    def _check_header(self) -> None:
+        """Check the directory of the container, and that name and sidecar agree."""
+        self._contents.check_container()
+        self.checked = Checked.CONTAINER
+        if (sidecar := self.sidecar) is not None:
+            state = {"global_epoch": sidecar.epoch, "global_iteration": sidecar.iteration}
+            said = {
+                file_names.KEY_TRAINING_STATE: state,
+                file_names.KEY_NUM_REPLICAS: sidecar.num_replicas,
+            }
+            check_agreement(self.path.name, said, sidecar)
+
+    def _compare_bytes(self) -> None:
+        """Compare every byte with the digest, or the records with the container's checksums."""
+        is_verified = self._contents.compare_bytes(self.sidecar, self._share)
+        self.checked = Checked.DIGEST if is_verified else Checked.SUMS
+
+    def _read_content(self) -> None:
+        try:
+            self.tree, self.names = self._read(self._contents)
+        except DamagedCheckpointError as error:
+            if self.checked is not Checked.DIGEST:
+                raise
+            # The cause is something else, such as an older PyTorch: if it were renamed as damaged,
+            # every good checkpoint of the run would be lost.
+            raise IncompatibleCheckpointError(
+                f"{self._contents.record_path} holds the bytes that were written, but cannot be "
+                f"read here: {error} It may have been written with another version of PyTorch. "
+                "Nothing was renamed."
+            ) from error
+        if self.checked is Checked.CONTAINER:
+            self.checked = Checked.STRUCTURE
+
+    def _refuse_functions(self) -> None:
+        found = [name for name in self.names if name.split(".")[0] in _NEVER_TYPES]
+        if found:
+            raise IncompatibleCheckpointError(
+                f"{self.path} refers to {', '.join(found)}, which no checkpoint does. None of it "
+                "was called; do not load the file unless you know who wrote it."
+            )
+
+    def _refuse_old_objects(self) -> None:
+        # A user's own object may contain a path, as the files of helios-ml do.
+        is_ours = isinstance(self.tree, Mapping) and file_names.KEY_SCHEMA in self.tree
+        schema_upgrades.refuse_old_globals(self.path, [] if is_ours else self.names)
+
+    def _refuse_unmigrated(self) -> None:
+        schema_upgrades.refuse_unmigrated(self.path, self.tree)
+
+    def _refuse_foreign(self) -> None:
+        schema_upgrades.refuse_foreign(self.path, self.tree)
+
+    def _check_format(self) -> None:
+        check_schema(self.tree[file_names.KEY_SCHEMA], name=str(self.path))
+
+    def _check_keys(self) -> None:
+        schema_upgrades.refuse_missing_keys(self.path, self.tree)
+
+    def _check_numbers(self) -> None:
+        state = self.tree[file_names.KEY_TRAINING_STATE]
+        counters = [state[name] for name in ("global_epoch", "global_iteration")]
+        if any(type(number) is not int for number in (*counters, self.tree["num_replicas"])):
+            raise IncompatibleCheckpointError(
+                f"{self.path} is not a checkpoint of Helios: its counters are not integers. Move "
+                "it to another folder."
+            )
+
+    def _check_agreement(self) -> None:
+        check_agreement(self.path.name, self.tree, self.sidecar)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +332,7 @@ def load_present(
         FileNotFoundError: if the file was deleted, before or during reading.
     """
     try:
-        return _load(path, list(safe_types), maps=maps, share=share)
+        return _Loading(path, list(safe_types), maps=maps, share=share).load()
     except CheckpointError as error:
         # A file that was deleted while it is read may look damaged in any way.
         if file_names.is_gone(path):
@@ -143,56 +348,58 @@ def gone_text(path: Path) -> str:
     )
 
 
-def _load(path: Path, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Loaded:
-    try:
-        sidecar = read_sidecar(path)
-        content = open_contents(path)
-        is_verified = content.compare_bytes(sidecar, share)
-        if sidecar is None:
+@final
+class _Loading(FileChecks):
+    """The checks of a file whose tensors are read.
+
+    Args:
+        path: the file.
+        safe_types: types that may be built.
+        maps: whether verified tensors may be mapped from the file.
+        share: as in :class:`FileChecks`.
+    """
+
+    def __init__(
+        self, path: Path, safe_types: list[Any], *, maps: bool, share: RowShare | None
+    ) -> None:
+        super().__init__(path, share)
+        self._types = safe_types
+        self._maps = maps
+
+    def load(self) -> Loaded:
+        """Run the checks up to the first fault."""
+        try:
+            for check in self:
+                # Comparing all bytes includes the header.
+                if check.reads is not Depth.HEADER:
+                    check.run()
+        except OSError as error:
+            raise CheckpointError(
+                f"The checkpoint {self.path} could not be read: {error}. Nothing was renamed; "
+                "check the disk and the permissions, and start again."
+            ) from error
+        return Loaded(self.path, self.tree, self.sidecar)
+
+    def _read(self, contents: Contents) -> tuple[Any, list[str]]:
+        # Commands that only list checkpoints use this module, and need no PyTorch.
+        from helios.storage import codec
+
+        if self.sidecar is None:
             _LOGGER.warning(
                 "The checkpoint %s has no sidecar: its bytes were not verified against a digest.",
-                path,
+                self.path,
             )
-        payload = _read(content, safe_types, is_verified=is_verified, maps=maps, share=share)
-    except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint {path} could not be read: {error}. Nothing was renamed; check the "
-            "disk and the permissions, and start again."
-        ) from error
-    schema_upgrades.refuse_foreign(path, payload)
-    check_schema(payload[file_names.KEY_SCHEMA], name=str(path))
-    payload = schema_upgrades.upgrade(payload, schema_upgrades.STEPS)
-    schema_upgrades.refuse_missing_keys(path, payload)
-    check_agreement(path.name, payload, sidecar)
-    return Loaded(path, payload, sidecar)
-
-
-def _read(
-    content: Contents,
-    safe_types: list[Any],
-    *,
-    is_verified: bool,
-    maps: bool,
-    share: RowShare | None,
-) -> Any:
-    # Commands that only list checkpoints use this module, and need no PyTorch.
-    from helios.storage import codec
-
-    path = content.record_path
-    try:
-        return content.read(safe_types, maps=maps and is_verified, share=share)
-    except IncompatibleCheckpointError:
-        schema_upgrades.refuse_old_globals(path, codec.unsafe_globals(path, safe_types))
-        raise
-    except DamagedCheckpointError as error:
-        if not is_verified:
+        maps = self._maps and self.checked is Checked.DIGEST
+        try:
+            return contents.read(self._types, maps=maps, share=self._share), []
+        except IncompatibleCheckpointError:
+            path = contents.record_path
+            schema_upgrades.refuse_old_globals(path, codec.unsafe_globals(path, self._types))
             raise
-        # The cause is something else, such as an older PyTorch: if it were renamed as damaged,
-        # every good checkpoint of the run would be lost.
-        raise IncompatibleCheckpointError(
-            f"{path} holds the bytes that were written, but cannot be read here: {error} It may "
-            "have been written with another version of PyTorch. Nothing was renamed."
-        ) from error
+
+    def _check_format(self) -> None:
+        super()._check_format()
+        self.tree = schema_upgrades.upgrade(self.tree, schema_upgrades.STEPS)
 
 
 def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None) -> None:

@@ -113,16 +113,25 @@ def refuse_old_globals(path: Path, names: Iterable[str]) -> None:
         raise unmigrated(path)
 
 
+def refuse_unmigrated(path: Path, payload: Any) -> None:
+    """Refuse content that helios-ml has written.
+
+    Raises:
+        IncompatibleCheckpointError: with the way to migrate the file.
+    """
+    keys = payload if isinstance(payload, Mapping) else {}
+    if file_names.KEY_TRAINING_STATE in keys and file_names.KEY_SCHEMA not in keys:
+        raise unmigrated(path)
+
+
 def refuse_foreign(path: Path, payload: Any) -> None:
     """Refuse content that Helios has not written.
 
     Raises:
-        IncompatibleCheckpointError: with the way to migrate a file of helios-ml.
+        IncompatibleCheckpointError: saying what it is.
     """
     if isinstance(payload, Mapping) and file_names.KEY_SCHEMA in payload:
         return
-    if isinstance(payload, Mapping) and file_names.KEY_TRAINING_STATE in payload:
-        raise unmigrated(path)
     raise _foreign(path, f"it holds a {type(payload).__name__} without {file_names.KEY_SCHEMA!r}")
 
 

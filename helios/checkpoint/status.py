@@ -1,66 +1,23 @@
-"""Examines checkpoints without loading them, for tools that only read.
+"""Examines checkpoints without loading them, and says what a start of ``fit`` would do with them.
 
-The order of the checks, and the names of their results, are those of :mod:`loading`. Tensors are
-never loaded, not even to verify every byte, so large files need little memory.
+The checks are those of :mod:`helios.checkpoint.loading`. Tensors are never loaded, not even to
+verify every byte, so large files need little memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from enum import Enum, IntEnum
+import os
+from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-from helios.checkpoint import file_names, loading, schema_upgrades
-from helios.checkpoint.contents import Contents, WholeFile, open_contents
-from helios.checkpoint.sidecar import Sidecar, check_schema
-from helios.errors import (
-    DamagedCheckpointError,
-    IncompatibleCheckpointError,
-)
-
-# Packages with functions but no types of users: torch refuses most of them, too.
-_NEVER_TYPES = frozenset(("builtins", "nt", "os", "posix", "runpy", "subprocess", "sys"))
-
-
-class Condition(Enum):
-    """What a file means to a start of ``fit``."""
-
-    GOOD = "good"
-    DAMAGED = "damaged"
-    UNMIGRATED = "unmigrated"
-    NEWER = "newer"
-    FOREIGN = "foreign"
-    UNREADABLE = "unreadable"
-    ASIDE = "put aside"
-
-
-class Checked(Enum):
-    """How far the bytes of a file were compared with what was written."""
-
-    NOTHING = "nothing"
-    CONTAINER = "container"
-    STRUCTURE = "structure"
-    SUMS = "sums"
-    DIGEST = "digest"
-
-
-class Depth(IntEnum):
-    """What of a file is read; each level includes those before it.
-
-    A glance reads names, the sidecar and the header, which is the directory of the container, and
-    the structure only if there is no sidecar. Reading the structure takes a second for some ten
-    thousand tensors.
-    """
-
-    NAMES = 1
-    SIDECAR = 2
-    HEADER = 3
-    STRUCTURE = 4
-    BYTES = 5
-
-    GLANCE = HEADER
+from helios.checkpoint import file_names
+from helios.checkpoint.contents import Contents
+from helios.checkpoint.loading import Check, Checked, Condition, Depth, FileChecks, gone_text
+from helios.checkpoint.sidecar import Sidecar
+from helios.errors import CheckpointError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,33 +89,24 @@ def look_into(
         :func:`helios.storage.codec.read_structure`; ``None`` if it was not or cannot be read.
     """
     look = _Look(path, watch)
-    for check in _CHECKS:
+    for check in look:
         if check.reads <= look.limit(depth) and (check.shows_content or not look.has_fault):
             look.attempt(check)
     return look.status(), look.tree
 
 
-class _FaultError(Exception):
-    """A fault that a check has found."""
+@final
+class _Look(FileChecks):
+    """The checks of a file whose tensors are not read; the first fault is kept.
 
-    def __init__(self, condition: Condition, reason: str) -> None:
-        super().__init__(reason)
-        self.condition = condition
-
-
-class _Look:
-    """The examination of one file: facts, and the first fault that was found."""
+    Args:
+        path: the file.
+        watch: called with numbers of bytes while all of them are read.
+    """
 
     def __init__(self, path: Path, watch: Callable[[int], object] | None) -> None:
-        self.path = path
-        self.tree: Any = None
-        self._watch = watch
-        self._names: list[str] = []
-        self._size = 0
-        self._sidecar: Sidecar | None = None
-        self._checked = Checked.NOTHING
+        super().__init__(path, watch=watch)
         self._fault: tuple[Condition, str] | None = None
-        self._contents: Contents = WholeFile(path)
 
     @property
     def has_fault(self) -> bool:
@@ -166,8 +114,8 @@ class _Look:
 
     def limit(self, depth: Depth) -> Depth:
         """Return what to read: without a sidecar, only the content says what a file is."""
-        is_alone = depth is Depth.HEADER and self._sidecar is None
-        return Depth.STRUCTURE if is_alone and self._checked is not Checked.NOTHING else depth
+        is_alone = depth is Depth.HEADER and self.sidecar is None
+        return Depth.STRUCTURE if is_alone and self.checked is not Checked.NOTHING else depth
 
     def status(self) -> Status:
         condition, reason = self._fault or (Condition.GOOD, "")
@@ -175,144 +123,145 @@ class _Look:
             self.path,
             condition,
             reason=reason,
-            size=self._size,
+            size=self.size,
             place=file_names.parse(self.path),
-            sidecar=self._sidecar,
-            checked=self._checked,
-            needs=tuple(self._names),
+            sidecar=self.sidecar,
+            checked=self.checked,
+            needs=tuple(self.names),
         )
 
-    def attempt(self, check: _Check) -> None:
+    def attempt(self, check: Check) -> None:
         """Run a check; what it raises is recorded, if it is the first fault."""
         try:
-            check.run(self)
-        except _FaultError as fault:
-            self._note(fault.condition, str(fault))
-        except DamagedCheckpointError as error:
-            self._note(Condition.DAMAGED, str(error))
-        except IncompatibleCheckpointError as error:
-            self._note(check.when_incompatible, str(error))
+            check.run()
+        except CheckpointError as error:
+            self._record(check.condition(error), str(error))
         except (OSError, MemoryError, RecursionError) as error:
             what = str(error) or type(error).__name__
-            self._note(Condition.UNREADABLE, f"{self.path} could not be read: {what}.")
+            self._record(Condition.UNREADABLE, f"{self.path} could not be read: {what}.")
 
-    def _note(self, condition: Condition, reason: str) -> None:
+    def _record(self, condition: Condition, reason: str) -> None:
         if file_names.is_gone(self.path):
             # A file that was deleted while it is read may look damaged in any way.
-            condition, reason = Condition.UNREADABLE, loading.gone_text(self.path)
+            condition, reason = Condition.UNREADABLE, gone_text(self.path)
         self._fault = self._fault or (condition, reason)
 
-    def find_files(self) -> None:
-        """Check that all files are there, with the sizes that they were written with."""
-        self._contents = open_contents(self.path)
-        self._contents.watch = self._watch
-        self._size = self._contents.size
+    def _read(self, contents: Contents) -> tuple[Any, list[str]]:
+        return contents.read_structure()
 
-    def read_sidecar(self) -> None:
-        self._sidecar = loading.read_sidecar(self.path)
 
-    def check_header(self) -> None:
-        """Check the directory of the container, and that name and sidecar agree."""
-        self._contents.check_container()
-        self._checked = Checked.CONTAINER
-        if (sidecar := self._sidecar) is not None:
-            state = {"global_epoch": sidecar.epoch, "global_iteration": sidecar.iteration}
-            said = {
-                file_names.KEY_TRAINING_STATE: state,
-                file_names.KEY_NUM_REPLICAS: sidecar.num_replicas,
-            }
-            loading.check_agreement(self.path.name, said, sidecar)
+_MOVED_ASIDE = "before-"
 
-    def compare_bytes(self) -> None:
-        """Compare every byte with the digest, or the records with the container's checksums."""
-        is_verified = self._contents.compare_bytes(self._sidecar)
-        self._checked = Checked.DIGEST if is_verified else Checked.SUMS
 
-    def read_structure(self) -> None:
-        try:
-            self.tree, self._names = self._contents.read_structure()
-        except DamagedCheckpointError as error:
-            if self._checked is not Checked.DIGEST:
-                raise
-            raise _FaultError(
-                Condition.UNREADABLE,
-                f"{self.path} holds the bytes that were written, but cannot be read here: {error} "
-                "It may have been written with another version of PyTorch.",
-            ) from error
-        if self._checked is Checked.CONTAINER:
-            self._checked = Checked.STRUCTURE
+class StartOutcome(Enum):
+    """What a start of ``fit`` would do with a folder."""
 
-    def refuse_functions(self) -> None:
-        found = [name for name in self._names if name.split(".")[0] in _NEVER_TYPES]
-        if found:
-            raise _FaultError(
-                Condition.FOREIGN,
-                f"{self.path} refers to {', '.join(found)}, which no checkpoint does. None of it "
-                "was called; do not load the file unless you know who wrote it.",
-            )
-
-    def refuse_old_objects(self) -> None:
-        # A user's own object may contain a path, as the files of helios-ml do.
-        is_ours = isinstance(self.tree, Mapping) and file_names.KEY_SCHEMA in self.tree
-        schema_upgrades.refuse_old_globals(self.path, [] if is_ours else self._names)
-
-    def refuse_foreign(self) -> None:
-        is_old = isinstance(self.tree, Mapping) and file_names.KEY_TRAINING_STATE in self.tree
-        try:
-            schema_upgrades.refuse_foreign(self.path, self.tree)
-        except IncompatibleCheckpointError as error:
-            condition = Condition.UNMIGRATED if is_old else Condition.FOREIGN
-            raise _FaultError(condition, str(error)) from error
-
-    def check_format(self) -> None:
-        check_schema(self.tree[file_names.KEY_SCHEMA], name=str(self.path))
-
-    def check_keys(self) -> None:
-        schema_upgrades.refuse_missing_keys(self.path, self.tree)
-
-    def check_numbers(self) -> None:
-        state = self.tree[file_names.KEY_TRAINING_STATE]
-        counters = [state[name] for name in ("global_epoch", "global_iteration")]
-        if any(type(number) is not int for number in (*counters, self.tree["num_replicas"])):
-            raise _FaultError(
-                Condition.FOREIGN,
-                f"{self.path} is not a checkpoint of Helios: its counters are not integers. Move "
-                "it to another folder.",
-            )
-
-    def check_agreement(self) -> None:
-        loading.check_agreement(self.path.name, self.tree, self._sidecar)
+    RESUMES = "resumes"
+    REFUSES = "refuses"
+    FRESH = "fresh"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Check:
-    """A check of a file.
+class FolderStatus:
+    """Facts about the checkpoints directly in one folder.
 
     Attributes:
-        reads: what of the file it reads.
-        run: raises if it finds a fault.
-        when_incompatible: what a file is that cannot be used for another reason than damage.
-        shows_content: whether it is also run after a fault, for what can be shown of the file.
+        path: the folder.
+        files: its checkpoints, oldest first, then those that were renamed as damaged.
+        start: the checkpoint that a start of ``fit`` would load, or fail at.
+        outcome: what that start would do.
     """
 
-    reads: Depth
-    run: Callable[[_Look], None]
-    when_incompatible: Condition = Condition.FOREIGN
-    shows_content: bool = False
+    path: Path
+    files: tuple[Status, ...]
+    start: Path | None
+    outcome: StartOutcome
+
+    @property
+    def is_moved_aside(self) -> bool:
+        """Whether ``resume="never"`` or a migration has moved these here; starts ignore them."""
+        return _is_before(self.path.name)
 
 
-# All checks of a file, in their order.
-_CHECKS = (
-    _Check(Depth.NAMES, _Look.find_files),
-    _Check(Depth.SIDECAR, _Look.read_sidecar, Condition.NEWER),
-    _Check(Depth.HEADER, _Look.check_header),
-    _Check(Depth.BYTES, _Look.compare_bytes, Condition.UNMIGRATED),
-    _Check(Depth.STRUCTURE, _Look.read_structure, shows_content=True),
-    _Check(Depth.STRUCTURE, _Look.refuse_functions),
-    _Check(Depth.STRUCTURE, _Look.refuse_old_objects, Condition.UNMIGRATED),
-    _Check(Depth.STRUCTURE, _Look.refuse_foreign),
-    _Check(Depth.STRUCTURE, _Look.check_format, Condition.NEWER),
-    _Check(Depth.STRUCTURE, _Look.check_keys),
-    _Check(Depth.STRUCTURE, _Look.check_numbers),
-    _Check(Depth.STRUCTURE, _Look.check_agreement),
-)
+def _is_before(name: str) -> bool:
+    return name.startswith(_MOVED_ASIDE)
+
+
+def examine_folder(folder: Path, look: Callable[[Path], Status] = examine) -> FolderStatus:
+    """Examine the checkpoints directly in a folder.
+
+    Args:
+        folder: the folder of one run.
+        look: examines a file. What a start would do is determined as far as it looks.
+
+    Raises:
+        CheckpointError: if a running training deletes the checkpoints faster than they can be read.
+    """
+    files = _examine_all(folder, look)
+    damaged = filter(file_names.is_damaged_checkpoint, sorted(folder.iterdir()))
+    aside = list(map(_put_aside, damaged))
+    start, outcome = _find_start(files, has_damaged=bool(aside))
+    return FolderStatus(folder, (*files, *aside), start, outcome)
+
+
+def _examine_all(folder: Path, look: Callable[[Path], Status]) -> list[Status]:
+    """Examine all checkpoints of a folder, and again if a run has deleted one meanwhile."""
+    known: dict[Path, Status] = {}
+    for paths in file_names.listings(folder):
+        known |= {path: look(path) for path in paths if path not in known}
+        files = [known[path] for path in paths]
+        # A file that was intact when it was examined is reported, even if it was deleted since.
+        if all(status.is_good or not file_names.is_gone(status.path) for status in files):
+            break
+    return files
+
+
+def _put_aside(path: Path) -> Status:
+    reason = f"{path} was found damaged at an earlier start."
+    parts = path.iterdir() if path.is_dir() else [path]
+    size = sum(part.stat().st_size for part in parts)
+    return Status(path, Condition.ASIDE, reason, size=size, place=file_names.parse(path))
+
+
+def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None, StartOutcome]:
+    for status in reversed(files):
+        if status.is_good:
+            return status.path, StartOutcome.RESUMES
+        if status.condition is not Condition.DAMAGED:
+            return status.path, StartOutcome.REFUSES
+    # A silent fresh start with only damaged checkpoints would hide the loss of the run.
+    return None, StartOutcome.REFUSES if files or has_damaged else StartOutcome.FRESH
+
+
+def survey(
+    root: Path, look: Callable[[Path], Status] = examine, *, with_moved_aside: bool = True
+) -> Iterator[FolderStatus]:
+    """Examine a folder and all folders below it, and yield those that hold checkpoints.
+
+    Args:
+        root: the folder of a run, or ``chkpt_root``.
+        look: as in :func:`examine_folder`.
+        with_moved_aside: include folders below it with files that were moved aside.
+
+    Raises:
+        CheckpointError: if a folder cannot be listed, and as in :func:`examine_folder`.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise CheckpointError(
+            f"The folder {error.filename} cannot be listed: {error.strerror}. Check its "
+            "permissions."
+        ) from error
+
+    for name, below, names in os.walk(root, onerror=refuse):
+        below[:] = sorted(part for part in below if with_moved_aside or not _is_before(part))
+        folder = Path(name)
+        present = [folder / part for part in (*names, *below)]
+        below[:] = [part for part in below if not file_names.is_folder(folder / part)]
+        if any(map(_is_shown, present)):
+            yield examine_folder(folder, look)
+
+
+def _is_shown(path: Path) -> bool:
+    is_named_so = file_names.is_checkpoint(path) or file_names.is_damaged_checkpoint(path)
+    return is_named_so and file_names.is_present(path)

@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from helios.best import BestValidation
 from helios.checkpoint import file_names
-from helios.checkpoint.folder_status import FolderStatus, StartOutcome, examine_folder, survey
+from helios.checkpoint.loading import Checked, Condition, Depth
 from helios.checkpoint.reproducibility import list_missing
 from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.sidecar import Sidecar
-from helios.checkpoint.status import Checked, Condition, Depth, Status, examine, look_into
+from helios.checkpoint.status import (
+    FolderStatus,
+    StartOutcome,
+    Status,
+    examine,
+    examine_folder,
+    look_into,
+    survey,
+)
 from helios.cli import output
 from helios.cli.output import Answer, Column, Command, argument
 from helios.core.stored_values import list_values, stored_arguments, stored_params

@@ -22,8 +22,9 @@ from helios.checkpoint.export_folders import (
     HuggingFace,
     write_folder,
 )
+from helios.checkpoint.loading import Depth
 from helios.checkpoint.retention import Ranking
-from helios.checkpoint.status import Depth, Status, look_into
+from helios.checkpoint.status import Status, look_into
 from helios.cli import output
 from helios.cli.output import Answer, Command, argument
 from helios.errors import ArgumentError, CheckpointError

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names
-from helios.checkpoint.folder_status import FolderStatus, examine_folder
 from helios.checkpoint.retention import Ranking, rank_files
 from helios.checkpoint.sidecar import json_value
-from helios.checkpoint.status import Status
+from helios.checkpoint.status import FolderStatus, Status, examine_folder
 from helios.errors import ArgumentError, CheckpointError
 from helios.storage.local_paths import as_local_path
 from helios.text import number_text

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helios.checkpoint import file_names
-from helios.checkpoint.folder_status import examine_folder
-from helios.checkpoint.status import Condition, Depth, Status, look_into
+from helios.checkpoint.loading import Condition, Depth
+from helios.checkpoint.status import Status, examine_folder, look_into
 from helios.cli import output
 from helios.cli.output import Answer, Column, Command, argument
 from helios.errors import (

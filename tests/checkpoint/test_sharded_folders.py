@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from helios.checkpoint import file_names, loading, sharded_commit
 from helios.checkpoint.comparison import compare_checkpoints
 from helios.checkpoint.export import select_weights
-from helios.checkpoint.folder_status import examine_folder
+from helios.checkpoint.loading import Checked, Condition, Depth
 from helios.checkpoint.outline import outline
 from helios.checkpoint.rank_part import PartWriter
 from helios.checkpoint.shard_index import INDEX_NAME, RECORD_NAME, RankNote, Rows
 from helios.checkpoint.sharded_commit import RankParts
-from helios.checkpoint.status import Checked, Condition, Depth, examine, look_into
+from helios.checkpoint.status import examine, examine_folder, look_into
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.core.sharded_tensors import RowShare, is_deferred, read_deferred
 from helios.errors import (

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from helios.checkpoint import folder_status, loading, status
-from helios.checkpoint.folder_status import StartOutcome
-from helios.checkpoint.status import Checked, Condition, Depth
+from helios.checkpoint import loading, status
+from helios.checkpoint.loading import Checked, Condition, Depth
+from helios.checkpoint.status import StartOutcome
 from helios.checkpoint.store import RunFolder
 from helios.errors import CheckpointError, DamagedCheckpointError
 from helios.storage import codec
@@ -125,8 +125,8 @@ def damage(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def survey_one(root: Path) -> folder_status.FolderStatus:
-    (folder,) = folder_status.survey(root)
+def survey_one(root: Path) -> status.FolderStatus:
+    (folder,) = status.survey(root)
     return folder
 
 
@@ -181,7 +181,7 @@ def test_runs_below_a_folder_are_found_and_so_is_what_was_moved_aside(tmp_path: 
     save(run, 1, 1)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "epoch.pth").write_text("not ours")
-    found = list(folder_status.survey(tmp_path))
+    found = list(status.survey(tmp_path))
     assert [folder.path.relative_to(tmp_path).as_posix() for folder in found] == [
         "a/deep",
         "a/deep/before-2026-01-01",
@@ -195,5 +195,5 @@ def test_looking_changes_no_name(tmp_path: Path) -> None:
     run = make_folder(tmp_path / "run")
     damage(run.entries()[2].path)
     before = names(run.path)
-    list(folder_status.survey(tmp_path, lambda path: status.examine(path, Depth.BYTES)))
+    list(status.survey(tmp_path, lambda path: status.examine(path, Depth.BYTES)))
     assert names(run.path) == before

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import contents, file_names, folder_status, loading, status
-from helios.checkpoint.folder_status import StartOutcome
-from helios.checkpoint.status import Condition, Depth
+from helios.checkpoint import contents, file_names, loading, status
+from helios.checkpoint.loading import Condition, Depth
+from helios.checkpoint.status import StartOutcome
 from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
 from helios.cli import main
 from helios.errors import CheckpointError
@@ -143,7 +143,7 @@ def test_who_never_gets_to_the_end_of_a_file_is_told_why(
     with pytest.raises(CheckpointError, match=r"before it was read to the end.*keep_last"):
         training.folder.load_newest(renames_damaged=False)
     with pytest.raises(CheckpointError, match="before it was read to the end"):
-        folder_status.examine_folder(training.folder.path, _read_all)
+        status.examine_folder(training.folder.path, _read_all)
 
 
 @pytest.mark.parametrize("step", ["sidecar", "bytes", "mapping"])
@@ -151,7 +151,7 @@ def test_a_look_at_a_folder_shows_the_checkpoint_that_took_the_place_of_a_delete
     training: Training, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     training.saves_before(monkeypatch, step, times=2)
-    found = folder_status.examine_folder(training.folder.path, _read_all)
+    found = status.examine_folder(training.folder.path, _read_all)
     assert training.count == 3
     assert [part.path for part in found.files] == [training.newest]
     assert (found.start, found.outcome) == (training.newest, StartOutcome.RESUMES)
