@@ -25,8 +25,7 @@ from helios.core import rng
 from helios.core.loss_means import LossMeans, Viewer
 from helios.core.sharded_tensors import is_sharded
 from helios.core.summands import as_numbers
-from helios.engines.engine import Engine
-from helios.engines.process_member import redefines
+from helios.engines.engine import Engine, redefines
 from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.hooks.context import Context
@@ -143,6 +142,7 @@ class Session(LiveRun):
     def __post_init__(self) -> None:
         # Needed in every iteration, and constant during a run.
         self.replicas = self.engine.replicas
+        self.gradients = self.engine._gradients
         if type(self.engine) is not Engine:
             check_overrides(self.engine, Engine, receives=_OF_ENGINES)
             self._check_state_of_engine()
@@ -171,7 +171,14 @@ class Session(LiveRun):
             gather=self.replicas.gather_objects,
         )
         seed = self.seed if self.training_seed is None else self.training_seed
-        self.turns = make_turns(self.replicas, seed, self.model, watch, self.agreement)
+        self.turns = make_turns(
+            self.replicas,
+            seed,
+            model=self.model,
+            gradients=self.gradients,
+            watch=watch,
+            agreement=self.agreement,
+        )
 
     def _check_state_of_engine(self) -> None:
         """Check what a user's engine saves, and warn if it leaves out what its base saves."""

@@ -178,7 +178,7 @@ FAULTS = (
     Fault(
         "units that processes call in a validation are not compared",
         "helios/loops/evaluation.py",
-        "        self._session.engine._compare_calls()\n",
+        "        self._session.gradients.compare_calls()\n",
         "",
         "tests/sharding/test_unit_calls.py::test_those_of_a_validation_are_named_at_its_end",
     ),
@@ -629,7 +629,7 @@ FAULTS = (
     Fault(
         "parameters that join an optimizer bring gradients along",
         "helios/loops/optimizer.py",
-        "            session.engine._drop_old_gradients(self._find_optimizer())",
+        "            session.gradients.drop_old(self._find_optimizer())",
         "            pass",
         "tests/distributed/test_joined_late.py"
         "::test_parameters_that_join_an_optimizer_train_alike_on_any_number_of_processes",

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from helios.core.wrappers import inside
 from helios.distributed.collectives import home_of
 from helios.distributed.process_groups import collective, is_dist_active
-from helios.engines.metric_sync import make_reducer
 from helios.errors import ArgumentTypeError, UsageError
 from helios.replicas.replicas import Replicas
 from helios.replicas.tree_reducer import TreeReducer
@@ -76,6 +75,12 @@ def _check_replicas(replicas: Replicas) -> None:
             f"{replicas.num_replicas} and the number of processes is {count}. Start one process "
             "per replica, or return the loss from train_step."
         )
+
+
+def make_reducer() -> TreeReducer:
+    """Return a reducer for one tensor of each process of the default group."""
+    count, rank = dist.get_world_size(), dist.get_rank()
+    return TreeReducer(count, num_processes=count, rank=rank)
 
 
 def is_wrapped(module: nn.Module) -> bool:

@@ -6,33 +6,105 @@ decides nothing: the optimizer loop calls it in the order of an update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
+from helios.core.sharded_tensors import local_of
 from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
-from helios.engines import data_parallel
-from helios.engines.clipping import Clipping
-from helios.engines.components import Maker, build_model
 from helios.engines.device import device_of_rank, select_gpus
-from helios.engines.numerics import numerics as numerics
-from helios.engines.precision import Precision, check_precision
-from helios.engines.process_member import redefines
-from helios.engines.scaler import LossScaler
-from helios.engines.sharding_engine import ShardingEngine
+from helios.engines.precision import LossScaler, Precision, check_precision
+from helios.engines.standalone import StandaloneEngine
 from helios.errors import ArgumentError
 from helios.launch.launcher import Launch
-from helios.replicas.gradients import FindNetworks, divide, make_gradients
+from helios.replicas.gradients import Gradients, divide, make_gradients
 from helios.replicas.replicas import Replicas
+from helios.replicas.row_norm import norm_by_rows
+
+
+def redefines(owner: object, base: type, name: str) -> bool:
+    """Return whether a user has redefined a method, in a subclass or on an object."""
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Clipping:
+    """The limits of gradients. Without a limit nothing is clipped.
+
+    Attributes:
+        clip_norm: maximum 2-norm of all gradients together.
+        clip_value: maximum magnitude of each element.
+
+    Raises:
+        ArgumentError: if a limit is not a positive number, or if both are set.
+    """
+
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < float(value) < math.inf):
+                raise ArgumentError(
+                    f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass "
+                    "None to disable it."
+                )
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ArgumentError(
+                "Engine(clip_value=...) must be None if clip_norm is set, got "
+                f"{self.clip_value!r}. Pass only one of them."
+            )
+
+    @property
+    def set_options(self) -> list[str]:
+        """The names of the limits that are set."""
+        return [name for name, value in dataclasses.asdict(self).items() if value is not None]
+
+    def apply(
+        self,
+        parameters: Sequence[Tensor],
+        norm: Callable[[Sequence[Tensor]], Tensor] | None = None,
+    ) -> Tensor | None:
+        """Clip the gradients of parameters, in place; returns their norm if it is limited.
+
+        Args:
+            parameters: the parameters.
+            norm: returns the norm of gradients; ``None`` for PyTorch's.
+        """
+        if self.clip_norm is not None and norm is not None:
+            return self._clip_by(norm, [p.grad for p in parameters if p.grad is not None])
+        if self.clip_norm is not None:
+            return clip_grad_norm_(parameters, self.clip_norm)
+        if self.clip_value is not None:
+            clip_grad_value_(parameters, self.clip_value)
+        return None
+
+    def _clip_by(
+        self, norm: Callable[[Sequence[Tensor]], Tensor], gradients: Sequence[Tensor]
+    ) -> Tensor:
+        if not gradients:
+            return torch.zeros(())
+        assert self.clip_norm is not None
+        total = norm(gradients)
+        # As PyTorch's function does, also where nothing is clipped.
+        factor = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
+        with torch.no_grad():
+            torch._foreach_mul_([local_of(gradient) for gradient in gradients], factor)
+        return total
 
 
 @with_short_constructor
-class Engine(ShardingEngine):
+class Engine(StandaloneEngine):
     """A device, a precision and the replicas of a run, and what is done with a loss there.
 
     This is the only engine class. Subclass it and override a method to change what it does.
@@ -58,7 +130,7 @@ class Engine(ShardingEngine):
 
     _internals: ClassVar[str] = (
         "_bucket_bytes _clipping _clips _clips_by_rows _gradient_norm _gradients _is_scaled "
-        "_open_micro_batches _precision _replicas _scaler _sends_early"
+        "_open_micro_batches _precision _replicas _scaler"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
 
@@ -71,8 +143,8 @@ class Engine(ShardingEngine):
     """The norm before ``clip_norm`` was last applied in this iteration; ``None`` if it was not."""
     _open_micro_batches: int
     """Number of micro-batches that the open window has so far."""
-    _sends_early: bool
-    """Whether gradients are sent during backward."""
+    _gradients: Gradients
+    """The gradients of the run, which the loops call as ``session.gradients``."""
 
     def __init__(
         self,
@@ -106,19 +178,13 @@ class Engine(ShardingEngine):
     @replicas.setter
     def replicas(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._gradients = make_gradients(replicas)
+        self._gradients = make_gradients(replicas, self._bucket_bytes)
         self._clips_by_rows = replicas.is_sharded and self._clipping.clip_norm is not None
         # Every update reads these, so they are determined here, at the start of a run.
         is_own = redefines(self, Engine, "unscale_gradients")
         self._is_scaled = self._precision.scaler is not None or is_own
         is_own = redefines(self, Engine, "clip_gradients")
         self._clips = bool(self._clipping.set_options) or self._is_scaled or is_own
-        is_late = (
-            self._bucket_bytes is None
-            or replicas.has_single_process
-            or replicas.is_sharded_over_processes
-        )
-        self._sends_early = not is_late
 
     @property
     def precision(self) -> Precision:
@@ -129,6 +195,31 @@ class Engine(ShardingEngine):
     def _automatic_options(self) -> list[str]:
         """The arguments that are set and only affect automatic steps."""
         return [f"Trainer({name}=...)" for name in self._clipping.set_options]
+
+    def _shard(
+        self,
+        networks: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        units: Mapping[str, nn.Module],
+        prepare: Callable[[str], None] | None = None,
+    ) -> None:
+        """Shard networks over the processes, if the run is sharded and there are several.
+
+        Args:
+            networks: the networks by path, the same in all processes.
+            optimizers: the optimizers by path, which get the sharded parameters.
+            units: modules whose parameters are gathered together, by name.
+            prepare: is called with the name of a unit before it is sharded, and makes it whole;
+                ``None`` if all are.
+
+        Raises:
+            UsageError: if this PyTorch cannot do it.
+        """
+        if self._replicas.is_sharded_over_processes:
+            # Imported here because it takes long, and only such runs need it.
+            from helios.sharding.networks import shard_networks
+
+            self._gradients = shard_networks(networks, optimizers, units, self._replicas, prepare)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context in which the model's steps run."""
@@ -146,9 +237,9 @@ class Engine(ShardingEngine):
         """
         self._open_micro_batches = 0
         if self._scaler is not None:
-            self._scaler.close_window()
+            self._scaler.adjust()
         if self._gradients.is_open:
-            self._gradients.close_window()
+            self._gradients.drop_unused()
 
     def backward_loss(
         self,
@@ -168,47 +259,6 @@ class Engine(ShardingEngine):
         scaler = self._find_scaler() if self._is_scaled else None
         scaled = loss if scaler is None else scaler.scale(loss)
         scaled.backward(retain_graph=retain_graph or None, inputs=inputs)  # type: ignore[no-untyped-call]
-
-    def _collect_gradients(
-        self,
-        optimizer: Optimizer,
-        replica: int,
-        *,
-        ends_window: bool,
-        find_networks: FindNetworks = dict,
-    ) -> None:
-        """Take the gradients of one of several replicas, so that the next one starts from zero.
-
-        Args:
-            optimizer: the optimizer of the parameters.
-            replica: number of the replica that has run backward.
-            ends_window: whether this is the replica's last micro-batch of the window.
-            find_networks: returns the networks by path, to name parameters in messages.
-
-        Raises:
-            UsageError: if parameters were added to or removed from the optimizer within the window.
-        """
-        self._gradients.collect(optimizer, replica, find_networks, ends_window=ends_window)
-
-    def _sending_gradients(
-        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = dict
-    ) -> AbstractContextManager[None]:
-        """Return a context manager that sends gradients during the last backward of a window.
-
-        Args:
-            optimizer: the optimizer of the parameters.
-            replica: number of the last replica of this process.
-            find_networks: as in :meth:`_collect_gradients`.
-        """
-        assert self._bucket_bytes is not None
-        return self._gradients.sending(optimizer, replica, find_networks, self._bucket_bytes)
-
-    def _drop_old_gradients(self, optimizer: Optimizer) -> None:
-        """Drop gradients that are older than the run, or than the optimizer's parameters.
-
-        Only with several replicas, whose sum would include them.
-        """
-        self._gradients.drop_old(optimizer)
 
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients of a window over its micro-batches and all replicas.
@@ -243,6 +293,25 @@ class Engine(ShardingEngine):
         find_norm = self.find_norm if self._clips_by_rows else None
         self._gradient_norm = self._clipping.apply(parameters_of(optimizer), find_norm)
 
+    def find_norm(self, gradients: Sequence[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
+        """Return a norm of gradients; where models are sharded, all processes call this together.
+
+        Args:
+            gradients: one, or several in a list.
+            norm_type: the ``p`` of the norm; 2 or ``inf`` where models are sharded.
+
+        Raises:
+            UsageError: for another one there, whose bits depend on the number of processes.
+        """
+        replicas = self._replicas
+        if replicas.is_sharded:
+            several = [gradients] if isinstance(gradients, Tensor) else gradients
+            return norm_by_rows(several, replicas.num_processes, norm_type=norm_type)
+        if isinstance(gradients, Tensor):
+            found: Tensor = torch.linalg.vector_norm(gradients, norm_type)
+            return found
+        return get_total_norm(gradients, norm_type)
+
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters, and return whether the step was committed.
 
@@ -264,7 +333,7 @@ class Engine(ShardingEngine):
     def teardown(self) -> None:
         """Release what the engine holds. Called on every exit path, before any other teardown."""
         self._open_micro_batches = 0
-        self._gradients = make_gradients(self._replicas)
+        self._gradients = make_gradients(self._replicas, self._bucket_bytes)
         self._scaler = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,67 +361,6 @@ class Engine(ShardingEngine):
         scaler = self._find_scaler()
         if scaler is not None and "scaler" in state:
             scaler.load_state_dict(state["scaler"])
-
-    def wrap(self, module: nn.Module, *, sync_bn: bool = False, **options: Any) -> nn.Module:
-        """Return a module whose backward computes the mean gradient of all processes.
-
-        Use it for manual steps. If ``train_step`` returns its loss, the engine sums the gradients
-        itself. Outside of a process group the result is the module itself, moved to the device.
-        In a process group it is PyTorch's ``DistributedDataParallel`` with sums along the tree, bit
-        for bit those of the default path. A module that is wrapped already is returned unchanged.
-
-        Args:
-            module: the module, which is moved to the device.
-            sync_bn: synchronize BatchNorm statistics over all processes; on GPUs only.
-            **options: of ``DistributedDataParallel``, such as ``find_unused_parameters``.
-
-        Raises:
-            UsageError: if a process runs several replicas.
-        """
-        return data_parallel.wrap(
-            module, self.device, self.replicas, sync_bn=sync_bn, options=options
-        )
-
-    def init_components(
-        self,
-        model_fn: Maker = None,
-        criterion_fn: Maker = None,
-        optimizer_fn: Maker = None,
-        scheduler_fn: Maker = None,
-        *,
-        sync_bn: bool = False,
-    ) -> tuple[Any, Any, Any, Any]:
-        """Build model, criterion, optimizer and scheduler, in this order.
-
-        Each function may be ``None``, and each may return one object or a dict of them.
-
-        Args:
-            model_fn: returns the model, which is moved to the device and wrapped.
-            criterion_fn: returns the criterion, which is moved to the device.
-            optimizer_fn: is called with the model, on the device and not wrapped.
-            scheduler_fn: is called with the optimizer.
-            sync_bn: as in :meth:`wrap`.
-
-        Returns:
-            All four, with ``None`` for those that were omitted.
-
-        Raises:
-            ArgumentError: if the model is neither a module nor a dict of modules.
-        """
-        bare, model = build_model(model_fn, lambda module: self.wrap(module, sync_bn=sync_bn))
-        criterion = None if criterion_fn is None else self.sync_device(criterion_fn())
-        optimizer = None if optimizer_fn is None else optimizer_fn(bare)
-        scheduler = None if scheduler_fn is None else scheduler_fn(optimizer)
-        return model, criterion, optimizer, scheduler
-
-    def deinit_components(self, *, is_failing: bool = False) -> None:
-        """Release what the engine holds, and leave the group it has joined; may be called twice.
-
-        Args:
-            is_failing: as in :meth:`cleanup_process`.
-        """
-        self.teardown()
-        self.cleanup_process(is_failing=is_failing)
 
     @classmethod
     def auto(

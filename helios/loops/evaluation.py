@@ -228,7 +228,7 @@ class EvaluationLoop(Loop):
 
     def on_run_end(self) -> Any:
         """Restore modes, then emit the end of the pass; returns its result."""
-        self._session.engine._compare_calls()
+        self._session.gradients.compare_calls()
         result = self._conclude()
         self._modes.close()
         # A process whose replicas had no batch at the end has drawn fewer numbers than others.

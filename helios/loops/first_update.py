@@ -12,8 +12,7 @@ from typing import final
 from torch.optim import Optimizer
 
 from helios.core.utils import parameters_of
-from helios.engines.engine import Engine
-from helios.engines.process_member import redefines
+from helios.engines.engine import Engine, redefines
 from helios.errors import UsageError
 from helios.loops.rounds import has_gradients
 

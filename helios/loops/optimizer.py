@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from helios.core.signatures import read_signature
 from helios.core.utils import parameters_of
-from helios.engines.process_member import redefines
+from helios.engines.engine import redefines
 from helios.errors import UsageError
 from helios.hooks.bus import check_call
 from helios.listeners import Listening
@@ -112,8 +112,8 @@ class OptimizerLoop(Loop):
                 updates = session.state.is_step_boundary and turns.is_last
                 if self._own_backward is None:
                     result = session.attached_loss
-                if updates and engine._sends_early and self._may_send_early():
-                    with turns.sending(engine, optimizer):
+                if updates and session.gradients.sends_early and self._may_send_early():
+                    with turns.sending(optimizer):
                         self.backward(result)
                 else:
                     self.backward(result)
@@ -158,7 +158,7 @@ class OptimizerLoop(Loop):
             self._own_backward = session.model.backward if is_own else None
         watch = turns.begin_step()
         if turns.begins_window and session.is_manual is False and self._round is None:
-            session.engine._drop_old_gradients(self._find_optimizer())
+            session.gradients.drop_old(self._find_optimizer())
         audit = self._audit = None if session.audit is None else session.audit.if_due()
         take = take_step if audit is None else audit.take_step
         made = (
@@ -247,7 +247,7 @@ class OptimizerLoop(Loop):
             UsageError: before :meth:`backward`, and for a second call.
         """
         session, owner = self._session, None
-        state, turns, engine = session.state, session.turns, session.engine
+        state, turns = session.state, session.turns
         if optimizer is None:
             optimizer = self._find_optimizer()
         ends_window = state.is_step_boundary
@@ -255,7 +255,7 @@ class OptimizerLoop(Loop):
             owner = self._begin_own_update(self._round, optimizer)
         updates = ends_window and turns.is_last
         turns.has_collected = True
-        turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window, updates=updates)
+        turns.end_backward(optimizer, self._shown, ends_window=ends_window, updates=updates)
         if not updates:
             return False
         is_committed = self._step(optimizer, owner)
@@ -343,7 +343,7 @@ class OptimizerLoop(Loop):
             self._unused.clear()
         if session.turns.begins_window:
             for optimizer in optimizers.values():
-                session.engine._drop_old_gradients(optimizer)
+                session.gradients.drop_old(optimizer)
         self._is_counted = False
         if session.audit is not None:
             self._refuse_audit(f"{name}.advance")

@@ -51,7 +51,7 @@ class RunningAlong:
         if not session.turns.is_last:
             return
         self._batch = None
-        session.engine._end_turn()
+        session.gradients.end_turn()
         if not self._keeps_attributes:
             self._repeat(batch)
             return
@@ -67,7 +67,7 @@ class RunningAlong:
         self._repeat(batch)
         watch.conclude(is_manual=False)
         # The gradients of the turn are not a trace of it.
-        parameters = [*session.engine._sharded_parameters()]
+        parameters = [*session.gradients.sharded_parameters()]
         gradients = [parameter.grad for parameter in parameters]
         before.put_back()
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
-from helios.engines.process_member import redefines
+from helios.engines.engine import redefines
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.loops.loop import make_stray_stop
 from helios.loops.optimizer import OptimizerLoop, refuse_closures
@@ -210,9 +210,7 @@ class YieldLoop(OptimizerLoop):
     def _collect(self, path: str) -> None:
         session = self._session
         ends_window = session.state.is_step_boundary
-        session.turns.end_backward(
-            session.engine, self._turns[path], self._shown, ends_window=ends_window
-        )
+        session.turns.end_backward(self._turns[path], self._shown, ends_window=ends_window)
 
     def _run_on(self, generator: Losses, earlier: str) -> Any:
         """Run the step to its next yield; returns what it yields, or ``_END`` at its end.

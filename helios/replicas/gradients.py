@@ -31,11 +31,13 @@ class Gradients:
 
     Attributes:
         is_open: whether gradients were collected in this window.
+        sends_early: whether gradients may be sent during backward.
         has_idle_turn: whether a turn of each iteration has no replica for this process, which must
             compute along.
     """
 
     is_open: bool = False
+    sends_early: bool = False
     has_idle_turn: bool = False
 
     def sharded_parameters(self) -> Iterable[Tensor]:
@@ -60,15 +62,14 @@ class Gradients:
         """
 
     def sending(
-        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, num_bytes: int
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks
     ) -> AbstractContextManager[None]:
         """Return a context manager that sends gradients during the last backward of a window.
 
         Args:
             optimizer: the optimizer of the parameters.
-            replica: number of the replica.
+            replica: number of the last replica of this process.
             find_networks: as in :meth:`collect`.
-            num_bytes: the minimum size of a bucket.
         """
         return nullcontext()
 
@@ -90,8 +91,8 @@ class Gradients:
     def finish(self, optimizer: Optimizer) -> None:
         """Add over all replicas. ``.grad`` then holds the sum, the same on all processes."""
 
-    def close_window(self) -> None:
-        """Drop what was collected and not used."""
+    def drop_unused(self) -> None:
+        """Drop what was collected and not used, at the end of a window."""
 
 
 @final
@@ -100,10 +101,16 @@ class SharedGradients(Gradients):
 
     Args:
         replicas: the replicas to sum over.
+        bucket_bytes: the minimum size of a bucket that is sent during backward; ``None`` to send
+            all gradients after it.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, bucket_bytes: int | None = None) -> None:
         self._replicas = replicas
+        self._bucket_bytes = bucket_bytes
+        self.sends_early = bucket_bytes is not None and not (
+            replicas.has_single_process or replicas.is_sharded_over_processes
+        )
         self._sums: dict[int, GradientSum] = {}
         self._num_parameters: dict[int, int] = {}
 
@@ -121,10 +128,11 @@ class SharedGradients(Gradients):
         self._sum_of(optimizer, find_networks).add_micro_batch(replica, ends_window=ends_window)
 
     def sending(
-        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, num_bytes: int
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks
     ) -> AbstractContextManager[None]:
         """Send them in buckets."""
-        return self._sum_of(optimizer, find_networks).sending(replica, num_bytes)
+        assert self._bucket_bytes is not None
+        return self._sum_of(optimizer, find_networks).sending(replica, self._bucket_bytes)
 
     def _sum_of(self, optimizer: Optimizer, find_networks: FindNetworks) -> GradientSum:
         self.is_open = True
@@ -146,15 +154,22 @@ class SharedGradients(Gradients):
         if known is not None and known.is_open:
             known.finish()
 
-    def close_window(self) -> None:
+    def drop_unused(self) -> None:
         """Drop the sums of a window that ended without an update."""
         self.is_open = False
         self._sums = {key: known for key, known in self._sums.items() if not known.is_open}
 
 
-def make_gradients(replicas: Replicas) -> Gradients:
-    """Return the gradients of a run, chosen once, when it starts."""
-    return Gradients() if replicas.has_single_replica else SharedGradients(replicas)
+def make_gradients(replicas: Replicas, bucket_bytes: int | None = None) -> Gradients:
+    """Return the gradients of a run, chosen once, when it starts.
+
+    Args:
+        replicas: the replicas to sum over.
+        bucket_bytes: as in :class:`SharedGradients`.
+    """
+    if replicas.has_single_replica:
+        return Gradients()
+    return SharedGradients(replicas, bucket_bytes)
 
 
 @final

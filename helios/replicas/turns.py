@@ -2,12 +2,11 @@
 
 The random numbers of a turn depend on the seed, the iteration and the replica. What runs before
 and after the turns is the same on all processes, so it does not depend on which process runs which
-replica. With a single replica there is one key per iteration, and nothing is copied.
+replica. A single replica has one key per iteration; nothing is copied or exchanged.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, final
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from helios.core import rng
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
-from helios.replicas.gradients import FindNetworks
+from helios.replicas.gradients import Gradients
 from helios.replicas.replicas import Replicas
 from helios.replicas.window_exchange import WindowExchange, make_loss_error
 from helios.requests import Agreement
@@ -42,29 +41,12 @@ class TrainedModel(Protocol):
         ...
 
 
-class Collector(Protocol):
-    """The part of an engine that turns call, which stands above them."""
+class Turns:
+    """The turn of a single replica, which is the whole iteration: nothing is exchanged.
 
-    def _collect_gradients(
-        self,
-        optimizer: Optimizer,
-        replica: int,
-        *,
-        ends_window: bool,
-        find_networks: FindNetworks = ...,
-    ) -> None:
-        """Take the gradients of a replica's backward."""
-        ...
-
-    def _sending_gradients(
-        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = ...
-    ) -> AbstractContextManager[None]:
-        """Send gradients during the last backward of a window."""
-        ...
-
-
-class Turns(ABC):
-    """The turns of the replicas that this process runs, iteration by iteration.
+    Args:
+        seed: seed of the training steps.
+        before: what keys of an iteration end with, before its first turn.
 
     Attributes:
         replica: the replica that is running, or ran last.
@@ -96,6 +78,9 @@ class Turns(ABC):
     keeps_batches: bool = False
     watch: TurnWatch | None = None
 
+    def __init__(self, seed: int, before: int | str = 0) -> None:
+        self._before = rng.KeySeries(seed, "train", suffix=(before,))
+
     def add_with_losses(self, numbers: Sequence[float]) -> None:
         """Add whole numbers over all processes, together with the losses of this iteration.
 
@@ -107,9 +92,9 @@ class Turns(ABC):
     def begin_epoch(self) -> None:
         """Begin an epoch. Hooks may have changed the networks."""
 
-    @abstractmethod
     def begin_iteration(self, iteration: int) -> None:
         """Set the random numbers for what runs before the turns of an iteration."""
+        rng.reseed(self._before.at(iteration))
 
     def begin(self, replica: int, *, opens_window: bool) -> None:
         """Begin the turn of a replica.
@@ -133,18 +118,16 @@ class Turns(ABC):
     def reopen(self) -> None:
         """Begin the last turn of an iteration again, after an update."""
 
-    def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
+    def sending(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context manager that sends gradients during the last backward of a window.
 
         Args:
-            engine: sends the gradients.
             optimizer: the optimizer of the parameters.
         """
         return nullcontext()
 
     def end_backward(
         self,
-        engine: Collector,
         optimizer: Optimizer,
         shown: Mapping[str, Any],
         *,
@@ -157,7 +140,6 @@ class Turns(ABC):
         window's message is sent with the gradients. :meth:`receive` reads it.
 
         Args:
-            engine: collects the gradients.
             optimizer: the optimizer of the parameters.
             shown: the losses that Helios has put into the model's table, which are its own copies.
             ends_window: whether the iteration is the last of its window.
@@ -219,21 +201,6 @@ class Turns(ABC):
 
 
 @final
-class LoneTurns(Turns):
-    """A single replica: its turn is the whole iteration, and nothing is exchanged.
-
-    Args:
-        seed: seed of the training steps.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._keys = rng.KeySeries(seed, "train", suffix=(0,))
-
-    def begin_iteration(self, iteration: int) -> None:
-        rng.reseed(self._keys.at(iteration))
-
-
-@final
 class SharedTurns(Turns):
     """Several replicas, of which this process runs a block.
 
@@ -241,6 +208,7 @@ class SharedTurns(Turns):
         replicas: the replicas of the run.
         seed: seed of the training steps.
         model: the model.
+        gradients: the gradients of the replicas.
         watch: watches what steps change.
         agreement: sends and receives the flags of the window's message.
     """
@@ -252,10 +220,13 @@ class SharedTurns(Turns):
         replicas: Replicas,
         seed: int,
         model: TrainedModel,
+        gradients: Gradients,
         watch: ReplicaWatch,
         agreement: Agreement,
     ) -> None:
+        super().__init__(seed, "before")
         self._replicas = replicas
+        self._gradients = gradients
         self._first, self._last = replicas.local_replicas[0], replicas.local_replicas[-1]
         self._model = model
         self._find_networks = model.discovery.modules
@@ -269,7 +240,6 @@ class SharedTurns(Turns):
         self._num_reopened = 0
         self._has_stepped = False
         self.keeps_batches = replicas.is_sharded_over_processes
-        self._before = rng.KeySeries(seed, "train", suffix=("before",))
         self._after = rng.KeySeries(seed, "train", suffix=("after",))
         self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.local_replicas}
         self._turn_to(self._first)
@@ -351,13 +321,12 @@ class SharedTurns(Turns):
                 "with self.session.replicas.agree(flag)."
             )
 
-    def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
+    def sending(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Send the gradients of the last replica, together with what is added to them."""
-        return engine._sending_gradients(optimizer, self.replica, self._find_networks)
+        return self._gradients.sending(optimizer, self.replica, self._find_networks)
 
     def end_backward(
         self,
-        engine: Collector,
         optimizer: Optimizer,
         shown: Mapping[str, Any],
         *,
@@ -374,8 +343,8 @@ class SharedTurns(Turns):
                 raise make_loss_error(name, loss)
             if isinstance(loss, Tensor) and loss is not shown.get(name):
                 table[name] = loss.detach().clone()
-        engine._collect_gradients(
-            optimizer, self.replica, ends_window=ends_window, find_networks=self._find_networks
+        self._gradients.collect(
+            optimizer, self.replica, self._find_networks, ends_window=ends_window
         )
         if updates:
             self._end_last(table, ends_window=True, is_before_update=True)
@@ -451,7 +420,13 @@ class SharedTurns(Turns):
 
 
 def make_turns(
-    replicas: Replicas, seed: int, model: TrainedModel, watch: ReplicaWatch, agreement: Agreement
+    replicas: Replicas,
+    seed: int,
+    *,
+    model: TrainedModel,
+    gradients: Gradients,
+    watch: ReplicaWatch,
+    agreement: Agreement,
 ) -> Turns:
     """Return the turns of a run, chosen once, when it starts.
 
@@ -459,9 +434,10 @@ def make_turns(
         replicas: the replicas of the run.
         seed: seed of the training steps.
         model: the model.
+        gradients: the gradients of the replicas.
         watch: watches what steps change apart from the state that each replica has of its own.
         agreement: sends and receives the flags of the window's message.
     """
     if replicas.has_single_replica:
-        return LoneTurns(seed)
-    return SharedTurns(replicas, seed, model, watch, agreement)
+        return Turns(seed)
+    return SharedTurns(replicas, seed, model, gradients, watch, agreement)

@@ -147,7 +147,7 @@ class ShardedGradients(Gradients):
         """
         self._calls.compare()
 
-    def close_window(self) -> None:
+    def drop_unused(self) -> None:
         self._sums, self._present, self.is_open = {}, set(), False
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from helios.checkpoint.capture import Trained, apply_tables
 from helios.checkpoint.loading import Loaded
 from helios.core.summands import as_numbers
-from helios.engines.engine import numerics
+from helios.engines.numerics import numerics
 from helios.errors import UsageError
 from helios.model.model import Model
 from helios.plugins.averaging import StoredAverage, WeightAverage

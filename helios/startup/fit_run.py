@@ -23,7 +23,7 @@ from helios.checkpoint.run_listener import RunListener
 from helios.core.constructor_arguments import arguments_of
 from helios.core.stored_values import stored_params
 from helios.data.source import Source
-from helios.engines.engine import numerics
+from helios.engines.numerics import numerics
 from helios.errors import ArgumentError, StateError
 from helios.findings import Findings
 from helios.hooks.live_run import find_none
@@ -672,7 +672,7 @@ def make_audit(options: Audit | None, session: Session, loop: Loop) -> GradientA
         session: the run.
         loop: the root of all loops.
     """
-    if session.engine._has_idle_turn:
+    if session.gradients.has_idle_turn:
         return RunningAlong(session)
     if options is None:
         return None

@@ -69,7 +69,7 @@ def make_step(name: str, device: torch.device, info: DistributedInfo) -> Callabl
         net(batch).square().mean().backward()
         if name != "stock FSDP2":
             engine._count_micro_batch()
-            engine._collect_gradients(optimizer, info.rank, ends_window=True)
+            engine._gradients.collect(optimizer, info.rank, dict, ends_window=True)
             engine.average_gradients(optimizer)
             engine.close_window()
         optimizer.step()

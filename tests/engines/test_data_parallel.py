@@ -91,7 +91,7 @@ def _compare_with_default(rank: int, num_ranks: int) -> bool:
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     engine._count_micro_batch()
     engine.backward_loss(loss_of(network, rank))
-    engine._collect_gradients(optimizer, rank, ends_window=True)
+    engine._gradients.collect(optimizer, rank, dict, ends_window=True)
     engine.average_gradients(optimizer)
     manual.backward_loss(loss_of(wrapped, rank))
     pairs = zip(gradients_of(network).values(), gradients_of(wrapped).values(), strict=True)

@@ -178,11 +178,8 @@ class Engines:
         self.engine._count_micro_batch()
         for replica in self.engine.replicas.local_replicas:
             backward(self.model, replica, *(names or self.names))
-            self.engine._collect_gradients(
-                self.optimizer,
-                replica,
-                ends_window=ends_window,
-                find_networks=lambda: {"net": self.model},
+            self.engine._gradients.collect(
+                self.optimizer, replica, lambda: {"net": self.model}, ends_window=ends_window
             )
 
     def end(self) -> Found:
@@ -297,7 +294,7 @@ def test_optimizers_are_added_apart() -> None:
     for replica in range(2):
         backward(run.model, replica, "weight", "branch")
         for optimizer in (run.optimizer, other):
-            run.engine._collect_gradients(optimizer, replica, ends_window=True)
+            run.engine._gradients.collect(optimizer, replica, dict, ends_window=True)
     run.engine.average_gradients(other)
     assert read(run.model)["weight"] is None, "its window is not summed up yet"
     assert read(run.model)["branch"] == mean_of(2, 1, torch.zeros(4))

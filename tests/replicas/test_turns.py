@@ -69,18 +69,25 @@ class Silent:
 class NoGradients:
     """Collects nothing."""
 
-    def _collect_gradients(self, *args: Any, **kwargs: Any) -> None:
+    def collect(self, *args: Any, **kwargs: Any) -> None:
         return
 
 
 def turns_of(replicas: Replicas, seed: int, *networks: nn.Module) -> Turns:
-    return make_turns(replicas, seed, Bare(*networks), Blind(), Silent())
+    return make_turns(
+        replicas,
+        seed,
+        model=Bare(*networks),
+        gradients=NoGradients(),
+        watch=Blind(),
+        agreement=Silent(),
+    )
 
 
 def update(turns: Turns) -> None:
     """Go through what surrounds an update."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    turns.end_backward(NoGradients(), optimizer, {}, ends_window=True, updates=True)
+    turns.end_backward(optimizer, {}, ends_window=True, updates=True)
     if turns.has_message:
         turns.receive()
 

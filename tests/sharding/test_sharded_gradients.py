@@ -99,7 +99,7 @@ def test_a_window_without_an_update_leaves_nothing() -> None:
     gradients.end_turn()
     unit.parameter.grad = torch.full((2,), 5.0)
     gradients.end_turn()
-    gradients.close_window()
+    gradients.drop_unused()
     gradients.finish(optimizer)
     assert unit.parameter.grad is None
 

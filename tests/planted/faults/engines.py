@@ -11,7 +11,7 @@ STOPPING = "tests/plugins/test_early_stopping.py"
 
 
 @fault(
-    "helios.engines.process_member:redefines",
+    "helios.engines.engine:redefines",
     "tests/loops/test_loop.py::test_a_method_that_is_put_on_an_engine_is_called",
 )
 def a_method_of_the_engine_that_a_user_has_overridden_is_bypassed(redefines, owner, base, name):
@@ -28,7 +28,7 @@ def a_step_that_fp16_leaves_out_moves_the_scheduler(optimizer_step, engine, opti
 
 
 @fault(
-    "helios.engines.scaler:LossScaler.load_state_dict",
+    "helios.engines.precision:LossScaler.load_state_dict",
     "tests/engines/test_scaler.py::test_the_whole_scaler_is_state",
 )
 def the_scale_of_fp16_is_not_loaded(load_state_dict, scaler, state_dict):
@@ -36,7 +36,7 @@ def the_scale_of_fp16_is_not_loaded(load_state_dict, scaler, state_dict):
 
 
 @fault(
-    "helios.engines.scaler:LossScaler.unscale",
+    "helios.engines.precision:LossScaler.unscale",
     "tests/engines/test_scaler.py::test_backward_scales_and_the_average_unscales",
 )
 def gradients_are_clipped_before_they_are_unscaled(unscale, scaler, optimizer):

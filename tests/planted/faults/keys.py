@@ -59,9 +59,9 @@ def workers_do_not_seed_before_a_fetch(getitems, dataset, indices):
     return getitems(dataset, getattr(indices, "indices", indices))
 
 
-@fault("helios.replicas.turns:LoneTurns.begin_iteration", WORKERS)
+@fault("helios.replicas.turns:Turns.begin_iteration", WORKERS)
 def nothing_is_seeded_before_an_iteration(begin_iteration, turns, iteration):
-    turns._keys.at(iteration)
+    turns._before.at(iteration)
 
 
 @fault("helios.data.order:Position.fetch_keys", f"{FROZEN}[one_replica-1]")

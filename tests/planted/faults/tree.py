@@ -116,16 +116,16 @@ def a_bucket_leaves_before_the_replicas_of_its_process_are_added(preview, stack)
 
 
 @fault(
-    "helios.engines.engine:Engine._drop_old_gradients",
+    "helios.replicas.gradients:SharedGradients.drop_old",
     "tests/distributed/test_joined_late.py::test_parameters_that_join_an_optimizer_train_alike_on_any_number_of_processes",
 )
-def gradients_from_before_the_run_are_added(_drop_old_gradients, engine, optimizer):
+def gradients_from_before_the_run_are_added(drop_old, gradients, optimizer):
     return None
 
 
 @fault("helios.replicas.turns:SharedTurns.end_backward", "tests/loops/test_replicas.py")
-def losses_are_not_kept_before_the_update(end_backward, turns, engine, optimizer, shown, **more):
-    end_backward(turns, engine, optimizer, dict(turns._model.loss_items), **more)
+def losses_are_not_kept_before_the_update(end_backward, turns, optimizer, shown, **more):
+    end_backward(turns, optimizer, dict(turns._model.loss_items), **more)
 
 
 @fault(
