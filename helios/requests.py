@@ -66,7 +66,7 @@ class Agreement(ABC):
         self._look = look
         self._take_skip = take_skip
 
-    def doubt(self) -> None:
+    def expect_late_requests(self) -> None:
         """Record that loops or an engine are not Helios' own: they may make requests anywhere."""
 
     def begin(self, asking: Set[str]) -> None:
@@ -163,7 +163,7 @@ class SharedAgreement(Agreement):
         self._known: Sequence[bool] = ()
         self._thread: int | None = None
 
-    def doubt(self) -> None:
+    def expect_late_requests(self) -> None:
         """Inform all processes with the next gradients, or when the run begins."""
         self._is_doubted = True
 

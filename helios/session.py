@@ -419,7 +419,7 @@ class Session(LiveRun):
     def begin_training(self) -> None:
         """Mark the end of the start events: each start sets up again what they set up."""
         if any(redefines(self.engine, Engine, name) for name in _UPDATE):
-            self.agreement.doubt()
+            self.agreement.expect_late_requests()
         self.agreement.begin(self.hooks.asking)
         if self.can_save:
             self.model.discovery.begin_training()

@@ -27,7 +27,7 @@ def now() -> str:
 
 
 @final
-class EventFile:
+class AppendOnlyLog:
     """Appends lines to a file; several threads may do so.
 
     A failure is logged once, and stops nothing.
@@ -124,7 +124,7 @@ class Lineage:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = EventFile(folder / FILE_NAME)
+        self._file = AppendOnlyLog(folder / FILE_NAME)
 
     def add(self, event: str, **details: Any) -> None:
         """Append an event.

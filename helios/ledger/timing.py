@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, final
 
 from helios.best import BestValidation
-from helios.ledger.lineage import EventFile, host, now, read_event_file
+from helios.ledger.lineage import AppendOnlyLog, host, now, read_event_file
 from helios.protocols import Clock
 
 FILE_NAME = "timing.jsonl"
@@ -72,7 +72,7 @@ class Timing:
         clock: Clock = time.perf_counter,
         find_memory: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        self._file = EventFile(folder / FILE_NAME)
+        self._file = AppendOnlyLog(folder / FILE_NAME)
         self._processes = processes
         self._run = run
         self._unscored = unscored

@@ -155,7 +155,7 @@ class Loop(ABC):
                 check_overrides(self, _find_base(type(self)), apart=_TAKING)
                 check_state_methods(self, Loop)
                 warn_of_reserved_names(self)
-                session.agreement.doubt()
+                session.agreement.expect_late_requests()
                 session.agreement.has_own_loops = True
             if self._has_one_round():
                 self.enter = self.advance  # type: ignore[method-assign]

@@ -139,7 +139,7 @@ def generators_in(part: object) -> list[str]:
 
 
 @final
-class Grown:
+class OversizedMembers:
     """Records which members checkpoints have held, and reports those that have grown too large."""
 
     def __init__(self) -> None:

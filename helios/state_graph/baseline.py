@@ -12,7 +12,7 @@ from helios.state_graph.graph import Graph
 from helios.state_graph.layouts import Form, memory_marks
 from helios.state_graph.module_state import Shape, shape_of
 from helios.state_graph.object_names import References, as_written
-from helios.state_graph.optimizers import Roster, roster_of
+from helios.state_graph.optimizers import OptimizerGroups, groups_of_optimizers
 from helios.state_graph.scanning import mark_of_state
 from helios.state_graph.unsavable import Marks, marks_of_unsavable, user_classes
 from helios.state_graph.values import Identities
@@ -30,7 +30,7 @@ class Baseline:
         inner: paths of objects that only other objects hold.
         shapes: what a state must match, by path of the object.
         forms: types, shapes and strides of tensors, by name.
-        roster: which parameters optimizers update.
+        optimizer_groups: which parameters optimizers update.
         marks: digests of the states of objects that only other objects hold, or that the owner's
             own ``state_dict`` may leave out.
         kinds: classes of the user.
@@ -47,7 +47,7 @@ class Baseline:
     inner: frozenset[str]
     shapes: dict[str, Shape]
     forms: dict[str, Form | None]
-    roster: Roster
+    optimizer_groups: OptimizerGroups
     marks: dict[str, bytes]
     kinds: list[type]
     unsavable: Marks
@@ -70,9 +70,9 @@ class Baseline:
         names = {as_written(path, graph.found.objects) for path in graph.paths() ^ self.paths}
         return {name: "" for name in names if name not in known}
 
-    def distrust(self, state: Mapping[str, Any]) -> None:
+    def mark_as_changed(self, state: Mapping[str, Any]) -> None:
         """Treat what was restored as changed: the next checkpoint needs it too."""
-        self.made.distrust(state["values"]["nodes"])
+        self.made.mark_as_changed(state["values"]["nodes"])
         for anchor, home in (state["layouts"]["homes"] or {}).items():
             if home["memory"] is not None:
                 self.memory.pop(anchor, None)
@@ -103,7 +103,7 @@ def take_baseline(
         "inner": frozenset(found.inner),
         "shapes": {path: shape_of(part, found.networks) for path, part in found.objects.items()},
         "forms": graph.layouts.forms,
-        "roster": roster_of(found, graph.parameters),
+        "optimizer_groups": groups_of_optimizers(found, graph.parameters),
         "marks": {path: mark_of_object(part, identities) for path, part in marked.items()},
         "kinds": kinds,
         "unsavable": marks_of_unsavable(kinds, graph),

@@ -119,7 +119,7 @@ class Made:
                 return None
         return table.slots
 
-    def distrust(self, nodes: Mapping[str, Any]) -> None:
+    def mark_as_changed(self, nodes: Mapping[str, Any]) -> None:
         """Treat what was restored as changed: the next checkpoint needs it too."""
         for name, record in nodes.items():
             if name in self.cells:
@@ -135,7 +135,7 @@ class Made:
                     table.slots[key] = _ABSENT
             for key in record.get("deleted", ()):
                 table.slots.setdefault(key, _ABSENT)
-            _distrust_parts(table.slots, record)
+            _mark_parts_as_changed(table.slots, record)
 
     def renew(self, now: Graph, losses: Collection[Cell]) -> None:
         """Treat what cannot be saved as unchanged: each start of a run creates it again."""
@@ -188,7 +188,7 @@ def _keys_of_untouched(tables: Mapping[str, Table]) -> dict[str, tuple[Any, ...]
     return found
 
 
-def _distrust_parts(slots: dict[Any, Any], record: Mapping[str, Any]) -> None:
+def _mark_parts_as_changed(slots: dict[Any, Any], record: Mapping[str, Any]) -> None:
     if "modules" in record:
         slots[MODULES] = ()
     for part in (PARAMETERS, BUFFERS):

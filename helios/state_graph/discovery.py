@@ -24,7 +24,7 @@ from helios.core.utils import collector_at_rest, parameters_of
 from helios.errors import ArgumentTypeError, UsageError
 from helios.protocols import Clock
 from helios.state_graph import unsupported_values
-from helios.state_graph.attribute_rules import PLAIN, Grown, large_members
+from helios.state_graph.attribute_rules import PLAIN, OversizedMembers, large_members
 from helios.state_graph.baseline import Baseline, mark_of_object, take_baseline
 from helios.state_graph.changes import Changes, Comparison
 from helios.state_graph.custom_state_dicts import Omissions, leave_to_extra_states
@@ -35,9 +35,9 @@ from helios.state_graph.object_names import ObjectNames, Outside, Rules, as_writ
 from helios.state_graph.optimizers import (
     Members,
     changes_of_optimizers,
+    groups_of_optimizers,
     optimizer_tables,
     optimizers_of,
-    roster_of,
 )
 from helios.state_graph.restoring import Restoring, read_state
 from helios.state_graph.save_times import SaveTimes
@@ -136,7 +136,7 @@ class Discovery:
         self._omissions = Omissions(self._identities)
         self._shared = SharedValues(self._identities)
         self._named: set[str] = set()
-        self._grown = Grown()
+        self._oversized = OversizedMembers()
         self._nodes: Mapping[str, Any] = {}
         self._registered: dict[str, NamedTensor] = {}
         self._keeps_names = False
@@ -161,7 +161,9 @@ class Discovery:
     def moved(self) -> tuple[dict[str, Tensor], dict[str, Members]]:
         """Return parameters outside of networks, and the parameter names of each optimizer."""
         graph = self._look()
-        return graph.parameters.loose, roster_of(graph.found, graph.parameters).members
+        return graph.parameters.loose, groups_of_optimizers(
+            graph.found, graph.parameters
+        ).names_by_group
 
     def named_objects(self) -> Mapping[str, object]:
         """Return the objects that this owner saves, and parts of networks, by name."""
@@ -264,7 +266,7 @@ class Discovery:
         """Treat paths as already reported to the user in this start."""
         places = set(places)
         self._named |= places
-        self._grown.note(places)
+        self._oversized.note(places)
 
     @collector_at_rest()
     def capture(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -299,7 +301,7 @@ class Discovery:
         baseline, graph = self._baseline, self._look()
         found, values = graph.found, self.values
         self._nodes = graph.nodes()
-        moved, misfits = changes_of_optimizers(baseline.roster, found, graph.parameters)
+        moved, misfits = changes_of_optimizers(baseline.optimizer_groups, found, graph.parameters)
         objects = {path: read_state(path, part) for path, part in found.objects.items()}
         inner = {path: read_state(path, part) for path, part in found.inner.items()}
         omitted = self._omissions.find(found, objects | inner, values.times)
@@ -370,11 +372,11 @@ class Discovery:
         self._nodes = self._restoring().run(state, is_inference=is_inference).nodes()
         if is_inference or self._baseline is None:
             return
-        self._grown.note(_attributes_in(state["values"]["nodes"]))
+        self._oversized.note(_attributes_in(state["values"]["nodes"]))
         if _TRAINED.knows(self._owner):
             # setup() may have found what that training has left. A new process would not have it.
             self._omissions.forget(state["omitted"])
-            self._baseline.distrust(state)
+            self._baseline.mark_as_changed(state)
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Reorder the parameters of optimizers as they were saved, and note where tensors are.
@@ -453,8 +455,8 @@ class Discovery:
     ) -> MissingState:
         """Return what a resumed run will lack, and report each path once, in one warning."""
         if self._is_data:
-            grown = self._grown.losses(large_members(self._owner) - self._unsaved)
-            self._grown.note(_attributes_in(changes.nodes))
+            grown = self._oversized.losses(large_members(self._owner) - self._unsaved)
+            self._oversized.note(_attributes_in(changes.nodes))
             losses = MissingState(lost=lost | grown)
         else:
             baseline = self._require_baseline()

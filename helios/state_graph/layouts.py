@@ -51,8 +51,8 @@ class Layouts:
         tensors: all that lie in memory that can be read as bytes.
         forms: the forms of all; ``None`` as long as the first batch is to determine them.
         shared: the addresses of storages in which tensors overlap.
-        mingled: tensors whose storages overlap, with the other one and the distance in bytes: they
-            were created from arrays that share memory, which torch does not know.
+        overlapping: tensors whose storages overlap, with the other one and the distance in bytes:
+            they were created from arrays that share memory, which torch does not know.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Layouts:
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.forms: dict[str, Form | None] = {}
-        self.mingled: dict[str, tuple[str, int]] = {}
+        self.overlapping: dict[str, tuple[str, int]] = {}
         self._addresses: dict[str, int] = {}
         for name, slot in slots.items():
             self._add(name, slot.tensor, is_settled=name not in unsettled)
@@ -89,7 +89,7 @@ class Layouts:
                 address = self._addresses[name]
                 shared.add(address)
                 if address != self._addresses[last[0]]:
-                    self.mingled[name] = last[0], begin - last[1].data_ptr()
+                    self.overlapping[name] = last[0], begin - last[1].data_ptr()
             is_whole = part.is_contiguous()
             end = begin + part.nbytes if is_whole else span_of(part)[1]
             if not is_whole and is_expanded(part):

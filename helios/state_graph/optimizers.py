@@ -41,27 +41,27 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Roster:
+class OptimizerGroups:
     """Which optimizer updates which parameters at one time.
 
     Attributes:
-        members: names of the parameters of each optimizer, by path.
-        strangers: those of them that no attribute of the model holds, by path of the optimizer.
-        abandoned: names of parameters that an optimizer has state of but no longer updates.
-        drivers: the path of the optimizer whose learning rates a scheduler sets, by its path.
+        names_by_group: names of the parameters of each group, by path of the optimizer.
+        unnamed: those of them that no attribute of the model holds, by path of the optimizer.
+        stale: names of parameters that an optimizer has state of but no longer updates.
+        scheduled: the path of the optimizer whose learning rates a scheduler sets, by its path.
     """
 
-    members: dict[str, Members]
-    strangers: dict[str, set[str]]
-    abandoned: dict[str, list[str]]
-    drivers: dict[str, str]
+    names_by_group: dict[str, Members]
+    unnamed: dict[str, set[str]]
+    stale: dict[str, list[str]]
+    scheduled: dict[str, str]
 
 
-def roster_of(found: ObjectNames, parameters: Parameters) -> Roster:
+def groups_of_optimizers(found: ObjectNames, parameters: Parameters) -> OptimizerGroups:
     """Return which optimizer updates which parameters now."""
     optimizers = optimizers_of(found)
     names = names_of(found) if optimizers else {}
-    members = {
+    names_by_group = {
         path: [[names[id(tensor)] for tensor in group["params"]] for group in part.param_groups]
         for path, part in optimizers.items()
     }
@@ -71,22 +71,25 @@ def roster_of(found: ObjectNames, parameters: Parameters) -> Roster:
         for tensor in parameters_of(part)
         if found.names.get(id(tensor)) in found.nameless
     }
-    strangers = (parameters.loose.keys() - parameters.leaves.keys()) | nameless
+    unnamed = (parameters.loose.keys() - parameters.leaves.keys()) | nameless
     paths = {id(part): path for path, part in optimizers.items()}
-    drivers = {
+    scheduled = {
         path: paths[id(part.optimizer)]
         for path, part in found.objects.items()
         if isinstance(part, LRScheduler) and id(part.optimizer) in paths
     }
-    return Roster(
-        members,
-        {path: strangers and strangers.intersection(_flat(each)) for path, each in members.items()},
-        {path: _abandoned(part, names) for path, part in optimizers.items()},
-        drivers,
+    return OptimizerGroups(
+        names_by_group,
+        {
+            path: unnamed and unnamed.intersection(_flat(each))
+            for path, each in names_by_group.items()
+        },
+        {path: _stale(part, names) for path, part in optimizers.items()},
+        scheduled,
     )
 
 
-def _abandoned(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
+def _stale(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return []
     # torch's own error shows only the address of such a parameter.
@@ -96,12 +99,12 @@ def _abandoned(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
 
 
 def changes_of_optimizers(
-    before: Roster, found: ObjectNames, parameters: Parameters
+    before: OptimizerGroups, found: ObjectNames, parameters: Parameters
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what is saved of optimizers besides their own state, and what a resume cannot rebuild.
 
     Args:
-        before: the roster after ``setup``.
+        before: the groups after ``setup``.
         found: what the owner holds now.
         parameters: its parameters.
 
@@ -113,8 +116,8 @@ def changes_of_optimizers(
     Raises:
         StateError: if an optimizer has state that its ``state_dict`` cannot return.
     """
-    now = roster_of(found, parameters)
-    for path, left in now.abandoned.items():
+    now = groups_of_optimizers(found, parameters)
+    for path, left in now.stale.items():
         if left:
             raise StateError(
                 f"{path} must have all parameters in its groups that it has state of, to return "
@@ -123,19 +126,20 @@ def changes_of_optimizers(
             )
     built: dict[str, Members] = {}
     misfits: dict[str, str] = {}
-    for path in sorted(before.members.keys() & now.members.keys()):
-        old, new = before.members[path], now.members[path]
+    for path in sorted(before.names_by_group.keys() & now.names_by_group.keys()):
+        old, new = before.names_by_group[path], now.names_by_group[path]
         if old != new and _unordered(old) != _unordered(new):
             built[path] = old
-        if added := sorted(now.strangers[path] - before.strangers[path]):
+        if added := sorted(now.unnamed[path] - before.unnamed[path]):
             shown = [as_written(name, optimizers_of(found)) for name in added]
             misfits[path] = f"updates what no attribute of the model holds: {_some(shown)}"
-    for path in sorted(before.drivers.keys() & found.objects.keys()):
-        if before.drivers[path] != (driven := now.drivers.get(path, "another optimizer")):
-            misfits[path] = f"set the learning rates of {before.drivers[path]}, now {driven}"
+    for path in sorted(before.scheduled.keys() & found.objects.keys()):
+        if before.scheduled[path] != (other := now.scheduled.get(path, "another optimizer")):
+            misfits[path] = f"set the learning rates of {before.scheduled[path]}, now {other}"
         elif id(found.objects[path]) not in found.rules.known:
             misfits[path] = "another object than that of setup(), which goes on stepping"
-    return {"members": now.members, "built": built, "drivers": now.drivers}, misfits
+    state = {"members": now.names_by_group, "built": built, "drivers": now.scheduled}
+    return state, misfits
 
 
 def arrange(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -> None:
@@ -148,7 +152,7 @@ def arrange(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -
         StateError: if an optimizer has other parameters, or they cannot be brought into that order;
             then nothing is changed.
     """
-    present = roster_of(found, parameters)
+    present = groups_of_optimizers(found, parameters)
     states = {**state["objects"], **state.get("inner", {})}
     has_names = "members" in state
     tensors = tensors_of(found)
@@ -157,12 +161,12 @@ def arrange(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -
     for path, part in optimizers_of(found).items():
         if path not in states:
             continue
-        now = present.members[path]
+        now = present.names_by_group[path]
         saved = state["members"].get(path, now) if has_names else _completed(path, now, state)
         built = state["built"].get(path, saved) if has_names else now
         plans[path] = _plan(path, part, [saved, built], tensors)
         _check_functions(path, part, plans[path], found)
-    _check_drivers(present.drivers, state["drivers"] if has_names else {})
+    _check_drivers(present.scheduled, state["drivers"] if has_names else {})
     for path, part in optimizers_of(found).items():
         if path in plans:
             _regroup(part, plans[path], {id(tensor): name for name, tensor in tensors.items()})

@@ -32,10 +32,10 @@ from helios.storage.checksums import array_sum, tensor_sum
 Marks: TypeAlias = Mapping[str, Mapping[str, Any]]
 """What is compared, by name, for each reason why it cannot be saved."""
 
-_Crossings: TypeAlias = dict[str, tuple[Any, ...]]
+_SharedMemory: TypeAlias = dict[str, tuple[Any, ...]]
 """By the name of a tensor or array, that of the one which it overlaps, and how."""
 
-_SHARED = (reasons.CROSSING, reasons.MINGLED)
+_SHARED = (reasons.SHARED_BY_OWNERS, reasons.OVERLAPPING)
 
 
 def marks_of_unsavable(kinds: Collection[type], graph: Graph) -> Marks:
@@ -49,8 +49,10 @@ def marks_of_unsavable(kinds: Collection[type], graph: Graph) -> Marks:
         reasons.HOOK: hooks_of(graph.found),
         reasons.OF_CLASS: class_marks(kinds, graph.content),
         reasons.OF_SCRIPT: script_marks(graph.found, graph.content),
-        reasons.CROSSING: _crossings(graph.layouts.tensors, graph.rules.outside),
-        reasons.MINGLED: graph.layouts.mingled,
+        reasons.SHARED_BY_OWNERS: _shared_between_owners(
+            graph.layouts.tensors, graph.rules.outside
+        ),
+        reasons.OVERLAPPING: graph.layouts.overlapping,
     }
 
 
@@ -81,17 +83,17 @@ class SharedValues:
 
     def __init__(self, identities: Identities) -> None:
         self._identities = identities
-        self._made: _Crossings = {}
+        self._made: _SharedMemory = {}
         self._seen: dict[int, _Seen] = {}
 
     def remember(self, graph: Graph) -> None:
         """Record what is shared now as what each start shares again."""
-        self._made, self._seen = _crossings(graph.views, graph.rules.outside), {}
+        self._made, self._seen = _shared_between_owners(graph.views, graph.rules.outside), {}
 
     def find(self, graph: Graph) -> dict[str, str]:
         """Return what is shared otherwise, with the reason why no checkpoint can hold it."""
         outside = graph.rules.outside
-        made, now = self._made, _crossings(graph.views, outside)
+        made, now = self._made, _shared_between_owners(graph.views, outside)
         partners = {
             name: made[name][0]
             for name in made.keys() & graph.views.keys()
@@ -107,7 +109,7 @@ class SharedValues:
                 partners |= {name: mark[0]} if found.is_written else {}
         self._seen = seen
         return {
-            _without_number(name): reasons.CROSSING.format(_without_number(partners[name]))
+            _without_number(name): reasons.SHARED_BY_OWNERS.format(_without_number(partners[name]))
             for name in sorted(partners)
         }
 
@@ -142,15 +144,15 @@ def _without_number(name: str) -> str:
     return name.partition("#")[0]
 
 
-def _crossings(own: Mapping[str, Any], outside: Outside) -> _Crossings:
+def _shared_between_owners(own: Mapping[str, Any], outside: Outside) -> _SharedMemory:
     """Return the tensors and arrays that overlap one of another owner."""
-    crossings: _Crossings = {}
+    shared: _SharedMemory = {}
     for name, part in own.items() if outside.parts else ():
         begin, end = span_of(part)
         if found := outside.find_overlap(begin, end):
             first, _, other = found
-            crossings[name] = other, begin - first, layout_of(part)
-    return crossings
+            shared[name] = other, begin - first, layout_of(part)
+    return shared
 
 
 _OF_GRAPHS = ("meta", "shape_env", "training", "graph")

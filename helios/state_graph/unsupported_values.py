@@ -33,11 +33,11 @@ AROUND = (
     "torch.from_numpy, and slice that tensor"
 )
 BEYOND = "it is a view beyond {}, which another owner saves: copy it"
-MINGLED = (
+OVERLAPPING = (
     "its memory overlaps that of {} differently than after setup(), in an array that torch does "
     "not know: make a tensor of the whole array with torch.from_numpy, and slice that tensor"
 )
-CROSSING = (
+SHARED_BY_OWNERS = (
     "it shares memory with {}, which another owner saves, differently than after setup(): share it "
     "in setup(), or copy it"
 )

@@ -287,7 +287,7 @@ def changes_between_the_elements_of_a_view_with_a_step_are_not_seen(mark, member
 
 
 @fault(
-    "helios.state_graph.unsavable:_crossings",
+    "helios.state_graph.unsavable:_shared_between_owners",
     f"{VIEWS}::test_memory_that_cannot_be_shared_again_is_named",
 )
 def what_a_network_of_a_plugin_shares_with_the_model_is_lost(crossings, own, outside):
