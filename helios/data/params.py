@@ -16,7 +16,6 @@ from helios.data.samplers import ResumableSamplerType
 from helios.errors import ArgumentError, ArgumentTypeError
 
 _LOGGER = logging.getLogger(__name__)
-_FLAGS = ("shuffle", "pin_memory", "drop_last", "debug_mode", "persistent_workers")
 _WORKER_OPTIONS: dict[str, Any] = {
     "persistent_workers": False,
     "prefetch_factor": None,
@@ -24,6 +23,45 @@ _WORKER_OPTIONS: dict[str, Any] = {
     "worker_init_fn": None,
     "worker_timeout": None,
 }
+
+
+def _is_int(value: Any, *, least: float = -math.inf) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_seconds(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and 0 < value < math.inf)
+
+
+def _is_context(value: Any) -> bool:
+    return value is None or isinstance(value, BaseContext) or value in _CONTEXTS
+
+
+_CONTEXTS = torch.multiprocessing.get_all_start_methods()
+_RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("an int", _is_int, ("random_seed",)),
+    (
+        "an int of at least 1 or None",
+        lambda value: value is None or _is_int(value, least=1),
+        ("batch_size", "prefetch_factor"),
+    ),
+    ("an int of at least 0", lambda value: _is_int(value, least=0), ("num_workers",)),
+    ("a positive number of seconds or None", _is_seconds, ("worker_timeout",)),
+    (
+        "True or False",
+        lambda value: isinstance(value, bool),
+        ("shuffle", "pin_memory", "drop_last", "debug_mode", "persistent_workers"),
+    ),
+    ("True or False", lambda value: isinstance(value, bool | None), ("is_distributed",)),
+    (
+        "callable or None",
+        lambda value: value is None or callable(value),
+        ("collate_fn", "worker_init_fn"),
+    ),
+    (f"a context, None or one of {_CONTEXTS}", _is_context, ("multiprocessing_context",)),
+)
+"""What single options must be; :meth:`DataLoaderParams.check` adds what holds between them."""
 
 
 @dataclasses.dataclass
@@ -95,8 +133,13 @@ class DataLoaderParams:
             ArgumentTypeError: if a sampler does not derive from ``ResumableSampler`` or
                 ``ResumableDistributedSampler``.
         """
-        self._check_numbers()
-        self._check_kinds()
+        for rule, fits, names in _RULES:
+            for name in names:
+                value = getattr(self, name)
+                if not fits(value):
+                    raise ArgumentError(
+                        f"DataLoaderParams({name}=...) must be {rule}, got {value!r}."
+                    )
         self._check_order()
 
     def warn_of_idle_options(self) -> None:
@@ -116,54 +159,6 @@ class DataLoaderParams:
     def without_workers(self) -> DataLoaderParams:
         """Return a copy that fetches in the training process."""
         return dataclasses.replace(self, num_workers=0, **_WORKER_OPTIONS)
-
-    def _check_numbers(self) -> None:
-        rules = (
-            ("random_seed", None, False),
-            ("batch_size", 1, True),
-            ("num_workers", 0, False),
-            ("prefetch_factor", 1, True),
-        )
-        for name, least, may_be_none in rules:
-            value = getattr(self, name)
-            if may_be_none and value is None:
-                continue
-            if type(value) is not int or (least is not None and value < least):
-                bound = "" if least is None else f" of at least {least}"
-                raise ArgumentError(
-                    f"DataLoaderParams({name}=...) must be an int{bound}"
-                    f"{' or None' if may_be_none else ''}, got {value!r}."
-                )
-        seconds: Any = self.worker_timeout
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if seconds is not None and not (is_number and 0 < seconds < math.inf):
-            raise ArgumentError(
-                "DataLoaderParams(worker_timeout=...) must be a positive number of seconds or "
-                f"None, got {seconds!r}."
-            )
-
-    def _check_kinds(self) -> None:
-        for name in (*_FLAGS, "is_distributed"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "is_distributed" and value is None):
-                raise ArgumentError(
-                    f"DataLoaderParams({name}=...) must be True or False, got {value!r}."
-                )
-        for name in ("collate_fn", "worker_init_fn"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise ArgumentError(
-                    f"DataLoaderParams({name}=...) must be callable or None, got {value!r}."
-                )
-        context, methods = (
-            self.multiprocessing_context,
-            torch.multiprocessing.get_all_start_methods(),
-        )
-        if not (context is None or isinstance(context, BaseContext) or context in methods):
-            raise ArgumentError(
-                "DataLoaderParams(multiprocessing_context=...) must be a context, None or one of "
-                f"{methods}, got {context!r}."
-            )
 
     def _check_order(self) -> None:
         if self.sampler is not None and not isinstance(self.sampler, ResumableSamplerType):

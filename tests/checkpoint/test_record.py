@@ -138,7 +138,6 @@ class Run:
         self.training_source = Part(
             {"position": 4},
             description={"length": 8},
-            missing={"data: sampler": "a generator"},
             state_is_per_process=False,
             state_is_per_replica=False,
             length=8,
@@ -192,7 +191,6 @@ def test_what_is_missing_is_joined_over_owners_and_processes() -> None:
     record = capture(Run(Team(lambda _: said, num_replicas=2)))
     assert record.findings.missing == {
         "data: Own": "of rank 1",
-        "data: sampler": "a generator",
         "net.hook": "a function",
         "plugin 'p': handle": "a file",
         "net.late": "late",
