@@ -22,9 +22,8 @@ from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.checkpoint.record import Record
 from helios.checkpoint.run_listener import RunListener, Validated
 from helios.core import rng
-from helios.core.loss_means import LossMeans, Viewer
+from helios.core.loss_means import LossMeans, Viewer, as_numbers
 from helios.core.sharded_tensors import is_sharded
-from helios.core.summands import as_numbers
 from helios.engines.engine import Engine, redefines
 from helios.errors import UsageError
 from helios.findings import FindingKind

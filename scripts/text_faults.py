@@ -1251,7 +1251,7 @@ FAULTS = (
     ),
     Fault(
         "running losses are added in place",
-        "helios/core/summands.py",
+        "helios/core/loss_means.py",
         "table[name] = table[name] + part if",
         "table[name] = table[name].add_(part) if",
         "tests/model/test_model.py::test_a_running_loss_that_was_kept_stays_what_it_was",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import operator
 import os
 import platform
+import re
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -22,9 +24,15 @@ from torch.optim import Optimizer
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.protocols import Clock
+from helios.text import size_text
 from helios.version import __version__
 
+if sys.version_info >= (3, 14):
+    import annotationlib
+
 _Value = TypeVar("_Value")
+_STATUS = Path("/proc/self/status")
+_PEAK = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
 
 def get_from_optional(opt_var: _Value | None, raise_on_empty: bool = False) -> _Value:
@@ -191,3 +199,53 @@ def unsaved_of(part: object) -> tuple[str, ...]:
         )
     is_of_names = isinstance(declared, tuple | list) and all(isinstance(n, str) for n in declared)
     return tuple(declared) if is_of_names else ()
+
+
+def read_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a callable, whatever its annotations name.
+
+    Since Python 3.14, ``inspect.signature`` evaluates annotations, which fails for a name that is
+    imported for type checkers only.
+    """
+    if sys.version_info >= (3, 14):
+        form = annotationlib.Format.FORWARDREF
+        return inspect.signature(function, annotation_format=form)
+    return inspect.signature(function)
+
+
+def find_peak_memory() -> dict[str, int]:
+    """Return peaks in bytes, without waiting for a device.
+
+    Returns:
+        ``vm_hwm`` of this process; where the system does not tell it, ``memory`` by ``ru_maxrss``,
+        which may be that of the process that has started this one; ``gpu_memory`` that PyTorch has
+        used on its current GPU, if it uses one.
+    """
+    found = _find_process_peak()
+    # After an error of the device, nothing may be known of it.
+    with suppress(RuntimeError):
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found["gpu_memory"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+def _find_process_peak() -> dict[str, int]:
+    with suppress(OSError):
+        line = _PEAK.search(_STATUS.read_bytes())
+        if line is not None:
+            return {"vm_hwm": int(line[1]) * 1024}
+    if sys.platform == "win32":
+        return {}
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"memory": peak if sys.platform == "darwin" else peak * 1024}
+
+
+def peak_text(peaks: Mapping[str, int]) -> str:
+    """Return the peak on the GPU, or else that of the process; empty if neither is known."""
+    if "gpu_memory" in peaks:
+        return f"GPU peak {size_text(peaks['gpu_memory'])}"
+    if "vm_hwm" in peaks:
+        return f"peak {size_text(peaks['vm_hwm'])}"
+    return f"peak {size_text(peaks['memory'])} (ru_maxrss)" if "memory" in peaks else ""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from helios.core.constructor_arguments import KeepsArguments
+from helios.core.declared_values import KeepsArguments
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.params import DataLoaderParams
 from helios.data.phase_sources import check_loader_names, check_some

@@ -15,7 +15,7 @@ from torch import Tensor, get_num_threads
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
-from helios.core.equality import same
+from helios.core.memory import same
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
 from helios.data.keyed import BatchedDataset
 from helios.data.loader import KeyedLoader

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from helios.core import rng
-from helios.core.signatures import read_signature
 from helios.core.tracebacks import with_short_constructor
+from helios.core.utils import read_signature
 from helios.data.order import Position
 from helios.data.params import DataLoaderParams
 from helios.data.samplers import HasEpoch

@@ -15,7 +15,7 @@ from types import FunctionType, MethodType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 from weakref import WeakKeyDictionary
 
-from helios.core.signatures import read_signature
+from helios.core.utils import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import EVENTS, Event, Receiver, Verb, find_after_base, is_silent, may_ask
 

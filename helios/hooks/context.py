@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVar
 
-from helios.core.summands import as_number
+from helios.core.loss_means import as_number
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, ReadOnlyError, UsageError
 from helios.hooks.live_run import LiveRun

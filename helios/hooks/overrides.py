@@ -14,7 +14,7 @@ import logging
 from collections.abc import Collection, Sequence
 from types import CodeType, FunctionType
 
-from helios.core.signatures import read_signature
+from helios.core.utils import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import check_call
 

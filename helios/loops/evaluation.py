@@ -16,7 +16,7 @@ import torch
 
 from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
-from helios.core.summands import as_numbers, as_summand
+from helios.core.loss_means import as_numbers, as_summand
 from helios.data.source import NO_BATCH, BatchIterator, Source
 from helios.errors import UsageError
 from helios.findings import FindingKind

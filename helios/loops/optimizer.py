@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.signatures import read_signature
-from helios.core.utils import parameters_of
+from helios.core.utils import parameters_of, read_signature
 from helios.engines.engine import redefines
 from helios.errors import UsageError
 from helios.hooks.bus import check_call

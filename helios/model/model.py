@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from helios.core.constructor_arguments import KeepsArguments
+from helios.core.declared_values import KeepsArguments
+from helios.core.loss_means import RunningSums
 from helios.core.registry import Registry
-from helios.core.summands import RunningSums
 from helios.core.tracebacks import with_short_constructor
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine

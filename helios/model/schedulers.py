@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from helios.best import Mode
-from helios.core.signatures import read_signature
+from helios.core.utils import read_signature
 from helios.errors import ArgumentError, UsageError
 
 _VALIDATION = "validation:"

@@ -13,7 +13,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from helios.core.equality import same
+from helios.core.memory import same
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.protocols import Stateful
 

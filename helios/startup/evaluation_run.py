@@ -8,7 +8,7 @@ from typing import Any
 
 from helios.checkpoint.capture import Trained, apply_tables
 from helios.checkpoint.loading import Loaded
-from helios.core.summands import as_numbers
+from helios.core.loss_means import as_numbers
 from helios.engines.numerics import numerics
 from helios.errors import UsageError
 from helios.model.model import Model

@@ -20,7 +20,7 @@ from helios.checkpoint.capture import Trained, apply
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.checkpoint.run_listener import RunListener
-from helios.core.constructor_arguments import arguments_of
+from helios.core.declared_values import arguments_of
 from helios.core.stored_values import stored_params
 from helios.data.source import Source
 from helios.engines.numerics import numerics

@@ -28,8 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.checkpoint.record import Record
-from helios.core.constructor_arguments import bind_arguments
-from helios.core.declared_values import describe_given
+from helios.core.declared_values import bind_arguments, describe_given
 from helios.core.stored_values import ABSENT, ValueChange, compare_values, show_value, stored_params
 from helios.errors import RunMismatchError
 from helios.schedule import find_limit

@@ -19,7 +19,7 @@ import helios.ledger.lineage as lineage
 from helios.checkpoint.run_listener import RunListener, Validated
 from helios.checkpoint.sidecar import Sidecar
 from helios.core import rng
-from helios.core.peak_memory import find_peak_memory
+from helios.core.utils import find_peak_memory
 from helios.errors import LedgerError
 from helios.ledger.book import EVERY, Book
 from helios.ledger.line import FULL, STEPS, hash_of

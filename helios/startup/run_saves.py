@@ -14,7 +14,7 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.run_listener import RunListener
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint
-from helios.core.summands import as_numbers
+from helios.core.loss_means import as_numbers
 from helios.engines.engine import Engine
 from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import ParamSpec, TypeVar
 
 from helios.checkpoint.options import CheckpointStore
-from helios.core.signatures import read_signature
+from helios.core.utils import read_signature
 from helios.errors import ArgumentTypeError
 
 Parameters = ParamSpec("Parameters")

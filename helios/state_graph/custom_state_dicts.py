@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from helios.core.equality import same
-from helios.core.memory import storage_of
+from helios.core.memory import same, storage_of
 from helios.core.sharded_tensors import cut_like, is_sharded
 from helios.core.wrappers import BareNames
 from helios.errors import StateError

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from helios.core.equality import same
-from helios.core.memory import has_plain_bytes
+from helios.core.memory import has_plain_bytes, same
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state_graph.module_state import Parameters, is_simple, method_of

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from helios.core.loss_means import LossMeans, Viewer
-from helios.core.peak_memory import find_peak_memory, peak_text
+from helios.core.utils import find_peak_memory, peak_text
 from helios.distributed.collectives import get_global_rank
 from helios.protocols import Clock
 from helios.schedule import Schedule

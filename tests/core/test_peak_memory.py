@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from helios.core import peak_memory
-from helios.core.peak_memory import find_peak_memory, peak_text
+from helios.core import utils
+from helios.core.utils import find_peak_memory, peak_text
 
 _SCRIPT = """
 import sys
@@ -20,7 +20,7 @@ if sys.argv[2:]:
     sys.exit(subprocess.run([sys.executable, "-c", sys.argv[2]]).returncode)
 """
 _CHILD = """
-from helios.core.peak_memory import find_peak_memory
+from helios.core.utils import find_peak_memory
 print(max(find_peak_memory().values()))
 """
 
@@ -37,7 +37,7 @@ def test_a_peak_by_another_name_names_its_source(
 ) -> None:
     status = tmp_path / "status"
     status.write_bytes(b"Name:\tpython\nVmHWM:\t  204800 kB\nVmRSS:\t 1024 kB\n")
-    monkeypatch.setattr(peak_memory, "_STATUS", status)
+    monkeypatch.setattr(utils, "_STATUS", status)
     assert peak_text(find_peak_memory()) == "peak 200 MiB"
     for content in (b"Name:\tpython\n", None):
         status.unlink()

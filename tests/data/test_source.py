@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from helios.core import rng
-from helios.core.equality import same
+from helios.core.memory import same
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
 from helios.data.source import ByPosition, Shard, Source

@@ -19,8 +19,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import helios
-from helios.core.constructor_arguments import arguments_of
-from helios.core.declared_values import describe_given
+from helios.core.declared_values import arguments_of, describe_given
 from helios.core.stored_values import stored_params
 from tests.integration.test_declared_params import Data, newest_options
 

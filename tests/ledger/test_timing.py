@@ -13,8 +13,7 @@ import pytest
 
 from helios import ledger
 from helios.best import BestValidation
-from helios.core.peak_memory import find_peak_memory
-from helios.core.utils import AverageTimer
+from helios.core.utils import AverageTimer, find_peak_memory
 from helios.ledger.timing import FILE_NAME, Timing, read_timing
 from helios.loops import epoch
 from helios.plugins import Plugin

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 import helios
-from helios.core.summands import as_summand
+from helios.core.loss_means import as_summand
 from helios.data import Stream
 from helios.model.processor import BatchProcessor
 from helios.state import Phase, TrainingState

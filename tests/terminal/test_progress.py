@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import helios
 from helios.core.loss_means import LossMeans
-from helios.core.peak_memory import find_peak_memory
+from helios.core.utils import find_peak_memory
 from helios.schedule import Schedule
 from helios.state import TrainingUnit
 from helios.terminal.progress import Display, NullDisplay, ProgressDisplay, create_display

@@ -289,7 +289,7 @@ def what_makes_saves_slow_is_not_named(end, times):
 
 
 @fault(
-    "helios.core.equality:_bits",
+    "helios.core.memory:_bits",
     "tests/state_graph/test_partial_optimizers.py::test_a_zero_gets_the_sign_that_it_had",
 )
 def zeros_of_both_signs_are_the_same(bits, tensor):

@@ -16,7 +16,7 @@ def scores_are_added_in_the_type_of_the_model(as_summand, value):
 
 
 @fault(
-    "helios.core.summands:RunningSums.add",
+    "helios.core.loss_means:RunningSums.add",
     f"{TOTALS}::test_running_losses_are_added_in_float64",
 )
 def running_losses_are_added_in_the_type_of_the_model(add, sums, losses):
@@ -83,7 +83,7 @@ def a_number_is_rounded_to_a_whole_one(number_text, number, digits=6):
     return f"{number:.{digits}g}"
 
 
-@fault("helios.core.peak_memory:_find_process_peak", "tests/core/test_peak_memory.py")
+@fault("helios.core.utils:_find_process_peak", "tests/core/test_peak_memory.py")
 def the_peak_of_memory_is_that_of_the_process_before(find_process_peak):
     import resource
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from helios.core.equality import same
+from helios.core.memory import same
 from tests.support.ranks import run_ranks
 
 _OTHER_NAN = struct.unpack("d", struct.pack("Q", 0xFFF8000000000001))[0]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.core.summands import as_number, as_numbers
+from helios.core.loss_means import as_number, as_numbers
 from helios.errors import UsageError
 
 
