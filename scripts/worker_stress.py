@@ -34,7 +34,8 @@ import torch  # noqa: E402 (found by the line above)
 import torch.distributed as dist  # noqa: E402
 
 from helios.data import create_dataloader, worker_recovery, workers  # noqa: E402
-from helios.data.source import Source, open_source  # noqa: E402
+from helios.data.phase_sources import open_source  # noqa: E402
+from helios.data.source import Source  # noqa: E402
 from tests.data.datasets import FETCH, Augmented  # noqa: E402
 from tests.support import stuck_workers  # noqa: E402
 from tests.support.started import interrupt_at_signals  # noqa: E402
