@@ -19,7 +19,6 @@ class BatchLoop(Loop):
 
     _internals: ClassVar[str] = "_is_done _prepared_in _replaced optimizer_loop"
 
-    advances_once = True
     roles = ("optimizer_loop",)
     _role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
     _role_arguments: ClassVar = {"optimizer_loop": ("batch",)}
@@ -81,7 +80,9 @@ class BatchLoop(Loop):
         """Train on the batch of one replica."""
         self._is_done = True
         child = self.optimizer_loop or require(self.optimizer_loop)
-        child.enter(self.prepare(batch))
+        # Helios' own has one round for each batch.
+        train = child.run if child._has_own_cycle else child.advance
+        train(self.prepare(batch))
 
     def prepare(self, batch: Any) -> Any:
         """Return a batch on the device, as the owner of ``process_training_batch`` maps it.

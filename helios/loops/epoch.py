@@ -74,7 +74,7 @@ class EpochLoop(Loop):
         return self._num_done, self._batches.num_samples, self._batches.is_last
 
     @property
-    def has_left(self) -> bool:
+    def has_left(self) -> bool:  # type: ignore[override]
         """Whether the run ends, at a safe point: the only place where it may."""
         return self._has_left
 
@@ -160,7 +160,9 @@ class EpochLoop(Loop):
         for hear in listening.batches_fetched:
             turns.add_with_losses(hear(found, batches.indices, batches.contents))
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
-        train = (self.batch_loop or require(self.batch_loop)).enter
+        child = self.batch_loop or require(self.batch_loop)
+        # Helios' own has one round for each batch.
+        train = child.run if child._has_own_cycle else child.advance
         try:
             for replica, batch in zip(session.replicas.local_replicas, found, strict=True):
                 turns.begin(replica, opens_window=opens_window)

@@ -126,10 +126,14 @@ class FitLoop(Loop):
 
     def advance(self) -> None:
         """Run one epoch."""
+        child = require(self.epoch_loop)
         try:
-            require(self.epoch_loop).run()
+            child.run()
         except StopIteration as error:
             raise make_stray_stop(error) from error
+        if not isinstance(child, EpochLoop):
+            # Requests made in it: only Helios' own exchanges them at its boundaries.
+            self._session.agree()
         self._session.is_resumed = False
         self._has_run = True
 

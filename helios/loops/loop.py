@@ -27,7 +27,8 @@ from helios.session import Session
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
 _TAKING = ("on_run_start", "on_advance_start", "advance")
-_CYCLE = (*_HOOKS, "on_skip", "done", "advance", "on_run_end", "run")
+_METHODS = ("reset", "on_run_start", "on_advance_start", "advance", "on_advance_end", "on_run_end")
+_CYCLE = (*_METHODS, "skip", "on_skip", "done", "run")
 
 
 def require(loop: Child | None) -> Child:
@@ -66,6 +67,13 @@ class _Unattached:
         )
 
 
+class _StopAgreed:
+    """Whether a run ends after an epoch loop that does not say so; an own attribute hides it."""
+
+    def __get__(self, loop: Loop, kind: type[Loop]) -> bool:
+        return bool(loop._session.is_leaving)  # noqa: SLF001
+
+
 class Loop(ABC):
     """Base of all loops.
 
@@ -77,11 +85,11 @@ class Loop(ABC):
         unsaved: names of attributes that training changes and that need not be saved.
         session: what the loop may access; a ``UsageError`` before it is attached. Helios' own loops
             access all of it, under another name.
-        advances_once: whether a run consists of a single advance. A subclass that redefines any
-            method of the cycle gets the whole cycle.
+        has_left: of an epoch loop, whether the run ends after it; by default, whether all processes
+            have agreed on a stop.
     """
 
-    _internals: ClassVar[str] = "_is_made _session enter session"
+    _internals: ClassVar[str] = "_has_own_cycle _is_made _session session"
     unsaved: ClassVar[tuple[str, ...]] = ()
 
     roles: ClassVar[tuple[str, ...]] = ()
@@ -89,29 +97,24 @@ class Loop(ABC):
     _role_arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     session: SessionView = _Unattached()  # type: ignore[assignment]
     _session: Session = _Unattached()  # type: ignore[assignment]
-    advances_once: ClassVar[bool] = False
+    has_left: bool = _StopAgreed()  # type: ignore[assignment]
     _overridden: ClassVar[frozenset[str]] = frozenset()
-    _cycle: ClassVar[Mapping[str, Any]] = {}
     _has_own: ClassVar[Mapping[str, bool]] = {}
     _is_made = False
+    _has_own_cycle = True
+    """Whether a user has written a part of the cycle. If not, one round may stand for it."""
 
     def __init__(self) -> None:
         self._is_made = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Determine once which hooks a class overrides: run() calls no others.
-
-        Otherwise a run of a single advance, as for every batch, would take twice as long.
-        """
+        """Determine once which hooks a class overrides: run() calls no others."""
         super().__init_subclass__(**kwargs)
         cls._overridden = frozenset(
             name for name in _HOOKS if getattr(cls, name) is not getattr(Loop, name)
         )
-        if "advances_once" in vars(cls):
-            cls._cycle = {name: getattr(cls, name) for name in _CYCLE}
         cls._has_own = {
-            name: not _find_owner(cls, name).__module__.startswith("helios.")
-            for name in ("done", "advance")
+            name: not _find_owner(cls, name).__module__.startswith("helios.") for name in _CYCLE
         }
 
     @final
@@ -147,18 +150,17 @@ class Loop(ABC):
                 f"{type(self).__name__} has no loop in the roles {missing}. Pass them to its "
                 f"constructor, or replace it with connect(...), which keeps the current ones."
             )
-        for name in ("session", "_session", "enter"):
+        for name in ("session", "_session"):
             vars(self).pop(name, None)
         if session is not None:
             self.session = self._session = session
+            self._has_own_cycle = self._find_own_cycle()
             if not type(self).__module__.startswith("helios.") or self._is_redefined():
                 check_overrides(self, _find_base(type(self)), apart=_TAKING)
                 check_state_methods(self, Loop)
                 warn_of_reserved_names(self)
                 session.agreement.expect_late_requests()
                 session.agreement.has_own_loops = True
-            if self._has_one_round():
-                self.enter = self.advance  # type: ignore[method-assign]
         self._adapt(session)
         for role, child in self._children().items():
             if session is not None:
@@ -257,21 +259,13 @@ class Loop(ABC):
                 break
         return self.on_run_end()
 
-    def enter(self, *args: Any) -> Any:
-        """Run the loop, as its parent does in every iteration.
-
-        While a trainer runs a loop that ``advances_once``, this is its ``advance`` method.
-        """
-        return self.run(*args)
-
-    def _has_one_round(self) -> bool:
-        """Whether a run is a single advance: no subclass redefines a method of the cycle."""
-        kind = type(self)
+    def _find_own_cycle(self) -> bool:
+        """Whether a user has written a part of the cycle: in a subclass, or put it in later."""
+        methods = (getattr(type(self), name) for name in _METHODS)
         return (
-            self.advances_once
-            and kind.enter is Loop.enter
-            and not self._is_redefined()
-            and all(getattr(kind, name) is method for name, method in self._cycle.items())
+            any(self._has_own.values())
+            or self._is_redefined()
+            or not all(each.__module__.startswith("helios.") for each in methods)
         )
 
     def _is_redefined(self) -> bool:

@@ -60,8 +60,6 @@ class OptimizerLoop(Loop):
         "_own_backward _round _shown _unused _updated_in"
     )
 
-    advances_once = True
-
     def __init__(self) -> None:
         super().__init__()
         self._is_done = False

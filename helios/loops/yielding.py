@@ -56,7 +56,6 @@ class YieldLoop(OptimizerLoop):
     _internals: ClassVar[str] = "_holders _order _skips _turns _unreached _yielded"
 
     SKIP: ClassVar[object] = object()
-    advances_once = True
 
     def __init__(self, optimizers: Sequence[str] = ()) -> None:
         super().__init__()

@@ -930,23 +930,28 @@ class _Counting(OptimizerLoop):
         return super().forward(batch)
 
 
-def test_a_loop_that_advances_once_has_the_cycle_as_soon_as_a_subclass_redefines_it() -> None:
-    session = make_session(Stepper())
-    for kind in (OptimizerLoop, _Counting):
-        quick = kind()
-        assert quick.enter.__func__ is Loop.enter
-        quick._attach(session)
-        assert quick.enter.__func__ is OptimizerLoop.advance
-        quick._attach(None)
-        assert quick.enter.__func__ is Loop.enter
-    loop = _Again()
-    parent = BatchLoop(loop)
-    parent._attach(session)
-    assert parent.enter.__func__ is BatchLoop.advance
-    assert loop.enter.__func__ is Loop.enter
-    assert train_on(parent, session, 2.0)
-    assert loop.told == ["start", "end"]
-    assert loop.done
+@pytest.mark.parametrize(("kind", "count"), [(OptimizerLoop, 0), (_Counting, 0), (_Again, 2)])
+def test_a_loop_with_a_cycle_of_its_own_runs_and_others_have_one_round_a_batch(
+    kind: type[OptimizerLoop], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    run = Loop.run
+
+    def counted(self: Loop, *args: Any) -> Any:
+        ran.append(type(self).__name__)
+        return run(self, *args)
+
+    monkeypatch.setattr(Loop, "run", counted)
+    session = make_session(
+        Stepper(), sources={Phase.TRAINING: [ListSource([[1.0]] * 2)]}, total_steps=2
+    )
+    loop = kind()
+    fit(session, FitLoop(EpochLoop(BatchLoop(loop), ValidationLoop())))
+    assert ran.count(kind.__name__) == count
+    assert "BatchLoop" not in ran
+    assert session.state.global_step == 2
+    if isinstance(loop, _Again):
+        assert loop.told == ["start", "end"] * 2
 
 
 class _Refusing(BatchLoop):
@@ -987,9 +992,8 @@ def test_a_stop_iteration_inside_of_an_iteration_is_an_error(
 
 
 class _OwnEpochs(Loop):
-    """An epoch loop that derives from none of Helios' own."""
+    """An epoch loop that derives from none of Helios' own, and ends the run after three."""
 
-    has_left = True
     val_loop = None
 
     def __init__(self) -> None:
@@ -998,19 +1002,38 @@ class _OwnEpochs(Loop):
 
     @property
     def done(self) -> bool:
-        return self.count == 1
+        return self.is_over
+
+    def reset(self) -> None:
+        self.is_over = False
 
     def advance(self) -> None:
+        self.is_over = True
         self.count += 1
+        if self.count == 3:
+            self.session.context.request_stop("three are enough")
 
 
-def test_an_epoch_loop_may_derive_from_the_base_alone() -> None:
+class _OwnEnd(_OwnEpochs):
+    """Says itself when the run ends."""
+
+    has_left = True
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(("kind", "count"), [(_OwnEpochs, 3), (_OwnEnd, 1)])
+def test_an_epoch_loop_may_derive_from_the_base_alone(
+    kind: type[_OwnEpochs], count: int, num_replicas: int
+) -> None:
     session = make_session(
-        Stepper(), sources={Phase.TRAINING: [ListSource([[1.0]])]}, total_steps=1
+        Stepper(),
+        replicas=Replicas(num_replicas),
+        sources={Phase.TRAINING: [ListSource([[1.0] * num_replicas])]},
+        total_steps=1,
     )
-    loop = _OwnEpochs()
+    loop = kind()
     fit(session, FitLoop(loop))  # type: ignore[arg-type]
-    assert loop.count == 1
+    assert loop.count == count
 
 
 def _note_calls(owner: Any, name: str, calls: list[str]) -> None:
