@@ -184,7 +184,7 @@ FAULTS = (
     ),
     Fault(
         "a process that computes along keeps what its repeated step has changed",
-        "helios/loops/run_along.py",
+        "helios/loops/repeated_steps.py",
         "        before.put_back()",
         "        pass",
         f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
@@ -476,21 +476,21 @@ FAULTS = (
     ),
     Fault(
         "an audit does not put back the buffers that a repeated step has changed",
-        "helios/loops/step_trace.py",
+        "helios/loops/repeated_steps.py",
         "            before.put_back()",
         "            pass",
         f"{AUDITS}::test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from",
     ),
     Fault(
         "an audit draws other random numbers than the step",
-        "helios/loops/step_trace.py",
+        "helios/loops/repeated_steps.py",
         "        set_generators(session.model, self.generators)",
         "        pass",
         f"{AUDITS}::test_an_audited_run_has_the_bits_and_the_events_of_one_that_is_not",
     ),
     Fault(
         "an audit leaves the generators where the repeated step has left them",
-        "helios/loops/step_trace.py",
+        "helios/loops/repeated_steps.py",
         "            set_generators(session.model, generators)",
         "            pass",
         f"{AUDITS}::test_hooks_after_an_audit_draw_the_same_random_numbers",
@@ -1339,7 +1339,7 @@ FAULTS = (
     ),
     Fault(
         "a trial validation leaves its scores",
-        "helios/loops/sanity_validation.py",
+        "helios/loops/fit.py",
         "[session.model, session.engine, *plugins",
         "[session.engine, *plugins",
         "tests/plugins/test_metrics.py::test_a_trial_validation_leaves_nothing_behind",

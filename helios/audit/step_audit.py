@@ -23,15 +23,15 @@ from helios.distributed import pickling
 from helios.distributed.process_groups import count_collectives
 from helios.errors import AuditError
 from helios.findings import FindingKind
-from helios.loops.step import begin_forward, loss_of, take_step
-from helios.loops.step_trace import (
+from helios.loops.repeated_steps import (
     StepInputs,
     StepTrace,
     leaves_of,
     read_generators,
     set_generators,
 )
-from helios.replicas.assignment import blocks
+from helios.loops.step import begin_forward, loss_of, take_step
+from helios.replicas.reduction_tree import blocks
 from helios.session import Session
 from helios.state import TrainingState
 from helios.state_graph.consistency import TurnWatch, find_lazy

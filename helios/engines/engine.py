@@ -25,9 +25,8 @@ from helios.engines.precision import LossScaler, Precision, check_precision
 from helios.engines.standalone import StandaloneEngine
 from helios.errors import ArgumentError
 from helios.launch.launcher import Launch
-from helios.replicas.gradients import Gradients, divide, make_gradients
+from helios.replicas.gradients import Gradients, divide, make_gradients, norm_by_rows
 from helios.replicas.replicas import Replicas
-from helios.replicas.row_norm import norm_by_rows
 
 
 def redefines(owner: object, base: type, name: str) -> bool:

@@ -18,8 +18,8 @@ Validate: TypeAlias = Callable[[], bool]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of boundary, at which a run may validate, save and end.
+class BoundaryRules:
+    """What happens at a kind of boundary, at which a run may validate, save and end.
 
     Attributes:
         agrees: whether all processes first exchange requests. At the end of an epoch they have
@@ -35,13 +35,13 @@ class Kind:
     polls_late: bool = False
 
 
-STEP = Kind(validates=True, is_counted=True)
+STEP = BoundaryRules(validates=True, is_counted=True)
 """End of a window, if steps are counted."""
-WINDOW = Kind()
+WINDOW = BoundaryRules()
 """End of a window inside an epoch, if epochs are counted."""
-EPOCH = Kind(agrees=False, validates=True, is_counted=True, polls_late=True)
+EPOCH = BoundaryRules(agrees=False, validates=True, is_counted=True, polls_late=True)
 """End of an epoch, if epochs are counted."""
-CUT = Kind(agrees=False)
+CUT = BoundaryRules(agrees=False)
 """End of an epoch that a hook has ended early, after the end of a window; steps are counted."""
 
 
@@ -58,7 +58,7 @@ class Boundary:
         self._next_due = 0.0
 
     def follow(
-        self, kind: Kind, validate: Validate, end_epoch: Callable[[], None] | None = None
+        self, kind: BoundaryRules, validate: Validate, end_epoch: Callable[[], None] | None = None
     ) -> bool:
         """Do what follows a step or an epoch; returns whether the run ends here.
 
@@ -86,7 +86,7 @@ class Boundary:
         self._pass_safe_point(is_due=is_due)
         return self._leave(kind, has_validated=has_validated)
 
-    def resume(self, kind: Kind) -> bool:
+    def resume(self, kind: BoundaryRules) -> bool:
         """Continue after the safe point of the checkpoint; returns as :meth:`follow` does."""
         session = self._session
         is_open = kind is EPOCH or not session.is_stopping
@@ -135,7 +135,7 @@ class Boundary:
         if is_wanted:
             session.save()
 
-    def _leave(self, kind: Kind, *, has_validated: bool) -> bool:
+    def _leave(self, kind: BoundaryRules, *, has_validated: bool) -> bool:
         """Do what follows a safe point: the last poll, and the end if one is due."""
         session = self._session
         if has_validated or kind.polls_late:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import helios.schedule as due
 from helios.core.utils import AverageTimer
@@ -15,10 +15,11 @@ from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.loop import Loop, make_stray_stop, require
-from helios.loops.uneven_inputs import EvenBatches
+from helios.session import Session
 
 _LOGGER = logging.getLogger(__name__)
 _NONE = NoBatches("EpochLoop.batches")
+_END = object()
 
 
 class EpochLoop(Loop):
@@ -468,3 +469,33 @@ class EpochLoop(Loop):
         # An error in setup ends the call before there is a session.
         if "_session" in vars(self):
             self._session.training_batches = None
+
+
+@final
+class EvenBatches(BatchIterator):
+    """Ends the pass of all processes when the data of the first one ends.
+
+    The remaining batches of the others are not used.
+
+    Args:
+        batches: those of this process.
+        session: the run.
+    """
+
+    def __init__(self, batches: BatchIterator, session: Session) -> None:
+        self._batches = batches
+        self._session = session
+
+    def __next__(self) -> Any:
+        batch = next(self._batches, _END)
+        has_ended, is_last = self._session.replicas.agree(batch is _END, self._batches.is_last)
+        if has_ended:
+            self.close()
+            raise StopIteration
+        self.num_samples, self.is_last = self._batches.num_samples, is_last
+        self.indices, self.contents = self._batches.indices, self._batches.contents
+        return batch
+
+    def close(self) -> None:
+        """End the pass and its workers."""
+        self._batches.close()

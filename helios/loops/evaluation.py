@@ -21,9 +21,8 @@ from helios.data.source import NO_BATCH, BatchIterator, Source
 from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.run_along import copy_attributes
+from helios.loops.repeated_steps import StepTrace, copy_attributes
 from helios.loops.step import begin_forward, end_forward, take_step
-from helios.loops.step_trace import StepTrace
 from helios.model.processor import Processed
 from helios.state import Phase
 

@@ -7,6 +7,7 @@ and cursor, so a replaced loop resumes from any checkpoint.
 from __future__ import annotations
 
 import difflib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -23,6 +24,8 @@ from helios.hooks.overrides import (
 )
 from helios.loops.view import SessionView
 from helios.session import Session
+
+_LOGGER = logging.getLogger(__name__)
 
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
@@ -378,6 +381,37 @@ class Loop(ABC):
                 ) from error
         for role, child in self._children().items():
             child._spread_states(f"{path}.{role.removesuffix('_loop')}", states)
+
+
+@final
+class LoopStates:
+    """Saves and restores the states of loops.
+
+    Args:
+        root: the outermost loop.
+        path: its role, which is the first part of all names.
+    """
+
+    def __init__(self, root: Loop, path: str) -> None:
+        self._root = root
+        self._path = path
+        self._carried: dict[str, Any] = {}
+
+    def capture(self) -> dict[str, Any]:
+        """Return the states by role path."""
+        return self._carried | self._root._collect_states(self._path)
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restore the state of each loop; unused states are kept and saved again."""
+        left = dict(states)
+        self._root._spread_states(self._path, left)
+        self._carried.update(left)
+        if left:
+            _LOGGER.warning(
+                "The checkpoint holds the state of a loop that is not connected: %s. It is kept "
+                "unread in later checkpoints; connect the loop again to use it.",
+                ", ".join(left),
+            )
 
 
 def _find_owner(kind: type, name: str) -> type:

@@ -15,9 +15,8 @@ from helios.engines.engine import redefines
 from helios.errors import UsageError
 from helios.hooks.bus import check_call
 from helios.listeners import Listening
-from helios.loops.first_update import FirstUpdate, StepsMade
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.rounds import EarlierGradients, OwnRound
+from helios.loops.override_checks import EarlierGradients, FirstUpdate, OwnRound, StepsMade
 from helios.loops.step import end_forward, find_loss, loss_of, losses_in, record_changes, take_step
 from helios.model.model import Model
 from helios.protocols import GradientAudit

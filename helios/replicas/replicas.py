@@ -18,9 +18,9 @@ from helios.core.sharded_tensors import RowShare, replace_sharded, whole_of
 from helios.distributed import pickling
 from helios.distributed.process_groups import DistributedInfo, collective, control_group
 from helios.errors import UsageError
-from helios.replicas.assignment import assign
 from helios.replicas.messages import Message, PointToPoint
 from helios.replicas.named_sums import NumberReducer
+from helios.replicas.reduction_tree import assign
 from helios.replicas.tree_reducer import TreeReducer
 
 _LONE = DistributedInfo()

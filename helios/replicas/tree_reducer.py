@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helios.errors import UsageError
-from helios.replicas.assignment import block_of, blocks, is_power_of_two
 from helios.replicas.messages import Message, PointToPoint
-from helios.replicas.reduction_tree import finish, subtrees
+from helios.replicas.reduction_tree import block_of, blocks, finish, is_power_of_two, subtrees
 
 # Measured with scripts/bench/reduce.py over gloo, on 2 and 4 ranks: up to these sizes sending whole
 # parts is faster than sending halves, to any partner and to the last one.

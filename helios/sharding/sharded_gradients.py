@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from helios.core.sharded_tensors import local_of
 from helios.core.utils import parameters_of
 from helios.errors import UsageError
-from helios.replicas.assignment import is_power_of_two
 from helios.replicas.gradients import FindNetworks, Gradients
-from helios.replicas.reduction_tree import children, subtrees
+from helios.replicas.reduction_tree import children, is_power_of_two, subtrees
 from helios.replicas.replicas import Replicas
 from helios.sharding.fsdp_adapter import ShardedUnit, is_in_backward
 from helios.sharding.requirements import check_hooks

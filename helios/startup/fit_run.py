@@ -33,10 +33,9 @@ from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
 from helios.loops.evaluation import EvaluationLoop
 from helios.loops.fit import FitLoop
-from helios.loops.loop import Loop
-from helios.loops.loop_states import LoopStates
+from helios.loops.loop import Loop, LoopStates
 from helios.loops.optimizer import OptimizerLoop
-from helios.loops.run_along import RunningAlong
+from helios.loops.repeated_steps import PaddingTurns
 from helios.model.new_settings import NewSettings, steps_of_epochs
 from helios.model.schedulers import Schedulers
 from helios.protocols import GradientAudit
@@ -673,7 +672,7 @@ def make_audit(options: Audit | None, session: Session, loop: Loop) -> GradientA
         loop: the root of all loops.
     """
     if session.gradients.has_idle_turn:
-        return RunningAlong(session)
+        return PaddingTurns(session)
     if options is None:
         return None
     own = sorted({type(part).__name__ for part in _other_loops(loop)})

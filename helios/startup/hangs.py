@@ -253,7 +253,6 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 _PEERS = {
     "helios.replicas.gradients": "in the exchange of gradients",
     "helios.replicas.flat_gradients": "in the exchange of gradients",
-    "helios.replicas.row_norm": "in the exchange of gradients",
     "helios.replicas.window_exchange": "in the exchange of gradients",
     "helios.sharding.sharded_gradients": "in the exchange of gradients",
     "helios.replicas.module_buffers": "in the exchange of buffers",

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from helios.audit.step_audit import AuditTurn, find_turn
-from helios.replicas.assignment import blocks
+from helios.replicas.reduction_tree import blocks
 
 
 def turns_of(num_replicas: int, num_processes: int, accumulation: int) -> list[AuditTurn]:

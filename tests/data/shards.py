@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
 from helios.data.source import LONE, NO_BATCH, Shard, Source
-from helios.replicas.assignment import blocks
+from helios.replicas.reduction_tree import blocks
 from tests.data.datasets import FETCH, Lone, join
 
 Opener = Callable[[Shard], Source]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from helios.errors import UsageError
-from helios.replicas.assignment import block_of, blocks
 from helios.replicas.named_sums import NumberReducer
+from helios.replicas.reduction_tree import block_of, blocks
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits, by_definition
 

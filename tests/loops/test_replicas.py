@@ -20,11 +20,11 @@ from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import Boundary
+from helios.loops.epoch import EvenBatches
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import require
 from helios.loops.optimizer import OptimizerLoop
-from helios.loops.uneven_inputs import EvenBatches
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
 from helios.model.processor import Processed

@@ -13,7 +13,7 @@ from torch import nn
 from helios.core import rng
 from helios.errors import UsageError
 from helios.loops.evaluation import ValidationLoop
-from helios.loops.sanity_validation import trying
+from helios.loops.fit import trying
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helios.replicas.assignment import blocks
 from helios.replicas.module_buffers import ReplicaBuffers
+from helios.replicas.reduction_tree import blocks
 from helios.replicas.replicas import Replicas
 from tests.engines.joined import replicas_on
 from tests.support.ranks import run_ranks

@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from helios.errors import ArgumentError, UsageError
-from helios.replicas.assignment import block_of, blocks, waves
 from helios.replicas.reduction_tree import (
     TreeStack,
     add_values,
+    block_of,
+    blocks,
     children,
     finish,
     subtrees,
     tree_sum,
+    waves,
 )
 from tests.support.sums import by_definition
 

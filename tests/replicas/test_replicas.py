@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helios.distributed.process_groups import DistributedInfo
 from helios.errors import ArgumentError, UsageError
-from helios.replicas.assignment import blocks
+from helios.replicas.reduction_tree import blocks
 from helios.replicas.replicas import Replicas
 from tests.engines.joined import replicas_on
 from tests.support.ranks import run_ranks

@@ -13,7 +13,7 @@ from torch import nn
 from helios.core import rng
 from helios.distributed.process_groups import DistributedInfo
 from helios.errors import UsageError
-from helios.replicas.assignment import blocks
+from helios.replicas.reduction_tree import blocks
 from helios.replicas.replicas import Replicas
 from helios.replicas.turns import Turns, make_turns
 from tests.engines.joined import replicas_on

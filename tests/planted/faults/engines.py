@@ -152,7 +152,7 @@ def a_loop_of_the_users_updates_once_for_each_replica(update, loop, optimizer=No
 
 
 @fault(
-    "helios.loops.rounds:OwnRound.end",
+    "helios.loops.override_checks:OwnRound.end",
     f"{ROUNDS}::test_a_call_that_is_missing_or_made_twice_is_an_error_at_the_first_batch",
 )
 def a_loop_of_the_users_may_forget_the_update(end, own):
@@ -160,7 +160,7 @@ def a_loop_of_the_users_may_forget_the_update(end, own):
 
 
 @fault(
-    "helios.loops.rounds:EarlierGradients.__init__",
+    "helios.loops.override_checks:EarlierGradients.__init__",
     f"{ROUNDS}::test_each_round_begins_without_the_gradients_of_earlier_micro_batches",
 )
 def a_loop_of_the_users_sees_the_gradients_of_the_whole_window(init, earlier, optimizers):
@@ -168,7 +168,7 @@ def a_loop_of_the_users_sees_the_gradients_of_the_whole_window(init, earlier, op
 
 
 @fault(
-    "helios.loops.rounds:EarlierGradients.add_back",
+    "helios.loops.override_checks:EarlierGradients.add_back",
     f"{ROUNDS}::test_a_model_may_make_one_gradient_of_several_losses",
 )
 def gradients_of_earlier_micro_batches_are_lost(add_back, earlier, optimizer=None):

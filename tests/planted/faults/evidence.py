@@ -139,7 +139,7 @@ def each_process_audits_its_own_gradients(find_turn, number, **more):
 
 
 @fault(
-    "helios.loops.step_trace:StepInputs.put",
+    "helios.loops.repeated_steps:StepInputs.put",
     "tests/audit/test_step_audit.py::test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from",
 )
 def an_audit_repeats_a_step_with_the_buffers_that_it_has_left(put, inputs, session):

@@ -232,7 +232,7 @@ def a_turn_without_a_backward_is_not_compared(compare_forward, calls):
     return None
 
 
-@fault("helios.replicas.row_norm:norm_by_rows", CLIPPED)
+@fault("helios.replicas.gradients:norm_by_rows", CLIPPED)
 def the_norm_of_sharded_gradients_is_that_of_one_shard(norm_by_rows, gradients, *args, **more):
     import torch
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from helios.errors import UsageError
-from helios.replicas import row_norm
-from helios.replicas.row_norm import norm_by_rows
+from helios.replicas.gradients import _largest_of_rows, _row_squares, norm_by_rows
 
 SHAPES = [(7, 5), (1, 3), (2,), (53, 11, 3), (1, 1), (4097,), (3, 0)]
 
@@ -33,7 +32,7 @@ def test_it_is_close_to_the_norm_in_float64(scale: float) -> None:
 def test_shards_of_rows_give_the_same_bits(num_processes: int, norm_type: float) -> None:
     gradients = make_gradients()
     whole = norm_by_rows(gradients, norm_type=norm_type)
-    measure = row_norm._row_squares if norm_type == 2.0 else row_norm._largest_of_rows
+    measure = _row_squares if norm_type == 2.0 else _largest_of_rows
     parts = []
     for each in gradients:
         size = -(-each.shape[0] // num_processes)
