@@ -258,7 +258,7 @@ class EpochLoop(Loop):
         self._close_batches()
         self._refuse_empty_epoch()
         if not self._is_over and not self._is_complete:
-            self._settle_cut()
+            self._end_cut_epoch()
         if self._is_left_unfinished:
             session.display.end_epoch()
             return
@@ -346,7 +346,7 @@ class EpochLoop(Loop):
                 session.state.global_epoch,
             )
 
-    def _settle_cut(self) -> None:
+    def _end_cut_epoch(self) -> None:
         """Bring an epoch that a hook has ended early to a point where it may end.
 
         By steps, an open window continues in the next epoch, and a closed one is a safe point,

@@ -197,7 +197,7 @@ class EvaluationLoop(Loop):
             self._kept = batch if session.turns.keeps_batches else None
             result = take_step(session, self.step_name, batch, step, *which, has_begun=True)
             end_forward(session, result, result.loss if isinstance(result, Processed) else None)
-            self._take(result, replica, size)
+            self._add_result(result, replica, size)
         session.turns.end_shares(self._seed)
         session.batch = session.raw_batch
         hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
@@ -228,7 +228,7 @@ class EvaluationLoop(Loop):
     def on_run_end(self) -> Any:
         """Restore modes, then emit the end of the pass; returns its result."""
         self._session.gradients.compare_calls()
-        result = self._conclude()
+        result = self._finish_pass()
         self._modes.close()
         # A process whose replicas had no batch at the end has drawn fewer numbers than others.
         self._session.turns.end_shares(self._seed)
@@ -253,11 +253,11 @@ class EvaluationLoop(Loop):
         self._session.hooks.emit(f"on_{self.noun}_end")
 
     @abstractmethod
-    def _take(self, result: Any, replica: int = 0, size: int | None = None) -> None:
+    def _add_result(self, result: Any, replica: int = 0, size: int | None = None) -> None:
         """Record the result of one step of a replica, whose batch has so many samples."""
 
     @abstractmethod
-    def _conclude(self) -> Any:
+    def _finish_pass(self) -> Any:
         """Return the result of the pass, while modes are still those of the evaluation."""
 
 
@@ -334,7 +334,7 @@ class ScoringLoop(EvaluationLoop):
     def scores(self) -> dict[str, Any]:
         """The model's table for the scores."""
 
-    def _take(self, result: Any, replica: int = 0, size: int | None = None) -> None:
+    def _add_result(self, result: Any, replica: int = 0, size: int | None = None) -> None:
         suffix = f"/{self.source.name or self._loader}" if len(self._sources) > 1 else ""
         self._totals[replica].add(result, suffix, size=size)
         if size is None and isinstance(result, Processed) and not self._has_named_sizes:
@@ -368,7 +368,7 @@ class ScoringLoop(EvaluationLoop):
                 self.step_name,
             )
 
-    def _conclude(self) -> bool:
+    def _finish_pass(self) -> bool:
         sums = self._session.replicas.sum_scores([part.sums for part in self._totals.values()])
         write_scores(sums, self.scores)
         self._session.summed_scores = {name: self.scores[name] for name in sums}

@@ -175,7 +175,7 @@ class OptimizerLoop(Loop):
             self._warn_of_double_steps()
         end_forward(session, result, loss)
         if not self._has_begun or session.is_manual is not (loss is None):
-            self._settle_mode(is_manual=loss is None)
+            self._fix_mode(is_manual=loss is None)
         if self._round is not None:
             self._round.see_forward(is_manual=loss is None)
         if loss is not None:
@@ -380,7 +380,7 @@ class OptimizerLoop(Loop):
         table.clear()
         table.update(losses)
 
-    def _settle_mode(self, *, is_manual: bool) -> None:
+    def _fix_mode(self, *, is_manual: bool) -> None:
         """Set the mode at the first step.
 
         Raises:

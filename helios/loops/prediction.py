@@ -26,12 +26,12 @@ class PredictionLoop(EvaluationLoop):
         super().reset()
         self._predictions: list[list[Any]] = [[] for _ in self._sources]
 
-    def _take(self, result: Any, replica: int = 0, size: int | None = None) -> None:
+    def _add_result(self, result: Any, replica: int = 0, size: int | None = None) -> None:
         self._predictions[self._loader].append(result)
 
     def _shown(self, result: Any) -> tuple[Any, ...]:
         return (result,)
 
-    def _conclude(self) -> list[Any]:
+    def _finish_pass(self) -> list[Any]:
         predictions, self._predictions = self._predictions, []
         return predictions if len(self._sources) > 1 else predictions[0]

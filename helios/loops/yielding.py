@@ -101,7 +101,7 @@ class YieldLoop(OptimizerLoop):
         watch = session.turns.begin_step()
         session.turns.has_collected = True
         with closing(self._start(batch)) as generator:
-            self._settle_mode(is_manual=False)
+            self._fix_mode(is_manual=False)
             self._hold_skip(next(iter(turns)))
             engine._count_micro_batch()
             earlier = ""
