@@ -23,7 +23,7 @@ from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
-from helios.startup.chosen_checkpoint import Choice
+from helios.startup.checkpoint_search import Choice
 from helios.startup.launch_call import run_call
 from helios.startup.objects import (
     EvaluationRoot,

@@ -162,9 +162,9 @@ FAULTS = (
     ),
     Fault(
         "damage that one process has found ends the start",
-        "helios/startup/resume_point.py",
-        '    except DamagedCheckpointError as error:\n        return str(error)\n    return ""',
-        '    except ZeroDivisionError as error:\n        return str(error)\n    return ""',
+        "helios/startup/checkpoint_search.py",
+        "        except DamagedCheckpointError as error:\n            return str(error)\n",
+        "        except ZeroDivisionError as error:\n            return str(error)\n",
         f"{SHARDED_SAVES}::"
         "test_damage_that_only_one_process_can_see_leads_all_to_an_older_checkpoint",
     ),
@@ -397,16 +397,16 @@ FAULTS = (
     ),
     Fault(
         "the first hour: resume=<path> is not what an evaluation loads",
-        "helios/startup/chosen_checkpoint.py",
+        "helios/startup/checkpoint_search.py",
         "    if asked is None and not has_fitted:",
         "    if asked is None and has_fitted:",
         f"{CHOSEN}::test_the_file_of_resume_is_evaluated_until_the_trainer_has_trained",
     ),
     Fault(
         "the first hour: the best checkpoint is the newest one",
-        "helios/startup/chosen_checkpoint.py",
-        "    if not choice.is_best:\n",
-        "    if choice.is_best:\n",
+        "helios/startup/checkpoint_search.py",
+        "    if choice.is_best:\n        return Best",
+        "    if not choice.is_best:\n        return Best",
         f"{CHOSEN}::test_each_evaluation_loads_what_it_is_asked_for",
     ),
     Fault(

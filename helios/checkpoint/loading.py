@@ -137,8 +137,8 @@ class FileChecks(ABC):
 
     def __iter__(self) -> Iterator[Check]:
         """Yield all checks in their order; each may rely on those before it."""
-        yield Check(Depth.NAMES, self._find_files)
         yield Check(Depth.SIDECAR, self._read_sidecar, Condition.NEWER)
+        yield Check(Depth.NAMES, self._find_files, shows_content=True)
         yield Check(Depth.HEADER, self._check_header)
         yield Check(Depth.BYTES, self._compare_bytes, Condition.UNMIGRATED)
         yield Check(Depth.STRUCTURE, self._read_content, shows_content=True)

@@ -14,7 +14,7 @@ from helios.errors import UsageError
 from helios.model.model import Model
 from helios.plugins.averaging import StoredAverage, WeightAverage
 from helios.startup import run_identity
-from helios.startup.chosen_checkpoint import Chosen, find_chosen
+from helios.startup.checkpoint_search import find_chosen
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import move_networks
 from helios.startup.run_log import format_scores, open_logs
@@ -30,8 +30,7 @@ def evaluate(run: Run) -> Any:
     run.prepare_data()
     name = run.options.name_for(run.model.save_name)
     in_hand = run.call.in_hand
-    chosen = Chosen(None) if run.call.is_in_hand else _find_chosen(run, name)
-    loaded = chosen.loaded
+    loaded, reasons = (None, []) if run.call.is_in_hand else _find_chosen(run, name)
     record = None if loaded is None else run.detach(loaded.record)
     if loaded is not None:
         _add_averages(run, loaded)
@@ -65,7 +64,7 @@ def evaluate(run: Run) -> Any:
         run.owners.restore(trained.owners, is_inference=True)
     used = in_hand if loaded is None else None
     left_out = {} if used is None else used.leave_out_averages(run.plugins.values())
-    _log_weights(run, chosen, left_out)
+    _log_weights(run, loaded, reasons, left_out)
     result = run.loop.run()
     if used is not None and not left_out:
         # Steps may have changed buffers; what the next evaluation finds changed is the user's.
@@ -75,7 +74,7 @@ def evaluate(run: Run) -> Any:
     return result
 
 
-def _find_chosen(run: Run, run_name: str) -> Chosen:
+def _find_chosen(run: Run, run_name: str) -> tuple[Loaded | None, list[str]]:
     return find_chosen(
         run.call.choice,
         run.options,
@@ -139,17 +138,20 @@ def _set_up_around(run: Run, in_hand: ModelInHand) -> Trained:
     return Trained({}, {}, states, {})
 
 
-def _log_weights(run: Run, chosen: Chosen, left_out: Mapping[str, list[str]]) -> None:
+def _log_weights(
+    run: Run, loaded: Loaded | None, reasons: list[str], left_out: Mapping[str, list[str]]
+) -> None:
     """Log which weights are evaluated, and why.
 
     Args:
         run: the evaluation.
-        chosen: the checkpoint, if there is one.
+        loaded: the checkpoint, if there is one.
+        reasons: why it was chosen.
         left_out: networks whose average is not used, by id of the plugin.
     """
     reason = run.call.reason_to_load
-    if chosen.loaded is not None:
-        texts = [chosen.loaded.path.name, *chosen.reasons]
+    if loaded is not None:
+        texts = [loaded.path.name, *reasons]
         texts += [f"the newest checkpoint, because {reason}"] if reason else []
     elif run.call.handed is not None:
         texts = ["the model as the process that started the ranks has it"]

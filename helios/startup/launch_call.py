@@ -22,7 +22,7 @@ from helios.launch.ipc import LaunchQueue
 from helios.launch.launcher import LaunchKind, spawn
 from helios.launch.worker import end_with_launcher
 from helios.replicas.on_all_ranks import on_first
-from helios.startup.chosen_checkpoint import require_present
+from helios.startup.checkpoint_search import require_present
 from helios.startup.evaluation_run import evaluate
 from helios.startup.fit_run import fit
 from helios.startup.model_in_hand import ModelInHand

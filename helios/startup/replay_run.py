@@ -15,7 +15,8 @@ from helios.checkpoint.run_listener import RunListener, Validated
 from helios.errors import UsageError
 from helios.ledger.differences import LedgerFollower, Replay
 from helios.ledger.writer import LedgerWriter
-from helios.replicas.on_all_ranks import on_each, on_first
+from helios.replicas.on_all_ranks import on_first
+from helios.startup.checkpoint_search import GivenCheckpoint
 from helios.startup.fit_run import Training
 from helios.startup.replay_start import Stretch, require_restart
 from helios.startup.reproducibility_level import Reproducibility
@@ -43,9 +44,7 @@ def replay(run: Run) -> Replay:
     stretch = on_first(run.replicas, lambda: run.call.replay)
     assert stretch is not None
     types = run.model.types_for_safe_load()
-    starts = list[Start]()
-    on_each(run.replicas, lambda: starts.append(_load_start(stretch, types)))
-    (start,) = starts
+    start = _load_start(run, stretch, types)
     comparison = _Comparison(run, stretch, start)
     evidence = comparison.make_evidence
     training = Training(run, start, make_evidence=evidence, outside=comparison.ask)
@@ -54,9 +53,10 @@ def replay(run: Run) -> Replay:
     return on_first(run.replicas, comparison.conclude)
 
 
-def _load_start(stretch: Stretch, types: list[Any]) -> Start:
-    path = stretch.checkpoint
-    loaded = None if path is None else loading.load(path, types, maps=True)
+def _load_start(run: Run, stretch: Stretch, types: list[Any]) -> Start:
+    path, loaded = stretch.checkpoint, None
+    if path is not None:
+        loaded, _ = GivenCheckpoint(path, types, run.replicas).run()
     # A branch that has saved nothing yet has the rewinds of its origin.
     stored = [] if loaded is None else loaded.record.rewinds
     rewinds = join_rewinds(stored, stretch.rewinds)

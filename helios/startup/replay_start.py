@@ -14,7 +14,7 @@ from helios.checkpoint.reproducibility import Level
 from helios.errors import ArgumentError, CheckpointError, LedgerError, UsageError
 from helios.ledger.book import FILE_NAME, parse_header, read_lines
 from helios.ledger.line import STEPS, step_of
-from helios.startup.resume_point import open_folder
+from helios.startup.checkpoint_search import open_folder
 from helios.startup.rewinding import Rewind, find_rewinds
 from helios.startup.trainer_options import Options
 from helios.text import with_step

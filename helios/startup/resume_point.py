@@ -12,48 +12,25 @@ folder. Therefore :func:`find_start` searches again under the lock, in one listi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
+from helios.checkpoint.store import Loaded, RunFolder
 from helios.core.sharded_tensors import RowShare
 from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError, RunMismatchError
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
+from helios.startup.checkpoint_search import SHARING, Search, open_folder
 from helios.startup.processes import Stored
 from helios.startup.rewinding import FILE_NAME, Rewind, RewindPlan, find_course
 from helios.startup.trainer_options import Options
 from helios.storage import files
 from helios.storage.folder_lock import FolderLock
-
-SHARING = (
-    "All processes must see the folder chkpt_root: put it on a file system that the machines "
-    "share, under the same path."
-)
-"""Remedy if a process does not see what another one has written."""
-
-
-def open_folder(options: Options, save_name: str) -> RunFolder | None:
-    """Return the folder of a run, or ``None`` without ``chkpt_root``.
-
-    Raises:
-        ArgumentError: if there is a file with its name.
-    """
-    if options.chkpt_root is None:
-        return None
-    path = options.chkpt_root / save_name
-    if path.exists() and not path.is_dir():
-        raise ArgumentError(
-            f"The run's folder, chkpt_root/<save_name>, must be a folder, got the file {path}. "
-            "Move the file away, or give the model another save_name."
-        )
-    return RunFolder(path, options.store or CheckpointStore())
 
 
 def require_writable(options: Options, save_name: str) -> None:
@@ -217,24 +194,6 @@ def find_replicas(path: Path, safe_types: list[Any]) -> Stored | None:
     return stored if stored is not None and stored.num_replicas else None
 
 
-def load_found_by_rank_0(
-    folder: RunFolder, path: Path | None, safe_types: list[Any], team: Replicas
-) -> Loaded | None:
-    """Load the file that rank 0 has found.
-
-    Raises:
-        CheckpointError: if this process does not see it.
-    """
-    if path is None:
-        return None
-    if not file_names.is_present(path):
-        raise CheckpointError(
-            f"Rank 0 of {team.num_processes} resumes from {path}, but rank {team.rank} finds no "
-            f"such file. {SHARING}"
-        )
-    return folder.load(path, safe_types)
-
-
 def find_start(
     options: Options,
     save_name: str,
@@ -262,64 +221,45 @@ def find_start(
     folder = open_folder(options, save_name)
     if folder is None:
         return Start()
-    folder.share = share
-    while True:
-        start = _find(folder, options, safe_types, run_name=run_name, replicas=replicas)
-        if start is not None:
-            return start
+    search = _StartSearch(folder, options, run_name, safe_types, replicas, share)
+    loaded, start = search.run()
+    return replace(start, folder=folder, loaded=loaded)
 
 
-def _find(
-    folder: RunFolder,
-    options: Options,
-    safe_types: list[Any],
-    *,
-    run_name: str,
-    replicas: Replicas,
-) -> Start | None:
-    """Search once; ``None`` if a process has found its part damaged, which is put aside then."""
-    own: list[Start] = []
+@final
+class _StartSearch(Search[Start]):
+    """The checkpoint that ``resume`` selects, under the lock of its folder.
 
-    def look() -> tuple[str | None, Start]:
-        start = _look(folder, options, run_name, safe_types)
-        _check_replicas(start.loaded, replicas.num_replicas)
-        own.append(start)
+    Args:
+        folder: the run's folder.
+        options: which checkpoint is resumed.
+        run_name: name of the current run.
+        rest: as in :class:`Search`.
+    """
+
+    def __init__(self, folder: RunFolder, options: Options, run_name: str, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._folder = folder
+        self._options = options
+        self._run_name = run_name
+        folder.share = self._share
+
+    def _choose(self) -> tuple[str | None, Start]:
+        start = _choose_start(self._folder, self._options, self._run_name, self._types)
+        self._found = start.loaded
+        _check_replicas(start.loaded, self._team.num_replicas)
         name = None if start.loaded is None else start.loaded.path.name
         return name, replace(start, folder=None, loaded=None)
 
-    def load_too() -> None:
-        if own:
-            return
-        path = None if name is None else folder.path / name
-        if path is not None and found.is_branch:
-            path = options.resume_path
-        own.append(
-            replace(
-                found,
-                folder=folder,
-                loaded=load_found_by_rank_0(folder, path, safe_types, replicas),
-            )
-        )
+    def _path(self, name: str, facts: Start) -> Path:
+        origin = self._options.resume_path
+        return origin if facts.is_branch and origin is not None else self._folder.path / name
 
-    name, found = on_first(replicas, look)
-    if found.is_branch or folder.share is None:
-        on_each(replicas, load_too)
-        return own[0]
-    reports = on_each(replicas, lambda: _find_damage(load_too))
-    damage = next(filter(None, reports), None)
-    if damage is None:
-        return own[0]
-    on_first(replicas, lambda: folder.pass_over(folder.path / str(name), damage))
-    return None
-
-
-def _find_damage(load: Callable[[], None]) -> str:
-    """Return what is damaged of what this process needs; empty if nothing is."""
-    try:
-        load()
-    except DamagedCheckpointError as error:
-        return str(error)
-    return ""
+    def _pass_over(self, path: Path, facts: Start, damage: str) -> None:
+        if facts.is_branch or self._share is None:
+            # Rank 0 has verified all of it: nothing is wrong with the file.
+            raise DamagedCheckpointError(damage)
+        self._folder.pass_over(path, damage)
 
 
 def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
@@ -331,7 +271,9 @@ def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
         )
 
 
-def _look(folder: RunFolder, options: Options, run_name: str, safe_types: list[Any]) -> Start:
+def _choose_start(
+    folder: RunFolder, options: Options, run_name: str, safe_types: list[Any]
+) -> Start:
     """Find the start, and move or delete files as ``resume`` requires; runs in one process."""
     listed = folder.clean()
     if options.resume == "never":

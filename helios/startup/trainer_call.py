@@ -26,7 +26,7 @@ from helios.ledger.differences import Replay
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.session import Session
-from helios.startup.chosen_checkpoint import (
+from helios.startup.checkpoint_search import (
     CheckpointChoice,
     Choice,
     choose_checkpoint,

@@ -12,7 +12,7 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.options import KeepBest
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import CheckpointError
-from helios.startup.chosen_checkpoint import CheckpointChoice, find_chosen, find_newest
+from helios.startup.checkpoint_search import CheckpointChoice, find_chosen
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.engines.joined import replicas_on
 from tests.startup.test_arguments import make
@@ -24,7 +24,9 @@ def _find(rank: int, root: Path, patch: Callable[[pytest.MonkeyPatch, int, Path]
     with replicas_on(rank, 2, 2) as team, pytest.MonkeyPatch.context() as context:
         patch(context, rank, root / "run")
         try:
-            loaded = find_newest(options, "run", [], team=team)
+            loaded, _ = find_chosen(
+                CheckpointChoice(), options, "run", [], run_name="run", team=team
+            )
         except CheckpointError as error:
             return str(error)
         return None if loaded is None else loaded.path.name
@@ -89,9 +91,9 @@ def _find_best(rank: int, root: Path) -> tuple[str, list[str]]:
         choice = CheckpointChoice(
             is_best=True, rule=KeepBest(1, "loss", "min").rule, is_required=True
         )
-        chosen = find_chosen(choice, options, "run", [], run_name="run", team=team)
-        assert chosen.loaded is not None
-        return chosen.loaded.path.name, chosen.reasons
+        loaded, reasons = find_chosen(choice, options, "run", [], run_name="run", team=team)
+        assert loaded is not None
+        return loaded.path.name, reasons
 
 
 def _save_scored(path: Path, iteration: int, loss: float, *, keeps: int) -> None:

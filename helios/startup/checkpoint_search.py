@@ -1,30 +1,30 @@
-"""Which checkpoint an evaluation is asked to load, and how it is found while a training may write.
+"""The search for a checkpoint: which one is asked for, and how all processes load the same one.
 
-That training deletes old checkpoints. A file that disappears while it is loaded, in one process or
-between two, is not an error: a newer one was committed before, and is searched for then.
+A training may be writing to the folder, and deletes old checkpoints. A file that disappears while
+it is loaded, in one process or between two, is not an error: a newer one was committed before, and
+is searched for then.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import logging
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
 
 from helios.best import BestRule
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.retention import Ranking, rank_checkpoints, with_sidecar
-from helios.checkpoint.store import Loaded, RunFolder
+from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
 from helios.core.sharded_tensors import RowShare
 from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, DamagedCheckpointError
 from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.best_validations import find_declared_rule, require_one_mode
-from helios.startup.resume_point import load_found_by_rank_0, open_folder
 from helios.startup.trainer_options import Options
 from helios.storage.local_paths import as_local_path
 from helios.text import number_text
@@ -91,60 +91,97 @@ def choose_checkpoint(
     return CheckpointChoice(is_best=True, rule=rule, is_required=True)
 
 
-def find_newest(
-    options: Options, save_name: str, safe_types: list[Any], *, team: Replicas
-) -> Loaded | None:
-    """Load the newest undamaged checkpoint, the same one in all processes of a team.
+SHARING = (
+    "All processes must see the folder chkpt_root: put it on a file system that the machines "
+    "share, under the same path."
+)
+"""Remedy if a process does not see what another one has written."""
 
-    Args:
-        options: where checkpoints are.
-        save_name: name of the run's folder.
-        safe_types: types that may be built.
-        team: the processes; rank 0 searches.
+Facts = TypeVar("Facts")
+
+
+def open_folder(options: Options, save_name: str) -> RunFolder | None:
+    """Return the folder of a run, or ``None`` without ``chkpt_root``.
 
     Raises:
-        CheckpointError: if there is a checkpoint that cannot be used.
+        ArgumentError: if there is a file with its name.
     """
-    folder = open_folder(options, save_name)
-    return None if folder is None else run_search(Search(folder, safe_types, team))
+    if options.chkpt_root is None:
+        return None
+    path = options.chkpt_root / save_name
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"The run's folder, chkpt_root/<save_name>, must be a folder, got the file {path}. "
+            "Move the file away, or give the model another save_name."
+        )
+    return RunFolder(path, options.store or CheckpointStore())
 
 
-def run_search(search: Search) -> Loaded | None:
-    """Search until all processes have loaded the same checkpoint; ``None`` if there is none."""
-    for _ in file_names.listings(search.folder.path):
-        if search.succeeds():
-            break
-    return search.found
+class Search(ABC, Generic[Facts]):
+    """The search for one checkpoint: rank 0 looks for it, and all processes load the same file.
 
-
-class Search:
-    """The search in one process of a team; all of them do the same at the same time.
+    What rank 0 looks for is the rule of the class. All processes run the search at the same time.
 
     Args:
-        folder: the run's folder.
         safe_types: types that may be built.
-        team: the processes; rank 0 searches.
-
-    Attributes:
-        found: the checkpoint, once it is loaded.
+        team: the processes.
+        share: what this process reads of sharded tensors; ``None`` for everything.
     """
 
-    def __init__(self, folder: RunFolder, safe_types: list[Any], team: Replicas) -> None:
-        self.found: Loaded | None = None
-        self.folder = folder
+    def __init__(
+        self, safe_types: list[Any], team: Replicas, share: RowShare | None = None
+    ) -> None:
         self._types = safe_types
         self._team = team
+        self._share = share
+        self._found: Loaded | None = None
 
-    def succeeds(self) -> bool:
-        """Search and load; returns whether all processes have it, or there is none."""
-        name = on_first(self._team, self._look)
-        if name is None:
-            return True
-        path = self.folder.path / name
+    def run(self) -> tuple[Loaded | None, Facts]:
+        """Search until all processes have loaded the same checkpoint.
+
+        Returns:
+            The checkpoint, ``None`` if there is none; and what rank 0 knows of it.
+
+        Raises:
+            CheckpointError: in all processes, if one does not see what rank 0 has found.
+        """
+        attempts = self._attempts()
+        while True:
+            next(attempts)
+            self._found = None
+            name, facts = on_first(self._team, self._choose)
+            if name is None or self._is_loaded_by_all(self._path(name, facts), facts):
+                return self._found, facts
+
+    def _attempts(self) -> Iterator[Any]:
+        """Yield before each attempt; by default without end."""
+        return itertools.repeat(None)
+
+    @abstractmethod
+    def _choose(self) -> tuple[str | None, Facts]:
+        """Load the checkpoint on rank 0; returns its name if there is one, and small facts."""
+
+    @abstractmethod
+    def _path(self, name: str, facts: Facts) -> Path:
+        """Return the path of what rank 0 has found, as this process sees it."""
+
+    def _pass_over(self, path: Path, facts: Facts, damage: str) -> None:
+        """Go on, on rank 0, where another process has found damage; by default, that is an error.
+
+        Raises:
+            DamagedCheckpointError: if no other checkpoint will do.
+        """
+        raise DamagedCheckpointError(damage)
+
+    def _load(self, path: Path) -> Loaded:
+        return loading.load_present(path, self._types, maps=True, share=self._share)
+
+    def _is_loaded_by_all(self, path: Path, facts: Facts) -> bool:
+        """Load it in all processes; returns whether they have it."""
         reports = on_each(self._team, lambda: self._try(path))
         damage = next((text for text in reports if text), "")
         if damage:
-            on_first(self._team, lambda: self._pass_over(path, damage))
+            on_first(self._team, lambda: self._pass_over(path, facts, damage))
             return False
         if None not in reports:
             return True
@@ -154,47 +191,112 @@ class Search:
         on_each(self._team, lambda: self._insist(path))
         return True
 
-    def _look(self) -> str | None:
-        self.found = self.folder.load_newest(self._types, renames_damaged=False)
-        return None if self.found is None else self.found.path.name
-
     def _try(self, path: Path) -> str | None:
         """Load what rank 0 has found; returns what is damaged of it, ``None`` if it is gone."""
         if self._team.rank == 0:
             return ""
         try:
-            self.found = loading.load_present(path, self._types, maps=True, share=self.folder.share)
+            self._found = self._load(path)
         except FileNotFoundError:
             return None
         except DamagedCheckpointError as error:
             return str(error)
         return ""
 
-    def _pass_over(self, path: Path, damage: str) -> None:
-        """Look for an older checkpoint instead of one that another process found damaged."""
-        self.folder.pass_over(path, damage, renames=False)
-
     def _insist(self, path: Path) -> None:
-        if self._team.rank != 0:
-            self.found = load_found_by_rank_0(self.folder, path, self._types, self._team)
+        if self._team.rank == 0:
+            return
+        if not file_names.is_present(path):
+            raise CheckpointError(
+                f"Rank 0 of {self._team.num_processes} resumes from {path}, but rank "
+                f"{self._team.rank} finds no such file. {SHARING}"
+            )
+        self._found = loading.load(path, self._types, maps=True, share=self._share)
+
+
+@final
+class GivenCheckpoint(Search[list[str]]):
+    """A file that was named; each process has its own name of it.
+
+    Args:
+        path: the file.
+        rest: as in :class:`Search`.
+    """
+
+    def __init__(self, path: Path, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._given = path
+
+    def _choose(self) -> tuple[str | None, list[str]]:
+        self._found = loading.load(self._given, self._types, maps=True, share=self._share)
+        return self._given.name, []
+
+    def _path(self, name: str, facts: list[str]) -> Path:
+        return self._given
+
+
+class NewestCheckpoint(Search[list[str]]):
+    """The newest undamaged checkpoint of a folder in which a run may be training; no file changes.
+
+    Args:
+        folder: the folder.
+        rest: as in :class:`Search`.
+    """
+
+    def __init__(self, folder: RunFolder, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._folder = folder
+        folder.share = self._share
+
+    def _attempts(self) -> Iterator[Any]:
+        return file_names.listings(self._folder.path)
+
+    def _choose(self) -> tuple[str | None, list[str]]:
+        self._found = self._folder.load_newest(self._types, renames_damaged=False)
+        return (None if self._found is None else self._found.path.name), []
+
+    def _path(self, name: str, facts: list[str]) -> Path:
+        return self._folder.path / name
+
+    def _pass_over(self, path: Path, facts: list[str], damage: str) -> None:
+        self._folder.pass_over(path, damage, renames=False)
+
+
+@final
+class BestCheckpoint(NewestCheckpoint):
+    """The best checkpoint of a folder, with the reasons why it is; a damaged one is an error.
+
+    Args:
+        folder: the folder.
+        rule: what decides; ``None`` for what the run was trained with.
+        run_name: name of the run.
+        rest: as in :class:`Search`.
+    """
+
+    def __init__(self, folder: RunFolder, rule: BestRule | None, run_name: str, *rest: Any) -> None:
+        super().__init__(folder, *rest)
+        self._rule = rule
+        self._run_name = run_name
+
+    def _choose(self) -> tuple[str | None, list[str]]:
+        for _ in file_names.listings(self._folder.path):
+            ranking = _rank(self._folder, self._rule, self._run_name)
+            path = ranking.entries[0].path
+            try:
+                self._found = self._load(path)
+            except FileNotFoundError:
+                continue
+            _warn_of_better(ranking)
+            return path.name, _explain(ranking)
+        return None, []
+
+    def _pass_over(self, path: Path, facts: list[str], damage: str) -> None:
+        raise DamagedCheckpointError(damage)
 
 
 _LOGGER = logging.getLogger(__name__)
 
 _MAX_NAMES = 8
-
-
-@dataclasses.dataclass
-class Chosen:
-    """The checkpoint of an evaluation.
-
-    Attributes:
-        loaded: its content; ``None`` without one.
-        reasons: why it was chosen, for the log of rank 0.
-    """
-
-    loaded: Loaded | None
-    reasons: list[str] = dataclasses.field(default_factory=list)
 
 
 def require_present(
@@ -232,7 +334,7 @@ def find_chosen(
     run_name: str,
     team: Replicas,
     share: RowShare | None = None,
-) -> Chosen:
+) -> tuple[Loaded | None, list[str]]:
     """Load the checkpoint of an evaluation, the same one in all processes of a team.
 
     Args:
@@ -244,60 +346,24 @@ def find_chosen(
         team: the processes; rank 0 searches.
         share: what this process reads of sharded tensors.
 
+    Returns:
+        The checkpoint, ``None`` if there is none; and why it was chosen.
+
     Raises:
         CheckpointError: if there is none that fits, or if it cannot be used.
         ArgumentError: if nothing decides which one is the best.
     """
     if choice.is_required:
         on_first(team, lambda: require_present(choice, options, save_name, run_name))
-    path, found = choice.path, list[Loaded]()
-    load = partial(loading.load, safe_types=safe_types, maps=True, share=share)
-    if path is not None:
-        on_each(team, lambda: found.append(load(path)))
-        return Chosen(found[0])
+    rest = safe_types, team, share
+    if choice.path is not None:
+        return GivenCheckpoint(choice.path, *rest).run()
     folder = open_folder(options, save_name)
     if folder is None:
-        return Chosen(None)
-    folder.share = share
-    if not choice.is_best:
-        return Chosen(run_search(Search(folder, safe_types, team)))
-    search = _BestSearch(folder, safe_types, team)
-    search.rule, search.run_name = choice.rule, run_name
-    return Chosen(run_search(search), search.reasons)
-
-
-class _BestSearch(Search):
-    """The search for the best checkpoint.
-
-    Attributes:
-        rule: what decides; ``None`` for what the run was trained with.
-        run_name: name of the run.
-        reasons: why it was chosen, on rank 0.
-    """
-
-    rule: BestRule | None
-    run_name: str
-
-    def __init__(self, folder: RunFolder, safe_types: list[Any], team: Replicas) -> None:
-        super().__init__(folder, safe_types, team)
-        self.reasons: list[str] = []
-
-    def _look(self) -> str | None:
-        for _ in file_names.listings(self.folder.path):
-            ranking = _rank(self.folder, self.rule, self.run_name)
-            try:
-                self.found = loading.load_present(
-                    ranking.entries[0].path, self._types, maps=True, share=self.folder.share
-                )
-            except FileNotFoundError:
-                continue
-            self.reasons = _explain(ranking)
-            _warn_of_better(ranking)
-            break
-        return None if self.found is None else self.found.path.name
-
-    def _pass_over(self, path: Path, damage: str) -> None:
-        raise DamagedCheckpointError(damage)
+        return None, []
+    if choice.is_best:
+        return BestCheckpoint(folder, choice.rule, run_name, *rest).run()
+    return NewestCheckpoint(folder, *rest).run()
 
 
 def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
