@@ -24,7 +24,7 @@ MEMBERS = ROOT / "tests" / "typed" / "published_members.py"
 # Assigned in the constructor of a trainer, and listed in its docstring.
 ATTRIBUTES = {"model", "datamodule", "plugins", "train_exceptions", "test_exceptions"}
 # Public for the house only.
-OF_THE_HOUSE = {"discovery", "enter_run", "tables"}
+OF_THE_HOUSE = {"discovery", "tables"}
 WRONG = """
 from helios import Model, Plugin, Trainer, TrainingState
 

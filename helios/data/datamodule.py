@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from helios.core.assigned import assigned
 from helios.core.declared_values import KeepsArguments
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.params import DataLoaderParams
 from helios.data.phase_sources import check_loader_names, check_some
 from helios.data.steps import Steps
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from helios import Trainer
@@ -81,15 +82,25 @@ class DataModule(KeepsArguments, ABC):
 
     Attributes:
         unsaved: names of attributes that training changes, but that are not saved.
+        is_distributed: whether replicas share the data; ``is_distributed`` of a data set takes
+            precedence.
+        num_replicas: the number of replicas that share the data; ``None`` without a trainer.
+        trainer: the trainer that uses the data; for users, Helios itself does not read it. A
+            ``UsageError`` if there is none yet.
         global_rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
     """
 
     _internals: ClassVar[str] = (
-        "_is_distributed _num_replicas _predict_dataset _test_dataset _train_dataset _trainer "
-        "_valid_dataset global_rank local_rank"
+        "_predict_dataset _test_dataset _train_dataset _valid_dataset global_rank is_distributed "
+        "local_rank num_replicas trainer"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
+    is_distributed: bool = False
+    num_replicas: int | None = None
+    trainer: Trainer = assigned(
+        "DataModule.trainer is not set yet: fit, validate, test and predict set it."
+    )
     global_rank: int = 0
     local_rank: int = 0
 
@@ -97,44 +108,6 @@ class DataModule(KeepsArguments, ABC):
     _valid_dataset: Datasets | None = None
     _test_dataset: Datasets | None = None
     _predict_dataset: Datasets | None = None
-    _is_distributed: bool = False
-    _num_replicas: int | None = None
-    _trainer: Trainer | None = None
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether replicas share the data; ``is_distributed`` of a data set takes precedence."""
-        return self._is_distributed
-
-    @is_distributed.setter
-    def is_distributed(self, value: bool) -> None:
-        self._is_distributed = value
-
-    @property
-    def num_replicas(self) -> int | None:
-        """The number of replicas that share the data; ``None`` without a trainer."""
-        return self._num_replicas
-
-    @num_replicas.setter
-    def num_replicas(self, value: int | None) -> None:
-        self._num_replicas = value
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer that uses the data; for users, Helios itself does not read it.
-
-        Raises:
-            UsageError: if there is no trainer yet.
-        """
-        if self._trainer is None:
-            raise UsageError(
-                "DataModule.trainer is not set yet: fit, validate, test and predict set it."
-            )
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, value: Trainer) -> None:
-        self._trainer = value
 
     @property
     def train_dataset(self) -> Any:

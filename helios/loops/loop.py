@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import final
 
+from helios.core.assigned import assigned
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.overrides import (
     check_arguments,
@@ -30,6 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
 _TAKING = ("on_run_start", "on_advance_start", "advance")
+_UNATTACHED = "{kind}.session is not set: a loop has a session only while the trainer runs it."
 _METHODS = ("reset", "on_run_start", "on_advance_start", "advance", "on_advance_end", "on_run_end")
 _CYCLE = (*_METHODS, "skip", "on_skip", "done", "run")
 
@@ -55,19 +57,6 @@ def make_stray_stop(error: StopIteration) -> UsageError:
         "end an epoch (on_training_batch_start can). It usually comes from next() on an exhausted "
         f"iterator: catch it there, or restart the iterator. ({error!r})"
     )
-
-
-class _Unattached:
-    """Placeholder for a loop's session until one is attached; an instance attribute hides it.
-
-    A property would do the same, but every iteration reads the session a dozen times.
-    """
-
-    def __get__(self, loop: Loop, kind: type[Loop]) -> Any:
-        raise UsageError(
-            f"{kind.__name__}.session is not set: a loop has a session only while the trainer "
-            "runs it."
-        )
 
 
 class _StopAgreed:
@@ -98,8 +87,8 @@ class Loop(ABC):
     roles: ClassVar[tuple[str, ...]] = ()
     _role_types: ClassVar[Mapping[str, type[Loop]]] = {}
     _role_arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    session: SessionView = _Unattached()  # type: ignore[assignment]
-    _session: Session = _Unattached()  # type: ignore[assignment]
+    session: SessionView = assigned(_UNATTACHED)
+    _session: Session = assigned(_UNATTACHED)
     has_left: bool = _StopAgreed()  # type: ignore[assignment]
     _overridden: ClassVar[frozenset[str]] = frozenset()
     _has_own: ClassVar[Mapping[str, bool]] = {}

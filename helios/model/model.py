@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from helios.core.assigned import assigned
 from helios.core.declared_values import KeepsArguments
 from helios.core.loss_means import RunningSums
 from helios.core.registry import Registry
@@ -71,6 +72,11 @@ class Model(Hooks, KeepsArguments, ABC):
             measures time: comparisons of runs leave them out.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
+        device: device of the training; a ``UsageError`` before a trainer has set it.
+        engine: the engine, for manual mode: backward, the update, wrapping; set as ``device`` is.
+        trainer: the trainer that runs the model; set as ``device`` is.
+        context: the run as hooks see it, as in plugins: counters, phase, and ``context.log``; a
+            ``UsageError`` before ``setup`` has ended, after the end of the run, and if assigned.
         global_rank: rank of this process among all, from 0.
         rank: same as ``local_rank``.
         batch_processor: a :class:`BatchProcessor` that replaces the steps; ``None`` for none.
@@ -83,7 +89,7 @@ class Model(Hooks, KeepsArguments, ABC):
 
     _internals: ClassVar[str] = (
         "_loss_items _val_scores _running_sums _test_scores _save_name is_distributed map_loc "
-        "_context _device _engine _trainer _discovery _modes_before_eval unsaved unscored "
+        "context device engine trainer _discovery _modes_before_eval unsaved unscored "
         "global_rank rank scheduler_interval loads_after_setup"
     )
 
@@ -91,6 +97,17 @@ class Model(Hooks, KeepsArguments, ABC):
     unscored: tuple[str, ...] = ()
     batch_processor: BatchProcessor | None = None
     scheduler_interval: Mapping[str, str] = {}
+    device: torch.device = assigned(
+        "Model.device is not set yet: a trainer sets it before setup()."
+    )
+    engine: Engine = assigned("Model.engine is not set yet: a trainer sets it before setup().")
+    trainer: Trainer = assigned("Model.trainer is not set yet: a trainer sets it before setup().")
+    context: Context = assigned(
+        "{kind} has no context yet: a run sets it after setup(). Use it in steps and events, such "
+        "as train_step or on_fit_start.",
+        refusal="{kind}.context must not be assigned, because it is the run, as in plugins. Give "
+        "your own attribute another name.",
+    )
 
     def __init__(self, save_name: str) -> None:
         is_name = isinstance(save_name, str) and save_name not in ("", ".", "..")
@@ -102,11 +119,7 @@ class Model(Hooks, KeepsArguments, ABC):
         self._save_name = save_name
         self.is_distributed = False
         self.map_loc: str | dict[str, str] = ""
-        self._context: Context | None = None
-        self._device: torch.device | None = None
-        self._engine: Engine | None = None
         self.global_rank = self.rank = 0
-        self._trainer: Trainer | None = None
         self._loss_items: dict[str, Any] = {}
         self._running_losses = {}
         self._val_scores: dict[str, Any] = {}
@@ -124,77 +137,6 @@ class Model(Hooks, KeepsArguments, ABC):
     def save_name(self) -> str:
         """Name of the run's folder under ``chkpt_root``."""
         return self._save_name
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the training.
-
-        Raises:
-            UsageError: before a trainer has set it.
-        """
-        if self._device is None:
-            raise UsageError("Model.device is not set yet: a trainer sets it before setup().")
-        return self._device
-
-    @device.setter
-    def device(self, value: torch.device) -> None:
-        self._device = value
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, for manual mode: backward, the update, wrapping.
-
-        Raises:
-            UsageError: before a trainer has set it.
-        """
-        if self._engine is None:
-            raise UsageError("Model.engine is not set yet: a trainer sets it before setup().")
-        return self._engine
-
-    @engine.setter
-    def engine(self, value: Engine) -> None:
-        self._engine = value
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer that runs the model.
-
-        Raises:
-            UsageError: outside a trainer.
-        """
-        if self._trainer is None:
-            raise UsageError("Model.trainer is not set yet: a trainer sets it before setup().")
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, value: Trainer) -> None:
-        self._trainer = value
-
-    @property
-    def context(self) -> Context:
-        """The run as hooks see it, as in plugins: counters, phase, and ``context.log``.
-
-        Raises:
-            UsageError: before ``setup`` has ended, and after the end of the run; also if it is
-                assigned.
-        """
-        if self._context is None:
-            raise UsageError(
-                f"{type(self).__name__} has no context yet: a run sets it after setup(). Use it in "
-                "steps and events, such as train_step or on_fit_start."
-            )
-        return self._context
-
-    @context.setter
-    def context(self, value: object) -> None:
-        raise UsageError(
-            f"{type(self).__name__}.context must not be assigned, because it is the run, as in "
-            "plugins. Give your own attribute another name."
-        )
-
-    def enter_run(self, context: Context | None) -> None:
-        """Set the context of a run, or ``None`` at its end; called by the trainer."""
-        self._context = context
 
     @property
     def loss_items(self) -> dict[str, Any]:

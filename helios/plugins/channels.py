@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS, EVENTS
 from helios.hooks.scopes import Scopes
 from helios.plugins.contexts import HookContext, check_parts, keeps_state
@@ -275,7 +276,8 @@ class PipelineHooks(Plugin):
                 hook.load_state_dict(left.pop(name))
             else:
                 missing.append(name)
-        is_inference = self._context is not None and self._context.phase is not Phase.TRAINING
+        context: Context | None = vars(self).get("context")
+        is_inference = context is not None and context.phase is not Phase.TRAINING
         if (left or missing) and not is_inference:
             _LOGGER.warning(
                 "The contexts of plugin %r are not those of the checkpoint. States without a "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import torch
 
+from helios.core.assigned import assigned
 from helios.core.registry import Registry
 from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -71,6 +72,8 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
         global_rank: rank of this process among all, from 0.
         rank: same as ``local_rank``.
         trainer: the trainer of the last call; ``None`` before the first one.
+        context: the run as the plugin sees it: the model, the counters, the current batch. A
+            ``UsageError`` before ``setup`` of the model, and after the end of the run.
 
     Args:
         plug_id: unique id of the plugin in a trainer; its state is saved under it.
@@ -80,7 +83,7 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
     """
 
     _internals: ClassVar[str] = (
-        "_context _plug_id _unique_overrides device global_rank is_distributed map_loc rank trainer"
+        "_plug_id _unique_overrides context device global_rank is_distributed map_loc rank trainer"
     )
 
     loads_shards: ClassVar[bool] = False
@@ -90,6 +93,10 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
     batch_limits: Mapping[Phase, int] = {}
     unsaved: tuple[str, ...] = ()
     _plug_id: str = ""
+    context: Context[RunModel] = assigned(
+        "{kind} has no context yet: a run sets it after setup(). Use it in events, such as "
+        "on_fit_start."
+    )
 
     def __init__(self, plug_id: str) -> None:
         if not isinstance(plug_id, str):
@@ -105,30 +112,11 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
         self.global_rank = 0
         self.rank = 0
         self.trainer: Trainer | None = None
-        self._context: Context[RunModel] | None = None
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its machine, from 0."""
         return self.rank
-
-    @property
-    def context(self) -> Context[RunModel]:
-        """The run as the plugin sees it: the model, the counters, the current batch.
-
-        Raises:
-            UsageError: before ``setup`` of the model, and after the end of the run.
-        """
-        if self._context is None:
-            raise UsageError(
-                f"Plugin {self._plug_id!r} has no context yet: a run sets it after setup(). Use it "
-                "in events, such as on_fit_start."
-            )
-        return self._context
-
-    @context.setter
-    def context(self, value: Context[Any] | None) -> None:
-        self._context = value
 
     @property
     def plug_id(self) -> str:

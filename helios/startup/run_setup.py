@@ -348,7 +348,7 @@ class Run:
         self.call.show(session)
         for plugin in self.plugins.values():
             plugin.context = session.context
-        self.model.enter_run(session.context)
+        vars(self.model)["context"] = session.context
         self.loop._attach(session)
 
     def make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
@@ -365,9 +365,8 @@ class Run:
         )
 
     def _forget_session(self) -> None:
-        for plugin in self.plugins.values():
-            plugin.context = None
-        self.model.enter_run(None)
+        for owner in (*self.plugins.values(), self.model):
+            vars(owner).pop("context", None)
         # A user's engine outlives the run; a process group does not.
         self.engine.replicas.close()
         self.team.close()
