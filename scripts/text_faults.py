@@ -1316,7 +1316,7 @@ FAULTS = (
     ),
     Fault(
         "the exits of contexts run in reverse",
-        "helios/hooks/scopes.py",
+        "helios/plugins/contexts.py",
         "    for hook in hooks:\n        try:",
         "    for hook in reversed(list(hooks)):\n        try:",
         "tests/plugins/test_channels.py::"

@@ -17,9 +17,8 @@ from typing import Any, ClassVar, final
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
-from helios.hooks.events import CHANNELS, EVENTS
-from helios.hooks.scopes import Scopes
-from helios.plugins.contexts import HookContext, check_parts, keeps_state
+from helios.hooks.events import CHANNELS, EVENTS, Event
+from helios.plugins.contexts import HookContext, Scopes, check_parts, keeps_state
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, create_plugin
 from helios.state import Phase, TrainingState
 
@@ -95,24 +94,6 @@ class HookHandle:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
-
-
-def _opens(channel: str, noun: str = "") -> Callable[..., None]:
-    """Return a method that receives the start event of a scope."""
-
-    def begin(self: PipelineHooks, *args: Any) -> None:
-        self._begin(channel, noun)
-
-    return begin
-
-
-def _closes(channel: str, noun: str = "") -> Callable[..., None]:
-    """Return a method that receives the end event of a scope."""
-
-    def end(self: PipelineHooks, *args: Any) -> None:
-        self._end(channel, noun)
-
-    return end
 
 
 @PLUGIN_REGISTRY.register
@@ -296,12 +277,9 @@ class PipelineHooks(Plugin):
                     found.setdefault(id(entry.hook), (f"{name}.{entry.number}", entry.hook))
         return list(found.values())
 
-    def _begin(self, channel: str, noun: str, *, is_resumed: bool = False) -> None:
+    def _begin(self, channel: str, kind: str, *, is_resumed: bool = False) -> None:
         hooks = self._channels[channel].live()
-        self._scopes.begin((channel, noun), self.context, hooks, is_resumed=is_resumed)
-
-    def _end(self, channel: str, noun: str) -> None:
-        self._scopes.end((channel, noun))
+        self._scopes.begin(kind, self.context, hooks, is_resumed=is_resumed)
 
     def on_checkpoint_loaded(self) -> None:
         """Remember that the loop began in another process."""
@@ -309,52 +287,32 @@ class PipelineHooks(Plugin):
 
     def on_sanity_check_start(self) -> None:
         """Begin the loop before the sanity check, so that its batches are inside it."""
-        self._begin("on_loop", "training")
+        self._begin("on_loop", "on_training")
 
     def on_training_start(self) -> None:
         """Begin the loop, unless a sanity check has done so."""
         if not self._scopes:
-            self._begin("on_loop", "training", is_resumed=self._scopes.is_run_resumed)
+            self._begin("on_loop", "on_training", is_resumed=self._scopes.is_run_resumed)
 
     def on_training_resume(self, state: TrainingState) -> None:
         """Open the scope of the epoch in which the run resumes: its start is not emitted again."""
         if self.context.is_in_epoch:
-            self._begin("on_epoch", "training", is_resumed=True)
+            self._begin("on_epoch", "on_training_epoch", is_resumed=True)
 
     def on_training_batch_start(self, state: TrainingState) -> None:
         """Begin the batch; and a step, if a window that began in another epoch continues."""
-        if ("on_step", "training") not in self._scopes:
-            self._begin("on_step", "training")
-        self._begin("on_batch", "training")
+        if "on_training_step" not in self._scopes:
+            self._begin("on_step", "on_training_step")
+        self._begin("on_batch", "on_training_batch")
 
     def on_validation_start(self, validation_cycle: int) -> None:
         """Begin the loop, if the validation is a run of its own."""
         if not self._scopes:
-            self._begin("on_loop", "validation")
+            self._begin("on_loop", "on_validation")
 
-    on_validation_end = _closes("on_loop", "validation")
-    on_training_end = _closes("on_loop", "training")
-    on_testing_start = _opens("on_loop", "testing")
-    on_testing_end = _closes("on_loop", "testing")
-    on_predicting_start = _opens("on_loop", "predicting")
-    on_predicting_end = _closes("on_loop", "predicting")
-    on_training_epoch_start = _opens("on_epoch", "training")
-    on_training_epoch_end = _closes("on_epoch", "training")
-    on_training_step_start = _opens("on_step", "training")
-    on_training_step_end = _closes("on_step", "training")
-    on_training_batch_end = _closes("on_batch", "training")
-    on_validation_batch_start = _opens("on_batch", "validation")
-    on_validation_batch_end = _closes("on_batch", "validation")
-    on_testing_batch_start = _opens("on_batch", "testing")
-    on_testing_batch_end = _closes("on_batch", "testing")
-    on_predicting_batch_start = _opens("on_batch", "predicting")
-    on_predicting_batch_end = _closes("on_batch", "predicting")
-    on_forward_start = _opens("on_model_forward")
-    on_forward_end = _closes("on_model_forward")
-    on_backward_start = _opens("on_model_backward")
-    on_backward_end = _closes("on_model_backward")
-    on_optimizer_step_start = _opens("on_optimizer_step")
-    on_optimizer_step_end = _closes("on_optimizer_step")
+    def on_validation_end(self, validation_cycle: int) -> None:
+        """End the loop, if it began with the validation."""
+        self._scopes.end("on_validation")
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave everything that was entered; the exception propagates."""
@@ -370,6 +328,29 @@ class PipelineHooks(Plugin):
         """Leave what is still open, and prepare for another run."""
         self._scopes.is_run_resumed = False
         self._scopes.unwind()
+
+
+def _receive(event: Event) -> Callable[..., None]:
+    """Return a method that begins or ends the scope of an event."""
+    kind, _, edge = event.name.rpartition("_")
+
+    def begin(self: PipelineHooks, *args: object) -> None:
+        self._begin(event.scope, kind)
+
+    def end(self: PipelineHooks, *args: object) -> None:
+        self._scopes.end(kind)
+
+    return begin if edge == "start" else end
+
+
+def _receive_scopes(kind: type[PipelineHooks]) -> None:
+    """Let a class receive all events that begin or end a scope, if it has no method of its own."""
+    for event in EVENTS.values():
+        if event.scope and event.name not in vars(kind):
+            setattr(kind, event.name, _receive(event))
+
+
+_receive_scopes(PipelineHooks)
 
 
 def _build(table: Mapping[str, Any]) -> Any:

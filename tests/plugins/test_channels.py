@@ -337,7 +337,7 @@ def test_an_error_names_those_that_followed(
     version: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """R15: as a note, or in the log where the interpreter knows no notes."""
-    monkeypatch.setattr("helios.hooks.scopes.sys", types.SimpleNamespace(version_info=version))
+    monkeypatch.setattr("helios.plugins.contexts.sys", types.SimpleNamespace(version_info=version))
     hooks = make_hooks([])
     hooks.register("on_loop", Noting([], "a", leave=ValueError("first")))
     hooks.register("on_loop", Noting([], "b", leave=ValueError("second")))
