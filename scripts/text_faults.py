@@ -205,9 +205,9 @@ FAULTS = (
     ),
     Fault(
         "each process names the gradients of its own shards only",
-        "helios/plugins/nonfinite_report.py",
-        "    return NonFiniteReport(losses, dict(sorted(gradients.items())))",
-        "    return NonFiniteReport(losses, found[0].gradients if found else {})",
+        "helios/plugins/nan_guard.py",
+        "    return _Report(losses, dict(sorted(gradients.items())))",
+        "    return _Report(losses, found[0].gradients if found else {})",
         "tests/sharding/test_sharded_training.py::test_shards_that_are_not_finite_are_named_by_all",
     ),
     Fault(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -19,23 +20,18 @@ from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, UsageError
-from helios.plugins.nonfinite_report import (
-    BadLoss,
-    NonFiniteReport,
-    describe_nonfinite,
-    merge_reports,
-    name_batch,
-    name_moment,
-)
+from helios.hooks.context import Context
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Cursor, TrainingState
 from helios.state_graph.rollback import BufferCopies
+from helios.text import with_step
 
 _LOGGER = logging.getLogger(__name__)
 
 _ACTIONS = ("raise", "skip", "stop")
 _CHECKS = ("loss", "gradients", "both")
 _LIMIT = 10
+_MOST_SAMPLES = _MOST_NAMES = 5
 
 
 class _Note(NamedTuple):
@@ -44,6 +40,37 @@ class _Note(NamedTuple):
     place: Cursor
     replica: int
     loss: Tensor
+
+
+class _BadLoss(NamedTuple):
+    """A loss that is not finite.
+
+    Attributes:
+        place: position of its batch.
+        replica: the replica.
+        value: its value.
+    """
+
+    place: Cursor
+    replica: int
+    value: float
+
+
+class _Report(NamedTuple):
+    """What is not finite in a window.
+
+    Attributes:
+        losses: the losses.
+        gradients: names of parameters, by their number in the optimizer.
+    """
+
+    losses: list[_BadLoss]
+    gradients: dict[int, str]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is finite."""
+        return not (self.losses or self.gradients)
 
 
 @with_short_constructor
@@ -122,7 +149,7 @@ class NaNGuard(Plugin):
 
     def _forget(self) -> None:
         self._window: list[_Note] = []
-        self._found: NonFiniteReport | None = None
+        self._found: _Report | None = None
         self._has_skipped = False
         self._knows_manual = False
         self._keeps_buffers = self._action != "raise"
@@ -169,10 +196,10 @@ class NaNGuard(Plugin):
         context = self.context
         if context.is_optimizer_step_committed:
             return
-        found = merge_reports(context.gather(self._found))
+        found = _merge_reports(context.gather(self._found))
         self._found = None
         if not found.is_empty:
-            self._act(self._describe(found))
+            self._act(_describe(self.context, found, self._window))
 
     def _act(self, text: str) -> None:
         """Raise, or report the skipped update, as ``action`` says."""
@@ -201,8 +228,8 @@ class NaNGuard(Plugin):
         if not bad:
             return
         text = (
-            f"In {name_moment(context.state)} not finite: the losses {', '.join(bad)} of "
-            f"{name_batch(context, context.place)}. The model has made its update itself, so "
+            f"In {_name_iteration(context.state)} not finite: the losses {', '.join(bad)} of "
+            f"{_name_batch(context, context.place)}. The model has made its update itself, so "
             "the weights may be damaged."
         )
         if self._action == "raise":
@@ -266,19 +293,16 @@ class NaNGuard(Plugin):
 
     def _request_stop(self) -> None:
         self.context.request_stop(
-            f"NaNGuard: a loss or gradient was not finite ({name_moment(self.context.state)})"
+            f"NaNGuard: a loss or gradient was not finite ({_name_iteration(self.context.state)})"
         )
 
-    def _find(self, optimizer: Optimizer) -> NonFiniteReport:
+    def _find(self, optimizer: Optimizer) -> _Report:
         """Look for values that are not finite; the report is empty if there are none."""
         bad = [note for note in self._window if self._sees_losses and not _is_fine(note.loss)]
-        return NonFiniteReport(
-            [BadLoss(note.place, note.replica, note.loss.item()) for note in bad],
+        return _Report(
+            [_BadLoss(note.place, note.replica, note.loss.item()) for note in bad],
             self._name_gradients(optimizer) if self._sees_gradients else {},
         )
-
-    def _describe(self, found: NonFiniteReport) -> str:
-        return describe_nonfinite(self.context, found, (note.place for note in self._window))
 
     def _name_gradients(self, optimizer: Optimizer) -> dict[int, str]:
         names = {
@@ -350,3 +374,79 @@ def _is_fine(tensor: Tensor) -> bool:
 
 def _numbers_of(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else local_of(gradient)
+
+
+def _merge_reports(findings: Iterable[_Report | None]) -> _Report:
+    """Merge the reports of several processes, in the order of batches and replicas."""
+    found = [part for part in findings if part is not None]
+    losses = [loss for part in found for loss in part.losses]
+    losses.sort(key=lambda loss: (*_key(loss.place), loss.replica))
+    # Gradients are sums over all replicas, of which a process may hold only a shard.
+    gradients = {number: name for part in found for number, name in part.gradients.items()}
+    return _Report(losses, dict(sorted(gradients.items())))
+
+
+def _describe(context: Context, found: _Report, window: Iterable[_Note]) -> str:
+    """Describe what is not finite, and which samples it may come from.
+
+    Args:
+        context: the run.
+        found: the report.
+        window: the backwards of the window, for gradients that may come from any of them.
+    """
+    bad: dict[tuple[int, int], dict[int, _BadLoss]] = {}
+    for loss in found.losses:
+        bad.setdefault(_key(loss.place), {})[loss.replica] = loss
+    parts = [_name_losses(context, list(losses.values())) for losses in bad.values()]
+    if found.gradients:
+        names = list(found.gradients.values())
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        parts.append(f"the gradients of {', '.join(names[:_MOST_NAMES])}{more}")
+    if not bad:
+        places = {_key(note.place): note.place for note in window}
+        batches = " and ".join(_name_batch(context, place) for place in places.values())
+        parts[-1] += f", which come from {batches}"
+    return f"In {_name_iteration(context.state)} not finite: {', and '.join(parts)}."
+
+
+def _name_iteration(state: TrainingState) -> str:
+    """Return the epoch and iteration for messages, with the step at its end."""
+    step = state.global_step + (state.is_step_boundary and state.is_step_committed)
+    iteration = with_step(state.global_iteration, step)
+    return f"epoch {state.global_epoch}, iteration {iteration}"
+
+
+def _name_batch(context: Context, place: Cursor, replica: int = 0) -> str:
+    """Return the name of a batch for messages, with its first samples, beginning with a replica."""
+    text = f"batch {place.batch} (from 0) of epoch {place.epoch + 1}"
+    found = context.indices_of(place)
+    if found is None:
+        return f"{text}, samples unknown (the sampler has a state)"
+    whose = context.choose("", f" (those of replica {replica} first)")
+    indices = [index.item() if isinstance(index, Tensor) else index for index in found]
+    start = replica * (len(indices) // context.num_replicas)
+    shown = ", ".join(map(str, [*indices[start:], *indices[:start]][:_MOST_SAMPLES]))
+    more = len(indices) - _MOST_SAMPLES
+    return f"{text}, samples{whose} {shown}{f' and {more} more' if more > 0 else ''}"
+
+
+def _name_losses(context: Context, losses: list[_BadLoss]) -> str:
+    """Name the bad losses of one batch."""
+    text: str = context.choose(_name_only_loss, _name_by_replica)(
+        _name_batch(context, losses[0].place, losses[0].replica), losses
+    )
+    return text
+
+
+def _name_only_loss(batch: str, losses: list[_BadLoss]) -> str:
+    (loss,) = losses
+    return f"the loss of {batch} ({loss.value})"
+
+
+def _name_by_replica(batch: str, losses: list[_BadLoss]) -> str:
+    owners = " and ".join(f"of replica {loss.replica} ({loss.value})" for loss in losses)
+    return f"the loss {owners} in {batch}"
+
+
+def _key(place: Cursor) -> tuple[int, int]:
+    return place.epoch, place.batch

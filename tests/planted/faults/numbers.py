@@ -106,7 +106,7 @@ def a_report_names_no_first_number(ends, curve):
 
 
 @fault(
-    "helios.plugins.metric_inputs:SharedIntake._drop_padding",
+    "helios.plugins.metrics:_SharedIntake._drop_padding",
     "tests/plugins/test_metrics_replicas.py::test_padding_of_an_epoch_does_not_count",
 )
 def training_metrics_count_the_padding_of_an_epoch(drop_padding, intake, arguments):
