@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from helios.state import TrainingState
 
@@ -24,12 +24,8 @@ class Stateful(Protocol):
         ...
 
 
-class Clock(Protocol):
-    """A monotonic clock in seconds; an argument, so that tests need not sleep."""
-
-    def __call__(self) -> float:
-        """Return the current time in seconds."""
-        ...
+Clock: TypeAlias = Callable[[], float]
+"""A monotonic clock in seconds; an argument, so that tests need not sleep."""
 
 
 class GradientAudit(Protocol):

@@ -39,8 +39,7 @@ from helios.hooks.overrides import (
 from helios.listeners import Listening
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
-from helios.plugins.plugin import Plugin
-from helios.plugins.plugin_states import PluginStates
+from helios.plugins.plugin import Plugin, PluginStates
 from helios.protocols import GradientAudit
 from helios.replicas.turns import make_turns
 from helios.requests import make_agreement

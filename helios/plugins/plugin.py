@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 
 import torch
 
@@ -14,6 +15,7 @@ from helios.core.assigned import assigned
 from helios.core.registry import Registry
 from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.hooks.bus import naming
 from helios.hooks.context import Context, RunModel
 from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
@@ -23,6 +25,8 @@ from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:
     from helios import Trainer
+
+_LOGGER = logging.getLogger(__name__)
 
 PLUGIN_REGISTRY = Registry("plugin")
 
@@ -219,6 +223,46 @@ def _as_types(
     exc: type[BaseException] | Sequence[type[BaseException]],
 ) -> Sequence[type[BaseException]]:
     return [exc] if isinstance(exc, type) else exc
+
+
+@final
+class PluginStates:
+    """Saves and restores the states of plugins.
+
+    Args:
+        plugins: by id.
+        carries: whether the state of a removed plugin is saved again, unread; outside of training
+            this is not needed.
+    """
+
+    def __init__(self, plugins: Mapping[str, Plugin], *, carries: bool) -> None:
+        self._plugins = plugins
+        self._carries = carries
+        self._carried: dict[str, Any] = {}
+
+    def capture(self) -> dict[str, Any]:
+        """Return the states by id."""
+        return self._carried | {name: _capture_state(part) for name, part in self._plugins.items()}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restore the state of each plugin."""
+        for name, state in states.items():
+            if name in self._plugins:
+                with naming(self._plugins[name], "load_state_dict"):
+                    self._plugins[name].load_state_dict(state)
+            elif state and self._carries:
+                self._carried[name] = state
+        if self._carried:
+            _LOGGER.warning(
+                "The checkpoint holds the state of a plugin that is not registered: %s. It is "
+                "kept unread in later checkpoints; register the plugin again to use it.",
+                ", ".join(self._carried),
+            )
+
+
+def _capture_state(plugin: Plugin) -> dict[str, Any]:
+    with naming(plugin, "state_dict"):
+        return plugin.state_dict()
 
 
 def check_folder(plugin: str, folder: object, *, example: str) -> Path:

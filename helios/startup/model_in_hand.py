@@ -19,8 +19,7 @@ from torch import Tensor
 from helios.checkpoint.record import Record
 from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
-from helios.plugins.plugin import Plugin
-from helios.plugins.plugin_states import PluginStates
+from helios.plugins.plugin import Plugin, PluginStates
 from helios.state_graph.baseline import Baseline
 from helios.state_graph.owner_states import internals_of
 from helios.storage.content_hash import Fingerprint, fingerprint

@@ -32,8 +32,7 @@ from helios.hooks.bus import Bus, naming
 from helios.launch.ipc import pickle_value
 from helios.loops.loop import Loop
 from helios.model.model import Model
-from helios.plugins.plugin import Plugin
-from helios.plugins.plugin_states import PluginStates
+from helios.plugins.plugin import Plugin, PluginStates
 from helios.replicas.on_all_ranks import on_each
 from helios.replicas.replicas import Replicas
 from helios.session import Session

@@ -85,7 +85,7 @@ def tables_of_losses_and_scores_are_not_loaded(apply_tables, tables, model):
 
 
 @fault(
-    "helios.plugins.plugin_states:PluginStates.restore",
+    "helios.plugins.plugin:PluginStates.restore",
     "tests/plugins/test_early_stopping.py::test_a_run_with_three_plugins_that_have_state_resumes_everywhere",
 )
 def plugins_are_not_restored(restore, states, saved):
