@@ -1,4 +1,4 @@
-"""``assigned``: attributes that a trainer sets on objects of users; until then, they say so."""
+"""``assigned``: attributes that are set after their object is made; until then, they say so."""
 
 from __future__ import annotations
 

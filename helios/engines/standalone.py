@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helios.core.assigned import assigned
 from helios.core.wrappers import BareNames, bare_state_dict
 from helios.distributed.collectives import get_dist_info, home_of, safe_barrier
 from helios.distributed.process_groups import (
@@ -62,16 +63,6 @@ def _as_device(device: object) -> torch.device:
         raise ArgumentError(f'{rule}, got {device!r}. Pass e.g. "cuda:1". ({error})') from error
 
 
-class _Unmade:
-    """Placeholder for the device of an engine whose constructor has not set it."""
-
-    def __get__(self, engine: StandaloneEngine, kind: type[StandaloneEngine]) -> Any:
-        raise UsageError(
-            f"{kind.__name__}.__init__ must call super().__init__(device): without it the engine "
-            "has neither a device nor a precision. Add the call as its first line."
-        )
-
-
 class StandaloneEngine:
     """A process on a device, which needs no trainer; the base of ``Engine``.
 
@@ -91,7 +82,10 @@ class StandaloneEngine:
 
     _internals: ClassVar[str] = "_has_joined _means device"
 
-    device: torch.device = _Unmade()  # type: ignore[assignment]
+    device: torch.device = assigned(
+        "{kind}.__init__ must call super().__init__(device): without it the engine has neither a "
+        "device nor a precision. Add the call as its first line."
+    )
 
     _replicas: Replicas
 
