@@ -215,14 +215,19 @@ class PlainWriter(CheckpointWriter):
     def _tolerate(self, path: Path, error: OSError) -> None:
         self._refused = (path, error)
         self._announce_failure(path, error)
+        newest = "none" if self.newest is None else self.newest.name
+        what_follows = (
+            "Training continues"
+            if path == self.newest
+            else f"Older checkpoints are unchanged (newest: {newest}), and training continues; the "
+            "next due save tries again"
+        )
         _LOGGER.error(
-            "The checkpoint %s %s: %s. Older checkpoints are unchanged (newest: %s), and training "
-            "continues; the next due save tries again. Meanwhile, check the disk (space, quota, "
-            "permissions).",
+            "The checkpoint %s %s: %s. %s. Meanwhile, check the disk (space, quota, permissions).",
             path,
             self._describe_fate(path),
             _name_cause(path, error),
-            "none" if self.newest is None else self.newest.name,
+            what_follows,
         )
 
     def _describe_fate(self, path: Path) -> str:

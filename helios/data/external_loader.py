@@ -188,8 +188,9 @@ class ExternalSource(Source):
 
     def go_back(self) -> None:
         """Let the next iteration of the loader begin after the batch that it returned last."""
-        if self._stateful is not None:
-            self._stateful.load_state_dict(copy.deepcopy(self._stateful.state_dict()))
+        state = self.read_state()
+        if state is not None and self._stateful is not None:
+            self._stateful.load_state_dict(state)
 
     def _seed_workers(self, position: Position) -> None:
         """Seed the workers of a stream from ``create_dataloader`` differently on each replica."""

@@ -1,8 +1,9 @@
 """Runs a user's sampler on its own random stream, and replays it when a run is resumed.
 
 The indices before the position of a pass are drawn again and skipped, without fetching samples. The
-generators of a sampler without ``state_dict`` are saved. Anything else that it changes about itself
-is lost at a resume, so the order would differ from that of an uninterrupted run: it is named.
+generators that a sampler without ``state_dict`` draws from are saved. Anything else that it changes
+about itself is lost at a resume, so the order would differ from that of an uninterrupted run: it is
+named.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from types import ModuleType
 from typing import Any, final
@@ -49,7 +51,7 @@ from helios.state_graph.values import (
 _LOGGER = logging.getLogger(__name__)
 _DEEPEST = 8
 _MANY = 100
-_PLAIN = LEAVES | CONTAINERS | {tuple, Tensor}
+_PLAIN = (*LEAVES, *CONTAINERS, tuple, Tensor)
 _INDICES_AT_ONCE = 1_024
 _BATCHES_AT_ONCE = 64
 
@@ -108,16 +110,23 @@ class ReplayedOrder(Order):
         """
         if self._stateful is None or self._epoch_state is None or position.is_by_hand:
             return
-        self._stateful.load_state_dict(copy.deepcopy(self._epoch_state["state"]))
-        with _PrivateStream(position.order_key()):
+        self._stateful.load_state_dict(self.state_dict()["state"])
+        with _PrivateStream(position.order_key()), self._watching():
             self._open(position)
         self._remember(position.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's state at the start of an epoch, and the number of the epoch."""
+        """Return the sampler's state at the start of an epoch, and the number of the epoch.
+
+        Of generators, that is the state of those that the sampler has drawn from. Any other one
+        that it leads to belongs to somebody else, who saves it as it is now.
+        """
         if self._stateful is None:
             return {}
-        return dict(self._epoch_state or _as_of(0, self._stateful))
+        found = copy.deepcopy(self._epoch_state) or _as_of(0, self._stateful)
+        if isinstance(self._stateful, OwnGenerators):
+            found["state"] = self._stateful.drawn_of(found["state"])
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned, for the next pass.
@@ -129,12 +138,7 @@ class ReplayedOrder(Order):
             super().load_state_dict(state_dict)
             return
         if not state_dict and isinstance(self._stateful, OwnGenerators):
-            _LOGGER.warning(
-                "The checkpoint contains no state of the generator that %s draws from, because "
-                "earlier versions did not save it. From here on, the order of samples differs from "
-                "that of an uninterrupted run.",
-                type(self.sampler).__name__,
-            )
+            self._stateful.lacks_state = True
             return
         if not state_dict:
             raise StateError(
@@ -162,15 +166,33 @@ class ReplayedOrder(Order):
 
     def _draw(self, position: Position) -> Iterator[list[Any]]:
         stream = _PrivateStream(position.order_key())
-        with stream:
+        with stream, self._watching():
             items = self._open(position)
         draw = self._draw_batches if self.yields_batches else self._draw_samples
         while True:
-            with stream:
+            with stream, self._watching():
                 block = draw(items)
             if not block:
                 return
             yield block
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Find the generators that the sampler draws from meanwhile."""
+        own = self._stateful
+        if not isinstance(own, OwnGenerators):
+            yield
+            return
+        with own.watching():
+            yield
+        if own.lacks_state and own.drawn:
+            own.lacks_state = False
+            _LOGGER.warning(
+                "The checkpoint contains no state of the generator that %s draws from, because "
+                "earlier versions did not save it. From here on, the order of samples differs from "
+                "that of an uninterrupted run.",
+                type(self.sampler).__name__,
+            )
 
     def _open(self, position: Position) -> Iterator[Any]:
         """Start the sampler's pass, and skip the samples before the position."""
@@ -226,20 +248,26 @@ def _find_stateful(sampler: Any) -> Stateful | None:
 
 
 def find_generators(sampler: Any) -> dict[str, Generator]:
-    """Return the generators that a sampler, or a sampler inside it, holds, by path.
+    """Return the generators that a sampler leads to, each by the first path to it.
 
     PyTorch's default generator, which the trainer seeds, and attributes that a sampler's class
     declares as ``unsaved`` are left out.
     """
-    return dict(_walk(sampler, "", _DEEPEST))
+    seen = {id(part): part for part in (sampler, torch.default_generator)}
+    return dict(_walk(sampler, "", _DEEPEST, seen))
 
 
-def _walk(part: Any, path: str, depth: int) -> Iterator[tuple[str, Generator]]:
+def _walk(
+    part: Any, path: str, depth: int, seen: dict[int, Any]
+) -> Iterator[tuple[str, Generator]]:
     for name, value in _members_of(part):
-        if is_generator(value) and value is not torch.default_generator:
+        if type(value) in LEAVES or id(value) in seen:
+            continue
+        seen[id(value)] = value  # Kept, so that its address stays its own.
+        if is_generator(value):
             yield f"{path}{name}", value
         elif depth:
-            yield from _walk(value, f"{path}{name}.", depth - 1)
+            yield from _walk(value, f"{path}{name}.", depth - 1, seen)
 
 
 def _members_of(part: Any) -> list[tuple[Any, Any]]:
@@ -260,14 +288,38 @@ def _saved_attributes_of(part: Any) -> list[tuple[str, Any]]:
 
 @final
 class OwnGenerators:
-    """The state of a sampler's own generators.
+    """The state of the generators that a sampler leads to.
 
     Args:
         generators: the generators by path.
+
+    Attributes:
+        drawn: the paths of those that the sampler draws from, as far as it has done so.
+        lacks_state: whether the run resumes from a checkpoint without their states.
     """
 
     def __init__(self, generators: dict[str, Generator]) -> None:
         self._generators = generators
+        self.drawn: set[str] = set()
+        self.lacks_state = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Find the generators that are drawn from meanwhile."""
+        before = self._marks()
+        yield
+        self.drawn |= {path for path, mark in self._marks().items() if mark != before[path]}
+
+    def _marks(self) -> dict[str, bytes]:
+        return {
+            path: mark_of_state(state_of_generator(part), Identities())
+            for path, part in self._generators.items()
+            if path not in self.drawn
+        }
+
+    def drawn_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a state that belongs to generators that were drawn from."""
+        return {path: part for path, part in state.items() if path in self.drawn}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each generator, by path."""
@@ -281,6 +333,7 @@ class OwnGenerators:
         for path, generator in self._generators.items():
             kind, state = state_dict.get(path, (None, None))
             if kind == kind_of_generator(generator):
+                self.drawn.add(path)
                 load_generator(generator, state)
 
 
@@ -339,7 +392,7 @@ def _is_plain(value: Any) -> bool:
     """Whether a value consists of plain values that a checkpoint could hold."""
     size = 0
     for part in each_in(value, _elements_of):
-        if type(part) not in _PLAIN or (isinstance(part, Tensor) and not is_dense(part)):
+        if not isinstance(part, _PLAIN) or (isinstance(part, Tensor) and not is_dense(part)):
             return False
         if isinstance(part, np.ndarray | Tensor):
             size += part.nbytes

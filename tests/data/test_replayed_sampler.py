@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -241,3 +242,95 @@ def test_what_is_saved_set_or_declared_is_not_named(
 ) -> None:
     _read(ReplayedOrder(kind()), 4)
     assert caplog.text == ""
+
+
+class Leading(ResumableSampler):
+    """Draws from one generator, and leads to another one."""
+
+    def __init__(self, own: torch.Generator, leads_to: Any) -> None:
+        super().__init__(4)
+        self.own, self.leads_to = own, leads_to
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(6, generator=self.own).tolist())
+
+
+def _captured(draw: torch.Generator) -> Any:
+    return lambda index: (index, draw)[0]
+
+
+def _by_default(draw: torch.Generator) -> Any:
+    return lambda index, draw=draw: index
+
+
+@pytest.mark.shows("S66")
+@pytest.mark.parametrize("lead", [_captured, _by_default, Slotted, Around])
+def test_only_a_generator_that_the_sampler_draws_from_is_its_state(lead: Any) -> None:
+    def make() -> tuple[ReplayedOrder, torch.Generator]:
+        foreign = torch.Generator().manual_seed(2)
+        return ReplayedOrder(Leading(torch.Generator().manual_seed(1), lead(draw=foreign))), foreign
+
+    order, foreign = make()
+    start = Position()
+    first = [index for block in order.blocks(start) for index in block]
+    foreign.manual_seed(3)
+    state = order.state_dict()
+    assert list(state["state"]) == ["own"]
+    order.leave(start)
+    assert foreign.initial_seed() == 3
+
+    again, kept = make()
+    kept.manual_seed(4)
+    again.load_state_dict(state)
+    assert [index for block in again.blocks(start) for index in block] == first
+    assert torch.equal(kept.get_state(), torch.Generator().manual_seed(4).get_state())
+
+
+def test_a_checkpoint_without_the_state_of_a_generator_is_named_if_it_is_drawn_from(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Straight(Leading):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(6))
+
+    for kind in (Straight, Leading):
+        order = ReplayedOrder(kind(torch.Generator(), None))
+        order.load_state_dict({})
+        list(order.blocks(Position()))
+    (said,) = caplog.messages
+    assert said.startswith("The checkpoint contains no state of the generator that Leading draws")
+
+
+def test_a_generator_that_many_objects_lead_to_is_found_once() -> None:
+    generator = torch.Generator()
+    nodes = [SimpleNamespace(draw=generator) for _ in range(40)]
+    for node in nodes:
+        node.others = nodes
+    assert list(find_generators(Around(nodes=nodes))) == ["nodes.0.draw"]
+
+
+class Shape(NamedTuple):
+    rows: int
+
+
+@pytest.mark.shows("P114")
+@pytest.mark.parametrize(
+    "values", [(signal.SIGINT, signal.SIGTERM), (Shape(1), Shape(2)), ([signal.SIGINT], [])]
+)
+def test_a_subclass_of_a_plain_type_that_changes_is_named(
+    values: tuple[Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Phased(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = values[0]
+
+        def __iter__(self) -> Iterator[int]:
+            self.phase = values[1]
+            yield from self.order
+
+    _read(ReplayedOrder(Phased()), 2)
+    assert "Phased changes phase while it is iterated over" in caplog.text
