@@ -106,8 +106,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/checkpoint/test_store.py",
             "tests/checkpoint/test_kills.py",
         ),
-        "helios.storage.digest": ("tests/storage/test_digest.py", "tests/checkpoint/test_store.py"),
-        "helios.storage.hashed_blocks": (
+        "helios.storage.digest": (
+            "tests/storage/test_digest.py",
+            "tests/checkpoint/test_store.py",
             "tests/storage/test_hashed_blocks.py",
             "tests/checkpoint/test_sharded_folders.py",
         ),

@@ -110,7 +110,7 @@ FAULTS = (
     ),
     Fault(
         "the last damaged block is named",
-        "helios/storage/hashed_blocks.py",
+        "helios/storage/digest.py",
         "return list(pool.map(check, numbers))",
         "return list(pool.map(check, numbers[::-1]))",
         "tests/storage/test_hashed_blocks.py::test_the_first_damaged_block_of_a_range_is_found",
@@ -890,14 +890,14 @@ FAULTS = (
     ),
     Fault(
         "a reference is read with what the memo held before",
-        "helios/storage/archive_records.py",
+        "helios/storage/container_checks.py",
         "            memo[argument] = top",
         "            memo.setdefault(argument, top)",
         "tests/storage/test_archive_records.py::test_a_reference_that_torch_does_not_write_is_refused",
     ),
     Fault(
         "of two records one is looked at and the other one read",
-        "helios/storage/archive_records.py",
+        "helios/storage/container_checks.py",
         "    if len(records) < len(container.infolist()):",
         "    if not records:",
         "tests/storage/test_archive_records.py::test_two_records_whose_names_differ_in_case_only_are_refused",
@@ -2046,7 +2046,7 @@ FAULTS = (
     ),
     Fault(
         "types of the script have another name in ranks that it started",
-        "helios/storage/user_types.py",
+        "helios/storage/type_converters.py",
         "    is_of_rank = name.startswith(_OF_STARTED_RANK)",
         "    is_of_rank = False",
         "tests/storage/test_user_types.py::test_a_script_and_a_rank_that_it_started_read_each_others_types",

@@ -21,7 +21,7 @@ from helios.errors import SaveError, StateError
 from helios.storage import files
 from helios.storage.shard_file import dtype_code, write_shard_file
 from helios.storage.staging import HostBuffers
-from helios.storage.user_types import ShardedValue
+from helios.storage.type_converters import ShardedValue
 
 
 @dataclasses.dataclass(frozen=True)

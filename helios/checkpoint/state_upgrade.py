@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helios.storage.user_types import Alias, HeldTensor, NamedFields, NamedMember, Reference
+from helios.storage.type_converters import Alias, HeldTensor, NamedFields, NamedMember, Reference
 
 _TAKEN_APART = (list, dict, set, deque, NamedFields)
 _DEFAULTS: dict[str, Any] = {

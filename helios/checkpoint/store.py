@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names, loading
-from helios.checkpoint.leftovers import remove_leftovers
 from helios.checkpoint.loading import Loaded, load_checkpoint
-from helios.checkpoint.moving_aside import find_damaged, move_aside
 from helios.checkpoint.options import CheckpointStore
 from helios.checkpoint.record import require_keys
 from helios.checkpoint.retention import Entry, Retention
 from helios.checkpoint.sharded_commit import RankParts, commit_folder, remove_checkpoint
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
-from helios.errors import DamagedCheckpointError, StateError
+from helios.errors import CheckpointError, DamagedCheckpointError, StateError
 from helios.storage import codec, files
 from helios.storage.staging import HostBuffers
 from helios.version import __version__
@@ -382,3 +380,90 @@ def _check_consistency(path: Path, payload: dict[str, Any], sidecar: Sidecar) ->
         loading.check_agreement(path.name, payload, sidecar)
     except DamagedCheckpointError as error:
         raise StateError(f"The checkpoint would be refused when it is loaded: {error}") from None
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove partial files of a killed save; other files are not touched.
+
+    Args:
+        folder: the folder of a run, which no other process changes meanwhile.
+
+    Returns:
+        The committed checkpoints of the same listing, oldest first.
+    """
+    present = file_names.list_files(folder)
+    for path in present:
+        if not file_names.is_temporary(path) and not _is_orphan(path):
+            continue
+        try:
+            if file_names.is_folder(path):
+                files.remove_folder(path)
+            else:
+                files.unlink(path, missing_ok=True)
+        except OSError as error:
+            _LOGGER.warning(
+                "The partial file of a killed save, %s, could not be removed: %s. It does no "
+                "harm; delete it when you can.",
+                path,
+                error,
+            )
+    return file_names.select_checkpoints(present)
+
+
+def _is_orphan(path: Path) -> bool:
+    is_named_so = path.suffix == file_names.SIDECAR_SUFFIX and file_names.parse(path) is not None
+    if not is_named_so or any(each.exists() for each in file_names.described_by(path)):
+        return False
+    # A user's own JSON file may have such a name: only sidecars are removed.
+    try:
+        sidecar = loading.read_sidecar(path)
+    except (CheckpointError, OSError):
+        return False
+    if sidecar is None:
+        return False
+    return not sidecar.names_run or (sidecar.epoch, sidecar.iteration) == file_names.parse(path)
+
+
+# What a run records of itself, also of earlier starts.
+_EVIDENCE = (
+    *("ledger*.jsonl", "lineage.jsonl", "timing.jsonl"),
+    *("run.json", "run.before-*.json", "rewinds*.json", "stacks-rank-*.txt"),
+)
+
+
+def move_aside(folder: Path, clock_text: str, *, keep: Path | None) -> Path | None:
+    """Move all checkpoints, damaged files and evidence to ``before-<clock_text>/``.
+
+    Args:
+        folder: the folder of the run.
+        clock_text: date and time, as part of a file name.
+        keep: a checkpoint that is not moved.
+
+    Returns:
+        The new folder, or ``None`` if there was nothing to move.
+    """
+    kept = None if keep is None else keep.resolve()
+    present = [path for path in file_names.list_checkpoints(folder) if path.resolve() != kept]
+    pairs = [(path, file_names.sidecar_path(path)) for path in present]
+    moved = [path for pair in pairs for path in pair if path.exists()]
+    moved += find_damaged(folder)
+    if not moved:
+        return None
+    moved += [path for pattern in _EVIDENCE for path in sorted(folder.glob(pattern))]
+    target, number = folder / f"before-{clock_text}", 1
+    while target.exists():
+        number += 1
+        target = folder / f"before-{clock_text}-{number}"
+    files.make_folder(target)
+    for path in moved:
+        files.replace(path, target / path.name)
+    files.fsync_folder(target)
+    files.fsync_folder(folder)
+    return target
+
+
+def find_damaged(folder: Path) -> list[Path]:
+    """Return what was renamed as damaged in a folder; nothing if there is no folder."""
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if file_names.is_damaged(path)]

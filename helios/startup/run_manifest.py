@@ -49,7 +49,7 @@ from helios.ledger.source_files import (
 from helios.startup.trainer_call import Call
 from helios.startup.trainer_options import ROWS, Options
 from helios.storage import files
-from helios.storage.user_types import type_name
+from helios.storage.type_converters import type_name
 from helios.text import tuple_text
 
 

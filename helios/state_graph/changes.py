@@ -49,7 +49,7 @@ from helios.state_graph.values import (
     is_plain_object,
     is_single,
 )
-from helios.storage.user_types import HeldTensor, NamedMember, Reference, type_name
+from helios.storage.type_converters import HeldTensor, NamedMember, Reference, type_name
 from helios.text import size_text
 
 KEYS, LIKE = "keys and values", "like"

@@ -49,7 +49,7 @@ from helios.state_graph.values import (
     table_of,
 )
 from helios.storage.checksums import array_sum, tensor_sum
-from helios.storage.user_types import Alias
+from helios.storage.type_converters import Alias
 
 OF_GRAPH = "<"
 """How the names of nodes begin that other owners save."""

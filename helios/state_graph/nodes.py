@@ -35,7 +35,7 @@ from helios.state_graph.values import (
     set_attribute,
     slots_of,
 )
-from helios.storage.user_types import Alias, HeldTensor, NamedMember, Reference, type_name
+from helios.storage.type_converters import Alias, HeldTensor, NamedMember, Reference, type_name
 
 
 @final

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.generators import is_generator
-from helios.storage.user_types import type_name
+from helios.storage.type_converters import type_name
 
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, functools.partial)
 _DATA = (Dataset, DataLoader)

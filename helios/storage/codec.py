@@ -20,12 +20,17 @@ import torch
 
 from helios.core.utils import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
-from helios.storage import archive_records, files
-from helios.storage.container_checks import check_directory, reason_of, reraise_os_error
+from helios.storage import files
+from helios.storage.container_checks import (
+    check_directory,
+    check_sizes,
+    reason_of,
+    reraise_os_error,
+)
 from helios.storage.digest import DigestWriter
 from helios.storage.placeholders import stand_in
 from helios.storage.staging import HostBuffers
-from helios.storage.user_types import names_of_global
+from helios.storage.type_converters import names_of_global
 from helios.storage.weights_only import Decoder, Encoder, FindSharded, fill_sharded
 
 _ZIP_BEGINS = b"PK\x03\x04"
@@ -191,7 +196,7 @@ def read(
             # In torch's older formats, sizes cannot be checked against the contents.
             if handle.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
                 raise zipfile.BadZipFile("it is not a ZIP archive")
-            archive_records.check_sizes(handle)
+            check_sizes(handle)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
         return decode(tree, safe_types=types, find_sharded=find_sharded)
     except Exception as error:

@@ -3,6 +3,9 @@
 It is a POSIX record lock, which the system releases when the process ends. Child processes do not
 inherit it, so it is released even if loader workers outlive a killed run. It is also released when
 the process closes any descriptor of the file, so the file is opened only once.
+
+Another lock is shared with a process that this one starts to do work of its own, and that may live
+on for a moment after this one is killed: it is free once both have ended.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -278,3 +283,62 @@ def _read_owner(descriptor: int) -> str:
         return f"process {owner['pid']} on {owner['host']} locked it at {owner['since']}"
     except (OSError, ValueError, TypeError, KeyError):
         return "another process has locked it"
+
+
+if sys.platform != "win32":
+    import fcntl
+
+_STDIN = 0
+
+
+class InheritedLock:
+    """A lock on a file.
+
+    On Windows, nothing is locked.
+
+    Args:
+        path: the lock file; created if missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Acquire the lock.
+
+        Raises:
+            FolderInUseError: if another process has it, or one that it has started.
+        """
+        if sys.platform == "win32" or self._descriptor is not None:
+            return
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise FolderInUseError(
+                f"A process that sends what {self._path.parent} contains, for an earlier start, "
+                "is still running. Wait for its end, or kill it."
+            ) from error
+        self._descriptor = descriptor
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let processes that are started in this block inherit the lock, as standard input."""
+        if self._descriptor is None:
+            yield
+            return
+        before = os.dup(_STDIN)
+        os.dup2(self._descriptor, _STDIN)
+        try:
+            yield
+        finally:
+            os.dup2(before, _STDIN)
+            os.close(before)
+
+    def release(self) -> None:
+        """Release the lock of this process; those that have inherited it keep it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

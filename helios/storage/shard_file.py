@@ -17,7 +17,7 @@ from torch import Tensor
 
 from helios.errors import StateError
 from helios.storage import files
-from helios.storage.hashed_blocks import BlockHasher
+from helios.storage.digest import BlockHasher
 
 _CODES = {
     torch.float64: "F64",

@@ -20,8 +20,7 @@ from helios.core.memory import has_plain_bytes
 from helios.errors import StateError
 from helios.storage import type_converters
 from helios.storage.shared_storages import SharedStorages
-from helios.storage.type_converters import is_native, is_native_key
-from helios.storage.user_types import (
+from helios.storage.type_converters import (
     Alias,
     HeldTensor,
     NamedFields,
@@ -29,6 +28,8 @@ from helios.storage.user_types import (
     Reference,
     ShardedValue,
     in_every_process,
+    is_native,
+    is_native_key,
     step_to,
     type_name,
 )

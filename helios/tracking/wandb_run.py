@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 from helios.errors import HeliosError, UsageError
-from helios.storage.inherited_lock import InheritedLock
+from helios.storage.folder_lock import InheritedLock
 from helios.tracking.targets import Delivery, Rows, WandB
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 

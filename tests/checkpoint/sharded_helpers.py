@@ -15,7 +15,7 @@ from helios.checkpoint.rank_part import OwnRows, RankPart, SavePlan
 from helios.checkpoint.sharded_commit import RankParts
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import RowShare
-from helios.storage.user_types import ShardedValue
+from helios.storage.type_converters import ShardedValue
 from tests.checkpoint.helpers import make_payload, make_sidecar
 
 FORMS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -33,7 +33,7 @@ from helios.errors import (
     SaveError,
 )
 from helios.storage import files
-from helios.storage.hashed_blocks import BLOCK_BYTES
+from helios.storage.digest import BLOCK_BYTES
 from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import names, save
 from tests.checkpoint.sharded_helpers import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from helios.state_graph.discovery import Allowance, Discovery
 from helios.storage import codec
-from helios.storage.user_types import HeldTensor, Reference
+from helios.storage.type_converters import HeldTensor, Reference
 
 
 class Owner:

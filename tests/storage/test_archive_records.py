@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.storage.archive_records import check_sizes
+from helios.storage.container_checks import check_sizes
 
 _OF_TORCH = [torch.float64, torch.float16, torch.bfloat16, torch.int16, torch.bool, torch.complex64]
 _UNTYPED = [torch.uint16, torch.float8_e4m3fn]

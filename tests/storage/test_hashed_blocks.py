@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helios.storage.hashed_blocks import BLOCK_BYTES, BlockHasher, VerifiedBlocks
+from helios.storage.digest import BLOCK_BYTES, BlockHasher, VerifiedBlocks
 
 # Enough blocks that they are verified in threads, and a short one at the end.
 SIZE = 40 * BLOCK_BYTES + 5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helios.storage import codec
-from helios.storage.user_types import type_name
+from helios.storage.type_converters import type_name
 
 
 class Mode(enum.Enum):

@@ -17,7 +17,7 @@ import pytest
 from helios import cli
 from helios.errors import ArgumentError, FolderInUseError
 from helios.plugins import Plugin, Tracker, WandB
-from helios.storage.inherited_lock import InheritedLock
+from helios.storage.folder_lock import InheritedLock
 from helios.tracking import wandb_run
 from helios.tracking.point_store import PointStore, store_picture
 from helios.tracking.sender_process import Sender, connect

@@ -26,7 +26,7 @@ import pytest
 
 from helios.errors import FolderInUseError
 from helios.plugins import WandB
-from helios.storage.inherited_lock import InheritedLock
+from helios.storage.folder_lock import InheritedLock
 from helios.tracking.tracker_folder import TrackerFolder
 from tests.support import tracked
 from tests.support.tracked_training import end_tracked, free_port, start_tracked

@@ -226,7 +226,7 @@ def notes_of_an_earlier_save_count(note, plan, rank):
 
 
 @fault(
-    "helios.storage.hashed_blocks:VerifiedBlocks._is_good",
+    "helios.storage.digest:VerifiedBlocks._is_good",
     "tests/checkpoint/test_sharded_folders.py::test_one_flipped_bit_anywhere_is_named",
 )
 def blocks_of_sharded_checkpoints_are_not_verified(is_good, blocks, number):
