@@ -248,26 +248,29 @@ def _find_stateful(sampler: Any) -> Stateful | None:
 
 
 def find_generators(sampler: Any) -> dict[str, Generator]:
-    """Return the generators that a sampler leads to, each by the first path to it.
+    """Return the generators that a sampler leads to, each by the shortest path to it.
 
     PyTorch's default generator, which the trainer seeds, and attributes that a sampler's class
     declares as ``unsaved`` are left out.
     """
+    found: dict[str, Generator] = {}
     seen = {id(part): part for part in (sampler, torch.default_generator)}
-    return dict(_walk(sampler, "", _DEEPEST, seen))
-
-
-def _walk(
-    part: Any, path: str, depth: int, seen: dict[int, Any]
-) -> Iterator[tuple[str, Generator]]:
-    for name, value in _members_of(part):
-        if type(value) in LEAVES or id(value) in seen:
-            continue
-        seen[id(value)] = value  # Kept, so that its address stays its own.
-        if is_generator(value):
-            yield f"{path}{name}", value
-        elif depth:
-            yield from _walk(value, f"{path}{name}.", depth - 1, seen)
+    # Nearer objects come first, so that each has its shortest path.
+    level = [("", sampler)]
+    for _ in range(_DEEPEST + 1):
+        parts = [
+            (f"{path}{name}", value) for path, part in level for name, value in _members_of(part)
+        ]
+        level = []
+        for path, value in parts:
+            if type(value) in LEAVES or id(value) in seen:
+                continue
+            seen[id(value)] = value  # Kept, so that its address stays its own.
+            if is_generator(value):
+                found[path] = value
+            else:
+                level.append((f"{path}.", value))
+    return found
 
 
 def _members_of(part: Any) -> list[tuple[Any, Any]]:

@@ -7,9 +7,10 @@ and cursor, so a replaced loop resumes from any checkpoint.
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, ClassVar, TypeVar
 
@@ -32,8 +33,11 @@ Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
 _TAKING = ("on_run_start", "on_advance_start", "advance")
 _UNATTACHED = "{kind}.session is not set: a loop has a session only while the trainer runs it."
-_METHODS = ("reset", "on_run_start", "on_advance_start", "advance", "on_advance_end", "on_run_end")
-_CYCLE = (*_METHODS, "skip", "on_skip", "done", "run")
+_PARTS = (
+    *("reset", "on_run_start", "on_advance_start", "advance", "on_advance_end", "on_run_end"),
+    *("skip", "on_skip", "done"),
+)
+_CYCLE = (*_PARTS, "run")
 
 
 def require(loop: Child | None) -> Child:
@@ -92,6 +96,8 @@ class Loop(ABC):
     has_left: bool = _StopAgreed()  # type: ignore[assignment]
     _overridden: ClassVar[frozenset[str]] = frozenset()
     _has_own: ClassVar[Mapping[str, bool]] = {}
+    _made: ClassVar[Sequence[tuple[str, object]]] = ()
+    """The parts of the cycle as Helios has made them, of a class or of its base in Helios."""
     _is_made = False
     _has_own_cycle = True
     """Whether a user has written a part of the cycle. If not, one round may stand for it."""
@@ -108,6 +114,8 @@ class Loop(ABC):
         cls._has_own = {
             name: not _find_owner(cls, name).__module__.startswith("helios.") for name in _CYCLE
         }
+        if cls.__module__.startswith("helios."):
+            cls._made = [(name, inspect.getattr_static(cls, name)) for name in _PARTS]
 
     @final
     def _children(self) -> dict[str, Loop]:
@@ -253,11 +261,11 @@ class Loop(ABC):
 
     def _find_own_cycle(self) -> bool:
         """Whether a user has written a part of the cycle: in a subclass, or put it in later."""
-        methods = (getattr(type(self), name) for name in _METHODS)
+        kind = type(self)
         return (
             any(self._has_own.values())
             or self._is_redefined()
-            or not all(each.__module__.startswith("helios.") for each in methods)
+            or any(inspect.getattr_static(kind, name) is not each for name, each in self._made)
         )
 
     def _is_redefined(self) -> bool:

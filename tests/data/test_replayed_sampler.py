@@ -304,6 +304,15 @@ def test_a_checkpoint_without_the_state_of_a_generator_is_named_if_it_is_drawn_f
     assert said.startswith("The checkpoint contains no state of the generator that Leading draws")
 
 
+@pytest.mark.shows("S66")
+def test_a_generator_is_found_by_the_shortest_path_whatever_comes_first() -> None:
+    shuffler = SimpleNamespace(draw=torch.Generator())
+    chain: Any = shuffler
+    for _ in range(7):
+        chain = SimpleNamespace(next=chain)
+    assert list(find_generators(Around(first=chain, shuffler=shuffler))) == ["shuffler.draw"]
+
+
 def test_a_generator_that_many_objects_lead_to_is_found_once() -> None:
     generator = torch.Generator()
     nodes = [SimpleNamespace(draw=generator) for _ in range(40)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from abc import ABCMeta
@@ -1058,6 +1059,8 @@ def test_a_method_of_the_cycle_that_is_put_in_later_is_called(
     if is_class:
         method = getattr(kind, name)
 
+        # As what traces calls does: it looks like the method itself.
+        @functools.wraps(method)
         def noting(self: Loop, *args: Any) -> None:
             calls.append(name)
             method(self, *args)
@@ -1070,6 +1073,18 @@ def test_a_method_of_the_cycle_that_is_put_in_later_is_called(
     )
     fit(session, FitLoop(EpochLoop(batch_loop, ValidationLoop())))
     assert calls == [name] * 3
+
+
+def test_a_done_that_is_put_in_later_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, done = [], inspect.getattr_static(BatchLoop, "done")
+    monkeypatch.setattr(
+        BatchLoop, "done", property(lambda self: (asked.append(True), done.__get__(self))[1])
+    )
+    session = make_session(
+        Stepper(), sources={Phase.TRAINING: [ListSource([[1.0]] * 3)]}, total_steps=3
+    )
+    fit(session, FitLoop(EpochLoop(BatchLoop(OptimizerLoop()), ValidationLoop())))
+    assert len(asked) == 6
 
 
 @pytest.mark.parametrize("name", ["clip_gradients", "unscale_gradients", "autocast"])
