@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from helios.errors import UsageError
@@ -38,6 +39,11 @@ class _Reserved(_Unassigned):
 
     def __set__(self, owner: object, value: object) -> None:
         raise UsageError(self._refusal.format(kind=type(owner).__name__))
+
+
+def is_assigned_later(kind: type, name: str) -> bool:
+    """Whether a class has the placeholder of an attribute, and not an attribute of the user's."""
+    return isinstance(inspect.getattr_static(kind, name, None), _Unassigned)
 
 
 def assigned(text: str, *, refusal: str = "") -> Any:

@@ -98,9 +98,12 @@ class DataModule(KeepsArguments, ABC):
     unsaved: ClassVar[tuple[str, ...]] = ()
     is_distributed: bool = False
     num_replicas: int | None = None
-    trainer: Trainer = assigned(
-        "DataModule.trainer is not set yet: fit, validate, test and predict set it."
-    )
+    if TYPE_CHECKING:  # Where annotations are evaluated, the trainer is not known.
+        trainer: Trainer
+    else:
+        trainer = assigned(
+            "DataModule.trainer is not set yet: fit, validate, test and predict set it."
+        )
     global_rank: int = 0
     local_rank: int = 0
 

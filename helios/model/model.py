@@ -89,7 +89,7 @@ class Model(Hooks, KeepsArguments, ABC):
 
     _internals: ClassVar[str] = (
         "_loss_items _val_scores _running_sums _test_scores _save_name is_distributed map_loc "
-        "context device engine trainer _discovery _modes_before_eval unsaved unscored "
+        "device engine trainer _discovery _modes_before_eval unsaved unscored "
         "global_rank rank scheduler_interval loads_after_setup"
     )
 
@@ -101,7 +101,10 @@ class Model(Hooks, KeepsArguments, ABC):
         "Model.device is not set yet: a trainer sets it before setup()."
     )
     engine: Engine = assigned("Model.engine is not set yet: a trainer sets it before setup().")
-    trainer: Trainer = assigned("Model.trainer is not set yet: a trainer sets it before setup().")
+    if TYPE_CHECKING:  # Where annotations are evaluated, the trainer is not known.
+        trainer: Trainer
+    else:
+        trainer = assigned("Model.trainer is not set yet: a trainer sets it before setup().")
     context: Context = assigned(
         "{kind} has no context yet: a run sets it after setup(). Use it in steps and events, such "
         "as train_step or on_fit_start.",

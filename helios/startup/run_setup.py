@@ -18,6 +18,7 @@ from helios.checkpoint.capture import Trained, apply_trained, capture_trained, d
 from helios.checkpoint.record import Record
 from helios.checkpoint.run_listener import RunListener
 from helios.core import rng
+from helios.core.assigned import is_assigned_later
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
 from helios.data.datamodule import DataModule
@@ -347,7 +348,8 @@ class Run:
         self.call.show(session)
         for plugin in self.plugins.values():
             plugin.context = session.context
-        vars(self.model)["context"] = session.context
+        if is_assigned_later(type(self.model), "context"):
+            vars(self.model)["context"] = session.context
         self.loop._attach(session)
 
     def make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
@@ -365,7 +367,8 @@ class Run:
 
     def _forget_session(self) -> None:
         for owner in (*self.plugins.values(), self.model):
-            vars(owner).pop("context", None)
+            if is_assigned_later(type(owner), "context"):
+                vars(owner).pop("context", None)
         # A user's engine outlives the run; a process group does not.
         self.engine.replicas.close()
         self.team.close()

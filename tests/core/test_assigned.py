@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 
 from helios.core.assigned import assigned
+from helios.data.datamodule import DataModule
 from helios.errors import UsageError
 from helios.model.model import Model
 
@@ -59,3 +62,8 @@ def test_a_model_may_have_attributes_of_these_names_with_an_underscore() -> None
     again.discovery.take_baseline()
     again.load_state_dict(state)
     assert again._device == again._trainer == again._engine == again._context == 1
+
+
+@pytest.mark.parametrize("kind", [Model, DataModule])
+def test_annotations_can_be_evaluated(kind: type) -> None:
+    assert "unsaved" in typing.get_type_hints(kind)
