@@ -145,6 +145,8 @@ class ReplayedOrder(Order):
                 f"{type(self._stateful).__name__} has a state_dict, but the checkpoint contains no "
                 "state of it. Use the sampler that the run was started with."
             )
+        if isinstance(self._stateful, OwnGenerators):
+            self._stateful.drawn |= state_dict["state"].keys()
         self._epoch_state = copy.deepcopy(state_dict)
         self._is_loaded = True
 
@@ -336,7 +338,6 @@ class OwnGenerators:
         for path, generator in self._generators.items():
             kind, state = state_dict.get(path, (None, None))
             if kind == kind_of_generator(generator):
-                self.drawn.add(path)
                 load_generator(generator, state)
 
 

@@ -121,12 +121,13 @@ class FitLoop(Loop):
 
     def _check_sanity(self) -> None:
         """Validate a few batches before the first step of a new run, if requested."""
-        session, val_loop = self._session, require(self.epoch_loop).val_loop
+        session = self._session
         steps = session.sanity_steps
         if steps and not session.is_resumed and Phase.VALIDATION in session.sources:
+            val_loop = require(require(self.epoch_loop)._children().get("val_loop"))
             with trying(session, val_loop):
                 try:
-                    require(val_loop).run()
+                    val_loop.run()
                 except StopIteration as error:
                     raise make_stray_stop(error) from error
 

@@ -66,8 +66,9 @@ def make_stray_stop(error: StopIteration) -> UsageError:
 class _StopAgreed:
     """Whether a run ends after an epoch loop that does not say so; an own attribute hides it."""
 
-    def __get__(self, loop: Loop, kind: type[Loop]) -> bool:
-        return bool(loop._session.is_leaving)  # noqa: SLF001
+    def __get__(self, loop: Loop | None, kind: type[Loop]) -> bool:
+        session = None if loop is None else vars(loop).get("_session")
+        return session is not None and session.is_leaving
 
 
 class Loop(ABC):

@@ -128,6 +128,9 @@ class Search(ABC, Generic[Facts]):
         share: what this process reads of sharded tensors; ``None`` for everything.
     """
 
+    _verb = "resumes from"
+    _remedy = SHARING
+
     def __init__(
         self, safe_types: list[Any], team: Replicas, share: RowShare | None = None
     ) -> None:
@@ -208,8 +211,8 @@ class Search(ABC, Generic[Facts]):
             return
         if not file_names.is_present(path):
             raise CheckpointError(
-                f"Rank 0 of {self._team.num_processes} resumes from {path}, but rank "
-                f"{self._team.rank} finds no such file. {SHARING}"
+                f"Rank 0 of {self._team.num_processes} {self._verb} {path}, but rank "
+                f"{self._team.rank} finds no such file. {self._remedy}"
             )
         self._found = loading.load(path, self._types, maps=True, share=self._share)
 
@@ -222,6 +225,9 @@ class GivenCheckpoint(Search[list[str]]):
         path: the file.
         rest: as in :class:`Search`.
     """
+
+    _verb = "loads"
+    _remedy = "All processes must see the file that is named: copy it to each machine."
 
     def __init__(self, path: Path, *rest: Any) -> None:
         super().__init__(*rest)

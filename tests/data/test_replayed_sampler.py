@@ -285,6 +285,7 @@ def test_only_a_generator_that_the_sampler_draws_from_is_its_state(lead: Any) ->
     again, kept = make()
     kept.manual_seed(4)
     again.load_state_dict(state)
+    assert list(again.state_dict()["state"]) == ["own"]
     assert [index for block in again.blocks(start) for index in block] == first
     assert torch.equal(kept.get_state(), torch.Generator().manual_seed(4).get_state())
 

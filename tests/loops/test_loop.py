@@ -995,8 +995,6 @@ def test_a_stop_iteration_inside_of_an_iteration_is_an_error(
 class _OwnEpochs(Loop):
     """An epoch loop that derives from none of Helios' own, and ends the run after three."""
 
-    val_loop = None
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -1013,6 +1011,11 @@ class _OwnEpochs(Loop):
         self.count += 1
         if self.count == 3:
             self.session.context.request_stop("three are enough")
+
+
+def test_a_loop_without_a_session_does_not_say_that_the_run_ends() -> None:
+    assert not _OwnEpochs().has_left
+    assert not BatchLoop().has_left
 
 
 class _OwnEnd(_OwnEpochs):
