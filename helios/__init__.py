@@ -30,6 +30,7 @@ __all__ = [
     "FolderInUseError",
     "HeliosError",
     "IncompatibleCheckpointError",
+    "Interrupted",
     "KeepBest",
     "LossNotProvidedError",
     "Model",

@@ -22,6 +22,8 @@ works. A message says what was wrong, what was found and what to do::
         ├── FolderInUseError                  another run is writing to the folder
         ├── IncompatibleCheckpointError       it is intact, but of another format or version
         └── RunMismatchError                  it belongs to another run, or the run was changed
+
+    Interrupted (SystemExit)                  a signal or a time limit has ended a call
 """
 
 from __future__ import annotations
@@ -105,3 +107,22 @@ class IncompatibleCheckpointError(CheckpointError):
 
 class RunMismatchError(CheckpointError):
     """A checkpoint belongs to another run, or an option that defines the run was changed."""
+
+
+class Interrupted(SystemExit):
+    """A signal or a time limit has ended a call of the trainer before it was complete.
+
+    It ends the script, with the exit code of the trainer. In an interactive session, a
+    ``KeyboardInterrupt`` is raised instead.
+
+    Attributes:
+        code: 75 if the same command would resume from a checkpoint; else 128 and the number of the
+            signal, such as 130 for SIGINT, or 1 without a signal.
+        reason: what has ended the call.
+    """
+
+    code: int
+
+    def __init__(self, code: int, reason: str = "") -> None:
+        super().__init__(code)
+        self.reason = reason

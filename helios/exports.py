@@ -17,6 +17,7 @@ from helios.errors import DuplicateError as DuplicateError
 from helios.errors import FolderInUseError as FolderInUseError
 from helios.errors import HeliosError as HeliosError
 from helios.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
+from helios.errors import Interrupted as Interrupted
 from helios.errors import LossNotProvidedError as LossNotProvidedError
 from helios.errors import MovedModuleError as MovedModuleError
 from helios.errors import RankError as RankError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from helios.core.tracebacks import with_short_constructor, with_short_traceback
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import UsageError
+from helios.errors import Interrupted, UsageError
 from helios.launch.ipc import refuse_nested_start
 from helios.ledger.differences import Replay
 from helios.loops.fit import FitLoop
@@ -33,7 +34,7 @@ from helios.startup.objects import (
     check_subjects,
 )
 from helios.startup.replay_start import ReplayOptions
-from helios.startup.signal_policy import Signals, exit_code_of
+from helios.startup.signal_policy import Signals, find_swallowed, raise_interrupted
 from helios.startup.trainer_call import Call, RuntimeState, only_call
 from helios.startup.trainer_options import Audit, Change, Options, SeedSource
 from helios.startup.unknown_arguments import with_known_arguments
@@ -86,7 +87,7 @@ class Trainer:
             ``"fp16"`` with loss scaling.
         plugins: plugins to register, in this order.
         store: how checkpoints are written and kept.
-        signals: signals on which ``fit`` saves and ends; ``None`` for those of ``Signals()``.
+        signals: signals on which ``fit`` saves and ends, and how; ``None`` for ``Signals()``.
         num_replicas: data-parallel replicas that define the run; ``None`` for the number of
             processes. Fixed at the first start.
         nproc: processes that run the replicas, at most ``num_replicas``: on the CPU, or one per
@@ -237,9 +238,10 @@ class Trainer:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for a script after ``fit``.
+        """Exit code of a script after ``fit``, which ``helios.Interrupted`` ends with it.
 
-        0 if the run is finished, 75 ("try again") after an interruption, 1 after an error.
+        0 if the run is finished, 1 after an error. After an interruption 75 ("try again") if the
+        same command would resume from a checkpoint; else that of the signal, such as 130.
         """
         return self._exit_code
 
@@ -366,19 +368,21 @@ class Trainer:
             datamodule: its data.
 
         Returns:
-            True if the run is finished, now or earlier; False after an interruption.
+            True if the run is finished, now or earlier; False only after an interruption with
+            ``Signals(on_interrupt="return")``.
 
         Raises:
+            Interrupted: after a signal or a time limit; the script ends with :attr:`exit_code`. In
+                an interactive session, a ``KeyboardInterrupt``.
             HeliosError: see ``helios.errors``.
             Exception: whatever user code raises, after everything was torn down.
         """
         self._exit_code = 0
         try:
             is_finished: bool = self._call(Phase.TRAINING, model, datamodule)
-        except BaseException as error:
-            self._exit_code = exit_code_of(error)
+        except BaseException:
+            self._exit_code = self._exit_code or 1
             raise
-        self._exit_code = 0 if is_finished else 75
         return is_finished
 
     @with_short_traceback
@@ -488,6 +492,27 @@ class Trainer:
         checkpoint: Choice = None,
     ) -> Any:
         refuse_nested_start()
+        result: Any = find_swallowed(self._options.signals)
+        if result is None:
+            result = self._run(phase, model, datamodule, asked, checkpoint=checkpoint)
+        if isinstance(result, Interrupted):
+            self._exit_code = result.code
+            is_fit, signals = phase is Phase.TRAINING, self._options.signals
+            if not (is_fit and signals.on_interrupt == "return"):
+                raise_interrupted(result, signals)
+            result = False
+        return result
+
+    def _run(
+        self,
+        phase: Phase,
+        model: Model,
+        datamodule: DataModule,
+        asked: ReplayOptions | None,
+        *,
+        checkpoint: Choice,
+    ) -> Any:
+        """Return the result of a call, or what has interrupted it."""
         passed = tuple(self.train_exceptions if phase is Phase.TRAINING else self.test_exceptions)
         with only_call():
             check_subjects(model, datamodule)
@@ -498,4 +523,10 @@ class Trainer:
             call = Call(phase, *own, passed, asked, checkpoint=checkpoint)
             for owner in call.owners:
                 owner.trainer = self
-            return run_call(call)
+            try:
+                return run_call(call)
+            except Interrupted as error:
+                return error
+            except KeyboardInterrupt:
+                self._exit_code = call.find_code(signal.SIGINT)
+                raise

@@ -77,6 +77,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def nothing_is_left_behind() -> Iterator[None]:
     """Fail a test that leaks settings, threads, processes or handlers into the next one."""
     leaks.reset_generators()
+    leaks.forget_interruptions()
     before = leaks.take_snapshot()
     yield
     if found := before.leaks():

@@ -148,6 +148,12 @@ def _wait_for_end(name: str, before: Any) -> frozenset[Any]:
     return left
 
 
+def forget_interruptions() -> None:
+    """Let calls begin that an interruption of an earlier test would end at once."""
+    if policy := sys.modules.get("helios.startup.signal_policy"):
+        policy.Interruptions.found.clear()
+
+
 def reset_generators() -> None:
     """Begin every test on the same random numbers, and without the package's NumPy generator."""
     # The numbers of seed 0; every start without random_seed would name a seed below 2**32.

@@ -53,7 +53,7 @@ class SignalReceiver:
         numbers: the signals to record.
         grace: seconds to wait after the first signal before calling ``give_up``.
         on_first: called in a thread at the first signal; must return quickly.
-        give_up: called in this thread with the name of the first signal.
+        give_up: called in this thread with the number of the first signal.
 
     Attributes:
         numbers: the signals to record.
@@ -66,7 +66,7 @@ class SignalReceiver:
         *,
         grace: float = math.inf,
         on_first: Callable[[], object] = bool,
-        give_up: Callable[[str], object] = str,
+        give_up: Callable[[int], object] = bool,
     ) -> None:
         self.numbers = tuple(numbers)
         self._grace = grace
@@ -190,7 +190,7 @@ class SignalReceiver:
                     self._interrupt()
                 if time.monotonic() >= deadline and not self._is_patient:
                     deadline = math.inf
-                    self._give_up(signal_name(first))
+                    self._give_up(first)
                 continue
             if not received:
                 return

@@ -456,9 +456,9 @@ class Context(Generic[RunModel]):
         agreement.asked.stop_reason = agreement.asked.stop_reason or reason
 
     def interrupt(self, reason: str) -> None:
-        """Request a checkpoint and an early return at the next safe point; the run is not finished.
+        """Request a checkpoint and the end of the call at the next safe point, as a signal does.
 
-        ``fit`` then returns False, and the exit code is 75. Run the same command again to resume.
+        ``fit`` then raises ``helios.Interrupted``. Run the same command again to resume.
         """
         agreement = self._run.agreement
         agreement.check_open("Context.interrupt()")

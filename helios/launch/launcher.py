@@ -280,7 +280,7 @@ def spawn(
         BaseException: the error of the rank that failed first, of the same type if it can be
             pickled; its cause shows the rank and the traceback.
         RankError: if a rank was ended by a signal, or exited unexpectedly (a ``RuntimeError``).
-        SystemExit: with code 75, if a rank exited with that code because of a signal.
+        Interrupted: if a rank exited because of a signal, or asked for another start.
         UsageError: if something cannot be pickled, or if the script cannot be imported or starts
             training while it is imported (a ``RuntimeError``).
         ArgumentError: if the number of processes or devices is invalid (a ``ValueError``).

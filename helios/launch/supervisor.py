@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from helios.core.logger_settings import hand_in
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, held_back, signal_name
-from helios.errors import RankError, UsageError
+from helios.errors import Interrupted, RankError, UsageError
 from helios.launch.ipc import (
     RANK_NAME,
     UNGUARDED_EXIT,
@@ -107,7 +107,7 @@ class Supervisor:
             BaseException: the first error of a rank, of its own type if it can be pickled.
             RankError: if a rank was ended by a signal, or exited unexpectedly.
             UsageError: if the script starts training while it is imported.
-            SystemExit: if a rank exited with code 75 because of a signal.
+            Interrupted: if a rank exited because of a signal, or asked for another start.
         """
         try:
             self._start()
@@ -122,7 +122,8 @@ class Supervisor:
             self._clear()
         cause = choose_cause(self._ranks)
         if cause is not None:
-            raise_cause(cause, len(self._ranks))
+            numbers = () if self._receiver is None else self._receiver.numbers
+            raise_cause(cause, len(self._ranks), numbers)
         self._warn_of_late_ends()
         return [unpickle_value(rank.result or b"") for rank in self._ranks]
 
@@ -268,12 +269,13 @@ def describe_exit(rank: _Rank) -> str:
     return f"was ended by {signal_name(-code)}"
 
 
-def raise_cause(rank: _Rank, count: int) -> NoReturn:
+def raise_cause(rank: _Rank, count: int, signals: Sequence[int] = ()) -> NoReturn:
     """Raise the error of a rank.
 
     Args:
         rank: the rank that failed first.
         count: number of ranks.
+        signals: those after which a rank may have exited with 128 and their number.
     """
     failure = rank.failure
     if failure is not None:
@@ -288,9 +290,9 @@ def raise_cause(rank: _Rank, count: int) -> NoReturn:
         raise error from shown
     if rank.exit_code == UNGUARDED_EXIT and not rank.has_begun:
         raise UsageError(describe_unguarded_script())
-    if rank.exit_code == TRY_AGAIN:
+    if rank.exit_code in (TRY_AGAIN, *(128 + number for number in signals)):
         # The rank has logged the reason, as a single process does.
-        raise SystemExit(TRY_AGAIN)
+        raise Interrupted(rank.exit_code, f"rank {rank.number} {describe_exit(rank)}")
     when = "before it returned its result" if rank.has_begun else "while it was starting"
     hint = ""
     if rank.exit_code == -signal.SIGKILL:

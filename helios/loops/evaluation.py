@@ -18,7 +18,7 @@ from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
 from helios.core.loss_means import as_numbers, as_summand
 from helios.data.source import NO_BATCH, BatchIterator, Source
-from helios.errors import UsageError
+from helios.errors import Interrupted, UsageError
 from helios.findings import FindingKind
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.repeated_steps import StepTrace, copy_attributes
@@ -113,6 +113,9 @@ class EvaluationLoop(Loop):
         if self._batches is None:
             raise UsageError(f"{type(self).__name__} was advanced before it was started.")
         session = self._session
+        # Inside fit, the training ends at its safe point.
+        if session.writer is None and (reason := session.outside()):
+            raise Interrupted(0, reason)
         is_enough = self._step == session.trial_length
         found: Any = _END if is_enough else next(self._batches, _END)
         has_ended = found is _END

@@ -65,7 +65,7 @@ class TimeLimit(Plugin):
     Args:
         limit: seconds, ``"HH:MM:SS"``, ``"D-HH:MM:SS"`` or a ``timedelta``.
         counts: ``"launch"`` counts from the setup of this start, and interrupts: a checkpoint is
-            written, ``fit`` returns False with exit code 75, and the same command resumes.
+            written, ``fit`` raises ``helios.Interrupted``, and the same command resumes.
             ``"run"`` counts the time of training in all starts together, and ends the run
             regularly.
         margin: how much earlier to interrupt, so that there is time to write the checkpoint.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from helios.checkpoint.capture import Trained, apply_tables
 from helios.checkpoint.loading import Loaded
 from helios.core.loss_means import as_numbers
 from helios.engines.numerics import numerics
-from helios.errors import UsageError
+from helios.errors import Interrupted, UsageError
 from helios.model.model import Model
 from helios.plugins.averaging import StoredAverage, WeightAverage
+from helios.session import Session
 from helios.startup import run_identity
 from helios.startup.checkpoint_search import find_chosen
 from helios.startup.model_in_hand import ModelInHand
@@ -65,13 +67,36 @@ def evaluate(run: Run) -> Any:
     used = in_hand if loaded is None else None
     left_out = {} if used is None else used.leave_out_averages(run.plugins.values())
     _log_weights(run, loaded, reasons, left_out)
-    result = run.loop.run()
+    result, reason = _run_pass(run, session)
     if used is not None and not left_out:
         # Steps may have changed buffers; what the next evaluation finds changed is the user's.
         used.record_contents()
+    if reason:
+        _LOGGER.warning("%s was interrupted: %s.", run.call.verb, reason)
+        return run.interrupt(reason)
     if has_data:
         _show_scores(run)
     return result
+
+
+def _run_pass(run: Run, session: Session) -> tuple[Any, str]:
+    """Return the result of the pass, and what has interrupted it, if anything.
+
+    Several processes complete it first: they may be at different batches.
+    """
+    listener, is_alone = run.call.runtime.listener, run.team.has_single_process
+    when = "after this batch" if is_alone else "when it is complete"
+    ask = partial(listener.ask, f"{run.call.verb} ends {when}")
+    if is_alone:
+        session.outside = ask
+    try:
+        result = run.loop.run()
+    except Interrupted as error:
+        return None, error.reason
+    finally:
+        listener.note_safe_point()
+    reasons = [] if is_alone else run.team.gather_objects(ask())
+    return result, next(filter(None, reasons), "")
 
 
 def _find_chosen(run: Run, run_name: str) -> tuple[Loaded | None, list[str]]:

@@ -24,7 +24,7 @@ from helios.core.declared_values import arguments_of
 from helios.core.stored_values import stored_params
 from helios.data.source import Source
 from helios.engines.numerics import numerics
-from helios.errors import ArgumentError, StateError
+from helios.errors import ArgumentError, Interrupted, StateError
 from helios.findings import Findings
 from helios.hooks.live_run import find_none
 from helios.ledger.scrubbing import scrub_table
@@ -84,7 +84,7 @@ _LOGGER = logging.getLogger(__name__)
 _LOOP_PATH = "fit"
 
 
-def fit(run: Run) -> bool:
+def fit(run: Run) -> bool | Interrupted:
     """Train until the run is finished, which returns True, or interrupted."""
     run.prepare_data()
     options, name, replicas = run.options, run.model.save_name, run.replicas
@@ -153,7 +153,10 @@ class Training:
         self._can_save = run.options.can_save
         self._make_evidence = make_evidence
         listener = run.call.runtime.listener
-        self._outside = outside or partial(listener.ask, saves=self._can_save)
+        how = "saves and ends" if self._can_save else "ends, without saving,"
+        self._outside = outside or partial(
+            listener.ask, f"the training {how} at the next safe point"
+        )
         store = start.folder.options if start.folder is not None and self._can_save else None
         self._scores = ScoreLog(run.display, None if store is None else store.keep_best)
         self._saves: RunSaves | None = None
@@ -186,8 +189,8 @@ class Training:
         run.display.close()
         return reason
 
-    def finish(self, reason: str) -> bool:
-        """Wait for the last checkpoint, and say how training has ended; returns whether it has."""
+    def finish(self, reason: str) -> bool | Interrupted:
+        """Wait for the last checkpoint, and say how training has ended; returns True if it has."""
         run = self._run
         session = run.session
         assert session is not None
@@ -201,7 +204,7 @@ class Training:
             rescue = self.describe_rescue()
             end = self._describe_end(session)
             _LOGGER.warning("The training was interrupted: %s. %s%s", cause, rescue, end)
-            return False
+            return run.interrupt(cause)
         run.call.runtime.listener.warn_of_late_signals()
         end = self._describe_end(session)
         _LOGGER.info("Training has ended: %s.%s", reason, end)

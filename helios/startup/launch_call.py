@@ -17,7 +17,9 @@ import torch
 
 from helios.checkpoint.capture import Trained
 from helios.checkpoint.record import Record
+from helios.core.signal_watch import signal_name
 from helios.engines.device import as_current
+from helios.errors import Interrupted
 from helios.launch.ipc import LaunchQueue
 from helios.launch.launcher import LaunchKind, spawn
 from helios.launch.worker import end_with_launcher
@@ -30,7 +32,7 @@ from helios.startup.processes import Plan, Stored, ThisProcess, choose_processes
 from helios.startup.replay_run import replay
 from helios.startup.resume_point import find_replicas, find_stored, require_writable
 from helios.startup.run_setup import Run
-from helios.startup.signal_policy import Listener, listening
+from helios.startup.signal_policy import Listener, listening, remember
 from helios.startup.trainer_call import Call, ReplayRequest, only_call
 from helios.state import Phase
 
@@ -69,14 +71,19 @@ def _perform(call: Call) -> Any:
 
 @contextmanager
 def _listening(call: Call) -> Iterator[None]:
-    """Record signals while fit runs."""
-    if call.phase is not Phase.TRAINING:
+    """Record signals during the call; one that does not interrupt it ends the next call."""
+    signals, is_fit = call.options.signals, call.phase is Phase.TRAINING
+    if not is_fit and signals.on_interrupt == "return":
         yield
         return
     try:
-        with listening(call.options.signals) as call.runtime.listener:
+        with listening(signals, call.find_code, is_fit=is_fit) as call.runtime.listener:
             yield
     finally:
+        number = call.runtime.listener.number
+        if number is not None:
+            reason = f"{signal_name(number)} was received"
+            remember(Interrupted(call.find_code(number), reason), signals)
         call.runtime.listener = Listener()
 
 
@@ -136,8 +143,7 @@ def _take_part(call: Call, process: ThisProcess) -> Any:
         stored = on_first(team, lambda: _find_stored(call))
         team.close()
         result = _run_here(call, _plan(call, process, stored), process)
-        is_interrupted = call.phase is Phase.TRAINING and result is False
-        if is_interrupted and process.launch.kind is LaunchKind.SRUN:
+        if isinstance(result, Interrupted) and process.launch.kind is LaunchKind.SRUN:
             call.runtime.listener.ignore_the_rest()
         return result
 
@@ -164,7 +170,7 @@ class Outcome:
     """The result of a rank.
 
     Attributes:
-        value: what the call returns.
+        value: what the call returns, or what has interrupted it.
         state: the packed state of model and plugins; ``None`` from ranks other than 0.
         end: the counters and logs of the end of a training.
     """
@@ -204,7 +210,7 @@ def _run_in_ranks(run: Run, *, plan: Plan) -> Any:
         with call.runtime.footprint.taking(call.owners):
             run.restore(pickle.loads(outcome.state))
     if call.phase is Phase.TRAINING and call.replay is None:
-        is_interrupted = outcome.value is False
+        is_interrupted = isinstance(outcome.value, Interrupted)
         count = plan.num_processes
         obstacle = "fit was interrupted" if is_interrupted else f"{count} processes trained it"
         run.in_hand = ModelInHand(run.model, obstacle, outcome.end, dict(run.plugins))

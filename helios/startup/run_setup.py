@@ -28,13 +28,13 @@ from helios.distributed.process_groups import is_lost_peer
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import ArgumentTypeError
+from helios.errors import ArgumentTypeError, Interrupted
 from helios.hooks.bus import Bus, naming
 from helios.launch.ipc import pickle_value
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin, PluginStates
-from helios.replicas.on_all_ranks import on_each
+from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.startup import run_identity
@@ -258,6 +258,16 @@ class Run:
             text = f"{self.call.verb} ended with an error ({type(error).__name__}). "
             text = f"{text}{self.describe_rescue()}".rstrip()
             _LOGGER.error("%s", text, exc_info=error, extra=log.RAISED)
+
+    def interrupt(self, reason: str) -> Interrupted:
+        """Return what has interrupted the call, the same in all processes.
+
+        Args:
+            reason: what it was.
+        """
+        numbers = self.team.gather_objects(self.call.runtime.listener.number)
+        number = next((number for number in numbers if number is not None), None)
+        return Interrupted(on_first(self.team, lambda: self.call.find_code(number)), reason)
 
     def _tear_down(self, *, is_regular: bool) -> None:
         # A stack runs all of these, last first, even if one of them raises.

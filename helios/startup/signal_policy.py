@@ -1,4 +1,4 @@
-"""How fit handles signals: it saves at the next safe point and ends, with exit code 75.
+"""How calls handle signals: they end at the next safe point, and what follows is not run.
 
 A scheduler that is about to end a job sends a signal some time before. The run records it, and
 checks for it at its boundaries, like for any other request.
@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import ClassVar, Literal, NoReturn
 
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
 from helios.core.tracebacks import with_short_constructor
 from helios.distributed.process_groups import has_lost_rank
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, Interrupted
 from helios.startup.hangs import HangWatch, end_process, in_time, say
 
 _LOGGER = logging.getLogger(__name__)
@@ -43,25 +46,30 @@ def _fail(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
 @with_short_constructor
 @dataclasses.dataclass(frozen=True)
 class Signals:
-    """Signals on which a training saves and ends: ``Trainer(signals=Signals(...))``.
+    """Signals on which a run saves and ends: ``Trainer(signals=Signals(...))``.
 
     The first of them requests a checkpoint at the next safe point and the end of the run: ``fit``
-    returns False, and ``trainer.exit_code`` is 75. A second SIGINT ends it at once.
+    raises :class:`helios.Interrupted`, which ends the script with ``trainer.exit_code``. An
+    evaluation ends after its batch. A second SIGINT ends either at once.
 
     Attributes:
         numbers: the signals, such as ``(signal.SIGTERM, signal.SIGUSR1)``; ``()`` for none. By
             default SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, as far as the system has them.
         grace: seconds from the first signal after which the process exits without saving, if it
-            has reached no safe point; ``float("inf")`` for no limit. The code is 75, or 1 if
-            another rank had failed before the signal, because this one may only wait for it.
+            has reached no safe point; ``float("inf")`` for no limit. The code is that of
+            ``Interrupted``, or 1 if another rank had failed before the signal, because this one
+            may only wait for it.
+        on_interrupt: ``"return"`` lets ``fit`` return False after an interruption, also one by a
+            time limit, and leaves evaluations to Python. Your script must then end itself.
 
     Raises:
-        ArgumentError: for something that is not a signal, is named twice or cannot be handled, and
-            for a grace that is not a positive number.
+        ArgumentError: for something that is not a signal, is named twice or cannot be handled, for
+            a grace that is not a positive number, and for another ``on_interrupt``.
     """
 
     numbers: tuple[int, ...] = _DEFAULTS
     grace: float = 20.0
+    on_interrupt: Literal["raise", "return"] = "raise"
 
     def __post_init__(self) -> None:
         known = ", ".join(number.name for number in signal.Signals)
@@ -84,10 +92,13 @@ class Signals:
         if not is_number or not self.grace > 0:
             remedy = "Pass seconds, or float('inf') for no limit."
             raise _fail("grace", "a positive number of seconds", self.grace, remedy)
+        if self.on_interrupt not in ("raise", "return"):
+            rule = '"raise" or "return"'
+            raise _fail("on_interrupt", rule, self.on_interrupt, 'Omit it for "raise".')
 
 
 class Listener:
-    """The signals that a call of fit has received.
+    """The signals that a call has received.
 
     Args:
         receiver: records signals; ``None`` if none are handled.
@@ -116,19 +127,23 @@ class Listener:
         finally:
             self._ending.watch = None
 
-    def ask(self, *, saves: bool) -> str:
-        """Return why the run is to be interrupted; empty if no signal was received.
+    @property
+    def number(self) -> int | None:
+        """The first signal; ``None`` if there was none."""
+        return self.receiver.noted[0] if self.receiver and self.receiver.noted else None
+
+    def ask(self, what: str) -> str:
+        """Return why the call is to be interrupted; empty if no signal was received.
 
         Args:
-            saves: whether checkpoints are written, for the message.
+            what: what follows, for the message.
         """
         if self.receiver is None or not self.receiver.noted:
             return ""
         reason = f"{self.receiver.first} was received"
         if not self._has_warned:
             self._has_warned = True
-            how = "saves and ends" if saves else "ends, without saving,"
-            _LOGGER.warning("%s: the training %s at the next safe point.", reason, how)
+            _LOGGER.warning("%s: %s.", reason, what)
         return reason
 
     def note_safe_point(self) -> None:
@@ -152,24 +167,29 @@ class Listener:
 
 
 @contextlib.contextmanager
-def listening(signals: Signals) -> Iterator[Listener]:
+def listening(
+    signals: Signals, find_code: Callable[[int], int], *, is_fit: bool
+) -> Iterator[Listener]:
     """Record signals for a block; handlers can be installed in the main thread only.
 
     Args:
         signals: the signals, and the grace period.
+        find_code: returns the exit code after a signal.
+        is_fit: whether to warn in another thread.
     """
     if not signals.numbers:
         yield Listener()
         return
     if threading.current_thread() is not threading.main_thread():
-        _LOGGER.warning(
+        _LOGGER.log(
+            logging.WARNING if is_fit else logging.DEBUG,
             "fit runs outside the main thread, so it cannot save on a signal: %s have their usual "
             "effect. Call it in the main thread, or pass Trainer(signals=Signals(())).",
             ", ".join(map(signal_name, signals.numbers)),
         )
         yield Listener()
         return
-    ending = UnsavedEnd(signals.grace)
+    ending = UnsavedEnd(signals.grace, find_code)
     receiver = SignalReceiver(
         signals.numbers, grace=signals.grace, on_first=ending.look, give_up=ending.carry_out
     )
@@ -186,14 +206,16 @@ class UnsavedEnd:
 
     Args:
         grace: the grace period in seconds.
+        find_code: returns the exit code after a signal.
 
     Attributes:
         watch: knows where the run stands; ``None`` outside of a run.
     """
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, grace: float, find_code: Callable[[int], int]) -> None:
         self.watch: HangWatch | None = None
         self._grace = grace
+        self._find_code = find_code
         self._has_lost_rank = False
 
     def look(self) -> None:
@@ -206,31 +228,69 @@ class UnsavedEnd:
     def _look(self) -> None:
         self._has_lost_rank = has_lost_rank()
 
-    def carry_out(self, name: str) -> NoReturn:
+    def carry_out(self, number: int) -> NoReturn:
         """End this process and its loader workers, whatever its main thread is doing.
 
         Args:
-            name: the signal that was not handled in time.
+            number: the signal that was not handled in time.
         """
-        code = 1 if self._has_lost_rank else TRY_AGAIN
+        # The disk may be what the run waits for.
+        found = in_time(partial(self._find_code, number), _PLACE_SECONDS)
+        code = 1 if self._has_lost_rank else found or find_signal_code(number)
         watch = self.watch
         place = "" if watch is None else in_time(watch.describe, _PLACE_SECONDS)
-        advice = (
-            "Run the same command again to resume from the newest checkpoint. For longer steps and "
-            "validations, set Trainer(signals=Signals(grace=...))."
-        )
-        if code != TRY_AGAIN:
+        advice = "For longer steps and validations, set Trainer(signals=Signals(grace=...))."
+        if code == TRY_AGAIN:
+            again = "Run the same command again to resume from the newest checkpoint."
+            advice = f"{again} {advice}"
+        elif self._has_lost_rank:
             advice = "Another rank had failed before: its log says why."
         say(
             f"{f'{place}. ' if place else ''}No safe point was reached within {self._grace:g} s "
-            f"after {name}, so this process ends now, without saving, with exit code {code}. "
-            f"{advice}"
+            f"after {signal_name(number)}, so this process ends now, without saving, with exit "
+            f"code {code}. {advice}"
         )
         end_process(code)
 
 
-def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a script after an error: 75 if it may just be started again."""
-    is_interruption = isinstance(error, KeyboardInterrupt)
-    is_unsaved = isinstance(error, SystemExit) and error.code == TRY_AGAIN
-    return TRY_AGAIN if is_interruption or is_unsaved else 1
+def find_signal_code(number: int) -> int:
+    """Return the exit code of a process that a signal has ended, as shells show it."""
+    return 128 + number
+
+
+class Interruptions:
+    """What has interrupted a call of this process; a forked child has its own."""
+
+    found: ClassVar[dict[int, Interrupted]] = {}
+
+
+def _is_interactive() -> bool:
+    """Return whether the user types the next statement: in a notebook, IPython or a console."""
+    return sys.flags.interactive > 0 or "ps1" in vars(sys)
+
+
+def remember(error: Interrupted, signals: Signals) -> None:
+    """Let the next call raise an interruption again: its script has not ended, but must."""
+    if signals.on_interrupt == "raise" and not _is_interactive():
+        Interruptions.found[os.getpid()] = error
+
+
+def find_swallowed(signals: Signals) -> Interrupted | None:
+    """Return what has interrupted an earlier call, whose script has caught it and continued."""
+    found = Interruptions.found.get(os.getpid())
+    if found is None or signals.on_interrupt == "return":
+        return None
+    _LOGGER.warning(
+        "Nothing is started, because an earlier call was interrupted: %s. Let helios.Interrupted "
+        'end the script, or pass Trainer(signals=Signals(on_interrupt="return")).',
+        found.reason,
+    )
+    return Interrupted(found.code, found.reason)
+
+
+def raise_interrupted(error: Interrupted, signals: Signals) -> NoReturn:
+    """Raise what has interrupted a call, in the way that suits the session."""
+    remember(error, signals)
+    if _is_interactive():
+        raise KeyboardInterrupt(error.reason)
+    raise error

@@ -17,7 +17,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from helios.checkpoint import file_names
 from helios.checkpoint.capture import Trained
+from helios.core.signal_watch import TRY_AGAIN
 from helios.data.datamodule import DataModule
 from helios.distributed.process_groups import DistributedInfo
 from helios.errors import UsageError
@@ -34,7 +36,7 @@ from helios.startup.checkpoint_search import (
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import PluginTable, Roots
 from helios.startup.replay_start import ReplayOptions, Stretch, find_stretch
-from helios.startup.signal_policy import Listener, Signals
+from helios.startup.signal_policy import Listener, Signals, find_signal_code
 from helios.startup.trainer_options import Options
 from helios.state import Phase
 
@@ -127,7 +129,7 @@ class RuntimeState:
         queue: receives what spawned ranks send; ``None`` before there were any.
         in_hand: the model that ``fit`` has trained last; ``None`` before, and after an error.
         footprint: what setup has assigned in the launcher.
-        listener: the signals received during the current call of fit.
+        listener: the signals received during the current call.
     """
 
     info: DistributedInfo = dataclasses.field(default_factory=DistributedInfo)
@@ -226,6 +228,21 @@ class Call:
     def owners(self) -> list[Any]:
         """The user's objects that are set up."""
         return [*self.plugins.values(), self.datamodule, self.model]
+
+    def find_code(self, number: int | None) -> int:
+        """Return the exit code after an interruption, by a signal if it was one.
+
+        It asks for another start only if the same call would resume from a checkpoint.
+        """
+        options, folder = self.options, self.options.chkpt_root
+        can_resume = options.resume_path is not None or (
+            folder is not None
+            and options.resume != "never"
+            and bool(file_names.find_checkpoints(folder / self.model.save_name))
+        )
+        if can_resume:
+            return TRY_AGAIN
+        return 1 if number is None else find_signal_code(number)
 
     def find_replay(self) -> None:
         """Find what a replay repeats, before anything is done.

@@ -161,40 +161,40 @@ def test_other_signals_may_come_again_and_before_an_interrupt() -> None:
 
 @pytest.mark.shows("S14")
 def test_it_gives_up_after_the_grace_and_says_on_what() -> None:
-    given_up, names = threading.Event(), []
+    given_up, numbers = threading.Event(), []
 
-    def give_up(name: str) -> None:
-        names.append((name, time.monotonic()))
+    def give_up(number: int) -> None:
+        numbers.append((number, time.monotonic()))
         given_up.set()
 
     with SignalReceiver([signal.SIGUSR2], grace=0.1, give_up=give_up).installed():
         began = time.monotonic()
         send(signal.SIGUSR2)
         assert given_up.wait(120)
-        ((name, moment),) = names
-        assert name == "SIGUSR2"
+        ((number, moment),) = numbers
+        assert number == signal.SIGUSR2
         assert moment - began >= 0.1
         pass_time(0.2)
-    assert len(names) == 1
+    assert len(numbers) == 1
 
 
 @pytest.mark.parametrize("is_before", [True, False])
 def test_who_makes_progress_has_all_the_time(is_before: bool) -> None:
-    names: list[str] = []
-    receiver = SignalReceiver([signal.SIGUSR2], grace=0.1, give_up=names.append)
+    numbers: list[int] = []
+    receiver = SignalReceiver([signal.SIGUSR2], grace=0.1, give_up=numbers.append)
     with receiver.installed():
         if is_before:
             receiver.wait_without_end()
         send(signal.SIGUSR2)
         receiver.wait_without_end()
         pass_time(0.3)
-    assert not names
+    assert not numbers
 
 
 def test_a_forked_process_obeys_and_wakes_nobody_here(found: Callable[..., Any]) -> None:
     """A pool, for one, ends its processes by SIGTERM, and waits for that."""
-    names: list[str] = []
-    receiver = SignalReceiver([signal.SIGUSR1, signal.SIGUSR2], grace=0.05, give_up=names.append)
+    numbers: list[int] = []
+    receiver = SignalReceiver([signal.SIGUSR1, signal.SIGUSR2], grace=0.05, give_up=numbers.append)
     with receiver.installed():
         child = FORK.Process(target=send, args=(signal.SIGUSR1,))
         child.start()
@@ -203,7 +203,7 @@ def test_a_forked_process_obeys_and_wakes_nobody_here(found: Callable[..., Any])
         child.close()
         pass_time(0.2)
     assert code == -signal.SIGUSR1
-    assert (receiver.first, names) == ("", [])
+    assert (receiver.first, numbers) == ("", [])
 
 
 class Sender(Dataset):

@@ -24,9 +24,11 @@ from helios.plugins import Plugin
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import HookContext
 from helios.state import Phase, TrainingState
+from tests.leaks import forget_interruptions
 from tests.support.models import OneLayer, forward
 from tests.support.resume import resume_everywhere
 from tests.support.runs import (
+    RETURNS,
     WIDTH,
     EventLog,
     IndexModule,
@@ -116,6 +118,7 @@ def noting(log: list[str], name: str = "", plug_id: str = "notes") -> PipelineHo
 def make_trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
     """Return a trainer on the CPU."""
     given = {"train_unit": "iteration", "total_steps": 4, "use_cpu": True, "print_banner": False}
+    given["signals"] = RETURNS
     return helios.Trainer(**{**given, **options}, plugins=list(plugins))
 
 
@@ -940,7 +943,9 @@ def test_an_absorbed_interruption_gives_the_same_bits(tmp_path: Path) -> None:
         use_cpu=True,
         plugins=hooks,
     )
-    assert trainer.fit(model, IndexModule(setting)) is False
+    with pytest.raises(helios.Interrupted):
+        trainer.fit(model, IndexModule(setting))
+    forget_interruptions()
     resumed = train(tmp_path / "cut")
     assert {**model.records, **resumed.records} == whole.records
     assert resumed.bits() == whole.bits()

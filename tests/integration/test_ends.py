@@ -306,7 +306,7 @@ def test_a_stray_stop_iteration_is_an_error(event: str, tmp_path: Path) -> None:
 @pytest.mark.shows("K34", "S32")
 def test_the_exit_code_tells_an_end_from_an_interruption_and_an_error() -> None:
     setting = Setting(validates=False)
-    for error, code in ((KeyboardInterrupt(), 75), (OnPurposeError(), 1)):
+    for error, code in ((KeyboardInterrupt(), 130), (OnPurposeError(), 1)):
         plugin = RaiseIn("on_training_batch_end")
         plugin.on_training_batch_end = _raiser(error)
         trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False, plugins=[plugin])

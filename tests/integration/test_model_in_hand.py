@@ -23,6 +23,7 @@ from helios.plugins import EMA, SWA, Plugin
 from helios.startup import launch_call
 from helios.startup.processes import ThisProcess
 from tests.support.ranks import run_ranks
+from tests.support.runs import RETURNS
 
 EPOCHS = 3
 
@@ -217,7 +218,7 @@ def test_everything_else_loads_and_the_log_says_which_weights_and_why(
             self.context.interrupt("a test")
 
     interrupting = Interrupting("interrupting")
-    trainer, model = make(tmp_path, interrupting), Net()
+    trainer, model = make(tmp_path, interrupting, signals=RETURNS), Net()
     assert not trainer.fit(model, Data())
     change_by_hand(model)
     is_loaded(trainer, model, ", the newest checkpoint, because fit was interrupted", epoch=1)

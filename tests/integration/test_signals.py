@@ -79,11 +79,11 @@ def test_each_of_the_four_signals_saves(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.shows("S13")
 @pytest.mark.parametrize("event", ["setup", "on_fit_start", "on_training_start"])
-def test_before_the_first_step_only_the_code_is_set(
+def test_before_the_first_step_nothing_is_saved(
     event: str, whole: dict[str, Bits], tmp_path: Path
 ) -> None:
     setting = SETTINGS["steps"]
-    assert train_alone(tmp_path, setting, SignalAt(event)) == 75
+    assert train_alone(tmp_path, setting, SignalAt(event)) == 143
     assert newest(tmp_path) == (0, 0)
     assert not list(tmp_path.glob("turns-*"))
     assert train_alone(tmp_path, setting) == 0
@@ -123,7 +123,7 @@ def test_a_signal_in_the_data_preparation_ends_the_run_before_its_first_step(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(ElasticData, "prepare_data", prepare)
-    assert train_alone(tmp_path, SETTINGS["steps"]) == 75
+    assert train_alone(tmp_path, SETTINGS["steps"]) == 143
     assert newest(tmp_path) == (0, 0)
 
 
@@ -190,7 +190,7 @@ def test_a_second_ctrl_c_ends_the_training_without_saving(tmp_path: Path) -> Non
 
     from tests.support.signals import run_forked
 
-    assert run_forked(train) == 75
+    assert run_forked(train) == 130
     assert marker.read_text() == "KeyboardInterrupt"
     assert newest(tmp_path / "run") == (0, 0)
 
@@ -202,8 +202,10 @@ def test_who_comes_to_no_safe_point_in_time_is_ended_without_saving(
     """Also where the main thread waits in C, and runs no handler."""
     setting, signals = SETTINGS["steps"], Signals(grace=0.3)
     plugin = SignalAt("on_forward_end", 4, does_stick=True)
-    assert train_alone(tmp_path, setting, plugin, signals=signals) == 75
+    assert train_alone(tmp_path, setting, plugin, signals=signals) == 143
     assert newest(tmp_path) == (0, 0)
+    assert train_alone(tmp_path, setting, SignalAt("on_forward_end", 3)) == 75
+    assert train_alone(tmp_path, setting, plugin, signals=signals) == 75
     assert train_alone(tmp_path, setting) == 0
     assert_same(read_bits(tmp_path), whole["steps"])
 
@@ -241,6 +243,6 @@ def test_without_signals_they_do_what_they_did_before(tmp_path: Path) -> None:
 @pytest.mark.shows("S32")
 def test_a_run_that_writes_no_checkpoints_ends_as_soon(tmp_path: Path) -> None:
     setting = dataclasses.replace(SETTINGS["steps"], options={"chkpt_frequency": None})
-    assert train_alone(tmp_path, setting, SignalAt("on_forward_end", 4)) == 75
+    assert train_alone(tmp_path, setting, SignalAt("on_forward_end", 4)) == 143
     assert newest(tmp_path) == (0, 0)
     assert len((tmp_path / "turns-0.jsonl").read_text().splitlines()) == 4

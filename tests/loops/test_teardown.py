@@ -121,7 +121,8 @@ def test_after_a_stop_and_after_an_interruption() -> None:
     assert torn == _ALL
     torn.clear()
     leave = Acting("on_training_batch_end", lambda plugin: plugin.context.interrupt("test"))
-    assert not _fit(_trainer(torn, leave))
+    with pytest.raises(helios.Interrupted):
+        _fit(_trainer(torn, leave))
     assert torn == _ALL
 
 

@@ -19,7 +19,7 @@ from helios.plugins.plugin import Plugin
 from helios.plugins.time_limit import TimeLimit, parse_duration
 from helios.state import TrainingState
 from tests.support.resume import resume_everywhere
-from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, train
+from tests.support.runs import RETURNS, IndexModule, Outcome, Setting, SmallModel, train
 
 _RESUME = ["on_checkpoint_loaded", "on_fit_start", "on_training_start", "on_training_resume"]
 _WAY_OUT = ["on_fit_end", "teardown"]
@@ -214,6 +214,7 @@ def test_the_same_command_goes_on_after_an_interruption(
             use_cpu=True,
             print_banner=False,
             plugins=[clock, TimeLimit("00:00:03", clock=clock)],
+            signals=RETURNS,
         )
         result = trainer.fit(SmallModel(Setting()), IndexModule(Setting()))
         return result, trainer.exit_code
@@ -548,6 +549,7 @@ def test_an_interruption_does_not_outlive_its_start(tmp_path: Path) -> None:
         use_cpu=True,
         print_banner=False,
         plugins=[asker],
+        signals=RETURNS,
     )
     assert not trainer.fit(SmallModel(setting), IndexModule(setting))
     assert trainer.exit_code == 75
@@ -577,7 +579,8 @@ def test_an_interruption_without_checkpoints_says_that_nothing_was_saved(
     trainer = helios.Trainer(
         train_unit="iteration", total_steps=6, use_cpu=True, print_banner=False, plugins=[asker]
     )
-    assert not trainer.fit(SmallModel(Setting()), IndexModule(Setting()))
+    with pytest.raises(helios.Interrupted):
+        trainer.fit(SmallModel(Setting()), IndexModule(Setting()))
     assert "No checkpoint was saved" in capfd.readouterr().err
 
 

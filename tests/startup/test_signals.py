@@ -16,8 +16,8 @@ import helios
 from helios import Signals
 from helios.core.signal_watch import SignalReceiver
 from helios.errors import ArgumentError
-from helios.startup.signal_policy import Listener, exit_code_of, listening
-from tests.support.runs import IndexModule, Setting, SmallModel
+from helios.startup.signal_policy import Listener, find_signal_code, listening
+from tests.support.runs import RETURNS, IndexModule, Setting, SmallModel
 
 
 @pytest.mark.shows("S12")
@@ -56,21 +56,19 @@ def test_a_grace_is_a_positive_number(grace: Any) -> None:
 
 
 def test_what_came_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    with listening(Signals()) as listener:
-        assert listener.ask(saves=True) == ""
+    with listening(Signals(), find_signal_code, is_fit=True) as listener:
+        assert listener.ask("it ends") == ""
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert [listener.ask(saves=True) for _ in range(2)] == ["SIGUSR1 was received"] * 2
+        assert [listener.ask("it ends") for _ in range(2)] == ["SIGUSR1 was received"] * 2
         listener.warn_of_late_signals()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == (
-        "SIGUSR1 was received: the training saves and ends at the next safe point."
-    )
+    assert record.getMessage() == "SIGUSR1 was received: it ends."
 
 
 def test_a_signal_behind_the_last_poll_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    with listening(Signals()) as listener:
+    with listening(Signals(), find_signal_code, is_fit=True) as listener:
         os.kill(os.getpid(), signal.SIGTERM)
         listener.warn_of_late_signals()
     assert caplog.messages == ["SIGTERM came too late to interrupt the training."]
@@ -78,7 +76,7 @@ def test_a_signal_behind_the_last_poll_is_told_of(caplog: pytest.LogCaptureFixtu
 
 def test_no_signals_means_no_handlers(caplog: pytest.LogCaptureFixture) -> None:
     before = [signal.getsignal(number) for number in Signals().numbers]
-    with listening(Signals(())) as listener:
+    with listening(Signals(()), find_signal_code, is_fit=True) as listener:
         assert listener.receiver is None
         assert [signal.getsignal(number) for number in Signals().numbers] == before
     assert not caplog.messages
@@ -138,12 +136,15 @@ def test_handlers_are_there_from_the_start_of_fit_to_its_end_only() -> None:
 
 
 @pytest.mark.shows("S15")
-def test_evaluations_handle_no_signals() -> None:
-    curious, setting = Curious(), Setting()
+def test_evaluations_handle_them_too_unless_fit_returns() -> None:
+    setting = Setting()
     before = [signal.getsignal(number) for number in Signals().numbers]
-    trainer = helios.Trainer(use_cpu=True, plugins=[curious])
-    trainer.validate(SmallModel(setting), IndexModule(setting))
-    assert curious.handlers == {"setup": before, "validation": before}
+    for signals in (Signals(), RETURNS):
+        curious = Curious()
+        trainer = helios.Trainer(use_cpu=True, plugins=[curious], signals=signals)
+        trainer.validate(SmallModel(setting), IndexModule(setting))
+        assert (curious.handlers["validation"] == before) is (signals is RETURNS)
+    assert [signal.getsignal(number) for number in Signals().numbers] == before
 
 
 def test_a_process_that_gives_up_ends_its_workers_and_says_why() -> None:
@@ -153,24 +154,17 @@ from helios.startup.signal_policy import UnsavedEnd
 child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
 child.start()
 os.write(1, str(child.pid).encode())
-UnsavedEnd(7.5).carry_out("SIGUSR1")
+UnsavedEnd(7.5, lambda number: 128 + number).carry_out(signal.SIGUSR1)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 75, done.stderr
+    assert done.returncode == 138, done.stderr
     assert "No safe point was reached within 7.5 s after SIGUSR1" in done.stderr
     # The output of the child is that of its parent: it has ended, else there were no end here.
     assert int(done.stdout) > 0
-
-
-@pytest.mark.shows("S12")
-def test_exit_codes_tell_what_may_just_be_started_again() -> None:
-    errors = {KeyboardInterrupt(): 75, SystemExit(75): 75, SystemExit(3): 1, ValueError(): 1}
-    for error, code in errors.items():
-        assert exit_code_of(error) == code
 
 
 def test_a_listener_without_signals_hears_nothing() -> None:
     listener = Listener()
     listener.note_safe_point()
     listener.warn_of_late_signals()
-    assert listener.ask(saves=True) == ""
+    assert listener.ask("it ends") == ""

@@ -51,6 +51,7 @@ from tests.support.decision_cells import (
     cells_of,
 )
 from tests.support.ranks import run_ranks
+from tests.support.runs import RETURNS
 
 __all__ = ["GOLDEN", "expected", "golden_table", "parse", "play"]
 BATCHES = 5
@@ -270,6 +271,7 @@ def _make_trainer(cell: Cell, folder: Path, *plugins: Plugin) -> helios.Trainer:
         plugins=plugins,
         store=store,
         print_banner=False,
+        signals=RETURNS,
     )
 
 

@@ -202,6 +202,7 @@ def make_trainer(folder: Path, setting: Elastic, *plugins: Plugin, **more: Any) 
         "use_cpu": True,
         "print_banner": False,
         "plugins": list(plugins),
+        "signals": helios.Signals(on_interrupt="return"),
     }
     return helios.Trainer(**{**options, **setting.options, **more})
 

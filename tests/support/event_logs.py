@@ -23,6 +23,7 @@ from helios.hooks.events import EVENTS, Receiver, Verb
 from helios.loops.yielding import YieldLoop
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
+from tests.support.runs import RETURNS
 
 LEGEND = """\
 # Q: a plugin with monitor = True, registered first; P: another; D: data module; M: model; E: engine
@@ -299,6 +300,7 @@ def play(call: Call, folder: Path | None = None) -> Recording:
         plugins=plugins,
         chkpt_root=folder,
         print_banner=False,
+        signals=RETURNS,
         **call.options,
     )
     model = listener(call.model, "M", recording)()

@@ -207,7 +207,7 @@ def train(
         print_banner=False,
         hang_warning=warning,
         hang_timeout=timeout,
-        signals=helios.Signals(grace=grace),
+        signals=helios.Signals(grace=grace, on_interrupt="return"),
         num_replicas=6,
         **saves,
         **options,

@@ -22,6 +22,8 @@ from helios.plugins import Plugin
 from helios.state import Cursor, TrainingState
 
 NUM_SAMPLES = 22
+# Lets a test go on in its process after an interruption.
+RETURNS = helios.Signals(on_interrupt="return")
 WIDTH = 5
 
 
@@ -377,7 +379,7 @@ def _run(
         print_banner=False,
         use_cpu=True,
         plugins=[*plugins, *([Requester()] if setting.requests else []), log, end],
-        **setting.options,
+        **{"signals": RETURNS, **setting.options},
     )
     model = SmallModel(setting)
     data = (setting.make_data or IndexModule)(setting)

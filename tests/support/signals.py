@@ -235,11 +235,14 @@ def main() -> None:
     # A test waits for the order of hooks, which is logged when all ranks have started.
     logging.getLogger(objects.__name__).setLevel(logging.DEBUG)
     signals = helios.Signals(grace=options.grace)
-    trainer, _ = train(
-        options.folder, setting_of(options), *plugins, nproc=options.nproc, signals=signals
-    )
-    (options.folder / f"code-{os.getpid()}").write_text(str(trainer.exit_code))
-    raise SystemExit(trainer.exit_code)
+    code = 0
+    try:
+        train(options.folder, setting_of(options), *plugins, nproc=options.nproc, signals=signals)
+    except helios.Interrupted as error:
+        code = error.code
+        raise
+    finally:
+        (options.folder / f"code-{os.getpid()}").write_text(str(code))
 
 
 if __name__ == "__main__":

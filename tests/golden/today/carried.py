@@ -107,6 +107,7 @@ def start(root: Path, record: Record, stop: int, *, is_gone: bool, **options: An
         random_seed=11,
         print_banner=False,
         use_cpu=True,
+        signals=helios.Signals(on_interrupt="return"),
         plugins=plugins if is_gone else [counting, *plugins],
         **options,
     )

@@ -1,0 +1,315 @@
+"""An interrupted call does not return: what follows it in a script is not run."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helios
+from helios.plugins import Plugin, TimeLimit
+from tests.support.runs import IndexModule, Setting, SmallModel, digest
+from tests.support.signals import run_forked
+
+INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+class Sends(Plugin):
+    """Sends a signal in an event, from a number of calls of it on, and logs what it hears."""
+
+    unsaved = ("calls", "heard")
+
+    def __init__(self, event: str, number: int | None = TERM, *, at: int = 3) -> None:
+        super().__init__("sends")
+        self.number = number
+        self.at = at
+        self.calls = 0
+        self.heard: list[str] = []
+        setattr(self, event, self._send)
+
+    def setup(self) -> None:
+        self.heard.append("setup")
+
+    def _send(self, *_: Any) -> None:
+        self.calls += 1
+        if self.number is not None and self.calls == self.at:
+            os.kill(os.getpid(), self.number)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.heard.append(type(exception).__name__)
+
+    def on_fit_end(self) -> None:
+        self.heard.append("on_fit_end")
+
+    def teardown(self) -> None:
+        self.heard.append("teardown")
+
+
+STEP = "on_training_batch_end"
+
+
+def make(folder: Path | None, *plugins: Plugin, **options: Any) -> helios.Trainer:
+    saves = {} if folder is None else {"chkpt_root": folder, "chkpt_frequency": 100}
+    known = {"train_unit": "iteration", "total_steps": 8, "use_cpu": True, "print_banner": False}
+    return helios.Trainer(plugins=list(plugins), **{**known, **saves, **options})
+
+
+def fit(trainer: helios.Trainer, name: str = "small") -> bool:
+    return trainer.fit(SmallModel(Setting(), name), IndexModule(Setting()))
+
+
+def weights(folder: Path, name: str) -> str:
+    path = helios.find_last_checkpoint(folder / name)
+    assert path is not None
+    return digest(helios.load_checkpoint(path)["model"])
+
+
+def forked(work: Callable[[], Any]) -> int:
+    """Run work as a script of its own; returns its exit code, 0 if it comes to its end."""
+
+    def script() -> int:
+        work()
+        return 0
+
+    return run_forked(script)
+
+
+def test_an_interrupted_fit_ends_the_loop_around_it_and_the_next_start_goes_on(
+    tmp_path: Path,
+) -> None:
+    def sweep(folder: Path, *plugins: Plugin) -> None:
+        for name in ("a", "b"):
+            assert fit(make(folder, *plugins), name)
+
+    assert forked(lambda: sweep(tmp_path / "whole")) == 0
+    assert forked(lambda: sweep(tmp_path / "cut", Sends(STEP, INT))) == 75
+    assert not (tmp_path / "cut" / "b").exists()
+    assert forked(lambda: sweep(tmp_path / "cut")) == 0
+    for name in ("a", "b"):
+        assert weights(tmp_path / "cut", name) == weights(tmp_path / "whole", name)
+
+
+def test_it_is_raised_after_the_last_events_and_passes_no_on_exception(tmp_path: Path) -> None:
+    def work() -> None:
+        plugin = Sends(STEP)
+        trainer = make(tmp_path, plugin)
+        with pytest.raises(helios.Interrupted) as caught:
+            fit(trainer)
+        assert plugin.heard == ["setup", "on_fit_end", "teardown"]
+        assert caught.value.code == trainer.exit_code == 75
+        assert "SIGTERM" in caught.value.reason
+        assert signal.getsignal(TERM) is signal.SIG_DFL
+
+    assert forked(work) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(INT, 130), (TERM, 143), (signal.SIGUSR1, 138)])
+def test_without_a_checkpoint_the_code_is_that_of_the_signal(number: int, code: int) -> None:
+    assert forked(lambda: fit(make(None, Sends(STEP, number)))) == code
+
+
+def test_before_the_first_save_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    assert forked(lambda: fit(make(tmp_path, Sends("on_fit_start", at=1)))) == 143
+    assert forked(lambda: fit(make(tmp_path, Sends(STEP)))) == 75
+    assert forked(lambda: fit(make(tmp_path, Sends("on_fit_start", at=1)))) == 75
+    # It would begin anew.
+    never = {"resume": "never"}
+    assert forked(lambda: fit(make(tmp_path, Sends("on_fit_start", at=1), **never))) == 143
+
+
+def _test(trainer: helios.Trainer) -> object:
+    return trainer.test(SmallModel(Setting()), IndexModule(Setting()))
+
+
+def _validate(trainer: helios.Trainer) -> object:
+    return trainer.validate(SmallModel(Setting()), IndexModule(Setting()))
+
+
+def _predict(trainer: helios.Trainer) -> object:
+    return trainer.predict(SmallModel(Setting()), IndexModule(Setting()))
+
+
+CALLS = [fit, _validate, _test, _predict]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("caught", [SystemExit, BaseException])
+def test_after_one_that_was_swallowed_no_call_of_any_trainer_begins(
+    call: Callable[[helios.Trainer], object], caught: type[BaseException], tmp_path: Path
+) -> None:
+    def work() -> None:
+        with contextlib.suppress(caught):
+            fit(make(tmp_path, Sends(STEP)))
+        plugin = Sends(STEP, None)
+        trainer = make(tmp_path / "other", plugin)
+        with pytest.raises(helios.Interrupted) as again:
+            call(trainer)
+        assert (again.value.code, trainer.exit_code, plugin.heard) == (75, 75, [])
+        # A process of its own, such as one that trains something else, may.
+        child = multiprocessing.get_context("fork").Process(target=fit, args=(make(None),))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+
+    assert forked(work) == 0
+    assert not (tmp_path / "other").exists()
+
+
+class Fails(Plugin):
+    """Has an error in the step in which a signal comes."""
+
+    def __init__(self) -> None:
+        super().__init__("fails")
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, *_: Any) -> None:
+        os.kill(os.getpid(), TERM)
+        raise ValueError("a failed trial")
+
+
+def test_a_signal_that_could_not_end_its_call_ends_the_next_one(tmp_path: Path) -> None:
+    def fails() -> None:
+        with pytest.raises(ValueError, match="a failed trial"):
+            fit(make(tmp_path / "fails", Fails()))
+        fit(make(tmp_path / "next"))
+
+    def late() -> None:
+        assert fit(make(tmp_path / "late", Sends("on_training_end", at=1)))
+        fit(make(tmp_path / "next"))
+
+    assert (forked(fails), forked(late)) == (143, 75)
+    assert not (tmp_path / "next").exists()
+
+
+def test_on_interrupt_return_returns_false_and_lets_other_calls_begin(tmp_path: Path) -> None:
+    def work() -> None:
+        returns = helios.Signals(on_interrupt="return")
+        trainer = make(tmp_path, Sends(STEP), signals=returns)
+        assert fit(trainer) is False
+        assert trainer.exit_code == 75
+        assert fit(make(tmp_path))
+        with pytest.raises(helios.Interrupted):
+            fit(make(None, Sends(STEP)))
+        assert fit(make(None, signals=returns))
+
+    assert forked(work) == 0
+
+
+@pytest.mark.parametrize("value", ["ignore", None, True])
+def test_on_interrupt_is_one_of_two_words(value: Any) -> None:
+    with pytest.raises(helios.ArgumentError, match=r"on_interrupt.*\"raise\" or \"return\""):
+        helios.Signals(on_interrupt=value)
+
+
+def test_in_an_interactive_session_it_is_a_keyboard_interrupt_and_the_next_call_begins(
+    tmp_path: Path,
+) -> None:
+    def work() -> None:
+        sys.ps1 = ">>> "
+        plugin = Sends(STEP, INT)
+        trainer = make(tmp_path, plugin)
+        with pytest.raises(KeyboardInterrupt, match="SIGINT"):
+            fit(trainer)
+        assert (trainer.exit_code, plugin.heard[-2:]) == (75, ["on_fit_end", "teardown"])
+        assert fit(make(tmp_path))
+        with pytest.raises(KeyboardInterrupt):
+            _test(make(tmp_path, Sends("on_testing_batch_end", INT, at=1)))
+        assert _test(make(tmp_path))
+
+    assert forked(work) == 0
+
+
+class Stops(Plugin):
+    """Ends the run as a program does."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__("stops")
+        self.way = way
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, *_: Any) -> None:
+        if self.way == "request_stop":
+            self.context.request_stop("enough")
+
+    def should_training_stop(self) -> bool:
+        return self.way == "poll"
+
+
+@pytest.mark.parametrize("way", ["request_stop", "poll"])
+def test_a_stop_that_the_program_asks_for_returns(way: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, Stops(way))
+    assert fit(trainer) is True
+    assert trainer.exit_code == 0
+
+
+def test_a_time_limit_interrupts_and_asks_for_another_start_only_if_it_saved(
+    tmp_path: Path,
+) -> None:
+    def work(folder: Path | None) -> None:
+        times = iter(range(1000))
+        fit(make(folder, TimeLimit(4, clock=lambda: float(next(times)))))
+
+    assert (forked(lambda: work(tmp_path)), forked(lambda: work(None))) == (75, 1)
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+@pytest.mark.parametrize(
+    ("call", "event"),
+    [
+        (_test, "on_testing_batch_end"),
+        (_validate, "on_validation_batch_end"),
+        (_predict, "on_predicting_batch_end"),
+    ],
+)
+def test_an_evaluation_ends_after_its_batch(
+    call: Callable[[helios.Trainer], object], event: str, number: int, tmp_path: Path
+) -> None:
+    def work(folder: Path | None) -> None:
+        plugin = Sends(event, number, at=1)
+        try:
+            call(make(folder, plugin))
+        finally:
+            assert (plugin.calls, plugin.heard) == (1, ["setup", "teardown"])
+
+    assert forked(lambda: fit(make(tmp_path))) == 0
+    assert forked(lambda: work(tmp_path)) == 75
+    assert forked(lambda: work(None)) == 128 + number
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_second_ctrl_c_ends_at_once_and_asks_for_another_start_only_if_one_can_resume(
+    saves: bool, tmp_path: Path
+) -> None:
+    def work() -> None:
+        plugin = Raises()
+        trainer = make(tmp_path, plugin, chkpt_frequency=1 if saves else 100)
+        with pytest.raises(KeyboardInterrupt):
+            fit(trainer)
+        assert trainer.exit_code == (75 if saves else 130)
+
+    assert forked(work) == 0
+
+
+class Raises(Plugin):
+    """Raises what a second Ctrl-C raises."""
+
+    def __init__(self) -> None:
+        super().__init__("raises")
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, *args: Any) -> None:
+        if args[0].global_iteration == 3:
+            raise KeyboardInterrupt
