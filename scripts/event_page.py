@@ -175,9 +175,10 @@ No other events are emitted, wherever the exception comes from: methods named `*
 that ended normally."""
 _INTERRUPTION_TEXT = """\
 After `context.interrupt`, a signal, or a time limit, the run ends at the next safe point, and `fit`
-returns False. By epochs, that is the end of the epoch if its last batch has been reached;
-otherwise, and by steps, it is the end of a window. These calls follow the last event of the window.
-Neither `on_training_epoch_end` nor `on_training_end` is emitted."""
+raises `helios.Interrupted` when all is torn down. By epochs, that safe point is the end of the
+epoch if its last batch has been reached; otherwise, and by steps, it is the end of a window. These
+calls follow the last event of the window. Neither `on_training_epoch_end` nor `on_training_end` is
+emitted."""
 _RESUME_TEXT = """\
 These calls come before the first batch of the resumed run. The start of an epoch is not emitted
 again if the run resumes inside it; by steps, the end of the epoch comes first if the checkpoint was

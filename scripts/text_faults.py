@@ -2005,9 +2005,9 @@ FAULTS = (
     Fault(
         "a task takes one that has given up before for one that has failed",
         "helios/startup/signal_policy.py",
-        "        code = 1 if self._has_lost_rank else TRY_AGAIN",
-        "        code = 1 if has_lost_rank() else TRY_AGAIN",
-        "tests/distributed/test_signals.py::test_tasks_that_all_hang_ask_to_be_requeued",
+        "        code = 1 if self._has_lost_rank else found",
+        "        code = 1 if has_lost_rank() else found",
+        "tests/distributed/test_signals.py::test_tasks_that_all_hang_end_by_the_signal",
     ),
     Fault(
         "jobs of an array share a port",

@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
+def main() -> None:
     options = parse()
     trainer = helios.Trainer(
         train_unit="iteration",
@@ -97,8 +97,7 @@ def main() -> int:
         plugins=[Pause()],
     )
     trainer.fit(Classifier(f"run-{options.seed}"), Digits())
-    return trainer.exit_code
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -236,7 +236,8 @@ class UnsavedEnd:
         """
         # The disk may be what the run waits for.
         found = in_time(partial(self._find_code, number), _PLACE_SECONDS)
-        code = 1 if self._has_lost_rank else found or find_signal_code(number)
+        found = find_signal_code(number) if found is None else found
+        code = 1 if self._has_lost_rank else found
         watch = self.watch
         place = "" if watch is None else in_time(watch.describe, _PLACE_SECONDS)
         advice = "For longer steps and validations, set Trainer(signals=Signals(grace=...))."

@@ -18,6 +18,7 @@ import pytest
 import helios
 from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train
 from tests.support.ranks import run_ranks
+from tests.support.runs import IndexModule, Setting, SmallModel
 from tests.support.signals import (
     SignalAt,
     codes,
@@ -273,3 +274,21 @@ def test_a_second_ctrl_c_at_the_launcher_ends_all_ranks(tmp_path: Path) -> None:
     assert launcher.returncode == -signal.SIGINT, log
     assert log.rstrip().endswith("KeyboardInterrupt")
     assert newest(folder) == (0, 0)
+
+
+def evaluate(rank: int) -> int:
+    """Test a model on three replicas while one of the processes gets a signal."""
+    plugin = SignalAt("on_testing_batch_end", rank=1)
+    setting = Setting()
+    trainer = helios.Trainer(use_cpu=True, print_banner=False, num_replicas=3, plugins=[plugin])
+    with pytest.raises(helios.Interrupted, match=r"\d+") as caught:
+        trainer.test(SmallModel(setting), IndexModule(setting))
+    return caught.value.code
+
+
+@pytest.mark.shows("S12")
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_an_evaluation_in_several_processes_is_interrupted_in_all_of_them(
+    num_processes: int,
+) -> None:
+    assert run_ranks(evaluate, num_processes) == [143] * num_processes

@@ -96,6 +96,7 @@ def test_an_interrupted_fit_ends_the_loop_around_it_and_the_next_start_goes_on(
         assert weights(tmp_path / "cut", name) == weights(tmp_path / "whole", name)
 
 
+@pytest.mark.shows("S12")
 def test_it_is_raised_after_the_last_events_and_passes_no_on_exception(tmp_path: Path) -> None:
     def work() -> None:
         plugin = Sends(STEP)
