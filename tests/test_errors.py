@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 
 import pytest
@@ -77,10 +78,16 @@ def test_the_drawn_tree_is_the_tree_of_the_classes() -> None:
     written = {
         name: kind.__bases__[0].__name__
         for name, kind in inspect.getmembers(errors, inspect.isclass)
-        if kind.__module__ == errors.__name__
+        if kind.__module__ == errors.__name__ and issubclass(kind, Exception)
     }
     assert drawn == written
     assert "HeliosError" in drawn
+
+
+def test_an_interruption_is_no_exception_that_a_script_catches_by_the_way() -> None:
+    error = pickle.loads(pickle.dumps(errors.Interrupted(75, "SIGTERM was received")))
+    assert not isinstance(error, Exception)
+    assert (error.code, error.reason) == (75, "SIGTERM was received")
 
 
 def test_the_drawn_tree_names_the_builtins() -> None:

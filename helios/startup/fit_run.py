@@ -153,10 +153,8 @@ class Training:
         self._can_save = run.options.can_save
         self._make_evidence = make_evidence
         listener = run.call.runtime.listener
-        how = "saves and ends" if self._can_save else "ends, without saving,"
-        self._outside = outside or partial(
-            listener.ask, f"the training {how} at the next safe point"
-        )
+        what = run_log.describe_signal(saves=self._can_save)
+        self._outside = outside or partial(listener.ask, what)
         store = start.folder.options if start.folder is not None and self._can_save else None
         self._scores = ScoreLog(run.display, None if store is None else store.keep_best)
         self._saves: RunSaves | None = None

@@ -21,7 +21,7 @@ from helios.core.signal_watch import signal_name
 from helios.engines.device import as_current
 from helios.errors import Interrupted
 from helios.launch.ipc import LaunchQueue
-from helios.launch.launcher import LaunchKind, spawn
+from helios.launch.launcher import spawn
 from helios.launch.worker import end_with_launcher
 from helios.replicas.on_all_ranks import on_first
 from helios.startup.checkpoint_search import require_present
@@ -143,7 +143,7 @@ def _take_part(call: Call, process: ThisProcess) -> Any:
         stored = on_first(team, lambda: _find_stored(call))
         team.close()
         result = _run_here(call, _plan(call, process, stored), process)
-        if isinstance(result, Interrupted) and process.launch.kind is LaunchKind.SRUN:
+        if isinstance(result, Interrupted) and process.launch.is_external:
             call.runtime.listener.ignore_the_rest()
         return result
 

@@ -125,6 +125,12 @@ class _Row:
         return self.name, self.kind, count, size, note
 
 
+def describe_signal(*, saves: bool) -> str:
+    """Return what follows a signal."""
+    how = "saves and ends" if saves else "ends, without saving,"
+    return f"the training {how} at the next safe point"
+
+
 def describe_run(
     model: Model, sources: Mapping[Phase, Sequence[Source]], schedule: Schedule
 ) -> dict[str, str]:

@@ -154,8 +154,9 @@ class Listener:
     def ignore_the_rest(self) -> None:
         """Let no signal end this process before it exits by itself.
 
-        With ``srun --kill-on-bad-exit``, the first task that exits with 75 makes SLURM send SIGTERM
-        to the others. One that is still exiting then would end with 143, which srun would return.
+        The first process that exits with 75 makes torchrun, or SLURM with ``--kill-on-bad-exit``,
+        send SIGTERM to the others. One that is still exiting then would end with 143, which srun
+        would return.
         """
         if self.receiver is not None:
             self.receiver.stay()
