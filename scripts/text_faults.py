@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 240
 PASSED, FAILED = "passed", "failed"
 RESUME = "tests/integration/test_resume.py"
+INTERRUPTED = "tests/integration/test_interrupted.py"
 CHANNELS = "tests/integration/test_channels.py"
 YIELDS = "tests/loops/test_yielding.py"
 AVERAGES = "tests/plugins/test_averaging.py"
@@ -2001,6 +2002,27 @@ FAULTS = (
         "    set_timeout(CONTROL_TIMEOUT, control)",
         "    pass",
         "tests/distributed/test_collectives.py::test_messages_of_control_may_take_longer_than_the_meeting",
+    ),
+    Fault(
+        "an interrupted call returns",
+        "helios/trainer.py",
+        '            if not (is_fit and signals.on_interrupt == "return"):',
+        "            if not is_fit:",
+        f"{INTERRUPTED}::test_an_interrupted_fit_ends_the_loop_around_it_and_the_next_start_goes_on",
+    ),
+    Fault(
+        "a call begins after an interruption that the script has swallowed",
+        "helios/startup/signal_policy.py",
+        "        Interruptions.found[os.getpid()] = error",
+        "        return",
+        f"{INTERRUPTED}::test_a_signal_that_could_not_end_its_call_ends_the_next_one",
+    ),
+    Fault(
+        "another start is asked for without a checkpoint",
+        "helios/startup/trainer_call.py",
+        "        if can_resume:",
+        "        if can_resume or number:",
+        f"{INTERRUPTED}::test_before_the_first_save_there_is_nothing_to_resume",
     ),
     Fault(
         "a task takes one that has given up before for one that has failed",
