@@ -256,7 +256,7 @@ class Training:
             else run_identity.adopt_rules(known.options, place=with_step(*known.counters))
         )
         run.follow_rules(self._start.rules)
-        run.set_up(is_inference=False)
+        run.set_up(is_inference=False, is_resumed=record is not None)
         session = self._build()
         run.take_session(session)
         # A step that yields has its loop now.
