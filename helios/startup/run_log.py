@@ -279,7 +279,7 @@ def say_how_schedulers_step(model: Model, schedulers: Schedulers, schedule: Sche
     remedy = ""
     if schedule.is_by_epoch:
         own = model.scheduler_interval
-        found = find_epoch_like(model.discovery.schedulers(), own, schedule.total_steps)
+        found = find_epoch_like(schedulers.outermost, own, schedule.total_steps)
         intervals = {**own, **dict.fromkeys(found, "epoch")}
         remedy = f" For epochs, set Model.scheduler_interval = {intervals}." if found else ""
     _LOGGER.info("Schedulers step, unless train_step does it: %s.%s", steps, remedy)

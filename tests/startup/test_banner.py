@@ -21,6 +21,16 @@ class PerEpoch(SmallModel):
         self.scheduler_interval = {"scheduler": "epoch"}
 
 
+class Warmed(SmallModel):
+    """Has a scheduler that another one steps."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        rates = torch.optim.lr_scheduler
+        self.warmup = rates.LinearLR(self.optimizer, total_iters=5)
+        self.scheduler = rates.SequentialLR(self.optimizer, [self.warmup, self.scheduler], [5])
+
+
 class Stopped(helios.Plugin):
     """Ends the training before its first step."""
 
@@ -125,3 +135,4 @@ def test_a_start_says_how_often_schedulers_step_and_names_one_that_seems_to_coun
     assert remedy not in told(SmallModel, total_steps=30, train_unit="iteration")
     assert "scheduler after every epoch" in told(PerEpoch, total_steps=30)
     assert remedy not in told(PerEpoch, total_steps=30)
+    assert "warmup" not in told(Warmed, total_steps=30)
