@@ -69,7 +69,7 @@ from helios.startup.rewinding import (
 )
 from helios.startup.run_evidence import Evidence, make_evidence
 from helios.startup.run_identity import find_cursor
-from helios.startup.run_log import ScoreLog, warn_of_idle_options
+from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.startup.run_manifest import describe_topic, manifest_facts, report_changed_start
 from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import Run
@@ -413,7 +413,8 @@ class Training:
         known.add_missing(self._stranded)
         schedulers = Schedulers(run.model.discovery.schedulers(), run.model.scheduler_interval)
         require_one_mode(run.options, run.plugins.values(), schedulers)
-        self._saves = self._make_saves(source, known, schedulers)
+        self._saves = self._make_saves(source, known)
+        run_log.say_how_schedulers_step(run.model, schedulers, run.options.schedule)
         session = Session(
             model=run.model,
             engine=run.engine,
@@ -456,7 +457,7 @@ class Training:
                 "unsaved = (...,)."
             )
 
-    def _make_saves(self, source: Source, known: Findings, schedulers: Schedulers) -> RunSaves:
+    def _make_saves(self, source: Source, known: Findings) -> RunSaves:
         """Log the banner, and return what saves the run."""
         run = self._run
         reproducibility = find_reproducibility(
@@ -500,24 +501,18 @@ class Training:
         options = run.options
         if loaded is None and options.random_seed is None:
             run_log.say_what_does_not_seed(run.call.torch_seed, options.seed)
-        lines = {
-            "run": self._name,
-            "seed": options.describe_seed(),
-            "plan": run_log.describe_plan(options, run.sources, run.engine),
-            "model": run_log.describe_model(run.model),
-            "data": run_log.describe_data(run.sources),
-            "processes": describe_processes(run.replicas),
-        }
-        if reproducibility.falls_short:
-            lines["reproducibility"] = str(reproducibility)
         run_log.show_banner(
             run.model,
-            lines,
+            {
+                "run": self._name,
+                "seed": options.describe_seed(),
+                **describe_run(run.model, run.sources, options, run.engine),
+                "processes": describe_processes(run.replicas),
+                **reproducibility.describe_shortfall(),
+            },
             where=None if loaded is None else loaded.path.name,
             is_wanted=options.print_banner,
         )
-        if loaded is None:
-            run_log.say_how_schedulers_step(run.model, schedulers, options.schedule)
         return saves
 
     def _make_files(

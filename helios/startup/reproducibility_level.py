@@ -37,18 +37,18 @@ class Reproducibility:
         level: its level, for a checkpoint that lacks nothing.
         text: what prevents the next level.
         findings: what is already known to be missing in checkpoints, and what is taken at its word.
-        asked: the level that the options ask for.
+        requested: the level that the options ask for.
     """
 
     level: Level
     text: str
     findings: Findings = field(default_factory=Findings)
-    asked: Level = Level.NONE
+    requested: Level = Level.NONE
 
-    @property
-    def falls_short(self) -> bool:
-        """Whether the run does not reach the level that it was asked for."""
-        return level_of(self.findings, self.level).height < self.asked.height
+    def describe_shortfall(self) -> dict[str, str]:
+        """Return a line for the banner, by label, if the run does not reach the requested level."""
+        is_reached = level_of(self.findings, self.level).height >= self.requested.height
+        return {} if is_reached else {"reproducibility": str(self)}
 
     def __str__(self) -> str:
         """Return the level and its text."""
@@ -102,10 +102,10 @@ def find_reproducibility(
         level, text = Level.ORDER, "an audit has found a gradient that differed when repeated"
     findings = Findings(stored.of(FindingKind.MISSING))
     findings.extend(known)
-    return Reproducibility(level, text, findings, _find_asked(numerics, engine))
+    return Reproducibility(level, text, findings, _find_requested(numerics, engine))
 
 
-def _find_asked(options: Options, engine: Engine) -> Level:
+def _find_requested(options: Options, engine: Engine) -> Level:
     """Return the level that several replicas, arithmetic that repeats, or checkpoints ask for."""
     if not engine.replicas.has_single_replica:
         return Level.ELASTIC

@@ -127,7 +127,18 @@ class _Row:
         return self.name, self.kind, count, size, note
 
 
-def describe_plan(
+def describe_run(
+    model: Model, sources: Mapping[Phase, Sequence[Source]], options: Options, engine: Engine
+) -> dict[str, str]:
+    """Return lines for the banner, by label: plan, model and data."""
+    return {
+        "plan": _describe_plan(options, sources, engine),
+        "model": describe_model(model),
+        "data": describe_data(sources),
+    }
+
+
+def _describe_plan(
     options: Options, sources: Mapping[Phase, Sequence[Source]], engine: Engine
 ) -> str:
     """Return in a line how long the run is, how large its steps are, and what is due when."""
@@ -265,7 +276,7 @@ def say_how_schedulers_step(model: Model, schedulers: Schedulers, schedule: Sche
     """Log when schedulers step, and what to set for one that seems to count epochs.
 
     Args:
-        model: says it, by ``scheduler_interval``.
+        model: has ``scheduler_interval``.
         schedulers: those of the model.
         schedule: the length of the run, and its unit.
     """

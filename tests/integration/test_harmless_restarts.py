@@ -282,7 +282,7 @@ def _train_by_world_size(folder: Path, total: int, num_ranks: int, rank: int) ->
         logger.removeHandler(collector)
         logger.setLevel(level)
     assert model.trained >= 1
-    return collector.lines
+    return [line for line in collector.lines if "Resumed from" not in line]
 
 
 def _train_as_rank(rank: int, folder: Path, total: int, num_ranks: int) -> list[str]:
