@@ -27,6 +27,17 @@ def size_text(num_bytes: float) -> str:
     return f"{number.removesuffix('.0')} {unit}"
 
 
+def count_text(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> count_text(1, "process"), count_text(2, "process"), count_text(0, "replica")
+        ('1 process', '2 processes', '0 replicas')
+    """
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def tuple_text(names: Iterable[str]) -> str:
     """Return names as a tuple in Python, to be pasted.
 

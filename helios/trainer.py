@@ -81,7 +81,7 @@ class Trainer:
         run_path: folder of TensorBoard runs.
         src_root: package whose modules are imported at the start to fill the registries.
         import_prefix: prefix of the names of these modules.
-        print_banner: log versions, device, model and data, reproducibility at the start.
+        print_banner: log versions, device, plan, model and data at the first start.
         engine: your own engine, with its device.
         precision: ``"fp32"`` (the type of the parameters), or autocast to ``"bf16"``, or to
             ``"fp16"`` with loss scaling.

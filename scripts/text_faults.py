@@ -717,14 +717,14 @@ FAULTS = (
         "helios/startup/reproducibility_level.py",
         "    if compiled:\n",
         "    if False:\n",
-        f"{LEVELS}::test_inductor_lowers_the_level_without_a_warning",
+        f"{LEVELS}::test_inductor_lowers_the_level_and_is_named_where_exact_bits_were_asked_for",
     ),
     Fault(
         "every backend of torch.compile lowers the level",
         "helios/startup/reproducibility_level.py",
         "    return configure is None or configure() is not None",
         "    return True",
-        f"{LEVELS}::test_inductor_lowers_the_level_without_a_warning",
+        f"{LEVELS}::test_inductor_lowers_the_level_and_is_named_where_exact_bits_were_asked_for",
     ),
     Fault(
         "what is compiled after the start keeps the level",
@@ -1221,12 +1221,12 @@ FAULTS = (
         "test_a_period_that_fits_into_the_epochs_looks_like_one_of_epochs",
     ),
     Fault(
-        "the banner says nothing of a scheduler of epochs",
+        "a start says nothing of a scheduler of epochs",
         "helios/startup/run_log.py",
-        "    if not schedule.is_by_epoch:",
-        "    if schedule.is_by_epoch:",
+        "    if schedule.is_by_epoch:\n        own =",
+        "    if not schedule.is_by_epoch:\n        own =",
         "tests/startup/test_banner.py::"
-        "test_the_banner_names_a_scheduler_that_seems_to_count_epochs",
+        "test_a_start_says_how_often_schedulers_step_and_names_one_that_seems_to_count_epochs",
     ),
     Fault(
         "the site leaves out the public names of a package",

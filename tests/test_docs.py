@@ -6,6 +6,7 @@ import graphlib
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from helios.checkpoint.record import KEYS
 from helios.storage.content_hash import fingerprint
 from scripts.sizes import measure
 from tests.support.kills import KillAt, run_in_child
-from tests.support.pages import OF_STATE, SHOWN
+from tests.support.pages import OF_STATE, SHOWN, check_printed, shown_commands
 from tests.support.warned import collect_warnings
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +29,8 @@ _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 _COMPILED = _ROOT / "docs" / "recipes" / "compile.md"
 _REPLAY = _ROOT / "docs" / "recipes" / "reinforcement-learning.md"
 _SHOWN = [_ROOT / "docs" / page for page in SHOWN]
+_PRINTED = [_ROOT / "README.md", _ROOT / "docs" / "start.md"]
+"""The pages that show commands with what they print."""
 _RECIPES = [
     page for page in _PAGES if page.parent.name == "recipes" and "Trainer(" in page.read_text()
 ]
@@ -59,7 +62,7 @@ _with_graphs = pytest.mark.filterwarnings(
 @pytest.mark.shows("S43", "P80")
 @_with_graphs
 @pytest.mark.parametrize(
-    "page", [page for page in _PAGES if page not in (_COMPILED, *_SHOWN)], ids=_name
+    "page", [page for page in _PAGES if page not in (_COMPILED, *_SHOWN, *_PRINTED)], ids=_name
 )
 def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,6 +79,57 @@ def test_the_code_of_a_page_runs(
             codes.append(leaving.code)
     assert codes in ([], [0])
     assert [warning for warning in warnings if OF_STATE.search(warning)] == []
+
+
+_INTERRUPT = """
+import runpy, signal, sys
+from torch.nn import functional
+
+compute, calls = functional.cross_entropy, iter(range(1, 10**6))
+
+def counted(*args):
+    if next(calls) == 1000:
+        signal.raise_signal(signal.SIGINT)
+    return compute(*args)
+
+functional.cross_entropy = counted
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.shows("S43", "P80")
+@pytest.mark.parametrize("page", _PRINTED, ids=_name)
+def test_a_page_shows_what_its_commands_print(page: Path, tmp_path: Path) -> None:
+    """Ctrl-C comes at the iteration that the page names; an undisturbed run is compared with."""
+    script = _write_script(page, tmp_path)
+    code = script.read_text()
+
+    def run(*words: str) -> tuple[int, str]:
+        command, variables = [sys.executable, *words], {**os.environ, "PYTHONPATH": str(_ROOT)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stderr + done.stdout
+
+    commands = shown_commands(page)
+    assert commands
+    for command, shown in commands:
+        program, *words = shlex.split(command, comments=True)
+        if program == "helios":
+            words = ["-m", "helios", *words]
+        else:
+            script.rename(script := tmp_path / words[0])
+        if words[2:3] == ["diff"]:
+            undisturbed = tmp_path / "undisturbed.py"
+            undisturbed.write_text(code.replace('chkpt_root="runs"', 'chkpt_root="undisturbed"'))
+            assert run(undisturbed.name)[0] == 0
+        is_interrupted = "^C" in shown
+        status, printed = run(*(["-c", _INTERRUPT] if is_interrupted else []), *words)
+        assert status == (75 if is_interrupted else 0), printed
+        assert OF_STATE.search(printed) is None
+        if shown:
+            check_printed([line for line in shown if line != "^C"], printed)
 
 
 class Killed(helios.Plugin):

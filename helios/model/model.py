@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,9 @@ class Model(Hooks, KeepsArguments, ABC):
         batch_processor: a :class:`BatchProcessor` that replaces the steps; ``None`` for none.
         scheduler_interval: when schedulers step in automatic mode, ``{name: "step" | "epoch" |
             "validation:<metric>"}``; default ``"step"``.
+        train_mode: which networks a run puts into training mode when it begins, after ``setup``.
+            ``None``: those that an optimizer updates and that are in evaluation mode as a whole,
+            with a warning. ``"all"``: every one. ``"keep"``: none. Validations restore the modes.
 
     Args:
         save_name: name of the run's folder, and of its checkpoints if the trainer has no run name.
@@ -90,13 +93,14 @@ class Model(Hooks, KeepsArguments, ABC):
     _internals: ClassVar[str] = (
         "_loss_items _val_scores _running_sums _test_scores _save_name is_distributed map_loc "
         "device engine trainer _discovery _modes_before_eval unsaved unscored "
-        "global_rank rank scheduler_interval loads_after_setup"
+        "global_rank rank scheduler_interval train_mode loads_after_setup"
     )
 
     unsaved: tuple[str, ...] = ()
     unscored: tuple[str, ...] = ()
     batch_processor: BatchProcessor | None = None
     scheduler_interval: Mapping[str, str] = {}
+    train_mode: Literal["all", "keep"] | None = None
     device: torch.device = assigned(
         "Model.device is not set yet: a trainer sets it before setup()."
     )

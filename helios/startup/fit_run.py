@@ -257,7 +257,7 @@ class Training:
             else run_identity.adopt_rules(known.options, place=with_step(*known.counters))
         )
         run.follow_rules(self._start.rules)
-        run.set_up(is_inference=False)
+        run.set_up(is_inference=False, is_resumed=record is not None)
         session = self._build()
         run.take_session(session)
         # A step that yields has its loop now.
@@ -415,6 +415,7 @@ class Training:
         schedulers = Schedulers(run.model.discovery.schedulers(), run.model.scheduler_interval)
         require_one_mode(run.options, run.plugins.values(), schedulers)
         self._saves = self._make_saves(source, known)
+        run_log.say_how_schedulers_step(run.model, schedulers, run.options.schedule)
         session = Session(
             model=run.model,
             engine=run.engine,
@@ -458,7 +459,7 @@ class Training:
             )
 
     def _make_saves(self, source: Source, known: Findings) -> RunSaves:
-        """Log the banner, with the level that the run reaches, and return what saves the run."""
+        """Log the banner, and return what saves the run."""
         run = self._run
         reproducibility = find_reproducibility(
             run.options,
@@ -501,18 +502,18 @@ class Training:
         options = run.options
         if loaded is None and options.random_seed is None:
             run_log.say_what_does_not_seed(run.call.torch_seed, options.seed)
-        if options.print_banner:
-            run_log.show_banner(
-                run.model,
-                {
-                    "run": self._name,
-                    "seed": options.describe_seed(),
-                    **describe_run(run.model, run.sources, options.schedule),
-                    "processes": describe_processes(run.replicas),
-                    "reproducibility": str(reproducibility),
-                },
-                where=None if loaded is None else loaded.path.name,
-            )
+        run_log.show_banner(
+            run.model,
+            {
+                "run": self._name,
+                "seed": options.describe_seed(),
+                **describe_run(run.model, run.sources, options, run.engine),
+                "processes": describe_processes(run.replicas),
+                **reproducibility.describe_shortfall(),
+            },
+            where=None if loaded is None else loaded.path.name,
+            is_wanted=options.print_banner,
+        )
         return saves
 
     def _make_files(

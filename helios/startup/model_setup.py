@@ -9,6 +9,7 @@ import copy
 import gc
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -257,6 +258,93 @@ def move_networks(model: Model, device: torch.device) -> None:
                 f"The network {path!r} gets new parameters on {device}, which optimizers created "
                 "before do not have. Build it there: .to(self.device) in Model.setup()."
             )
+
+
+_NORM = re.compile(r"\w*(Batch|Layer|Group|Instance|RMS)Norm(\dd)?")
+"""Classes of layers that are often kept in evaluation mode, those of other libraries too."""
+
+
+def set_train_mode(model: Model, *, warns: bool) -> None:
+    """Put networks into training mode that setup has left in evaluation mode; see ``train_mode``.
+
+    Args:
+        model: the model, after its setup.
+        warns: whether to say so, and to warn of networks of which a part is in evaluation mode.
+
+    Raises:
+        ArgumentError: for an unknown ``train_mode``.
+    """
+    mode, networks = model.train_mode, model.discovery.modules()
+    if mode not in (None, "all", "keep"):
+        raise ArgumentError(f'Model.train_mode must be None, "all" or "keep", got {mode!r}.')
+    if mode == "all":
+        for network in networks.values():
+            network.train()
+    if mode is not None or type(model).train is not Model.train:
+        return
+    trained = {path: network for path, network in networks.items() if _is_trained(network, model)}
+    # An attribute may be a part of another one, so all are judged before one is changed.
+    resting = {
+        path: network
+        for path, network in trained.items()
+        if _find_resting(network) and not any(part.training for part in network.modules())
+    }
+    for network in resting.values():
+        network.train()
+    usual = {path: network for path, network in trained.items() if not _has_own_train(network)}
+    if warns and (named := [path for path in resting if path in usual]):
+        _LOGGER.warning(
+            "Put into training mode: %s. setup() left it in evaluation mode, as from_pretrained "
+            "does, where dropout is off and running statistics stand still. To train it like that, "
+            'start a new run with Model.train_mode = "keep".',
+            ", ".join(named),
+        )
+    names: dict[nn.Module, str] = {}
+    for path, network in usual.items():
+        names = {**_find_resting(network, path), **names}
+    if warns and names:
+        count = len({part for network in usual.values() for part in network.modules()})
+        first = [*names.values()][:3]
+        _LOGGER.warning(
+            "%d of %d modules are in evaluation mode after setup(), in networks that are trained: "
+            "%s. There dropout is off and running statistics stand still. Start a new run with "
+            'Model.train_mode = "all" to put all networks into training mode, or with "keep" if '
+            "this is meant.",
+            len(names),
+            count,
+            ", ".join([*first, "..."] if len(names) > len(first) else first),
+        )
+
+
+def _is_trained(network: nn.Module, model: Model) -> bool:
+    groups = [each for part in model.discovery.optimizers().values() for each in part.param_groups]
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
+    return any(
+        # A model without optimizers updates by itself what has a gradient.
+        parameter.requires_grad and (id(parameter) in updated or not groups)
+        for parameter in network.parameters()
+    )
+
+
+def _find_resting(network: nn.Module, path: str = "") -> dict[nn.Module, str]:
+    """Return the parts in evaluation mode, by name, without layers that normalize."""
+    norms = {
+        part
+        for module in network.modules()
+        if any(_NORM.fullmatch(kind.__name__) for kind in type(module).__mro__)
+        for part in module.modules()
+    }
+    return {
+        part: name
+        for name, part in network.named_modules(prefix=path)
+        if not part.training and part not in norms
+    }
+
+
+def _has_own_train(network: nn.Module) -> bool:
+    """Whether a class of the network, or one of its objects, decides about modes by itself."""
+    usual = nn.Module.train
+    return any(getattr(part.train, "__func__", None) is not usual for part in network.modules())
 
 
 def _ask_for_units(

@@ -31,6 +31,7 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
 from helios.startup.trainer_options import ROWS, Options
 from helios.state import Phase
+from helios.text import count_text
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -77,8 +78,8 @@ class ThisProcess:
         """A text that says what has started the processes, and how many."""
         kind, count = self.launch.kind, self.info.world_size
         if self.launch.is_external:
-            return f"{kind.value} has started {_count(count, 'process')}"
-        return f"the script has joined a group of {_count(count, 'process')}"
+            return f"{kind.value} has started {count_text(count, 'process')}"
+        return f"the script has joined a group of {count_text(count, 'process')}"
 
     def device_for(self, options: Options) -> torch.device:
         """Return the device of this process.
@@ -202,10 +203,10 @@ def choose_replicas(
     asked = options.num_replicas
     if stored is not None and asked not in (None, stored.num_replicas):
         raise RunMismatchError(
-            f"The run was started with {_count(stored.num_replicas, 'replica')} ({stored.path}), "
-            f"but Trainer(num_replicas={asked}) sets another number. It defines what a batch and a "
-            "step are, so it must not change. Omit num_replicas to resume (nproc may change), or "
-            "start a new run: with another save_name, or resume='never'."
+            f"The run was started with {count_text(stored.num_replicas, 'replica')} "
+            f"({stored.path}), but Trainer(num_replicas={asked}) sets another number. It defines "
+            "what a batch and a step are, so it must not change. Omit num_replicas to resume "
+            "(nproc may change), or start a new run: with another save_name, or resume='never'."
         )
     count = asked if stored is None else stored.num_replicas
     if count is None:
@@ -214,8 +215,8 @@ def choose_replicas(
         who = process.text if process.is_given else f"Trainer(nproc={num_processes}) requests more"
         where = f"num_replicas is {count}" if stored is None else f"as started: {stored.path}"
         raise UsageError(
-            f"A run of {_count(count, 'replica')} ({where}) can use at most "
-            f"{_count(count, 'process')}, but {who}. Start fewer, or start a new run with more "
+            f"A run of {count_text(count, 'replica')} ({where}) can use at most "
+            f"{count_text(count, 'process')}, but {who}. Start fewer, or start a new run with more "
             "replicas."
         )
     return count
@@ -223,13 +224,8 @@ def choose_replicas(
 
 def describe_processes(replicas: Replicas) -> str:
     """Return how many processes run how many replicas, for the banner."""
-    carriers = _count(replicas.num_processes, "process")
-    return f"{carriers}, {_count(replicas.num_replicas, 'replica')}"
-
-
-def _count(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
+    carriers = count_text(replicas.num_processes, "process")
+    return f"{carriers}, {count_text(replicas.num_replicas, 'replica')}"
 
 
 _NOTHING = "nothing"

@@ -37,14 +37,21 @@ class Reproducibility:
         level: its level, for a checkpoint that lacks nothing.
         text: what prevents the next level.
         findings: what is already known to be missing in checkpoints, and what is taken at its word.
+        requested: the level that the options ask for.
     """
 
     level: Level
     text: str
     findings: Findings = field(default_factory=Findings)
+    requested: Level = Level.NONE
+
+    def describe_shortfall(self) -> dict[str, str]:
+        """Return a line for the banner, by label, if the run does not reach the requested level."""
+        is_reached = level_of(self.findings, self.level).height >= self.requested.height
+        return {} if is_reached else {"reproducibility": str(self)}
 
     def __str__(self) -> str:
-        """Return the text for the banner."""
+        """Return the level and its text."""
         if missing := self.findings.missing:
             level = level_of(self.findings, self.level)
             return f"{level.value} (lacks {list_missing(missing)})"
@@ -77,7 +84,7 @@ def find_reproducibility(
     """Find the level that a training reaches.
 
     Args:
-        numerics: whether arithmetic is deterministic.
+        numerics: whether arithmetic is deterministic, and checkpoints are written.
         engine: the engine, with the replicas of the run.
         source: the training data.
         model: the model, after its setup.
@@ -95,7 +102,16 @@ def find_reproducibility(
         level, text = Level.ORDER, "an audit has found a gradient that differed when repeated"
     findings = Findings(stored.of(FindingKind.MISSING))
     findings.extend(known)
-    return Reproducibility(level, text, findings)
+    return Reproducibility(level, text, findings, _find_requested(numerics, engine))
+
+
+def _find_requested(options: Options, engine: Engine) -> Level:
+    """Return the level that several replicas, arithmetic that repeats, or checkpoints ask for."""
+    if not engine.replicas.has_single_replica:
+        return Level.ELASTIC
+    if options.enable_deterministic:
+        return Level.RESTART
+    return Level.ORDER if options.can_save else Level.NONE
 
 
 def _find_level(

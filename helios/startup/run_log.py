@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,18 +29,19 @@ from helios.data.steps import StepsSource
 from helios.engines.engine import Engine
 from helios.ledger.scrubbing import scrub_arguments
 from helios.model.model import Model
-from helios.model.schedulers import find_epoch_like
+from helios.model.new_settings import steps_of_epochs
+from helios.model.schedulers import Schedulers, find_epoch_like
 from helios.schedule import Schedule
 from helios.startup.objects import own_methods
 from helios.startup.trainer_options import Options
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display
-from helios.text import number_text, size_text, with_step
+from helios.text import count_text, number_text, size_text, with_step
 
 _LOGGER = logging.getLogger(__name__)
-# What a resume says once more: the rest is that of the first start, or named where it differs.
-_AGAIN = ("run", "seed", "processes", "reproducibility")
+# What a resume does not repeat: it is that of the first start, or named where it differs.
+_ONCE = ("plan", "model", "data")
 
 
 def machine(engine: Engine) -> dict[str, str]:
@@ -82,23 +84,23 @@ def say_what_does_not_seed(torch_seed: int, seed: int) -> None:
         )
 
 
-def show_banner(model: Model, lines: dict[str, Any], *, where: str | None) -> None:
+def show_banner(model: Model, lines: dict[str, Any], *, where: str | None, is_wanted: bool) -> None:
     """Log the banner, with what the model appends to it; at a resume, one line of it.
 
     Args:
         model: may append to the banner.
         lines: facts of this run, by label.
         where: the checkpoint that the run resumes from; ``None`` for a first start.
+        is_wanted: whether there is a banner; the line of a resume is always logged.
     """
-    if where is None:
-        facts = {"start": "from the beginning", **lines}
-        rows = [get_env_info_str(), *(f"{label}: {fact}" for label, fact in facts.items())]
-        text = "\n".join(rows)
+    rows = [f"{label}: {fact}" for label, fact in lines.items() if not (where and label in _ONCE)]
+    if where is not None:
+        text = f"Resumed from {where}; {'; '.join(rows)}."
+    elif is_wanted:
+        text = "\n".join([get_env_info_str(), "start: from the beginning", *rows])
     else:
-        facts = {label: lines[label] for label in _AGAIN}
-        text = "; ".join(f"{label}: {fact}" for label, fact in facts.items())
-        text = f"Resumed from {where}; {text}."
-    _LOGGER.info("%s", model.append_to_banner(text))
+        return
+    _LOGGER.info("%s", model.append_to_banner(text) if is_wanted else text)
 
 
 _MAX_ROWS = 8
@@ -132,14 +134,53 @@ def describe_signal(*, saves: bool) -> str:
 
 
 def describe_run(
-    model: Model, sources: Mapping[Phase, Sequence[Source]], schedule: Schedule
+    model: Model, sources: Mapping[Phase, Sequence[Source]], options: Options, engine: Engine
 ) -> dict[str, str]:
-    """Return lines for the banner, by label: model, data, and schedulers if one is doubtful."""
+    """Return lines for the banner, by label: plan, model and data."""
     return {
+        "plan": _describe_plan(options, sources, engine),
         "model": describe_model(model),
         "data": describe_data(sources),
-        **_describe_schedulers(model, schedule),
     }
+
+
+def _describe_plan(
+    options: Options, sources: Mapping[Phase, Sequence[Source]], engine: Engine
+) -> str:
+    """Return in a line how long the run is, how large its steps are, and what is due when."""
+    schedule, source = options.schedule, sources[Phase.TRAINING][0]
+    total, unit = schedule.total_steps, "epoch" if schedule.is_by_epoch else "step"
+    length = f"unlimited {unit}s" if total == math.inf else count_text(int(total), unit)
+    count_steps = steps_of_epochs(
+        source.num_batches(), schedule.accumulation_steps, is_by_epoch=True
+    )
+    if schedule.is_by_epoch and count_steps is not None:
+        length = f"{length} of {count_text(int(count_steps(1)), 'step')}"
+    # A loader of the user's knows it by itself.
+    size = source.description.get("batch_size") or getattr(source.loader, "batch_size", None)
+    replicas = engine.replicas
+    factors = [f"batch {size}" if size else "batches"]
+    if schedule.accumulation_steps > 1:
+        factors.append(f"{schedule.accumulation_steps}")
+    if not replicas.has_single_replica:
+        factors.append(count_text(replicas.num_replicas, "replica"))
+    if size or len(factors) > 1:
+        length = f"{length} ({' x '.join(factors)})"
+    validated = schedule.valid_frequency if Phase.VALIDATION in sources else None
+    missing = "chkpt_root" if options.chkpt_root is None else "chkpt_frequency"
+    saved = _every(schedule.chkpt_frequency, unit) if options.can_save else ""
+    return ", ".join(
+        [
+            length,
+            engine.precision.value,
+            f"validated {_every(validated, unit)}" if validated else "not validated",
+            f"saved {saved}" if saved else f"nothing is saved ({missing})",
+        ]
+    )
+
+
+def _every(frequency: int | None, unit: str) -> str:
+    return f"every {unit}" if frequency == 1 else f"every {frequency} {unit}s"
 
 
 def describe_model(model: Model) -> str:
@@ -237,20 +278,28 @@ def _size(source: Source, unit: str) -> str:
     return " in ".join(filter(None, counts))
 
 
-def _describe_schedulers(model: Model, schedule: Schedule) -> dict[str, str]:
-    """Return a line about schedulers that seem to count epochs, but count steps; or nothing."""
-    if not schedule.is_by_epoch:
-        return {}
-    schedulers = model.discovery.schedulers()
-    found = find_epoch_like(schedulers, model.scheduler_interval, schedule.total_steps)
-    if not found:
-        return {}
-    names, intervals = ", ".join(found), dict.fromkeys(found, "epoch")
-    text = (
-        f"{names}: stepped after every optimizer step, not after every epoch. For epochs, set "
-        f"Model.scheduler_interval = {intervals}"
+def say_how_schedulers_step(model: Model, schedulers: Schedulers, schedule: Schedule) -> None:
+    """Log when schedulers step, and what to set for one that seems to count epochs.
+
+    Args:
+        model: has ``scheduler_interval``.
+        schedulers: those of the model.
+        schedule: the length of the run, and its unit.
+    """
+    if schedulers.is_empty:
+        return
+    units = {"step": "optimizer step"}
+    steps = ", ".join(
+        f"{name} after every {units.get(interval, interval)}"
+        for name, interval in schedulers.intervals.items()
     )
-    return {"schedulers": text}
+    remedy = ""
+    if schedule.is_by_epoch:
+        own = model.scheduler_interval
+        found = find_epoch_like(schedulers.outermost, own, schedule.total_steps)
+        intervals = {**own, **dict.fromkeys(found, "epoch")}
+        remedy = f" For epochs, set Model.scheduler_interval = {intervals}." if found else ""
+    _LOGGER.info("Schedulers step, unless train_step does it: %s.%s", steps, remedy)
 
 
 KEY = "command"

@@ -43,6 +43,7 @@ from helios.startup.hangs import HangEnd, HangWatch, showing_stacks
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import (
     build_networks,
+    set_train_mode,
     take_own_processor,
 )
 from helios.startup.objects import (
@@ -416,7 +417,7 @@ class Run:
                 plugin.setup()
         self.datamodule.setup()
 
-    def set_up(self, *, is_inference: bool) -> None:
+    def set_up(self, *, is_inference: bool, is_resumed: bool = False) -> None:
         """Set up everything; for inference, the owners of state are found, too."""
         self.set_up_others()
         run = self.options
@@ -431,6 +432,8 @@ class Run:
         with self.constructor_calls.recording():
             again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         self.settings.enter_context(again)
+        if not is_inference:
+            set_train_mode(self.model, warns=not is_resumed)
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()

@@ -96,7 +96,6 @@ def test_a_script_trains_on_processes_of_its_own_and_goes_on_as_if_alone(tmp_pat
     assert len(set(prepared.read_text().split())) == 1
     assert len(prepared.read_text().split()) == 4
     for text in (
-        "reproducibility: elastic",
         "processes: 2 processes, 3 replicas",
         "Training has ended",
     ):

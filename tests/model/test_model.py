@@ -243,7 +243,7 @@ def test_modes_that_were_set_between_two_validations_count() -> None:
 
 
 def test_train_without_eval_changes_nothing() -> None:
-    """A part that `setup` left in evaluation mode stays so when the training starts."""
+    """It only takes back what `eval` has changed."""
     model = make_net()
     model.head.eval()
     before = modes(model)

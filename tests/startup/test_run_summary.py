@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from helios import DataLoaderParams, DataModule, Model, Trainer
+from helios import DataLoaderParams, DataModule, Model, Plugin, Trainer
 from helios.data.steps import Steps, StepsSource
 from helios.startup.run_log import describe_data, describe_model
 from helios.state import Phase
@@ -124,3 +127,105 @@ def test_the_banner_says_how_large_model_and_data_are(capsys: pytest.CaptureFixt
 def test_the_banner_does_not_speak_of_samples_if_there_is_no_data(steps: Steps, text: str) -> None:
     found = describe_data({Phase.TRAINING: [StepsSource(steps)]})
     assert found == (f"{text} per epoch" if "9" in text else text)
+
+
+class Numbered(DataModule):
+    """Ten samples in batches, or what else a test gives."""
+
+    def __init__(self, data: object, **params: object) -> None:
+        super().__init__()
+        self.data, self.params = data, params
+
+    def setup(self) -> None:
+        params = DataLoaderParams(**{"batch_size": 2, **self.params})
+        self._train_dataset = self._create_dataset(self.data, params)
+        self._valid_dataset = self._create_dataset(TEN, DataLoaderParams(batch_size=5))
+
+
+TEN = TensorDataset(torch.ones(10, 1))
+
+
+class Stopped(Plugin):
+    """Ends the run before its first step."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_fit_start(self) -> None:
+        raise InterruptedError
+
+
+def plan(capsys: pytest.CaptureFixture[str], data: DataModule, **options: object) -> str:
+    trainer = Trainer(use_cpu=True, plugins=[Stopped("stopped")], **options)
+    trainer.train_exceptions.append(InterruptedError)
+    with pytest.raises(InterruptedError):
+        trainer.fit(Small(), data)
+    (line,) = [row for row in capsys.readouterr().err.splitlines() if row.startswith("plan: ")]
+    return line.removeprefix("plan: ")
+
+
+BY_STEPS = {"train_unit": "iteration", "total_steps": 5000}
+
+
+@pytest.mark.parametrize(
+    ("options", "params", "text"),
+    [
+        (
+            {"total_steps": 20},
+            {},
+            "20 epochs of 5 steps (batch 2), fp32, not validated, nothing is saved (chkpt_root)",
+        ),
+        (
+            {"total_steps": 1, "accumulation_steps": 4, "num_replicas": 2, "precision": "bf16"},
+            {},
+            "1 epoch of 1 step (batch 2 x 4 x 2 replicas), bf16, not validated, nothing is saved "
+            "(chkpt_root)",
+        ),
+        (
+            {"total_steps": 1, "valid_frequency": 1, "chkpt_frequency": 1, "chkpt_root": "runs"},
+            {"drop_last": True, "batch_size": 3},
+            "1 epoch of 3 steps (batch 3), fp32, validated every epoch, saved every epoch",
+        ),
+        (
+            {**BY_STEPS, "valid_frequency": 500, "chkpt_frequency": 20, "chkpt_root": "runs"},
+            {},
+            "5000 steps (batch 2), fp32, validated every 500 steps, saved every 20 steps",
+        ),
+        (
+            {"total_steps": math.inf, "early_stop_cycles": 2, "valid_frequency": 3},
+            {},
+            "unlimited epochs of 5 steps (batch 2), fp32, validated every 3 epochs, nothing is "
+            "saved (chkpt_root)",
+        ),
+        (
+            {"total_steps": 2, "chkpt_root": "runs"},
+            {"batch_size": None},
+            "2 epochs of 10 steps, fp32, not validated, nothing is saved (chkpt_frequency)",
+        ),
+    ],
+)
+def test_the_banner_has_the_plan_of_the_run_in_a_line(
+    options: dict[str, object],
+    params: dict[str, object],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan(capsys, Numbered(TEN, **params), **options) == text
+
+
+def test_the_plan_does_not_guess_the_length_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, Numbered(Endless()), **BY_STEPS, batch_limits={Phase.TRAINING: 7})
+    assert found.startswith("5000 steps (batch 2), fp32,")
+    assert plan(capsys, Numbered(Endless()), total_steps=2).startswith("2 epochs (batch 2), fp32,")
+
+
+def test_validations_without_data_are_not_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    class Lone(Numbered):
+        def setup(self) -> None:
+            super().setup()
+            self._valid_dataset = None
+
+    assert "not validated" in plan(capsys, Lone(TEN), total_steps=1, valid_frequency=1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -191,6 +191,7 @@ def read_model(model: Model) -> None:
     assert_type(model.unscored, tuple[str, ...])
     assert_type(model.batch_processor, BatchProcessor | None)
     assert_type(model.scheduler_interval, Mapping[str, str])
+    assert_type(model.train_mode, Literal["all", "keep"] | None)
     assert_type(model.metrics, dict[str, Any])
     assert_type(model.loss_items, dict[str, Any])
     assert_type(model.test_scores, dict[str, Any])
