@@ -195,6 +195,7 @@ def _run_in_ranks(run: Run, *, plan: Plan) -> Any:
     call = run.call
     run.datamodule.prepare_data()
     if call.in_hand is not None:
+        run.owners = call.in_hand.owners
         call.handed = _hand_over(run, call.in_hand.record)
     # A rank logs its error and emits on_exception.
     run.is_reported = True
@@ -207,7 +208,7 @@ def _run_in_ranks(run: Run, *, plan: Plan) -> Any:
         is_interrupted = outcome.value is False
         count = plan.num_processes
         obstacle = "fit was interrupted" if is_interrupted else f"{count} processes trained it"
-        run.in_hand = ModelInHand(run.model, obstacle, outcome.end, dict(run.plugins))
+        run.in_hand = ModelInHand(run.model, obstacle, outcome.end, dict(run.plugins), run.owners)
     return outcome.value
 
 
@@ -218,6 +219,7 @@ def _hand_over(run: Run, end: Record | None) -> Trained:
         run: the call.
         end: the counters and logs of the end of training.
     """
+    run.session = run.make_inference_session()
     run.collect()
     assert run.collected is not None
     trained: Trained = pickle.loads(run.collected)

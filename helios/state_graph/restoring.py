@@ -30,6 +30,7 @@ from helios.state_graph.optimizers import (
     arrange,
     arrange_covered,
     check_covered,
+    collecting,
     restore_tables,
     share_tables,
     shared_tables,
@@ -37,7 +38,12 @@ from helios.state_graph.optimizers import (
 from helios.state_graph.saved_layouts import SavedLayouts, casts, fill
 
 _LOGGER = logging.getLogger(__name__)
-_TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
+
+TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
+"""Objects that weights do without, and that an evaluation may lack."""
+
+NOT_BUILT = "setup() does not build it. Build it for any value of fast_init."
+"""Why something that is saved is not restored for inference."""
 
 
 @final
@@ -51,6 +57,9 @@ class Restoring:
         unsaved: names and paths that are declared as not to be saved.
         name: the name of the owner in messages.
         is_data: whether what a data set no longer has is passed over.
+
+    Attributes:
+        unrestored: in inference, what does not have its saved state, with the reason, by path.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class Restoring:
         self._rules = Rules(unsaved=unsaved)
         self._name = name
         self._is_data = is_data
+        self.unrestored: dict[str, str] = {}
 
     def run(self, state: dict[str, Any], *, is_inference: bool) -> Graph:
         """Restore everything, and return what the owner holds then; see ``Discovery.restore``."""
@@ -79,14 +89,12 @@ class Restoring:
         found = live.found
         objects = {**found.objects, **found.inner}
         if is_inference:
-            objects = {
-                path: part for path, part in objects.items() if not isinstance(part, _TRAINING_ONLY)
-            }
             self._warn_of_untrained(found.objects, state["objects"])
-        else:
-            arrange(found, state, live.parameters)
+            self.unrestored = self._find_unfit(objects, state)
+        unfit = self.unrestored if is_inference else None
+        arrange(found, state, live.parameters, unfit)
         shared = shared_tables(objects)
-        self._load(objects, live, state, is_inference=is_inference)
+        self._load(objects, live, state, unfit)
         share_tables(shared)
         self._restore_nodes(live, state["values"])
         share_tables(shared)
@@ -96,31 +104,35 @@ class Restoring:
         for name, tensor in {**parameters.leaves, **parameters.loose}.items():
             if name in state["parameters"]:
                 fill(as_written(name, found.objects), tensor, state["parameters"][name])
-        if not is_inference:
-            load_flags(state["flags"], found, parameters)
-            load_grads(state["grads"], found, parameters)
+        load_flags(state["flags"], found, parameters)
+        load_grads(state["grads"], found, parameters)
         return last
 
     def _load(
-        self, objects: dict[str, Any], live: Graph, state: dict[str, Any], *, is_inference: bool
+        self,
+        objects: dict[str, Any],
+        live: Graph,
+        state: dict[str, Any],
+        unfit: dict[str, str] | None,
     ) -> None:
         """Load states into objects whose tensors lie where they lay, and what these leave out."""
-        states = {**state["objects"], **state["inner"]}
+        states, passed_over = {**state["objects"], **state["inner"]}, {} if unfit is None else unfit
         layouts = SavedLayouts(state["layouts"], live, state)
         layouts.make()
-        if not is_inference:
+        if unfit is None:
             self._warn_of_casts(casts(live.found, state))
         # Networks first: an object that tracks one may read its weights.
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
-            if path in states:
-                _load_state(path, objects[path], states[path], state["omitted"].get(path))
+            part = objects[path]
+            if path in states and path not in passed_over:
+                with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
+                    _load_state(path, part, states[path], state["omitted"].get(path))
         layouts.put_back()
-        if not is_inference:
-            check_covered(live.found, state, live.parameters)
+        check_covered(live.found, state, live.parameters, unfit)
         restore_omitted(state["omitted"], live.found)
         layouts.fill()
-        if not is_inference:
-            restore_tables(state["tables"], live.found)
+        tables = {path: saved for path, saved in state["tables"].items() if path not in passed_over}
+        restore_tables(tables, live.found)
 
     def prepare(self, state: dict[str, Any]) -> dict[str, NamedTensor]:
         """Reorder the parameters of optimizers as saved, and return where tensors are."""
@@ -150,12 +162,8 @@ class Restoring:
         """Reject a state of other objects before anything is changed."""
         found = live.found
         for path, part in {**found.objects, **found.inner}.items():
-            kind = state["kinds"].get(path, kind_of(part))
-            if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
-                raise StateError(
-                    f"{path} was saved by {kind}, but is {kind_of(part)} now, which cannot load "
-                    "that state. Build it in setup() as it was when the state was saved."
-                )
+            if isinstance(part, TRAINING_ONLY):
+                _check_kind(path, part, state)
         present = live.paths()
         saved = self._undeclared({*state["objects"], *state["parameters"]})
         saved |= self._undeclared(state["inner"].keys() - found.inner.keys() - present)
@@ -171,6 +179,18 @@ class Restoring:
                 f"{', '.join(left_over) or 'nothing'}. Create all networks, optimizers and "
                 "schedulers in setup(), under the names that they had when the state was saved."
             )
+
+    def _find_unfit(self, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, str]:
+        """Return what inference lacks, and what training objects cannot load, with the reason."""
+        saved = {**state["objects"], **state["inner"]}
+        unfit = dict.fromkeys(sorted(self._undeclared(saved.keys() - objects.keys())), NOT_BUILT)
+        for path, part in objects.items():
+            if isinstance(part, TRAINING_ONLY):
+                with collecting(unfit, path):
+                    _check_kind(path, part, state)
+                if path not in {**saved, **state["kinds"]} and not state["is_partial"]:
+                    unfit[path] = f"{path} is not in the checkpoint."
+        return unfit
 
     def _undeclared(self, paths: Iterable[str]) -> set[str]:
         """Return the paths that are not declared as unsaved, directly or by a parent."""
@@ -202,6 +222,15 @@ class Restoring:
         if not name and key in self._exclude:
             return False
         return not self._rules.is_declared(path_of(name, key))
+
+
+def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
+    kind = state["kinds"].get(path, kind_of(part))
+    if kind != kind_of(part):
+        raise StateError(
+            f"{path} was saved by {kind}, but is {kind_of(part)} now, which cannot load that "
+            "state. Build it in setup() as it was when the state was saved."
+        )
 
 
 def read_state(path: str, part: Stateful) -> dict[str, Any]:

@@ -21,8 +21,7 @@ import helios
 from helios import DataLoaderParams, Trainer
 from helios.plugins import EMA, SWA, Plugin
 from helios.startup import launch_call
-from helios.startup.processes import ThisProcess
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, spawn_from_server
 
 EPOCHS = 3
 
@@ -409,18 +408,6 @@ def _evaluate_shuffled(rank: int, root: Path, **options: Any) -> list[Any]:
     return found
 
 
-def _run_joined(rank: int, fn: Callable[..., Any], call: Any, num_replicas: int) -> Any:
-    with ThisProcess.find().joined(torch.device("cpu")):
-        return fn(rank, call, num_replicas)
-
-
-def _spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_: Any) -> Any:
-    """Start ranks as the launcher does, but from the fork server of the tests."""
-    call, num_replicas = args
-    call.runtime.queue = None
-    return run_ranks(_run_joined, n, fn, call, num_replicas)
-
-
 @pytest.mark.shows("P132")
 def test_shuffled_data_has_one_order_on_any_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -429,5 +416,5 @@ def test_shuffled_data_has_one_order_on_any_processes(
     expected = _evaluate_shuffled(0, tmp_path / "alone")
     assert len(set(expected)) == 2
     assert run_ranks(_evaluate_shuffled, 2, tmp_path / "together") == [expected] * 2
-    monkeypatch.setattr(launch_call, "spawn", _spawn_from_server)
+    monkeypatch.setattr(launch_call, "spawn", spawn_from_server)
     assert _evaluate_shuffled(0, tmp_path / "spawned", nproc=2) == expected
