@@ -37,7 +37,7 @@ from helios.state_graph.consistency import check_alike
 from helios.state_graph.graph import Graph
 from helios.state_graph.object_names import ObjectNames, Rules
 from helios.state_graph.owner_states import internals_of
-from helios.state_graph.restoring import TRAINING_ONLY
+from helios.state_graph.restoring import TRAINING_ONLY, load_into
 from helios.state_graph.values import Identities
 from helios.storage.checksums import bit_sum
 from helios.storage.local_paths import as_local_path
@@ -347,7 +347,8 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
                 f'Trainer(init="keyed"), got a {type(model).__name__} that has no values yet. Pass '
                 "self, or call it in on_training_start if state.global_iteration is 0."
             )
-        model.load_state_dict(_find_fitting(load_checkpoint(path)["model"], model, path))
+        state = _find_fitting(load_checkpoint(path)["model"], model, path)
+        load_into("network", model, state, holder="network")
     else:
         raise ArgumentTypeError(
             f"load_weights(model=...) must be a Model or an nn.Module, got {model!r}."

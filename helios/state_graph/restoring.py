@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.state_graph.custom_state_dicts import restore_omitted
@@ -38,6 +39,7 @@ from helios.state_graph.optimizers import (
 from helios.state_graph.saved_layouts import SavedLayouts, casts, fill
 
 _LOGGER = logging.getLogger(__name__)
+_MAX_LAYERS = 3
 
 TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
 """Objects that weights do without, and that an evaluation may lack."""
@@ -126,7 +128,7 @@ class Restoring:
             part = objects[path]
             if path in states and path not in passed_over:
                 with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
-                    _load_state(path, part, states[path], state["omitted"].get(path))
+                    load_into(path, part, states[path], state["omitted"].get(path))
         layouts.put_back()
         check_covered(live.found, state, live.parameters, unfit)
         restore_omitted(state["omitted"], live.found)
@@ -248,13 +250,63 @@ def read_state(path: str, part: Stateful) -> dict[str, Any]:
         ) from error
 
 
-def _load_state(
-    path: str, part: Stateful, state: dict[str, Any], omitted: Mapping[str, Any] | None
+def load_into(
+    path: str,
+    part: Stateful,
+    state: dict[str, Any],
+    omitted: Mapping[str, Any] | None = None,
+    *,
+    holder: str = "self",
 ) -> None:
+    """Load the state of an object.
+
+    Args:
+        path: its path.
+        part: the object.
+        state: its state.
+        omitted: see :func:`load_state`.
+        holder: what weights are loaded into, in code: the owner, or the object itself.
+
+    Raises:
+        StateError: if ``load_state_dict`` fails.
+    """
     try:
         load_state(part, state, omitted)
     except Exception as error:
         raise StateError(
             f"{path} ({type(part).__name__}) rejected its saved state: {error} Build it in setup() "
-            "as it was when the state was saved."
+            f"as it was when the state was saved.{_describe_replacement(path, part, state, holder)}"
         ) from error
+
+
+def _describe_replacement(path: str, part: Stateful, state: Mapping[str, Any], holder: str) -> str:
+    """Return how to replace the layers whose sizes differ, for fine-tuning; empty for others."""
+    if not isinstance(part, nn.Module):
+        return ""
+    sizes = {name: each.shape for name, each in state_of(part).items() if isinstance(each, Tensor)}
+    layers = {
+        name.rpartition(".")[0]
+        for name, saved in state.items()
+        if isinstance(saved, Tensor) and sizes.get(name, saved.shape) != saved.shape
+    }
+    if not 0 < len(layers) <= _MAX_LAYERS:
+        return ""
+    bare = BareNames(part)
+    found = {bare.of(name): layer for name, layer in part.named_modules()}
+    attribute, *keys = path.split(".")
+    names = [key if key.isdigit() else f'"{key}"' for key in keys]
+    whole = f"{holder}.{attribute}" if holder == "self" else holder
+    whole += "".join(f"[{name}]" for name in names)
+    lines = []
+    for name in sorted(layers):
+        layer = found[name]
+        is_stock = type(layer).__module__.startswith("torch.nn.") and not [*layer.children()]
+        code = f"torch.nn.{layer!r}" if is_stock else f"{type(layer).__name__}(...)"
+        keys = name.split(".") if name else []
+        place = "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in keys)
+        lines.append(f"{whole}{place} = {code}")
+    return (
+        " To fine-tune with other sizes, in a run with another save_name, build it as it was, load "
+        f"first, and replace the layer then: helios.load_weights(path, {holder}); "
+        f"{'; '.join(lines)}. Create optimizers after that."
+    )
