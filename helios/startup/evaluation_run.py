@@ -115,15 +115,8 @@ def _set_up_for(run: Run, trained: Trained | None) -> dict[str, Any]:
         return _set_up_around(run, in_hand)
     run.set_up(is_inference=True)
     run.find_owners(run.open_saved_source(trained))
-    if trained is not None:
-        return {}
-    if type(run.model).load_for_testing is Model.load_for_testing:
-        _LOGGER.warning(
-            "%s of a model without a checkpoint, with the weights from setup(). Pass "
-            "chkpt_root, or override Model.load_for_testing.",
-            run.call.verb,
-        )
-    run.model.load_for_testing()
+    if trained is None:
+        run.model.load_for_testing()
     return {}
 
 
@@ -196,10 +189,11 @@ def _log_weights(
     elif run.call.handed is not None:
         texts = ["the model as the process that started the ranks has it"]
     elif run.call.in_hand is not None:
-        why = f"because there is no checkpoint, and {reason}" if reason else "after fit"
+        is_asked = run.call.choice.is_none or not reason
+        why = "after fit" if is_asked else f"because there is no checkpoint, and {reason}"
         texts = ["the model as it is now", why]
     else:
-        return
+        texts = ["the model as setup() and load_for_testing() make it, without a checkpoint"]
     for name, plugin in run.plugins.items():
         if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(run.call.phase):
             paths = ", ".join(left_out.get(name, ()))

@@ -105,7 +105,7 @@ def _find_stored(call: Call) -> Stored | None:
     model = call.model
     is_fit = call.phase is Phase.TRAINING
     types = model.types_for_safe_load()
-    if call.is_in_hand:
+    if call.is_in_hand or call.choice.is_none:
         return None
     if call.choice.path is not None:
         return find_replicas(call.choice.path, types)

@@ -142,7 +142,7 @@ def test_evaluations_handle_no_signals() -> None:
     curious, setting = Curious(), Setting()
     before = [signal.getsignal(number) for number in Signals().numbers]
     trainer = helios.Trainer(use_cpu=True, plugins=[curious])
-    trainer.validate(SmallModel(setting), IndexModule(setting))
+    trainer.validate(SmallModel(setting), IndexModule(setting), checkpoint=None)
     assert curious.handlers == {"setup": before, "validation": before}
 
 
