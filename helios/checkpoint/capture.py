@@ -154,7 +154,7 @@ class Trained:
         return cls(*(getattr(record, field.name) for field in dataclasses.fields(cls)[:-1]))
 
 
-def take_own_trained(record: Record, replicas: Replicas) -> Trained:
+def choose_trained(record: Record, replicas: Replicas) -> Trained:
     """Return what a process saved, or rank 0, if there are other processes now."""
     is_same = len(record.by_rank) == replicas.num_processes
     return Trained.of(_take_own_part(record, replicas) if is_same else record)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from helios.checkpoint.capture import Trained, apply_trained, take_own_trained
+from helios.checkpoint.capture import Trained, apply_trained, choose_trained
 from helios.checkpoint.loading import Loaded
 from helios.core.loss_means import as_numbers
 from helios.engines.numerics import numerics
@@ -37,7 +37,7 @@ def evaluate(run: Run) -> Any:
     record = None if loaded is None else run.detach(loaded.record)
     if loaded is not None:
         _add_averages(run, loaded)
-    trained = run.call.handed if record is None else take_own_trained(record, run.replicas)
+    trained = run.call.handed if record is None else choose_trained(record, run.replicas)
     if record is None and trained is not None:
         record = trained.end
     elif trained is None and in_hand is not None:
@@ -64,7 +64,7 @@ def evaluate(run: Run) -> Any:
         session.cursor = Cursor(**record.cursor)
     if trained is not None:
         apply_trained(trained, session, is_inference=True)
-        _take_away(run)
+        _remove_unrestored(run)
     else:
         session.plugin_states.restore(states)
     used = in_hand if loaded is None else None
@@ -138,7 +138,7 @@ def _set_up_around(run: Run, in_hand: ModelInHand) -> dict[str, Any]:
     return states
 
 
-def _take_away(run: Run) -> None:
+def _remove_unrestored(run: Run) -> None:
     """Remove what does not have its saved state, so that it is an error to use it."""
     attributes = vars(run.model)
     for path, reason in (run.model.discovery.unrestored | run.owners.unrestored).items():

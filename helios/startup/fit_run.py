@@ -16,7 +16,7 @@ import torch
 from helios.audit.step_audit import StepAudit
 from helios.best import BestSoFar
 from helios.checkpoint import file_names
-from helios.checkpoint.capture import apply, take_own_trained
+from helios.checkpoint.capture import apply, choose_trained
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.checkpoint.run_listener import RunListener
@@ -309,7 +309,7 @@ class Training:
         assert loaded is not None
         record, options = loaded.record, run.options
         run.follow_rules(run_identity.find_rules(record.options))
-        run.restore(take_own_trained(run.detach(record), run.replicas))
+        run.restore(choose_trained(run.detach(record), run.replicas))
         keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
         is_passed = run_identity.is_shortened(options, record.options)
         changes = "" if is_passed else self._compare_given().changes
