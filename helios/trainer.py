@@ -386,7 +386,9 @@ class Trainer:
         return is_finished
 
     @with_short_traceback
-    def validate(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None) -> bool:
+    def validate(
+        self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto"
+    ) -> bool:
         """Validate a checkpoint once; the scores are in ``model.metrics``.
 
         ``checkpoint`` is as in :meth:`test`. These hooks and methods are called, in this order::
@@ -417,15 +419,24 @@ class Trainer:
         return True
 
     @with_short_traceback
-    def test(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None) -> bool:
+    def test(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto") -> bool:
         """Test a checkpoint; the scores are in ``model.test_scores``.
 
         ``checkpoint`` is ``"newest"``, ``"best"`` (by the score of ``KeepBest``, or else of
-        ``EarlyStopping``) or a file. If it is omitted after a regular end of :meth:`fit` with this
-        model in this process, the model is tested as it is: nothing is set up or loaded. Otherwise
-        it is the newest one, or the file of ``resume`` if this trainer has not trained; without a
-        checkpoint, a model that this trainer has trained is tested as it is, and for any other
-        model ``load_for_testing`` is called. The log says which weights are tested.
+        ``EarlyStopping``), a file, or ``None`` for no checkpoint. If it is omitted after a regular
+        end of :meth:`fit` with this model in this process, the model is tested as it is: nothing is
+        set up or loaded. Otherwise it is the newest one, or the file of ``resume`` if this trainer
+        has not trained. Without a checkpoint, a model that this trainer has trained is tested as it
+        is. Any other model needs its own ``load_for_testing``, or ``checkpoint=None``: then it is
+        tested as ``setup`` and ``load_for_testing`` make it. The log says which weights are tested.
+
+        Everything that hooks can reach, such as optimizers and attributes, is as it was when the
+        checkpoint was written.
+
+        Raises:
+            CheckpointError: if there is no checkpoint; it lists the runs below ``chkpt_root``.
+            StateError: if a hook needs what cannot be restored, such as an optimizer that ``setup``
+                does not create.
 
         The order is that of :meth:`validate`, with ``testing`` for ``validation`` and ``test_step``
         for ``valid_step``.
@@ -435,7 +446,7 @@ class Trainer:
 
     @with_short_traceback
     def predict(
-        self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None
+        self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto"
     ) -> list[Any]:
         """Return what ``predict_step`` returns for each batch, in the order of the data.
 
@@ -489,7 +500,7 @@ class Trainer:
         datamodule: DataModule,
         asked: ReplayOptions | None = None,
         *,
-        checkpoint: Choice = None,
+        checkpoint: Choice = "auto",
     ) -> Any:
         refuse_nested_start()
         result: Any = find_swallowed(self._options.signals)

@@ -1,7 +1,7 @@
 """Converts a run to a record and back, asking each object for its state in a fixed order.
 
-For a training that is the whole state. For inference, and for a finished run, it is the trained
-model.
+For a training that is the whole state. For inference, and for a finished run, it is what their
+objects hold.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.errors import StateError
 from helios.findings import Finding, FindingKind, Findings
-from helios.hooks.live_run import LiveRun, States
+from helios.hooks.live_run import LiveRun
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.state import Cursor, TrainingState
-from helios.state_graph.owner_states import Owners
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -116,30 +115,26 @@ def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor)
     run.state, run.cursor, run.is_resumed = state, cursor, True
     run.is_manual = record.is_manual
     run.findings.extend(record.findings.of(*_OWN_KINDS))
-    run.engine.load_state_dict(record.engine)
-    run.owner_states.prepare(record.owners)
-    run.model.load_state_dict(record.model)
-    apply_tables(record.tables, run.model)
     if record.loss_means is not None:
         run.loss_means.restore(
             record.loss_means, state.global_iteration, run.replicas.local_replicas
         )
     run.training_source.load_state_dict(record.data["state"])
-    run.plugin_states.restore(record.plugins)
-    run.loop_states.restore(record.loops)
-    run.owner_states.restore(record.owners)
+    apply_trained(Trained.of(record), run, is_inference=False)
     # The generators come last, when nothing can draw from them any more.
     run.saved_randomness = record.rng
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The trained model, for inference and for other processes.
+    """What the objects of a run hold, for inference and for other processes.
 
     Attributes:
         model: what its ``state_dict`` returned.
         tables: its tables of losses and scores.
         plugins: states of plugins by id.
+        loops: states of loops by role path.
+        engine: the state of the engine.
         owners: attributes that training changed, by owner.
         end: the counters and logs of the end of training, without what objects hold; ``None``
             before it.
@@ -148,34 +143,53 @@ class Trained:
     model: dict[str, Any]
     tables: dict[str, dict[str, Any]]
     plugins: dict[str, Any]
+    loops: dict[str, Any]
+    engine: dict[str, Any]
     owners: dict[str, dict[str, Any]]
     end: Record | None = None
 
     @classmethod
     def of(cls, record: Record) -> Trained:
         """Return the part of a record."""
-        return cls(record.model, record.tables, record.plugins, record.owners)
+        return cls(*(getattr(record, field.name) for field in dataclasses.fields(cls)[:-1]))
 
 
-def capture_trained(model: Model, plugins: States, owners: Owners, team: Replicas) -> Trained:
+def choose_trained(record: Record, replicas: Replicas) -> Trained:
+    """Return what a process saved, or rank 0, if there are other processes now."""
+    is_same = len(record.by_rank) == replicas.num_processes
+    return Trained.of(_take_own_part(record, replicas) if is_same else record)
+
+
+def capture_trained(run: LiveRun) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
-    with model.discovery.keeping_names():
-        state, states = model.state_dict(), plugins.capture()
-        attributes, _ = owners.capture({"model": state, **_named("plugin", states)})
-    state, states, attributes = team.join_shards((state, states, attributes))
-    return Trained(state, _capture_tables(model), states, attributes)
+    with run.model.discovery.keeping_names():
+        model, engine = run.model.state_dict(), run.engine.state_dict()
+        plugins, loops = run.plugin_states.capture(), run.loop_states.capture()
+        own = {"model": model, "engine": engine}
+        own |= {**_named("plugin", plugins), **_named("loop", loops)}
+        owners, _ = run.owner_states.capture(own)
+    model, plugins, owners = run.replicas.join_shards((model, plugins, owners))
+    return Trained(model, _capture_tables(run.model), plugins, loops, engine, owners)
 
 
-def apply_trained(trained: Trained, model: Model, plugins: States, owners: Owners) -> None:
-    """Restore what was trained, in a model that was set up for inference, and in plugins.
+def apply_trained(trained: Trained, run: LiveRun, *, is_inference: bool) -> None:
+    """Restore what the objects of a run hold.
+
+    Args:
+        trained: it.
+        run: the run, after its setup.
+        is_inference: whether what the run does not have is passed over.
 
     Raises:
         StateError: if an object refuses its state.
     """
-    model.load_state_dict(trained.model, fast_init=True)
-    apply_tables(trained.tables, model)
-    plugins.restore(trained.plugins)
-    owners.restore(trained.owners, is_inference=True)
+    run.engine.load_state_dict(trained.engine)
+    run.owner_states.prepare(trained.owners)
+    run.model.load_state_dict(trained.model, fast_init=is_inference)
+    apply_tables(trained.tables, run.model)
+    run.plugin_states.restore(trained.plugins)
+    run.loop_states.restore(trained.loops)
+    run.owner_states.restore(trained.owners, is_inference=is_inference)
 
 
 def _named(kind: str, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

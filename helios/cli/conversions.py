@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,7 @@ from helios.version import __version__
 
 FORMATS = (*FILE_FORMATS, "huggingface", "dcp")
 _MAX_SHARD_SIZE = "5GB"
+_OF_ADAPTERS = re.compile(r"(^|\.)(base_model\.model\.|lora_[A-Za-z_]+(\.|$)|ia3_l(\.|$))")
 
 
 def export_weights(namespace: argparse.Namespace) -> Answer:
@@ -61,6 +63,8 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
     if not status.is_good:
         raise CheckpointError(f"{status.reason} Nothing was exported.")
     weights = select_weights(tree, network=namespace.network, average=namespace.average)
+    if namespace.to == "huggingface":
+        _refuse_adapters(weights)
     _warn_of_average(status, tree, namespace)
     target = as_local_path("FILE", namespace.out or source.with_suffix(f".{namespace.to}"))
     metadata = _metadata(status, tree, namespace.average)
@@ -76,6 +80,18 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
         _lines(target, weights, ranking, lacks_config=lacks_config),
         lambda: {**_document(target, status, weights, metadata), "files": names},
     )
+
+
+def _refuse_adapters(weights: Weights) -> None:
+    """Refuse a model of PEFT, whose names ``from_pretrained`` does not know."""
+    named = [name for name in weights.tensors if _OF_ADAPTERS.search(name)]
+    if named:
+        raise ArgumentError(
+            "--to huggingface cannot export a model with adapters of PEFT, because nothing would "
+            f"load the folder: {len(named)} of its {len(weights.tensors)} tensors have names such "
+            f"as {named[0]}. Adapters cannot be exported yet. Use --to safetensors, which keeps "
+            "all names: load_state_dict of the same PEFT model loads that file."
+        )
 
 
 def _warn_of_average(status: Status, tree: Any, namespace: argparse.Namespace) -> None:

@@ -388,11 +388,14 @@ class LoopStates:
     Args:
         root: the outermost loop.
         path: its role, which is the first part of all names.
+        carries: whether the state of a removed loop is saved again, unread; outside of training it
+            is passed over.
     """
 
-    def __init__(self, root: Loop, path: str) -> None:
+    def __init__(self, root: Loop, path: str, *, carries: bool) -> None:
         self._root = root
         self._path = path
+        self._carries = carries
         self._carried: dict[str, Any] = {}
 
     def capture(self) -> dict[str, Any]:
@@ -400,11 +403,11 @@ class LoopStates:
         return self._carried | self._root._collect_states(self._path)
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore the state of each loop; unused states are kept and saved again."""
+        """Restore the state of each loop."""
         left = dict(states)
         self._root._spread_states(self._path, left)
-        self._carried.update(left)
-        if left:
+        if left and self._carries:
+            self._carried.update(left)
             _LOGGER.warning(
                 "The checkpoint holds the state of a loop that is not connected: %s. It is kept "
                 "unread in later checkpoints; connect the loop again to use it.",

@@ -184,7 +184,7 @@ class Model(Hooks, KeepsArguments, ABC):
         """Build networks, optimizers and schedulers as plain attributes.
 
         Args:
-            fast_init: build networks only; True outside of training.
+            fast_init: True for an evaluation: then only what its hooks need must be built.
         """
 
     def shard(self) -> Sequence[nn.Module | Unit] | None:
@@ -215,7 +215,7 @@ class Model(Hooks, KeepsArguments, ABC):
         return None
 
     def load_for_testing(self) -> None:
-        """Load weights for a test when there is no checkpoint."""
+        """Load weights for an evaluation when there is no checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; by default everything that Helios discovers.
@@ -233,7 +233,7 @@ class Model(Hooks, KeepsArguments, ABC):
 
         Args:
             state_dict: the state, on the CPU; loading copies it to the devices of the parameters.
-            fast_init: load networks only, for inference; unused entries are not an error.
+            fast_init: for an evaluation: what ``setup`` has not built is not an error.
 
         Raises:
             StateError: for a state that was made by an overridden ``state_dict``, or that does not

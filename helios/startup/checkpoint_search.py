@@ -12,15 +12,22 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
 
 from helios.best import BestRule
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.retention import Ranking, rank_checkpoints, with_sidecar
-from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
+from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder, find_damaged
 from helios.core.sharded_tensors import RowShare
-from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, DamagedCheckpointError
+from helios.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    DamagedCheckpointError,
+    RunMismatchError,
+)
 from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
@@ -29,8 +36,8 @@ from helios.startup.trainer_options import Options
 from helios.storage.local_paths import as_local_path
 from helios.text import number_text
 
-Choice: TypeAlias = Literal["best", "newest"] | str | Path | None
-"""``"best"``, ``"newest"``, a file, or ``None`` for the newest one if there is any."""
+Choice: TypeAlias = Literal["auto", "best", "newest"] | str | Path | None
+"""``"auto"``, ``"best"``, ``"newest"``, a file, or ``None`` for none."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +46,26 @@ class CheckpointChoice:
 
     Attributes:
         path: this file; ``None`` for one in the run's folder.
+        is_none: whether none is loaded.
         is_best: whether it is the best one, or else the newest.
         rule: what decides which one is the best; ``None`` for what the run was trained with.
         is_required: whether it is an error if there is none.
     """
 
     path: Path | None = None
+    is_none: bool = False
     is_best: bool = False
     rule: BestRule | None = None
     is_required: bool = False
 
 
 def choose_checkpoint(
-    asked: Choice, options: Options, plugins: Iterable[Plugin], *, has_fitted: bool
+    asked: Choice,
+    options: Options,
+    plugins: Iterable[Plugin],
+    *,
+    has_fitted: bool,
+    may_lack: bool,
 ) -> CheckpointChoice:
     """Return what the argument means.
 
@@ -61,19 +75,22 @@ def choose_checkpoint(
         plugins: those of the trainer.
         has_fitted: whether the trainer has trained: its newest checkpoint comes from
             ``resume=<path>`` then, otherwise that file itself is meant.
+        may_lack: whether the model has weights without a checkpoint.
 
     Raises:
         ArgumentTypeError: if it is neither a string nor a path.
         ArgumentError: for a URL, if there is no folder to look in, or for two modes of one score.
     """
-    if asked is None and not has_fitted:
-        asked = options.resume_path
     if asked is None:
-        return CheckpointChoice()
+        return CheckpointChoice(is_none=True)
+    if asked == "auto" and not has_fitted and options.resume_path is not None:
+        asked = options.resume_path
+    if asked == "auto":
+        return CheckpointChoice(is_required=not may_lack)
     if not isinstance(asked, str | Path):
         raise ArgumentTypeError(
-            f'Trainer.test(checkpoint=...) must be "best", "newest" or a file, got {asked!r}. Omit '
-            "it for the newest one."
+            'Trainer.test(checkpoint=...) must be "best", "newest", a file or None, got '
+            f"{asked!r}. Omit it for the newest one."
         )
     if asked not in ("best", "newest"):
         path = as_local_path("Trainer.test(checkpoint=...)", asked)
@@ -321,14 +338,19 @@ def require_present(
                 'Trainer.test(checkpoint=...) must be "best", "newest" or a checkpoint file, but '
                 f"there is no file at {choice.path}. {_describe(folder)}".rstrip()
             )
+    elif choice.is_required and folder is None:
+        raise CheckpointError(
+            "There is no checkpoint to evaluate: chkpt_root is not set, and fit has not trained "
+            f"this model in this process. Pass Trainer(chkpt_root=...) or the file. {_UNTRAINED}"
+        )
     elif choice.is_required and folder is not None:
+        if not file_names.find_checkpoints(folder.path) and not find_damaged(folder.path):
+            raise CheckpointError(
+                f"There is no checkpoint to evaluate: {folder.path} holds no checkpoint. "
+                f"{_list_runs(folder.path)} {_UNTRAINED}"
+            )
         if choice.is_best:
             _rank(folder, choice.rule, run_name)
-        elif not file_names.find_checkpoints(folder.path):
-            raise CheckpointError(
-                'Trainer.test(checkpoint="newest") needs a checkpoint, but there is none in '
-                f"{folder.path}. Train first, or correct chkpt_root and the model's save_name."
-            )
 
 
 def find_chosen(
@@ -359,6 +381,8 @@ def find_chosen(
         CheckpointError: if there is none that fits, or if it cannot be used.
         ArgumentError: if nothing decides which one is the best.
     """
+    if choice.is_none:
+        return None, []
     if choice.is_required:
         on_first(team, lambda: require_present(choice, options, save_name, run_name))
     rest = safe_types, team, share
@@ -369,7 +393,26 @@ def find_chosen(
         return None, []
     if choice.is_best:
         return BestCheckpoint(folder, choice.rule, run_name, *rest).run()
-    return NewestCheckpoint(folder, *rest).run()
+    found = NewestCheckpoint(folder, *rest).run()
+    if options.run_name and found[0] is not None:
+        check_run_name(found[0], run_name, folder)
+    return found
+
+
+def check_run_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
+    """Check that the newest checkpoint is of the run with a name.
+
+    Raises:
+        RunMismatchError: if it is of another run.
+    """
+    sidecar = loaded.sidecar
+    if sidecar is not None and sidecar.names_run and sidecar.run_name != name:
+        raise RunMismatchError(
+            f"The folder {folder.path} belongs to the run {sidecar.run_name!r} (newest checkpoint "
+            f"{loaded.path.name}), but this run is {name!r}. Give the model another save_name, "
+            f"pass run_name={sidecar.run_name!r} to continue that run, or resume='never' to "
+            "move its files aside."
+        )
 
 
 def _rank(folder: RunFolder, rule: BestRule | None, run_name: str) -> Ranking:
@@ -424,6 +467,23 @@ def _warn_of_better(ranking: Ranking) -> None:
             ranking.best,
             ranking.entries[0].path.name,
         )
+
+
+_UNTRAINED = "To evaluate a model that was never trained, pass checkpoint=None."
+
+
+def _list_runs(path: Path) -> str:
+    """Return a sentence that names the runs beside a folder, those with a similar name first."""
+    root = path.parent
+    folders = [each for each in root.iterdir() if each.is_dir()] if root.is_dir() else []
+    names = [each.name for each in folders if file_names.list_checkpoints(each)]
+    names.sort(key=lambda name: (-SequenceMatcher(None, path.name, name).ratio(), name))
+    if file_names.list_checkpoints(root):
+        return f"{root} is itself the folder of a run: pass its parent as chkpt_root."
+    if not names:
+        return f"{root} {'holds no runs' if root.is_dir() else 'does not exist'}: check chkpt_root."
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"The runs there are: {', '.join(names[:_MAX_NAMES])}{more}. Correct the save_name."
 
 
 def _describe(folder: RunFolder | None) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from helios.checkpoint.capture import Trained, apply_tables
+from helios.checkpoint.capture import Trained, apply_trained, choose_trained
 from helios.checkpoint.loading import Loaded
 from helios.core.loss_means import as_numbers
 from helios.engines.numerics import numerics
-from helios.errors import Interrupted, UsageError
+from helios.errors import Interrupted, StateError, UsageError
+from helios.hooks.events import EVENTS
 from helios.model.model import Model
 from helios.plugins.averaging import StoredAverage, WeightAverage
 from helios.session import Session
@@ -21,8 +24,8 @@ from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import move_networks
 from helios.startup.run_log import format_scores, open_logs
 from helios.startup.run_setup import Run
-from helios.startup.state_owners import find_owners
 from helios.state import Cursor, Phase, TrainingState
+from helios.state_graph.restoring import NOT_BUILT
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ def evaluate(run: Run) -> Any:
     record = None if loaded is None else run.detach(loaded.record)
     if loaded is not None:
         _add_averages(run, loaded)
-    trained = run.call.handed if record is None else Trained.of(record)
+    trained = run.call.handed if record is None else choose_trained(record, run.replicas)
     if record is None and trained is not None:
         record = trained.end
     elif trained is None and in_hand is not None:
@@ -50,7 +53,7 @@ def evaluate(run: Run) -> Any:
     )
     open_logs(run.options, name, record, is_training=False)
     run.follow_rules(run_identity.find_rules(None if record is None else record.options))
-    trained = _set_up_for(run, trained, is_handed=loaded is None)
+    states = _set_up_for(run, trained)
     phase = run.call.phase
     has_data = run.open_source(phase) is not None
     if not has_data:
@@ -62,12 +65,15 @@ def evaluate(run: Run) -> Any:
         session.state = TrainingState(**record.training_state)
         session.cursor = Cursor(**record.cursor)
     if trained is not None:
-        session.plugin_states.restore(trained.plugins)
-        run.owners.restore(trained.owners, is_inference=True)
+        apply_trained(trained, session, is_inference=True)
+        _remove_unrestored(run)
+    else:
+        session.plugin_states.restore(states)
     used = in_hand if loaded is None else None
     left_out = {} if used is None else used.leave_out_averages(run.plugins.values())
     _log_weights(run, loaded, reasons, left_out)
-    result, reason = _run_pass(run, session)
+    with _naming_unrestored(run.model):
+        result, reason = _run_pass(run, session)
     if used is not None and not left_out:
         # Steps may have changed buffers; what the next evaluation finds changed is the user's.
         used.record_contents()
@@ -127,40 +133,67 @@ def _add_averages(run: Run, loaded: Loaded) -> None:
         )
 
 
-def _set_up_for(run: Run, trained: Trained | None, *, is_handed: bool) -> Trained | None:
-    """Set up and load what is evaluated; returns the states of plugins and data, if any."""
+def _set_up_for(run: Run, trained: Trained | None) -> dict[str, Any]:
+    """Set up what is evaluated; returns the states of plugins of a model in hand."""
     in_hand = run.call.in_hand
     if trained is None and in_hand is not None:
         return _set_up_around(run, in_hand)
     run.set_up(is_inference=True)
-    if trained is not None:
-        run.model.load_state_dict(trained.model, fast_init=True)
-        if is_handed:
-            apply_tables(trained.tables, run.model)
-        return trained
-    if type(run.model).load_for_testing is Model.load_for_testing:
-        _LOGGER.warning(
-            "%s of a model without a checkpoint, with the weights from setup(). Pass "
-            "chkpt_root, or override Model.load_for_testing.",
-            run.call.verb,
-        )
-    run.model.load_for_testing()
-    return None
+    run.find_owners(run.open_saved_source(trained))
+    if trained is None:
+        run.model.load_for_testing()
+    return {}
 
 
-def _set_up_around(run: Run, in_hand: ModelInHand) -> Trained:
+def _set_up_around(run: Run, in_hand: ModelInHand) -> dict[str, Any]:
     """Set up all but the model, which stays as it is; returns the states of plugins."""
     if run.replicas.is_sharded_over_processes:
         raise UsageError(
             f"{run.call.verb} of a sharded model needs a checkpoint, because its processes "
             "have parted after the training, each with its shards. Pass chkpt_root."
         )
+    data = in_hand.owners.capture_one("data")
     with in_hand.keeping_plugins() as states:
         run.set_up_others()
     move_networks(run.model, run.engine.device)
-    run.owners = find_owners(run.plugins, run.model, run.datamodule, engine=run.engine)
+    run.find_owners()
+    run.owners.restore(data, is_inference=True)
+    in_hand.owners = run.owners
     run.renew_hooks()
-    return Trained({}, {}, states, {})
+    return states
+
+
+def _remove_unrestored(run: Run) -> None:
+    """Remove what does not have its saved state, so that it is an error to use it."""
+    attributes = vars(run.model)
+    for path, reason in (run.model.discovery.unrestored | run.owners.unrestored).items():
+        if reason is not NOT_BUILT and path in attributes:
+            del attributes[path]
+        elif reason is not NOT_BUILT:
+            _LOGGER.warning("%s is not as it was when the checkpoint was saved: %s", path, reason)
+
+
+@contextmanager
+def _naming_unrestored(model: Model) -> Iterator[None]:
+    """Name the hook that needs what could not be restored, and why it could not."""
+    try:
+        yield
+    except AttributeError as error:
+        lacking = model.discovery.unrestored
+        is_none = error.name is not None and error.obj is None
+        asked = [
+            path
+            for path in lacking
+            if error.name in path.split(".") or (is_none and vars(model).get(path, path) is None)
+        ]
+        names = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
+        hook = next((name for name in names if name in EVENTS), None)
+        if not asked or hook is None:
+            raise
+        raise StateError(
+            f"{hook} needs {' or '.join(asked)} as at the checkpoint, but cannot have it. "
+            f"{' '.join(dict.fromkeys(lacking[path] for path in asked))}"
+        ) from error
 
 
 def _log_weights(
@@ -181,10 +214,11 @@ def _log_weights(
     elif run.call.handed is not None:
         texts = ["the model as the process that started the ranks has it"]
     elif run.call.in_hand is not None:
-        why = f"because there is no checkpoint, and {reason}" if reason else "after fit"
+        is_asked = run.call.choice.is_none or not reason
+        why = "after fit" if is_asked else f"because there is no checkpoint, and {reason}"
         texts = ["the model as it is now", why]
     else:
-        return
+        texts = ["the model as setup() and load_for_testing() make it, without a checkpoint"]
     for name, plugin in run.plugins.items():
         if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(run.call.phase):
             paths = ", ".join(left_out.get(name, ()))

@@ -16,7 +16,7 @@ import torch
 from helios.audit.step_audit import StepAudit
 from helios.best import BestSoFar
 from helios.checkpoint import file_names
-from helios.checkpoint.capture import Trained, apply
+from helios.checkpoint.capture import apply, choose_trained
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.checkpoint.run_listener import RunListener
@@ -72,16 +72,14 @@ from helios.startup.run_identity import find_cursor
 from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.startup.run_manifest import describe_topic, manifest_facts, report_changed_start
 from helios.startup.run_saves import RunSaves
-from helios.startup.run_setup import Run
-from helios.startup.state_owners import find_owners, find_stranded_generators
+from helios.startup.run_setup import LOOP_PATH, Run
+from helios.startup.state_owners import find_stranded_generators
 from helios.startup.trainer_options import Audit
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import with_step
 
 _LOGGER = logging.getLogger(__name__)
-
-_LOOP_PATH = "fit"
 
 
 def fit(run: Run) -> bool | Interrupted:
@@ -121,7 +119,7 @@ def keep_in_hand(run: Run, end: Record, *, is_interrupted: bool = False) -> None
         obstacle = f"{replicas.num_processes} processes trained it"
     elif replicas.is_sharded:
         obstacle = "it is sharded"
-    run.in_hand = ModelInHand(run.model, obstacle, end, dict(run.plugins))
+    run.in_hand = ModelInHand(run.model, obstacle, end, dict(run.plugins), run.owners)
 
 
 MakeEvidence: TypeAlias = Callable[[dict[str, Any], Reproducibility], Evidence]
@@ -306,14 +304,13 @@ class Training:
     def restore_end(self, reason: str) -> None:
         """Set up, restore the end of a finished run, and say that there is nothing to do.
 
-        A script that uses the model after fit finds the weights and values of the run's end; what
-        only training needs, such as optimizers, is as setup creates it.
+        A script that uses the model after fit finds everything as at the run's end.
         """
         run, loaded = self._run, self._start.loaded
         assert loaded is not None
         record, options = loaded.record, run.options
         run.follow_rules(run_identity.find_rules(record.options))
-        run.restore(Trained.of(run.detach(record)))
+        run.restore(choose_trained(run.detach(record), run.replicas))
         keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
         is_passed = run_identity.is_shortened(options, record.options)
         changes = "" if is_passed else self._compare_given().changes
@@ -391,17 +388,9 @@ class Training:
         run = self._run
         source = self._open_training_source()
         has_validation = run.open_source(Phase.VALIDATION) is not None
-        owners = find_owners(
-            run.plugins,
-            run.model,
-            run.datamodule,
-            engine=run.engine,
-            loop=(_LOOP_PATH, run.loop),
-            source=source,
-        )
+        run.find_owners(source)
         if self._start.folder is not None:
-            owners.limit(self._start.folder.options.max_plain_bytes)
-        run.owners = owners
+            run.owners.limit(self._start.folder.options.max_plain_bytes)
         run.require_alike_setup()
         warn_of_idle_options(
             run.options.schedule,
@@ -435,7 +424,7 @@ class Training:
             can_save=self._can_save,
             opens_early=not self._start.rules[run_identity.LATE_OPENING],
             trial_steps=run.options.sanity_steps,
-            loop_states=LoopStates(run.loop, _LOOP_PATH),
+            loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
             owner_states=run.owners,
             findings=known,
             check_record=self._check_record,

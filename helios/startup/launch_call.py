@@ -112,7 +112,7 @@ def _find_stored(call: Call) -> Stored | None:
     model = call.model
     is_fit = call.phase is Phase.TRAINING
     types = model.types_for_safe_load()
-    if call.is_in_hand:
+    if call.is_in_hand or call.choice.is_none:
         return None
     if call.choice.path is not None:
         return find_replicas(call.choice.path, types)
@@ -201,6 +201,7 @@ def _run_in_ranks(run: Run, *, plan: Plan) -> Any:
     call = run.call
     run.datamodule.prepare_data()
     if call.in_hand is not None:
+        run.owners = call.in_hand.owners
         call.handed = _hand_over(run, call.in_hand.record)
     # A rank logs its error and emits on_exception.
     run.is_reported = True
@@ -213,7 +214,7 @@ def _run_in_ranks(run: Run, *, plan: Plan) -> Any:
         is_interrupted = isinstance(outcome.value, Interrupted)
         count = plan.num_processes
         obstacle = "fit was interrupted" if is_interrupted else f"{count} processes trained it"
-        run.in_hand = ModelInHand(run.model, obstacle, outcome.end, dict(run.plugins))
+        run.in_hand = ModelInHand(run.model, obstacle, outcome.end, dict(run.plugins), run.owners)
     return outcome.value
 
 
@@ -224,6 +225,7 @@ def _hand_over(run: Run, end: Record | None) -> Trained:
         run: the call.
         end: the counters and logs of the end of training.
     """
+    run.session = run.make_inference_session()
     run.collect()
     assert run.collected is not None
     trained: Trained = pickle.loads(run.collected)

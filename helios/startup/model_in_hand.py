@@ -21,7 +21,7 @@ from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
 from helios.plugins.plugin import Plugin, PluginStates
 from helios.state_graph.baseline import Baseline
-from helios.state_graph.owner_states import internals_of
+from helios.state_graph.owner_states import Owners, internals_of
 from helios.storage.content_hash import Fingerprint, fingerprint
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), *(list, tuple, dict, set))
@@ -37,6 +37,7 @@ class ModelInHand:
         obstacle: why a checkpoint is loaded all the same; empty if the model counts.
         record: the counters and logs of the end of ``fit``, without what objects hold.
         plugins: the plugins that took part, by id.
+        owners: who else held state.
         attributes: those of the plugins before their teardown, by id.
         contents: fingerprints of the networks that have an average, at the end of ``fit``.
     """
@@ -45,6 +46,7 @@ class ModelInHand:
     obstacle: str = ""
     record: Record | None = None
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
+    owners: Owners = field(default_factory=Owners)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     contents: dict[str, Fingerprint] = field(default_factory=dict)
 

@@ -38,6 +38,7 @@ from helios.state_graph.consistency import check_alike
 from helios.state_graph.graph import Graph
 from helios.state_graph.object_names import ObjectNames, Rules
 from helios.state_graph.owner_states import internals_of
+from helios.state_graph.restoring import TRAINING_ONLY, load_into
 from helios.state_graph.values import Identities
 from helios.storage.checksums import bit_sum
 from helios.storage.local_paths import as_local_path
@@ -434,7 +435,8 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
                 f'Trainer(init="keyed"), got a {type(model).__name__} that has no values yet. Pass '
                 "self, or call it in on_training_start if state.global_iteration is 0."
             )
-        model.load_state_dict(_find_fitting(load_checkpoint(path)["model"], model, path))
+        state = _find_fitting(load_checkpoint(path)["model"], model, path)
+        load_into("network", model, state, holder="network")
     else:
         raise ArgumentTypeError(
             f"load_weights(model=...) must be a Model or an nn.Module, got {model!r}."
@@ -447,7 +449,21 @@ def _load_model(path: Path, model: Model, share: RowShare | None = None) -> None
     state = loading.load(path, types, maps=share is not None, share=share).payload["model"]
     if is_default and "objects" in state:
         _require_networks(state, model, path)
+    if "objects" in state:
+        state = _without_training(state, model)
     model.load_state_dict(state, fast_init=True)
+
+
+def _without_training(state: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return a state without optimizers and the like, frozen parameters, modes and gradients."""
+    named = model.discovery.named_objects().items()
+    passed_over = {path for path, part in named if isinstance(part, TRAINING_ONLY)}
+    tables = {
+        name: {path: part for path, part in state[name].items() if path not in passed_over}
+        for name in ("objects", "inner")
+    }
+    others = ("kinds", "members", "drivers", "tables", "flags", "grads")
+    return {**state, **tables, **{name: {} for name in others}}
 
 
 def _require_networks(state: Mapping[str, Any], model: Model, path: Path) -> None:

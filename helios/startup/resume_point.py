@@ -25,7 +25,7 @@ from helios.core.sharded_tensors import RowShare
 from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError, RunMismatchError
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
-from helios.startup.checkpoint_search import SHARING, Search, open_folder
+from helios.startup.checkpoint_search import SHARING, Search, check_run_name, open_folder
 from helios.startup.processes import Stored
 from helios.startup.rewinding import FILE_NAME, Rewind, RewindPlan, find_course
 from helios.startup.trainer_options import Options
@@ -293,7 +293,7 @@ def _choose_start(
         )
     if start.loaded is not None:
         if not start.is_branch:
-            _check_name(start.loaded, run_name, folder)
+            check_run_name(start.loaded, run_name, folder)
         course = find_course(folder, start.loaded, options, safe_types)
         start.loaded, start.rewinds, start.plans = course
         _inherit(start, start.loaded)
@@ -340,17 +340,6 @@ def _start_from_path(
     loaded = folder.load(path, safe_types)
     _move_aside(folder, keep=path)
     return Start(folder, loaded, origin, is_branch=True)
-
-
-def _check_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
-    sidecar = loaded.sidecar
-    if sidecar is not None and sidecar.names_run and sidecar.run_name != name:
-        raise RunMismatchError(
-            f"The folder {folder.path} belongs to the run {sidecar.run_name!r} (newest checkpoint "
-            f"{loaded.path.name}), but this run is {name!r}. Give the model another save_name, "
-            f"pass run_name={sidecar.run_name!r} to continue that run, or resume='never' to "
-            "move its files aside."
-        )
 
 
 def _inherit(start: Start, loaded: Loaded) -> None:

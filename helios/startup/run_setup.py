@@ -31,9 +31,9 @@ from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError, Interrupted
 from helios.hooks.bus import Bus, naming
 from helios.launch.ipc import pickle_value
-from helios.loops.loop import Loop
+from helios.loops.loop import Loop, LoopStates
 from helios.model.model import Model
-from helios.plugins.plugin import Plugin, PluginStates
+from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.session import Session
@@ -63,6 +63,9 @@ from helios.terminal.progress import Display, NullDisplay, create_display
 
 _LOGGER = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+LOOP_PATH = "fit"
+"""The role of the loop over all epochs."""
 
 _PURPOSES = {
     Phase.TRAINING: "fetch",
@@ -309,8 +312,8 @@ class Run:
 
         All processes build it, because a plugin may gather its state; rank 0 keeps it.
         """
-        plugins = PluginStates(self.plugins, carries=False)
-        trained = capture_trained(self.model, plugins, self.owners, self.replicas)
+        assert self.session is not None
+        trained = capture_trained(self.session)
         if self.plan.info.rank != 0:
             return
         on_cpu = move_to_device(trained, torch.device("cpu"))
@@ -333,11 +336,13 @@ class Run:
             on_each(self.team, prepare)
 
     def restore(self, trained: Trained) -> None:
-        """Set everything up for inference, with the results of a training that has ended."""
-        self.set_up(is_inference=True)
+        """Set everything up, with the results of a call that has ended."""
+        is_inference = self.call.phase is not Phase.TRAINING
+        self.set_up(is_inference=is_inference)
+        self.find_owners(self.open_saved_source(trained))
         session = self.make_inference_session()
         self.take_session(session)
-        apply_trained(trained, self.model, session.plugin_states, self.owners)
+        apply_trained(trained, session, is_inference=is_inference)
 
     @property
     def share(self) -> RowShare | None:
@@ -374,6 +379,8 @@ class Run:
             sources=self.sources,
             plugins=self.plugins,
             phase=phase,
+            loop_states=LoopStates(self.call.roots.fit, LOOP_PATH, carries=False),
+            owner_states=self.owners,
         )
 
     def _forget_session(self) -> None:
@@ -417,8 +424,25 @@ class Run:
                 plugin.setup()
         self.datamodule.setup()
 
+    def open_saved_source(self, trained: Trained | None) -> Source | None:
+        """Open the training data if a data set or its collate function has a state."""
+        names = () if trained is None else trained.owners
+        is_saved = any(name.startswith(("data set", "collate function")) for name in names)
+        return self.open_source(Phase.TRAINING) if is_saved else None
+
+    def find_owners(self, source: Source | None = None) -> None:
+        """Find who holds state, right after the set-up."""
+        self.owners = find_owners(
+            self.plugins,
+            self.model,
+            self.datamodule,
+            engine=self.engine,
+            loop=(LOOP_PATH, self.call.roots.fit),
+            source=source,
+        )
+
     def set_up(self, *, is_inference: bool, is_resumed: bool = False) -> None:
-        """Set up everything; for inference, the owners of state are found, too."""
+        """Set up everything."""
         self.set_up_others()
         run = self.options
         take_own_processor(self.model)
@@ -437,8 +461,6 @@ class Run:
         check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
-        if is_inference:
-            self.owners = find_owners(self.plugins, self.model, self.datamodule, engine=self.engine)
         self.renew_hooks()
 
     def renew_hooks(self) -> None:

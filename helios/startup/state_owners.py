@@ -41,7 +41,7 @@ def find_owners(
     datamodule: DataModule,
     *,
     engine: Engine,
-    loop: tuple[str, Loop] | None = None,
+    loop: tuple[str, Loop],
     source: Source | None = None,
 ) -> Owners:
     """Return all objects that may hold state, right after setup.
@@ -51,7 +51,7 @@ def find_owners(
         model: the model; if it overrides ``state_dict``, that may omit something.
         datamodule: the data module.
         engine: the engine.
-        loop: the role and the root of the loops of a training; ``None`` outside a training.
+        loop: the role and the root of the loops of a training.
         source: the training data; ``None`` outside a training.
     """
     owners = [Owner("engine", engine, tuple(engine.unsaved), _has_own(engine, Engine))]
@@ -61,8 +61,7 @@ def find_owners(
             Owner("model", model, tuple(model.unsaved), has_own_state=True, is_model=True)
         )
     owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
-    if loop is not None:
-        owners += _of_loops(*loop)
+    owners += _of_loops(*loop)
     others: dict[str, object] = {"<model>": model}
     if source is not None and isinstance(source.resumes_by, ByOwnState):
         # It is saved as of the last batch that was trained on; the loader itself may have read

@@ -189,19 +189,24 @@ class Call:
     replay: Stretch | None = None
     words: tuple[str, ...] = dataclasses.field(default_factory=_find_words)
     torch_seed: int = dataclasses.field(default_factory=torch.initial_seed)
-    checkpoint: Choice = None
+    checkpoint: Choice = "auto"
     choice: CheckpointChoice = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         is_evaluation = self.phase is not Phase.TRAINING
-        in_hand = self.in_hand if self.checkpoint is None else None
+        in_hand = self.in_hand if self.checkpoint in ("auto", None) else None
         self.reason_to_load = "" if in_hand is None else in_hand.reason_to_load
         self.is_in_hand = in_hand is not None and not self.reason_to_load
         self.choice = CheckpointChoice()
         if is_evaluation:
             options, plugins = self.options, self.plugins.values()
             self.choice = choose_checkpoint(
-                self.checkpoint, options, plugins, has_fitted=self.runtime.in_hand is not None
+                self.checkpoint,
+                options,
+                plugins,
+                has_fitted=self.runtime.in_hand is not None,
+                may_lack=in_hand is not None
+                or type(self.model).load_for_testing is not Model.load_for_testing,
             )
 
     @property

@@ -103,6 +103,10 @@ class Discovery:
         is_data: whether only generators and plain values count, as in a data set, whose other
             attributes are data, caches and open files.
 
+    Attributes:
+        values: what values may cost.
+        unrestored: what the last restore for inference has passed over, with the reason, by path.
+
     Raises:
         ArgumentTypeError: if ``unsaved`` is a single string.
     """
@@ -132,6 +136,7 @@ class Discovery:
         self._is_data = is_data
         self._identities = Identities()
         self.values = Allowance()
+        self.unrestored: dict[str, str] = {}
         self._baseline: Baseline | None = None
         self._omissions = Omissions(self._identities)
         self._shared = SharedValues(self._identities)
@@ -219,7 +224,7 @@ class Discovery:
             states_too: whether the owner has its own ``state_dict``, which may leave out objects;
                 then their states are compared too.
         """
-        self._named, self._baseline = set(), None
+        self._named, self._baseline, self.unrestored = set(), None, {}
         found = ObjectNames(self._owner, self._rules())
         if complete(optimizers_of(found).values()):
             # Their attributes are others now.
@@ -355,8 +360,7 @@ class Discovery:
 
         Args:
             state: the state, whose tensors may be on another device.
-            is_inference: restore only what inference needs: networks and other objects that exist
-                on both sides, and plain values. No optimizer, scheduler, scaler, flag or gradient.
+            is_inference: restore what exists on both sides; :attr:`unrestored` is the rest.
 
         Raises:
             StateError: if the state is of other objects than those found (then nothing is changed),
@@ -369,7 +373,9 @@ class Discovery:
                 self._registered, [each for part in optimizers for each in parameters_of(part)]
             )
         self._registered = {}
-        self._nodes = self._restoring().run(state, is_inference=is_inference).nodes()
+        restoring = self._restoring()
+        self._nodes = restoring.run(state, is_inference=is_inference).nodes()
+        self.unrestored = restoring.unrestored
         if is_inference or self._baseline is None:
             return
         self._oversized.note(_attributes_in(state["values"]["nodes"]))

@@ -329,9 +329,10 @@ def load_flags(
     places = places_of(found, parameters)
     saved = {path: table["frozen"] for path, table in flags.items()}
     frozen = {id(places.get((path, name))) for path, names in saved.items() for name in names}
-    for tensor in (parameters.named() | parameters.loose).values():
-        if tensor.requires_grad == (id(tensor) in frozen):
-            tensor.requires_grad_(id(tensor) not in frozen)
+    for path, table in {**parameters.of_modules, "": parameters.loose}.items():
+        for tensor in table.values() if path in flags else ():
+            if tensor.requires_grad == (id(tensor) in frozen):
+                tensor.requires_grad_(id(tensor) not in frozen)
     for path, module in found.modules().items():
         if path not in flags:
             # For example a plugin that now holds another network.

@@ -15,6 +15,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -141,11 +142,33 @@ def changes_of_optimizers(
     return state, misfits
 
 
-def arrange(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -> None:
+@contextmanager
+def collecting(unfit: dict[str, str] | None, path: str) -> Iterator[None]:
+    """Collect why an object cannot have its state, in a table; ``None`` to raise it."""
+    try:
+        yield
+    except StateError as error:
+        if unfit is None:
+            raise
+        unfit[path] = str(error)
+
+
+def arrange(
+    found: ObjectNames,
+    state: dict[str, Any],
+    parameters: Parameters,
+    unfit: dict[str, str] | None = None,
+) -> None:
     """Bring the parameters of optimizers into the saved groups and order.
 
     A state of format 1 has no names: its positions are taken as the current ones, and only groups
     that training added to the optimizers are added.
+
+    Args:
+        found: what the owner holds now.
+        state: the saved state.
+        parameters: the parameters of the owner.
+        unfit: objects to pass over, by path; receives others, with the reason, instead of an error.
 
     Raises:
         StateError: if an optimizer has other parameters, or they cannot be brought into that order;
@@ -158,14 +181,16 @@ def arrange(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -
     arrange_covered(found, state, parameters)
     plans: dict[str, _Tensors] = {}
     for path, part in optimizers_of(found).items():
-        if path not in states:
+        if path not in states or path in (unfit or {}):
             continue
         now = present.names_by_group[path]
         saved = state["members"].get(path, now) if has_names else _completed(path, now, state)
         built = state["built"].get(path, saved) if has_names else now
-        plans[path] = _plan(path, part, [saved, built], tensors)
-        _check_functions(path, part, plans[path], found)
-    _check_drivers(present.scheduled, state["drivers"] if has_names else {})
+        with collecting(unfit, path):
+            plan = _plan(path, part, [saved, built], tensors)
+            _check_functions(path, part, plan, found)
+            plans[path] = plan
+    _check_drivers(present.scheduled, state["drivers"] if has_names else {}, unfit)
     for path, part in optimizers_of(found).items():
         if path in plans:
             _regroup(part, plans[path], {id(tensor): name for name, tensor in tensors.items()})
@@ -194,7 +219,12 @@ def arrange_covered(found: ObjectNames, state: dict[str, Any], parameters: Param
                 _regroup(part, plan, names)
 
 
-def check_covered(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -> None:
+def check_covered(
+    found: ObjectNames,
+    state: dict[str, Any],
+    parameters: Parameters,
+    unfit: dict[str, str] | None = None,
+) -> None:
     """Reject optimizers whose state user code has loaded for other parameters.
 
     Raises:
@@ -204,7 +234,8 @@ def check_covered(found: ObjectNames, state: dict[str, Any], parameters: Paramet
     for path, part, saved in _covered(found, state):
         now = [[id(tensor) for tensor in group["params"]] for group in part.param_groups]
         if now != [[id(tensors.get(name)) for name in group] for group in saved]:
-            _refuse(path, part, saved, tensors)
+            with collecting(unfit, path):
+                _refuse(path, part, saved, tensors)
 
 
 def _covered(found: ObjectNames, state: dict[str, Any]) -> Iterator[tuple[str, Optimizer, Members]]:
@@ -328,14 +359,17 @@ def _has_functions_by_group(scheduler: LRScheduler) -> bool:
     )
 
 
-def _check_drivers(now: dict[str, str], saved: dict[str, str]) -> None:
+def _check_drivers(
+    now: dict[str, str], saved: dict[str, str], unfit: dict[str, str] | None
+) -> None:
     for path in sorted(now.keys() & saved.keys()):
         if now[path] != saved[path]:
-            raise StateError(
-                f"{path} must set the learning rates of {saved[path]}, as when the state was "
-                f"saved, but sets those of {now[path]}. Build schedulers in setup() in a fixed "
-                "order: sort what comes from a set."
-            )
+            with collecting(unfit, path):
+                raise StateError(
+                    f"{path} must set the learning rates of {saved[path]}, as when the state was "
+                    f"saved, but sets those of {now[path]}. Build schedulers in setup() in a fixed "
+                    "order: sort what comes from a set."
+                )
 
 
 def _regroup(optimizer: Optimizer, plan: _Tensors, names: dict[int, str]) -> None:

@@ -58,6 +58,9 @@ class Owners:
         owners: all of them, with different names.
         outside: returns the objects that the model saves, by name.
         safe_types: types that loading may build besides those of the values that setup made.
+
+    Attributes:
+        unrestored: what a restore for inference has passed over, with the reason, by path.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Owners:
         self._find_outside = outside
         self._outside: Outside | None = None
         self._carried: dict[str, dict[str, Any]] = {}
+        self.unrestored: dict[str, str] = {}
         self._found = {
             owner.name: Discovery(
                 owner.part,
@@ -164,6 +168,12 @@ class Owners:
                     states[name] = state
         return states, missing
 
+    def capture_one(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return a copy of what training has changed of one owner, as :meth:`capture` does."""
+        with self._round():
+            state = self._found[name].capture()
+        return {name: copy.deepcopy(state)} if is_any(state) else {}
+
     def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Prepare for the ``load_state_dict`` of owners; see :meth:`Discovery.prepare`."""
         with self._round():
@@ -179,6 +189,7 @@ class Owners:
                 else:
                     found.look_at_nodes()
                 share(name)
+                self.unrestored |= {f"{name}: {p}": t for p, t in found.unrestored.items()}
         gone = [name for name in states if name not in self._found]
         if not is_inference:
             # Their tensors may be mapped from the file.

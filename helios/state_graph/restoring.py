@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.state_graph.custom_state_dicts import restore_omitted
@@ -30,6 +31,7 @@ from helios.state_graph.optimizers import (
     arrange,
     arrange_covered,
     check_covered,
+    collecting,
     restore_tables,
     share_tables,
     shared_tables,
@@ -37,7 +39,13 @@ from helios.state_graph.optimizers import (
 from helios.state_graph.saved_layouts import SavedLayouts, casts, fill
 
 _LOGGER = logging.getLogger(__name__)
-_TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
+_MAX_LAYERS = 3
+
+TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
+"""Objects that weights do without, and that an evaluation may lack."""
+
+NOT_BUILT = "setup() does not build it. Build it for any value of fast_init."
+"""Why something that is saved is not restored for inference."""
 
 
 @final
@@ -51,6 +59,9 @@ class Restoring:
         unsaved: names and paths that are declared as not to be saved.
         name: the name of the owner in messages.
         is_data: whether what a data set no longer has is passed over.
+
+    Attributes:
+        unrestored: in inference, what does not have its saved state, with the reason, by path.
     """
 
     def __init__(
@@ -68,6 +79,7 @@ class Restoring:
         self._rules = Rules(unsaved=unsaved)
         self._name = name
         self._is_data = is_data
+        self.unrestored: dict[str, str] = {}
 
     def run(self, state: dict[str, Any], *, is_inference: bool) -> Graph:
         """Restore everything, and return what the owner holds then; see ``Discovery.restore``."""
@@ -79,14 +91,12 @@ class Restoring:
         found = live.found
         objects = {**found.objects, **found.inner}
         if is_inference:
-            objects = {
-                path: part for path, part in objects.items() if not isinstance(part, _TRAINING_ONLY)
-            }
             self._warn_of_untrained(found.objects, state["objects"])
-        else:
-            arrange(found, state, live.parameters)
+            self.unrestored = self._find_unfit(objects, state)
+        unfit = self.unrestored if is_inference else None
+        arrange(found, state, live.parameters, unfit)
         shared = shared_tables(objects)
-        self._load(objects, live, state, is_inference=is_inference)
+        self._load(objects, live, state, unfit)
         share_tables(shared)
         self._restore_nodes(live, state["values"])
         share_tables(shared)
@@ -96,31 +106,35 @@ class Restoring:
         for name, tensor in {**parameters.leaves, **parameters.loose}.items():
             if name in state["parameters"]:
                 fill(as_written(name, found.objects), tensor, state["parameters"][name])
-        if not is_inference:
-            load_flags(state["flags"], found, parameters)
-            load_grads(state["grads"], found, parameters)
+        load_flags(state["flags"], found, parameters)
+        load_grads(state["grads"], found, parameters)
         return last
 
     def _load(
-        self, objects: dict[str, Any], live: Graph, state: dict[str, Any], *, is_inference: bool
+        self,
+        objects: dict[str, Any],
+        live: Graph,
+        state: dict[str, Any],
+        unfit: dict[str, str] | None,
     ) -> None:
         """Load states into objects whose tensors lie where they lay, and what these leave out."""
-        states = {**state["objects"], **state["inner"]}
+        states, passed_over = {**state["objects"], **state["inner"]}, {} if unfit is None else unfit
         layouts = SavedLayouts(state["layouts"], live, state)
         layouts.make()
-        if not is_inference:
+        if unfit is None:
             self._warn_of_casts(casts(live.found, state))
         # Networks first: an object that tracks one may read its weights.
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
-            if path in states:
-                _load_state(path, objects[path], states[path], state["omitted"].get(path))
+            part = objects[path]
+            if path in states and path not in passed_over:
+                with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
+                    load_into(path, part, states[path], state["omitted"].get(path))
         layouts.put_back()
-        if not is_inference:
-            check_covered(live.found, state, live.parameters)
+        check_covered(live.found, state, live.parameters, unfit)
         restore_omitted(state["omitted"], live.found)
         layouts.fill()
-        if not is_inference:
-            restore_tables(state["tables"], live.found)
+        tables = {path: saved for path, saved in state["tables"].items() if path not in passed_over}
+        restore_tables(tables, live.found)
 
     def prepare(self, state: dict[str, Any]) -> dict[str, NamedTensor]:
         """Reorder the parameters of optimizers as saved, and return where tensors are."""
@@ -150,12 +164,8 @@ class Restoring:
         """Reject a state of other objects before anything is changed."""
         found = live.found
         for path, part in {**found.objects, **found.inner}.items():
-            kind = state["kinds"].get(path, kind_of(part))
-            if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
-                raise StateError(
-                    f"{path} was saved by {kind}, but is {kind_of(part)} now, which cannot load "
-                    "that state. Build it in setup() as it was when the state was saved."
-                )
+            if isinstance(part, TRAINING_ONLY):
+                _check_kind(path, part, state)
         present = live.paths()
         saved = self._undeclared({*state["objects"], *state["parameters"]})
         saved |= self._undeclared(state["inner"].keys() - found.inner.keys() - present)
@@ -171,6 +181,18 @@ class Restoring:
                 f"{', '.join(left_over) or 'nothing'}. Create all networks, optimizers and "
                 "schedulers in setup(), under the names that they had when the state was saved."
             )
+
+    def _find_unfit(self, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, str]:
+        """Return what inference lacks, and what training objects cannot load, with the reason."""
+        saved = {**state["objects"], **state["inner"]}
+        unfit = dict.fromkeys(sorted(self._undeclared(saved.keys() - objects.keys())), NOT_BUILT)
+        for path, part in objects.items():
+            if isinstance(part, TRAINING_ONLY):
+                with collecting(unfit, path):
+                    _check_kind(path, part, state)
+                if path not in {**saved, **state["kinds"]} and not state["is_partial"]:
+                    unfit[path] = f"{path} is not in the checkpoint."
+        return unfit
 
     def _undeclared(self, paths: Iterable[str]) -> set[str]:
         """Return the paths that are not declared as unsaved, directly or by a parent."""
@@ -204,6 +226,15 @@ class Restoring:
         return not self._rules.is_declared(path_of(name, key))
 
 
+def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
+    kind = state["kinds"].get(path, kind_of(part))
+    if kind != kind_of(part):
+        raise StateError(
+            f"{path} was saved by {kind}, but is {kind_of(part)} now, which cannot load that "
+            "state. Build it in setup() as it was when the state was saved."
+        )
+
+
 def read_state(path: str, part: Stateful) -> dict[str, Any]:
     """Return the state of an object.
 
@@ -219,13 +250,63 @@ def read_state(path: str, part: Stateful) -> dict[str, Any]:
         ) from error
 
 
-def _load_state(
-    path: str, part: Stateful, state: dict[str, Any], omitted: Mapping[str, Any] | None
+def load_into(
+    path: str,
+    part: Stateful,
+    state: dict[str, Any],
+    omitted: Mapping[str, Any] | None = None,
+    *,
+    holder: str = "self",
 ) -> None:
+    """Load the state of an object.
+
+    Args:
+        path: its path.
+        part: the object.
+        state: its state.
+        omitted: see :func:`load_state`.
+        holder: what weights are loaded into, in code: the owner, or the object itself.
+
+    Raises:
+        StateError: if ``load_state_dict`` fails.
+    """
     try:
         load_state(part, state, omitted)
     except Exception as error:
         raise StateError(
             f"{path} ({type(part).__name__}) rejected its saved state: {error} Build it in setup() "
-            "as it was when the state was saved."
+            f"as it was when the state was saved.{_describe_replacement(path, part, state, holder)}"
         ) from error
+
+
+def _describe_replacement(path: str, part: Stateful, state: Mapping[str, Any], holder: str) -> str:
+    """Return how to replace the layers whose sizes differ, for fine-tuning; empty for others."""
+    if not isinstance(part, nn.Module):
+        return ""
+    sizes = {name: each.shape for name, each in state_of(part).items() if isinstance(each, Tensor)}
+    layers = {
+        name.rpartition(".")[0]
+        for name, saved in state.items()
+        if isinstance(saved, Tensor) and sizes.get(name, saved.shape) != saved.shape
+    }
+    if not 0 < len(layers) <= _MAX_LAYERS:
+        return ""
+    bare = BareNames(part)
+    found = {bare.of(name): layer for name, layer in part.named_modules()}
+    attribute, *keys = path.split(".")
+    names = [key if key.isdigit() else f'"{key}"' for key in keys]
+    whole = f"{holder}.{attribute}" if holder == "self" else holder
+    whole += "".join(f"[{name}]" for name in names)
+    lines = []
+    for name in sorted(layers):
+        layer = found[name]
+        is_stock = type(layer).__module__.startswith("torch.nn.") and not [*layer.children()]
+        code = f"torch.nn.{layer!r}" if is_stock else f"{type(layer).__name__}(...)"
+        keys = name.split(".") if name else []
+        place = "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in keys)
+        lines.append(f"{whole}{place} = {code}")
+    return (
+        " To fine-tune with other sizes, in a run with another save_name, build it as it was, load "
+        f"first, and replace the layer then: helios.load_weights(path, {holder}); "
+        f"{'; '.join(lines)}. Create optimizers after that."
+    )

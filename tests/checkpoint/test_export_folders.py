@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import sys
 import warnings
 import weakref
@@ -476,3 +477,27 @@ def test_transformers_loads_the_folder_with_every_byte_and_tie(
         assert (count > 1) == bool(number % 2)
         expected = {"odd": [], "bytes": True, "names": True, "tied": True, "logits": True}
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.block.query.lora_A.default.weight",
+        "encoder.block.lora_B.default.weight",
+        "base_model.model.block.ia3_l.default",
+    ],
+)
+def test_adapters_are_refused_with_what_works_instead(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"base.weight": torch.ones(2, 2), name: torch.arange(4.0).view(2, 2)}
+    path = save_whole(RunFolder(tmp_path), state)
+    assert run(path, "huggingface", "--out", tmp_path / "folder") == 2
+    said = capsys.readouterr().err
+    assert "adapters of PEFT" in said
+    assert name in said
+    assert not (tmp_path / "folder").exists()
+    found = re.search(r"--to (\w+), which", said)
+    assert found is not None
+    assert run(path, found[1], "--out", tmp_path / "file") == 0
+    assert is_equal(load_file(tmp_path / "file"), state)

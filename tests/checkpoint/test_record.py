@@ -233,14 +233,14 @@ def test_nobody_lacks_anything_by_default() -> None:
 @pytest.mark.shows("S48")
 def test_what_was_trained_is_given_to_inference() -> None:
     run, fresh = Run(), Run()
-    trained = capture_trained(run.model, run.plugin_states, run.owner_states, Team())
+    trained = capture_trained(run)
     assert trained == Trained.of(capture(run))
-    apply_trained(trained, fresh.model, fresh.plugin_states, fresh.owner_states)
+    apply_trained(trained, fresh, is_inference=True)
     assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": 3}}, True)
     assert fresh.model.loaded == (run.model.state, True)
     assert fresh.model.tables == trained.tables
     assert fresh.plugin_states.loaded == {"p": {"n": 1}}
-    assert fresh.engine.loaded is None
+    assert (fresh.loop_states.loaded, fresh.engine.loaded[0]) == (trained.loops, trained.engine)
 
 
 @pytest.mark.shows("S48")

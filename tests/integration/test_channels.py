@@ -233,7 +233,7 @@ def test_channels_follow_each_other_at_every_yield() -> None:
 def test_channels_nest_in_an_evaluation(call: str, mark: str) -> None:
     """R4, R6: each is a run of its own, without epochs and steps."""
     log: list[str] = []
-    getattr(make_trainer(noting(log)), call)(Linear(), Numbers(1, 2))
+    getattr(make_trainer(noting(log)), call)(Linear(), Numbers(1, 2), checkpoint=None)
     one = scope(f"{mark}batch", scope(f"{mark}forward"))
     assert log == scope(f"{mark}loop", one, one).split()
 
@@ -426,7 +426,7 @@ def test_an_error_in_an_evaluation_is_seen_at_all_exits() -> None:
     log: list[str] = []
     with pytest.raises(WrongError):
         make_trainer(noting(log), Teller("on_testing_batch_end", go_wrong)).test(
-            Linear(), Numbers(1)
+            Linear(), Numbers(1), checkpoint=None
         )
     ends = ["t:forward)", "t:batch)", "t:loop) wrong"]
     assert log == ["t:loop(", "t:batch(", "t:forward(", *ends]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 
 import helios
 from helios import CheckpointStore, KeepBest, Trainer
-from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, UsageError
+from helios.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    RunMismatchError,
+    UsageError,
+)
 from helios.plugins import EMA, EarlyStopping, Plugin
 from tests.support import graded
 from tests.support.graded import Graded, Samples, file_of, make
@@ -46,7 +53,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.shows("U23")
 @pytest.mark.parametrize("call", CALLS)
 def test_each_evaluation_loads_what_it_is_asked_for(root: Path, call: str) -> None:
-    wanted = {"best": 2, "newest": 4, None: 4, file_of(root, 1): 1, str(file_of(root, 3)): 3}
+    wanted = {"best": 2, "newest": 4, "auto": 4, file_of(root, 1): 1, str(file_of(root, 3)): 3}
     weights = {epoch: weight_of(file_of(root, epoch)).numpy().tobytes() for epoch in range(1, 5)}
     assert len(set(weights.values())) == 4
     trainer = make(root, store=BEST)
@@ -134,19 +141,72 @@ def test_what_does_not_exist_is_refused_with_what_there_is(root: Path, tmp_path:
     listing = r"holds line_epoch_4_iter_16.pth, line_epoch_3_iter_12.pth, .*line_epoch_1_iter_4.pth"
     _refused(make(root), CheckpointError, rf"no file at bst\. .*{listing}", "bst")
     _refused(make(root), CheckpointError, "no file at ", root)
-    _refused(make(tmp_path), CheckpointError, '"newest"\\) needs a checkpoint', "newest")
-    _refused(make(tmp_path, store=BEST), CheckpointError, "holds no checkpoint. Their sc", "best")
+    _refused(make(tmp_path), CheckpointError, "holds no checkpoint", "newest")
+    _refused(make(tmp_path, store=BEST), CheckpointError, "holds no checkpoint", "best")
     other = CheckpointStore(keep_best=KeepBest(1, "qualty", "max"))
     text = rf"'qualty', but there is none. .*{listing}.*scores: error, quality\."
     _refused(make(root, store=other), CheckpointError, text, "best")
     _refused(make(root, store=BEST, run_name="x"), CheckpointError, "of the run 'x'", "best")
-    newest = make(tmp_path)
-    assert evaluated(newest, "test"), "without a choice, no checkpoint is no error"
+
+
+@pytest.mark.parametrize("choice", ["auto", "newest", "best"])
+@pytest.mark.parametrize("options", [{}, {"nproc": 2}])
+def test_a_mistyped_name_is_an_error_that_lists_the_runs(
+    root: Path, choice: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in ("zebra", "line2", "a-line"):
+        shutil.copytree(root / "line", tmp_path / name)
+    (tmp_path / "liner").mkdir()
+    _refused(make(tmp_path, **options), CheckpointError, "are: line2, a-line, zebra. ", choice)
+    assert not (tmp_path / "line").exists()
+
+
+def test_a_mistyped_run_name_is_an_error_that_names_the_run(root: Path) -> None:
+    _refused(make(root, run_name="lime"), RunMismatchError, "belongs to the run 'line'", "auto")
+
+
+def test_a_wrong_root_is_named(root: Path, tmp_path: Path) -> None:
+    _refused(make(root / "line"), CheckpointError, "itself the folder of a run", "auto")
+    _refused(make(tmp_path / "none"), CheckpointError, "none does not exist", "auto")
+    _refused(make(tmp_path), CheckpointError, "holds no runs", "auto")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("has_root", [False, True])
+def test_a_model_that_was_never_trained_must_be_asked_for(
+    root: Path, call: str, has_root: bool, tmp_path: Path
+) -> None:
+    other = tmp_path if has_root else None
+    _refused(make(other), CheckpointError, "pass checkpoint=None", "auto")
+    found = {evaluated(make(folder), call, checkpoint=None) for folder in (other, root)}
+    assert len(found) == 1
+    assert found.isdisjoint(weight_of(file_of(root, n)).numpy().tobytes() for n in range(1, 5))
+
+
+@pytest.mark.parametrize("choice", ["auto", None])
+def test_a_model_may_load_its_own_weights_for_a_test(choice: Any, tmp_path: Path) -> None:
+    class Loading(Graded):
+        def load_for_testing(self) -> None:
+            with torch.no_grad():
+                self.net.weight.fill_(3)
+
+    model = Loading()
+    make(tmp_path).test(model, Samples(), checkpoint=choice)
+    assert torch.equal(model.net.weight, torch.full_like(model.net.weight, 3))
+
+
+@pytest.mark.parametrize("choice", ["auto", None])
+def test_a_model_that_fit_has_trained_needs_no_checkpoint(choice: Any, tmp_path: Path) -> None:
+    trainer, model = make(None, total_steps=1), Graded()
+    trainer.fit(model, Samples())
+    weight = model.net.weight.clone()
+    trainer.test(model, Samples(), checkpoint=choice)
+    assert torch.equal(model.net.weight, weight)
 
 
 @pytest.mark.shows("U23")
 def test_a_choice_that_means_nothing_is_refused(root: Path, tmp_path: Path) -> None:
-    _refused(make(root), ArgumentTypeError, "or a file, got 3", 3)
+    _refused(make(root), ArgumentTypeError, "a file or None, got 3", 3)
     _refused(make(None), ArgumentError, "a folder of checkpoints, got none", "newest")
     names = ("error", "quality")
     two = [EarlyStopping(name, mode="min", patience=9, plug_id=name) for name in names]

@@ -10,7 +10,7 @@ import torch
 
 import helios
 from helios.core import rng
-from helios.errors import UsageError
+from helios.errors import CheckpointError, UsageError
 from helios.plugins import Plugin
 from tests.support.runs import EventLog, IndexModule, Setting, SmallModel, train
 
@@ -56,7 +56,7 @@ def test_a_test_gives_equal_scores_each_time(tmp_path: Path) -> None:
 def test_the_events_of_a_test_stand_in_the_order_of_the_table(tmp_path: Path) -> None:
     log = EventLog()
     trainer = _trainer(None, log)
-    trainer.test(SmallModel(_SETTING), IndexModule(_SETTING))
+    trainer.test(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
     assert log.events == [
         ("on_testing_start",),
         ("on_testing_batch_start", 0),
@@ -91,7 +91,7 @@ def test_evaluation_mode_comes_before_the_start_event(tmp_path: Path) -> None:
             modes.append(("end", self.net.training))
             modes.append(("frozen part", self.net[1].training))
 
-    _trainer(None).test(Watching(_SETTING), IndexModule(_SETTING))
+    _trainer(None).test(Watching(_SETTING), IndexModule(_SETTING), checkpoint=None)
     assert modes == [("start", False), ("end", True), ("frozen part", False)]
 
 
@@ -117,7 +117,9 @@ def test_without_a_checkpoint_the_model_loads_its_own_weights() -> None:
 
 
 def test_untrained_weights_are_never_tested_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    _trainer(None).test(SmallModel(_SETTING), IndexModule(_SETTING))
+    with pytest.raises(CheckpointError, match="checkpoint=None"):
+        _trainer(None).test(SmallModel(_SETTING), IndexModule(_SETTING))
+    _trainer(None).test(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
     assert "without a checkpoint" in capsys.readouterr().err
 
 
@@ -128,9 +130,9 @@ def test_no_data_is_no_error_and_no_event() -> None:
             return
 
     log = EventLog()
-    assert _trainer(None, log).test(SmallModel(_SETTING), Empty(_SETTING)) is True
+    assert _trainer(None, log).test(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) is True
     assert log.events == [("teardown",)]
-    assert _trainer(None).predict(SmallModel(_SETTING), Empty(_SETTING)) == []
+    assert _trainer(None).predict(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) == []
 
 
 def test_a_step_that_returns_something_else_is_refused() -> None:
@@ -139,7 +141,7 @@ def test_a_step_that_returns_something_else_is_refused() -> None:
             return {"score": 1.0}
 
     with pytest.raises(UsageError, match="test_step"):
-        _trainer(None).test(Wrong(_SETTING), IndexModule(_SETTING))
+        _trainer(None).test(Wrong(_SETTING), IndexModule(_SETTING), checkpoint=None)
 
 
 def test_predicting_needs_a_predict_step() -> None:
@@ -147,7 +149,7 @@ def test_predicting_needs_a_predict_step() -> None:
         predict_step = helios.Model.predict_step
 
     with pytest.raises(UsageError, match="predict_step"):
-        _trainer(None).predict(Without(_SETTING), IndexModule(_SETTING))
+        _trainer(None).predict(Without(_SETTING), IndexModule(_SETTING), checkpoint=None)
 
 
 def test_damaged_checkpoints_are_passed_over_but_not_renamed(tmp_path: Path) -> None:

@@ -196,10 +196,10 @@ def test_each_prediction_goes_to_a_hook_and_a_loop_of_ones_own_returns_none() ->
             return []
 
     trainer, model = _make_trainer(Writing("writing")), Linear()
-    returned = trainer.predict(model, Numbers(1, 3))
+    returned = trainer.predict(model, Numbers(1, 3), checkpoint=None)
     kept, written[:] = list(written), []
     trainer.predict_loop = Dropping()
-    assert trainer.predict(model, Numbers(1, 3)) == []
+    assert trainer.predict(model, Numbers(1, 3), checkpoint=None) == []
     assert written == kept == [(step, item.item()) for step, item in enumerate(returned)]
 
 

@@ -291,7 +291,8 @@ def test_it_is_the_same_before_and_after_a_call(call: str) -> None:
         with pytest.raises(LookupError, match="in a hook"):
             make_trainer().fit(Failing(), DrawingData())
     else:
-        getattr(make_trainer(), call)(DrawingModel(), DrawingData())
+        chosen = {} if call == "fit" else {"checkpoint": None}
+        getattr(make_trainer(), call)(DrawingModel(), DrawingData(), **chosen)
     assert normals(np.random, 3) == normals(expected, 3)
     rng.reseed(5)
     assert np.random.normal() == expected.normal()
@@ -325,7 +326,7 @@ def test_loaders_of_the_user_draw_the_same_in_each_run(kind: str, num_workers: i
 
 def test_an_evaluation_by_itself_draws_from_keys() -> None:
     model = DrawingModel()
-    make_trainer().test(model, DrawingData())
+    make_trainer().test(model, DrawingData(), checkpoint=None)
     fetched = numpy_of(SEED, "fetch-testing", 0, 0, 0)
     assert model.drawn["fetched for testing", 0] == normals(fetched, LENGTH + 1)
     assert model.drawn["test step", 0] == numpy_of(SEED, "testing", 0, 0).normal()

@@ -179,7 +179,7 @@ def test_each_loader_has_scores_of_its_own(count: int, named: bool) -> None:
         if call == "fit":
             _fit(model, data)
         else:
-            getattr(_trainer(), call)(model, data)
+            getattr(_trainer(), call)(model, data, checkpoint=None)
         scores = model.test_scores if call == "test" else model.metrics
         assert list(scores) == _names(count, named=named), call
         assert len(set(scores.values())) == count
@@ -189,7 +189,9 @@ def test_each_loader_has_scores_of_its_own(count: int, named: bool) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_predictions_are_a_list_for_each_loader(count: int) -> None:
     setting, hearing = Setting(), Hearing()
-    found = _trainer(hearing).predict(SeveralModel(setting), SeveralModule(setting, count))
+    found = _trainer(hearing).predict(
+        SeveralModel(setting), SeveralModule(setting, count), checkpoint=None
+    )
     which = {n: n if count > 1 else -1 for n in range(count)}
     expected: list[Any] = [
         [
@@ -207,14 +209,14 @@ def test_predictions_are_a_list_for_each_loader(count: int) -> None:
 @pytest.mark.shows("K33")
 def test_testing_tells_the_loader_to_those_who_ask() -> None:
     setting, hearing = Setting(), Hearing()
-    _trainer(hearing).test(SeveralModel(setting), SeveralModule(setting))
+    _trainer(hearing).test(SeveralModel(setting), SeveralModule(setting), checkpoint=None)
     assert hearing.heard == [("test", step, loader) for loader, step in _steps(2)]
 
 
 def test_a_step_without_the_argument_is_told_nothing_of_loaders() -> None:
     setting = Setting()
     model = SmallModel(setting)
-    _trainer().validate(model, SeveralModule(setting))
+    _trainer().validate(model, SeveralModule(setting), checkpoint=None)
     assert list(model.metrics) == ["score/near", "score/far"]
 
 
@@ -222,8 +224,8 @@ def test_one_loader_of_several_gives_the_scores_that_it_gives_alone() -> None:
     # Its streams do not depend on what follows it.
     setting = Setting()
     alone, several = SeveralModel(setting), SeveralModel(setting)
-    _trainer().validate(alone, SeveralModule(setting, 1))
-    _trainer().validate(several, SeveralModule(setting, 3))
+    _trainer().validate(alone, SeveralModule(setting, 1), checkpoint=None)
+    _trainer().validate(several, SeveralModule(setting, 3), checkpoint=None)
     assert several.metrics["score/near"] == alone.metrics["score"]
 
 
@@ -232,7 +234,7 @@ def test_what_steps_draw_differs_between_the_loaders() -> None:
         def predict_step(self, batch: Any, step: int) -> Any:
             return torch.rand(4)
 
-    found = _trainer().predict(Drawing(Setting()), SeveralModule(Setting(), 3))
+    found = _trainer().predict(Drawing(Setting()), SeveralModule(Setting(), 3), checkpoint=None)
     numbers = torch.cat([batch for batches in found for batch in batches])
     assert len(numbers.unique()) == len(numbers)
 
@@ -246,7 +248,7 @@ class Features(SmallModel):
 
 def test_the_first_loader_is_fetched_as_a_single_one_always_was() -> None:
     trainer = _trainer(random_seed=5)
-    found = trainer.predict(Features(Setting()), SeveralModule(Setting(), 2))
+    found = trainer.predict(Features(Setting()), SeveralModule(Setting(), 2), checkpoint=None)
     source = open_source(*_loader(), run_seed=5, purpose="fetch-prediction")
     with rng.numpy_global_kept():
         rng.key_numpy_global(True)
@@ -262,7 +264,7 @@ def test_equal_data_in_two_loaders_is_fetched_on_streams_of_its_own() -> None:
             pairs = [self._create_dataset(IndexData(4), params) for _ in range(3)]
             self._predict_dataset = pairs
 
-    found = _trainer().predict(Features(Setting()), Twice(Setting()))
+    found = _trainer().predict(Features(Setting()), Twice(Setting()), checkpoint=None)
     numbers = torch.cat([batch for batches in found for batch in batches]).flatten()
     assert len(numbers.unique()) == len(numbers)
 
@@ -372,7 +374,7 @@ def test_a_data_module_may_return_loaders_and_pairs_alone_or_several(
     make: Any, names: list[str]
 ) -> None:
     model = SmallModel(Setting())
-    _trainer().validate(model, Returning(make()))
+    _trainer().validate(model, Returning(make()), checkpoint=None)
     assert list(model.metrics) == names
 
 
@@ -392,7 +394,7 @@ def test_a_data_module_may_return_loaders_and_pairs_alone_or_several(
 )
 def test_what_is_no_loader_is_refused_by_name(make: Any, words: str) -> None:
     with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
-        _trainer().validate(SmallModel(Setting()), Returning(make()))
+        _trainer().validate(SmallModel(Setting()), Returning(make()), checkpoint=None)
 
 
 def test_a_loader_that_turns_out_empty_is_an_error_that_names_it() -> None:
@@ -401,7 +403,9 @@ def test_a_loader_that_turns_out_empty_is_an_error_that_names_it() -> None:
             return iter(())
 
     with pytest.raises(UsageError, match="got none in loader 'b'"):
-        _trainer().validate(SmallModel(Setting()), Returning({"a": _loader(), "b": Nothing()}))
+        _trainer().validate(
+            SmallModel(Setting()), Returning({"a": _loader(), "b": Nothing()}), checkpoint=None
+        )
 
 
 def test_several_training_loaders_are_refused() -> None:

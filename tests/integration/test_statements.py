@@ -117,7 +117,8 @@ def record(call: str, data: Numbers, **options: Any) -> list[str]:
     plugin = listener(Quiet, "P", log, Receiver.PLUGIN, "setup")("plugin")
     module = listener(Numbers, "D", log, Receiver.DATA, "prepare_data", "setup")(*data.lengths)
     options = {"use_cpu": None, "engine": engine, "plugins": [monitor, plugin], **options}
-    getattr(make_trainer(**options), call)(model, module)
+    chosen = {} if call == "fit" else {"checkpoint": None}
+    getattr(make_trainer(**options), call)(model, module, **chosen)
     return lines_of(log)
 
 
@@ -349,7 +350,8 @@ def test_generators_are_seeded_before_anything_is_set_up() -> None:
 
         rng.seed_rngs(noise)
         trainer = make_trainer(plugins=[drawing(Quiet, "P")], **options)
-        getattr(trainer, call)(drawing(Linear, "M"), drawing(Numbers, "D"))
+        chosen = {} if call == "fit" else {"checkpoint": None}
+        getattr(trainer, call)(drawing(Linear, "M"), drawing(Numbers, "D"), **chosen)
         return drawn
 
     expected = torch.rand((), generator=torch.Generator().manual_seed(6691)).item()
@@ -407,8 +409,9 @@ def test_data_is_prepared_once_and_torn_down_also_after_an_error(call: str, plac
         module._predict_dataset = module._test_dataset
 
     module.setup = setup_all  # type: ignore[method-assign]
+    chosen = {} if call == "fit" else {"checkpoint": None}
     with pytest.raises(OSError, match=f"no disk in {place}"):
-        getattr(make_trainer(), call)(Model(), module)
+        getattr(make_trainer(), call)(Model(), module, **chosen)
     expected = ["prepare_data", "setup", "teardown"]
     assert calls == (["prepare_data", "teardown"] if place == "prepare_data" else expected)
 
@@ -691,11 +694,11 @@ def test_exceptions_that_a_test_lists_pass_without_being_logged(
 
     trainer = make_trainer()
     with pytest.raises(OSError, match="no disk"):
-        trainer.test(Model(), Numbers())
+        trainer.test(Model(), Numbers(), checkpoint=None)
     assert "Testing ended with an error (OSError)." in capsys.readouterr().err
     trainer.test_exceptions = [OSError]
     with pytest.raises(OSError, match="no disk"):
-        trainer.test(Model(), Numbers())
+        trainer.test(Model(), Numbers(), checkpoint=None)
     assert "OSError" not in capsys.readouterr().err
 
 
@@ -890,10 +893,10 @@ def test_a_test_restores_no_generators(tmp_path: Path) -> None:
         def on_testing_end(self) -> None:
             self.drawn.append(draw())
 
-    def drawn_in_test(folder: Path) -> list[list[float]]:
+    def drawn_in_test(**chosen: Any) -> list[list[float]]:
         model = Model()
-        make_trainer(chkpt_root=folder).test(model, Numbers())
+        make_trainer(chkpt_root=tmp_path).test(model, Numbers(), **chosen)
         return model.drawn
 
-    make_trainer(chkpt_root=tmp_path / "trained", chkpt_frequency=1).fit(Linear(), Numbers())
-    assert drawn_in_test(tmp_path / "trained") == drawn_in_test(tmp_path / "empty")
+    make_trainer(chkpt_root=tmp_path, chkpt_frequency=1).fit(Linear(), Numbers())
+    assert drawn_in_test() == drawn_in_test(checkpoint=None)

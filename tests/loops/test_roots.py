@@ -107,7 +107,7 @@ def test_an_evaluation_runs_the_loop_that_was_assigned(call: str, base: type) ->
 
     trainer = _trainer()
     setattr(trainer, f"{call}_loop", type("Counting", (base,), {"advance": advance})())
-    getattr(trainer, call)(SmallModel(_SETTING), IndexModule(_SETTING))
+    getattr(trainer, call)(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
     assert len(steps) == 3
 
 
@@ -172,7 +172,7 @@ def test_an_evaluation_that_never_moves_is_refused(call: str, base: type) -> Non
     trainer, loop = _trainer(), _stuck(base)
     setattr(trainer, f"{call}_loop", loop)
     with pytest.raises(UsageError, match=rf"Own{base.__name__}\.advance.*EvaluationLoop\.done"):
-        getattr(trainer, call)(SmallModel(_SETTING), IndexModule(_SETTING))
+        getattr(trainer, call)(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
     assert len(loop.rounds) == 2
 
 
@@ -183,7 +183,7 @@ def test_an_advance_of_ones_own_ends_with_a_done_of_ones_own(where: str) -> None
     if where == "object":
         loop.advance = lambda: loop.rounds.append(loop)
     trainer.validate_loop = loop
-    trainer.validate(SmallModel(_SETTING), IndexModule(_SETTING))
+    trainer.validate(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
     assert len(loop.rounds) == 5
 
 

@@ -76,7 +76,7 @@ def test_scores_of_a_coarse_type_are_added_in_float64(dtype: torch.dtype) -> Non
 
     length = 8_000
     model = _Coarse(dtype)
-    _trainer().validate(model, _Classes(length))
+    _trainer().validate(model, _Classes(length), checkpoint=None)
     scores = model.metrics
     rows = torch.stack([_Batches(length)[index] for index in range(length)])
     chances = rows.softmax(1).double()
@@ -94,7 +94,7 @@ def test_numbers_of_numpy_are_added_in_float64() -> None:
             return {"ones": (np.float16(1.0), np.float16(1.0)), "most": (np.int8(100), 1)}
 
     model = Model(torch.float16)
-    _trainer().validate(model, _Classes(40_000))
+    _trainer().validate(model, _Classes(40_000), checkpoint=None)
     assert model.metrics == {"ones": 1.0, "most": 100.0}
 
 
@@ -234,7 +234,7 @@ def test_scores_of_a_processor_count_each_sample_once(
 def test_limited_batches_have_their_sizes() -> None:
     model = _Processed()
     trainer = _trainer(batch_limits={Phase.VALIDATION: 2})
-    trainer.validate(model, _Squares(_SOURCES["batches"]))
+    trainer.validate(model, _Squares(_SOURCES["batches"]), checkpoint=None)
     assert model.metrics["loss"] == pytest.approx(_error(model, _DATA[:8]), rel=1e-6)
 
 

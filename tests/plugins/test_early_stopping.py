@@ -170,7 +170,7 @@ def test_trial_validations_and_those_outside_of_fit_do_not_count() -> None:
     trainer = fit([5.0, 1.0, 2.0, 3.0], stopping, Trying())
     assert (count(trainer), stopping.best) == (4, 1.0)
     other = Scripted(_SETTING, [])
-    trainer.validate(other, IndexModule(_SETTING))
+    trainer.validate(other, IndexModule(_SETTING), checkpoint=None)
     assert other.metrics.keys() == {"score"}
     assert stopping.count == 0
 

@@ -120,9 +120,9 @@ def test_the_trainer_limits_passes_without_a_plugin() -> None:
         LimitBatches(test=2), heard, train_unit="iteration", total_steps=2, batch_limits=limits
     )
     model, data = SmallModel(_SETTING), IndexModule(_SETTING)
-    trainer.validate(model, data)
-    trainer.test(model, data)
-    assert len(trainer.predict(model, data)) == 1
+    trainer.validate(model, data, checkpoint=None)
+    trainer.test(model, data, checkpoint=None)
+    assert len(trainer.predict(model, data, checkpoint=None)) == 1
     assert heard.heard == [("valid", 0), ("test", 0), ("test", 1), ("predict", 0)]
 
 
@@ -144,7 +144,7 @@ def test_the_least_limit_of_all_plugins_counts() -> None:
     trainer = _trainer(
         LimitBatches(test=2, plug_id="a"), LimitBatches(test=1, train=1, plug_id="b"), heard
     )
-    trainer.test(SmallModel(_SETTING), IndexModule(_SETTING))
+    trainer.test(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
     assert heard.heard == [("test", 0)]
 
 
@@ -153,7 +153,7 @@ def test_a_limit_of_a_user_is_checked_too() -> None:
         batch_limits = MappingProxyType({Phase.TESTING: 0})
 
     with pytest.raises(ArgumentError, match=r"Plugin 'heard': batch_limits.* positive int, got 0"):
-        _trainer(Wrong()).test(SmallModel(_SETTING), IndexModule(_SETTING))
+        _trainer(Wrong()).test(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
 
 
 @pytest.mark.parametrize(

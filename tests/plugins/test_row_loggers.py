@@ -410,7 +410,8 @@ def test_an_evaluation_writes_nothing(tmp_path: Path) -> None:
         before = (tmp_path / "log.csv").read_bytes()
         trainer.test(model, data)
         trainer.validate(model, data)
-        make(**options).test(SmallModel(setting), IndexModule(setting))
+        chosen = "newest" if options else None
+        make(**options).test(SmallModel(setting), IndexModule(setting), checkpoint=chosen)
         assert (tmp_path / "log.csv").read_bytes() == before
         assert b"test/" not in before
 

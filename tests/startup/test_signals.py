@@ -142,7 +142,7 @@ def test_evaluations_handle_them_too_unless_fit_returns() -> None:
     for signals in (Signals(), RETURNS):
         curious = Curious()
         trainer = helios.Trainer(use_cpu=True, plugins=[curious], signals=signals)
-        trainer.validate(SmallModel(setting), IndexModule(setting))
+        trainer.validate(SmallModel(setting), IndexModule(setting), checkpoint=None)
         assert (curious.handlers["validation"] == before) is (signals is RETURNS)
     assert [signal.getsignal(number) for number in Signals().numbers] == before
 

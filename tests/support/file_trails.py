@@ -274,7 +274,7 @@ def _give_another_command(folder: Path) -> None:
 _BEST = helios.KeepBest(1, "score", mode="max")
 WRONGS = {
     "the data module is none": Wrong("ArgumentTypeError", "must be a DataModule"),
-    "there is no checkpoint": Wrong("CheckpointError", "needs a checkpoint", gone="*.pth"),
+    "there is no checkpoint": Wrong("CheckpointError", "no checkpoint to evaluate", gone="*.pth"),
     "there is no ledger": Wrong("LedgerError", "has no ledger", gone="ledger.jsonl"),
     "the number of replicas has changed": Wrong(
         "RunMismatchError", "started with 1 replica", {"num_replicas": 2}

@@ -111,6 +111,20 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) 
     return [report.result for report in reports]
 
 
+def spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_: Any) -> Any:
+    """Start ranks as the launcher does, but from the fork server of the tests."""
+    call, num_replicas = args
+    call.runtime.queue = None
+    return run_ranks(_run_joined, n, fn, call, num_replicas)
+
+
+def _run_joined(rank: int, fn: Callable[..., Any], call: Any, num_replicas: int) -> Any:
+    from helios.startup.processes import ThisProcess
+
+    with ThisProcess.find().joined(torch.device("cpu")):
+        return fn(rank, call, num_replicas)
+
+
 def _end(process: Any) -> None:
     if process.pid is not None:
         process.kill()

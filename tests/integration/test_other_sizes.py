@@ -1,0 +1,129 @@
+"""Layers of other sizes than in the checkpoint: the error says how to fine-tune, in code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import helios
+from helios import DataLoaderParams, Trainer
+from helios.errors import StateError
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+        params = DataLoaderParams(batch_size=4)
+        self._train_dataset = self._create_dataset(TensorDataset(x), params)
+
+
+def in_attribute(width: int) -> dict[str, Any]:
+    return {"body": nn.Linear(4, 8), "head": nn.Linear(8, width)}
+
+
+def in_sequence(width: int) -> dict[str, Any]:
+    return {"net": nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, width)))}
+
+
+def in_list(width: int) -> dict[str, Any]:
+    return {"nets": [nn.Linear(4, 8), nn.Linear(8, width)]}
+
+
+def in_dict(width: int) -> dict[str, Any]:
+    return {"nets": {"body": nn.Linear(4, 8), "head": nn.Linear(8, width)}}
+
+
+class Net(helios.Model):
+    def __init__(self, build: Callable[[int], dict[str, Any]], width: int, name: str) -> None:
+        super().__init__(name)
+        self.build, self.width = build, width
+        self.source: Path | None = None
+        self.remedy = ""
+
+    def setup(self, fast_init: bool = False) -> None:
+        vars(self).update(self.build(self.width))
+        if self.source is not None:
+            path = self.source
+            exec(self.remedy, {"helios": helios, "torch": torch}, {"self": self, "path": path})
+        self.optimizer = torch.optim.SGD(self.whole().parameters(), 0.1)
+
+    def whole(self) -> nn.Sequential:
+        found = [vars(self)[name] for name in self.build(1)]
+        nets = found[0] if len(found) == 1 else found
+        return nn.Sequential(*(nets.values() if isinstance(nets, dict) else nets))
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
+        return self.whole()(batch[0]).square().mean()
+
+
+def make(root: Path, **options: Any) -> Trainer:
+    return Trainer(
+        total_steps=1,
+        chkpt_frequency=1,
+        chkpt_root=root,
+        use_cpu=True,
+        print_banner=False,
+        **options,
+    )
+
+
+def remedy_in(error: pytest.ExceptionInfo[StateError]) -> str:
+    found = re.search(r"then: (helios\.load_weights.*)\. Create", str(error.value))
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("build", [in_attribute, in_sequence, in_list, in_dict])
+@pytest.mark.parametrize("way", ["load_weights", "resume", "start", "test"])
+def test_the_remedy_for_another_head_works(
+    build: Callable[[int], dict[str, Any]], way: str, tmp_path: Path
+) -> None:
+    first = Net(build, 3, "first")
+    make(tmp_path).fit(first, Data())
+    path = helios.find_last_checkpoint(tmp_path / "first")
+    assert path is not None
+    other = Net(build, 5, "first" if way in ("resume", "test") else "second")
+    if way == "load_weights":
+        other.source, other.remedy = path, "helios.load_weights(path, self)"
+    trainer = make(tmp_path, resume=path if way == "start" else "auto")
+    with pytest.raises(StateError, match="size mismatch") as error:
+        (trainer.test if way == "test" else trainer.fit)(other, Data())
+    tuned = Net(build, 3, "tuned")
+    tuned.source, tuned.remedy = path, remedy_in(error)
+    assert make(tmp_path).fit(tuned, Data())
+    assert tuned.whole()(torch.zeros(1, 4)).shape == (1, 5)
+    again = Net(build, 3, "tuned")
+    again.source, again.remedy = path, tuned.remedy
+    assert make(tmp_path).fit(again, Data()), "it resumes, too"
+    states = [model.whole().state_dict().values() for model in (tuned, again)]
+    assert all(map(torch.equal, *states))
+
+
+def test_the_remedy_for_one_network_works(tmp_path: Path) -> None:
+    first = Net(in_sequence, 3, "first")
+    make(tmp_path).fit(first, Data())
+    path = helios.find_last_checkpoint(tmp_path / "first")
+    network = in_sequence(5)["net"]
+    with pytest.raises(StateError, match="size mismatch") as error:
+        helios.load_weights(path, network)  # type: ignore[arg-type]
+    network = in_sequence(3)["net"]
+    exec(remedy_in(error), {"helios": helios, "torch": torch}, {"network": network, "path": path})
+    assert network(torch.zeros(1, 4)).shape == (1, 5)
+    assert torch.equal(network[0].weight, first.whole()[0].weight)
+
+
+def test_a_network_of_other_sizes_throughout_gets_no_remedy(tmp_path: Path) -> None:
+    def deep(width: int) -> dict[str, Any]:
+        return {"net": nn.Sequential(nn.Linear(4, width), *(nn.Linear(width, width),) * 4)}
+
+    make(tmp_path).fit(Net(deep, 3, "first"), Data())
+    with pytest.raises(StateError, match="size mismatch") as error:
+        make(tmp_path).fit(Net(deep, 5, "first"), Data())
+    assert "fine-tune" not in str(error.value)
