@@ -48,6 +48,7 @@ __all__ = [
     "TrainingUnit",
     "Unit",
     "UsageError",
+    "WeightedLoss",
     "__version__",
     "find_best_checkpoint",
     "find_last_checkpoint",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TypeAlias, final
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -399,7 +400,79 @@ class GradientBuckets:
         return self.leaf
 
 
-def divide(optimizer: Optimizer, count: int) -> None:
+@final
+class WindowWeights:
+    """The weights of the losses of an open window, added in the order of their gradients.
+
+    Args:
+        replicas: the replicas to sum over.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._sums: WeakKeyDictionary[Optimizer, dict[int, float]] = WeakKeyDictionary()
+        # Whether the losses of an optimizer have weights, and for which all processes know it.
+        self._kinds: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._agreed: WeakSet[Optimizer] = WeakSet()
+
+    def add(self, optimizer: Optimizer, replica: int, weight: float | None) -> None:
+        """Add the weight of a loss.
+
+        Args:
+            optimizer: the optimizer whose parameters get its gradients.
+            replica: number of the replica.
+            weight: the weight; ``None`` for a plain loss.
+
+        Raises:
+            UsageError: for a plain loss after one with a weight, and the reverse.
+        """
+        has_weight = weight is not None
+        if self._kinds.setdefault(optimizer, has_weight) is not has_weight:
+            raise _make_mixed_error()
+        if weight is not None:
+            sums = self._sums.setdefault(optimizer, {})
+            sums[replica] = sums.get(replica, 0.0) + weight
+
+    def pop_sum(self, optimizer: Optimizer) -> float | None:
+        """Return the sum of a window over all replicas; ``None`` if the losses have no weights.
+
+        All processes call this together.
+
+        Raises:
+            UsageError: in all of them, if the losses of some replicas only have weights.
+        """
+        if optimizer not in self._agreed:
+            kind = self._kinds.get(optimizer)
+            some_have, some_lack = self._replicas.agree(kind is True, kind is False)
+            if some_have and some_lack:
+                raise _make_mixed_error()
+            if not some_have and not some_lack:
+                return None
+            self._kinds[optimizer] = some_have
+            self._agreed.add(optimizer)
+        if not self._kinds[optimizer]:
+            return None
+        sums = self._sums.pop(optimizer, {})
+        return self._replicas.add_up([sums.get(r, 0.0) for r in self._replicas.local_replicas])
+
+    def are_plain(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Return whether all processes know that no loss of these optimizers has a weight."""
+        return all(each in self._agreed and not self._kinds[each] for each in optimizers)
+
+    def drop_unused(self) -> None:
+        """Drop the weights of a window that ended without an update."""
+        self._sums.clear()
+
+
+def _make_mixed_error() -> UsageError:
+    return UsageError(
+        "The losses of an optimizer must all be a WeightedLoss, or none: it is divided by the sum "
+        "of the weights, and a plain loss has none. Return WeightedLoss(sum=loss, weight=1) "
+        "instead of a plain one."
+    )
+
+
+def divide(optimizer: Optimizer, count: float) -> None:
     """Divide the gradients of an optimizer by a number, in place."""
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     if gradients:
