@@ -255,7 +255,8 @@ class Engine(StandaloneEngine):
         must have the same scale.
         """
         self._open_micro_batches = 0
-        self._weights.drop_unused()
+        if self._weights.is_open:
+            self._weights.drop_unused()
         if self._scaler is not None:
             self._scaler.adjust()
         if self._gradients.is_open:

@@ -220,9 +220,9 @@ class OptimizerLoop(Loop):
             self._is_counted = True
             if session.turns.is_first:
                 engine._count_micro_batch()
-        updates = self._updates
-        is_plain = updates.is_plain and type(losses) is Tensor
-        loss = losses if is_plain else updates.count_loss(losses, optimizer, self._is_weighted)
+        count, own, has_weight = self._updates.count_loss, self._round, self._is_weighted
+        is_plain = self._updates.is_plain and type(losses) is Tensor
+        loss = losses if is_plain else count(losses, optimizer, own, is_weighted=has_weight)
         if "on_backward_start" in hooks.active:
             hooks.emit("on_backward_start", loss)
             record_changes(session, "on_backward_start")
@@ -348,6 +348,10 @@ class OptimizerLoop(Loop):
             are collected now, none if an earlier update has done it.
         """
         path, group = own.begin_update(optimizer)
+        for each in group:
+            if each in own.weights:
+                weights, replica = self._session.engine._weights, self._session.turns.replica
+                weights.add(each, replica, own.weights[each])
         optimizers = self._session.model.discovery.optimizers()
         if self._session.state.is_step_boundary:
             self._unused.discard(path)

@@ -21,6 +21,7 @@ from helios.core.utils import parameters_of
 from helios.engines.engine import Engine, redefines
 from helios.errors import ArgumentError, UsageError
 from helios.model.processor import Processed
+from helios.replicas.gradients import make_mixed_error
 
 _LOGGER = logging.getLogger(__name__)
 _DEFAULT = "super().advance(batch)"
@@ -80,12 +81,14 @@ class OwnRound:
 
     Attributes:
         earlier: the gradients of earlier micro-batches.
+        weights: by optimizer, the weight of the losses of this one; ``None`` if they have none.
     """
 
     def __init__(self, name: str, optimizers: Mapping[str, Optimizer]) -> None:
         self._name = name
         self._optimizers = optimizers
         self.earlier = EarlierGradients(optimizers.values())
+        self.weights: dict[Optimizer, float | None] = {}
         self._num_forwards = self._num_backwards = 0
         self._is_manual = False
         self._waiting: dict[str, bool] = {}
@@ -160,6 +163,20 @@ class OwnRound:
             f"or with what forward(batch) returned, got {shown}. Reduce it (loss.mean()), and do "
             "not detach it."
         )
+
+    def count_weight(self, optimizer: Optimizer, weight: float | None) -> None:
+        """Add the weight of a loss, before its backward.
+
+        The weights of earlier losses go with their gradients, as in a step that computes two of
+        them and keeps the second one.
+        """
+        if has_gradients(optimizer) and optimizer in self.weights:
+            known = self.weights[optimizer]
+            if known is not None and weight is not None:
+                weight += known
+            elif known is not weight:
+                raise make_mixed_error()
+        self.weights[optimizer] = weight
 
     def end_backward(self) -> None:
         """Record which optimizers have got gradients."""

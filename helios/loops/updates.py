@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from helios.core.utils import parameters_of
 from helios.errors import UsageError
-from helios.loops.override_checks import FirstUpdate
+from helios.loops.override_checks import FirstUpdate, OwnRound
 from helios.loops.step import find_loss, weighted_in
 from helios.session import Session
 
@@ -34,12 +34,20 @@ class Updates:
         self._is_skipped: dict[Optimizer, bool] = {}
         self.is_plain = False
 
-    def count_loss(self, losses: Any, optimizer: Optimizer | None, is_weighted: bool) -> Tensor:
+    def count_loss(
+        self,
+        losses: Any,
+        optimizer: Optimizer | None,
+        own: OwnRound | None,
+        *,
+        is_weighted: bool,
+    ) -> Tensor:
         """Return the loss in what is passed to backward; its weight is added to the window's.
 
         Args:
             losses: a loss, or what the step has returned.
             optimizer: the only one whose parameters get gradients; ``None`` for all.
+            own: the calls of an ``advance`` of the user's, which adds the weights in its updates.
             is_weighted: whether the step has returned a loss with a weight.
 
         Raises:
@@ -55,7 +63,10 @@ class Updates:
         optimizers: Iterable[Optimizer] = () if optimizer is None else (optimizer,)
         for each in optimizers or session.model.discovery.optimizers().values():
             weight = None if weighted is None else weighted.weight
-            session.engine._weights.add(each, session.turns.replica, weight)
+            if own is None:
+                session.engine._weights.add(each, session.turns.replica, weight)
+            else:
+                own.count_weight(each, weight)
         return loss
 
     def make(

@@ -406,9 +406,13 @@ class WindowWeights:
 
     Args:
         replicas: the replicas to sum over.
+
+    Attributes:
+        is_open: whether weights were added in this window.
     """
 
     def __init__(self, replicas: Replicas) -> None:
+        self.is_open = False
         self._replicas = replicas
         self._sums: WeakKeyDictionary[Optimizer, dict[int, float]] = WeakKeyDictionary()
         # Whether the losses of an optimizer have weights, and for which all processes know it.
@@ -424,12 +428,16 @@ class WindowWeights:
             weight: the weight; ``None`` for a plain loss.
 
         Raises:
-            UsageError: for a plain loss after one with a weight, and the reverse.
+            UsageError: for a weight, if all processes know that the losses have none.
         """
         has_weight = weight is not None
         if self._kinds.setdefault(optimizer, has_weight) is not has_weight:
-            raise _make_mixed_error()
+            if has_weight and optimizer in self._agreed:
+                raise make_mixed_error()
+            # All processes learn of it with the sum.
+            weight = math.nan
         if weight is not None:
+            self.is_open = True
             sums = self._sums.setdefault(optimizer, {})
             sums[replica] = sums.get(replica, 0.0) + weight
 
@@ -439,21 +447,25 @@ class WindowWeights:
         All processes call this together.
 
         Raises:
-            UsageError: in all of them, if the losses of some replicas only have weights.
+            UsageError: in all of them, if only some of the losses have weights.
         """
+        sums = self._sums.pop(optimizer, {})
         if optimizer not in self._agreed:
-            kind = self._kinds.get(optimizer)
-            some_have, some_lack = self._replicas.agree(kind is True, kind is False)
+            kind, is_mixed = self._kinds.get(optimizer), any(map(math.isnan, sums.values()))
+            flags = (kind is True or is_mixed, kind is False or is_mixed)
+            some_have, some_lack = self._replicas.agree(*flags)
             if some_have and some_lack:
-                raise _make_mixed_error()
+                raise make_mixed_error()
             if not some_have and not some_lack:
                 return None
             self._kinds[optimizer] = some_have
             self._agreed.add(optimizer)
         if not self._kinds[optimizer]:
             return None
-        sums = self._sums.pop(optimizer, {})
-        return self._replicas.add_up([sums.get(r, 0.0) for r in self._replicas.local_replicas])
+        total = self._replicas.add_up([sums.get(r, 0.0) for r in self._replicas.local_replicas])
+        if math.isnan(total):
+            raise make_mixed_error()
+        return total
 
     def are_plain(self, optimizers: Iterable[Optimizer]) -> bool:
         """Return whether all processes know that no loss of these optimizers has a weight."""
@@ -461,14 +473,16 @@ class WindowWeights:
 
     def drop_unused(self) -> None:
         """Drop the weights of a window that ended without an update."""
+        self.is_open = False
         self._sums.clear()
 
 
-def _make_mixed_error() -> UsageError:
+def make_mixed_error() -> UsageError:
+    """Return the error for losses of one optimizer of which only some have weights."""
     return UsageError(
-        "The losses of an optimizer must all be a WeightedLoss, or none: it is divided by the sum "
-        "of the weights, and a plain loss has none. Return WeightedLoss(sum=loss, weight=1) "
-        "instead of a plain one."
+        "The losses of an optimizer must all be a WeightedLoss, or none of them: its gradients are "
+        "divided by the sum of the weights, and a plain loss has none. Return "
+        "WeightedLoss(sum=loss, weight=1) instead of a plain one."
     )
 
 

@@ -366,7 +366,7 @@ class SharedTurns(Turns):
         table = self._model.loss_items
         self.watch = None
         if not self.is_last:
-            self._exchange.keep_losses(self._with_sums(table))
+            self._exchange.keep_losses(self._with_sums(table) if self.weighted else table)
             if self._buffers.is_exchanged:
                 self._buffers.leave(self.replica)
             return
@@ -377,7 +377,7 @@ class SharedTurns(Turns):
         if self.has_message:
             self.receive()
         self._watch.report(self._iteration)
-        means = self._exchange.pop_means(self._with_sums(table))
+        means = self._exchange.pop_means(self._with_sums(table) if self.weighted else table)
         added = self._replicas.added
         self.totals, self.means = added.totals, added.means
         if self.weighted:
@@ -391,8 +391,6 @@ class SharedTurns(Turns):
     def _with_sums(self, table: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a table of losses in which weighted means are replaced by their sums."""
         weighted = self.weighted
-        if not weighted:
-            return table
         return {
             name: weighted[name] if name in weighted and weighted[name][0] is loss else loss
             for name, loss in table.items()
@@ -404,7 +402,7 @@ class SharedTurns(Turns):
         self.is_over = True
         if self._buffers.is_exchanged:
             self._buffers.leave(self.replica)
-        table = self._with_sums(table)
+        table = self._with_sums(table) if self.weighted else table
         if ends_window:
             self._exchange.send(table, is_before_update=is_before_update)
             self.has_message = True

@@ -96,14 +96,25 @@ class _Backward(_Model):
 
 
 class _Own(OptimizerLoop):
+    """A step, perhaps of two gradients, of which the second one counts."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
     def advance(self, batch: Any) -> None:
+        model: Any = self.session.model
+        if self.form == "twice":
+            self.backward(self.forward(batch))
+            model.net.zero_grad()
+            model.seen[self.session.state.global_iteration].pop()
         self.backward(self.forward(batch))
         self.update()
 
 
 def _kind_of(form: str) -> type[_Model]:
-    kinds = {"yield": _Yielding, "backward": _Backward}
-    return _Counting if form.startswith("in ") else kinds.get(form, _Model)
+    kinds = {"yield": _Yielding, "backward": _Backward, "in": _Counting, "mixed": _Mixing}
+    return kinds.get(form.partition(" ")[0], _Model)
 
 
 def _fit(rank: int, folder: Path, setting: _Setting, *plugins: Plugin) -> tuple[Any, str]:
@@ -128,8 +139,8 @@ def _fit(rank: int, folder: Path, setting: _Setting, *plugins: Plugin) -> tuple[
             **setting.options,
         },
     )
-    if setting.form == "advance":
-        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=_Own())
+    if setting.form in ("advance", "twice"):
+        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=_Own(setting.form))
     model = _kind_of(setting.form)(folder, setting.form)
     trainer.fit(model, _Data())
     if not dist.is_initialized():
@@ -173,14 +184,16 @@ def _by_hand(seen: dict[int, list[int]], accumulation: int, clip: float | None =
     return b"".join(bits(each.detach()) for each in net.parameters()), losses
 
 
-@pytest.mark.parametrize("form", ["loss", "dict", "backward", "advance"])
+@pytest.mark.parametrize("form", ["loss", "dict", "backward", "advance", "twice"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_gradients_are_sums_that_are_divided_once(
     num_replicas: int, accumulation: int, form: str, tmp_path: Path
 ) -> None:
     setting = _Setting(num_replicas, accumulation, form, {"clip_norm": 0.5})
-    found, losses, ((seen, _),) = _train(tmp_path, 1, setting)
+    # Where a step has two forward passes, each replica needs a process.
+    found, losses, ranks = _train(tmp_path, num_replicas if form == "twice" else 1, setting)
+    seen = {n: [index for part, _ in ranks for index in part[n]] for n in ranks[0][0]}
     expected, means = _by_hand(seen, accumulation, clip=0.5)
     assert found == expected
     if num_replicas == 1:
@@ -259,3 +272,24 @@ def test_what_the_warning_of_a_step_that_counts_advises_works(tmp_path: Path) ->
         assert json.loads(newest.read_text())["level"] == "elastic"
         assert not any(said for _, said in ranks)
     assert len(found) == 1
+
+
+class _Mixing(_Model):
+    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
+        loss: helios.WeightedLoss = super().train_step(batch, state)
+        is_plain = self.context.replica == 1 and state.global_iteration == int(self.form[-1])
+        return loss.sum if is_plain else loss
+
+
+def _mix(rank: int, folder: Path, form: str) -> str:
+    try:
+        _fit(rank, folder, _Setting(2, form=form))
+    except helios.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("form", ["mixed in 1", "mixed in 3"])
+def test_all_processes_are_told_of_a_loss_without_a_weight(form: str, tmp_path: Path) -> None:
+    for text in run_ranks(_mix, 2, tmp_path, form):
+        assert "must all be a WeightedLoss, or none" in text
