@@ -49,6 +49,7 @@ __all__ = [
     "TrainingUnit",
     "Unit",
     "UsageError",
+    "WeightedLoss",
     "__version__",
     "find_best_checkpoint",
     "find_last_checkpoint",

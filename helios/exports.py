@@ -4,6 +4,7 @@ from helios.checkpoint.options import KeepBest as KeepBest
 from helios.checkpoint.retention import find_best_checkpoint as find_best_checkpoint
 from helios.checkpoint.store import CheckpointStore as CheckpointStore
 from helios.checkpoint.store import load_checkpoint as load_checkpoint
+from helios.core.loss_means import WeightedLoss as WeightedLoss
 from helios.data.datamodule import DataLoaderParams as DataLoaderParams
 from helios.data.datamodule import DataModule as DataModule
 from helios.engines.engine import Engine as Engine

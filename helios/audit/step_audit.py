@@ -243,7 +243,7 @@ class StepAudit:
         self._say(
             f"changes {', '.join(changed)}. From now on each gradient is computed again by its "
             "own process only, and model and plugins are copied to put that back. Change it in a "
-            "hook, or make it a buffer of a network, so that other processes can do it"
+            "hook, so that other processes can do it"
         )
         return None
 

@@ -13,17 +13,86 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from helios.errors import UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
-# By name: a sum, and of how many numbers it is.
-_Parts: TypeAlias = dict[str, tuple[float, int]]
+# By name: a sum, and of how many numbers it is, or its weight.
+_Parts: TypeAlias = dict[str, tuple[float, float]]
 Gather: TypeAlias = Callable[[Any], list[Any]]
+WeightedSums: TypeAlias = Mapping[str, tuple[Any, Any, float]]
+"""By name: the mean that is shown, its sum and its weight."""
+
+
+@final
+@dataclass(frozen=True, init=False, eq=False)
+class WeightedLoss:
+    """A loss that is a sum over a number of parts, such as the tokens of a batch.
+
+    If ``train_step`` returns it, the gradient of an accumulation window is the gradient of the sum
+    over all its micro-batches and replicas, divided once by the sum of their weights, and losses
+    are logged as such means. An update of a window whose weights are all zero is skipped.
+
+    Attributes:
+        sum: the sum, a scalar tensor with a graph.
+        weight: how many parts it is of: a finite number of at least 0. A tensor of one element is
+            read, without its graph; on a GPU that waits for it.
+
+    Raises:
+        ArgumentError: for a sum or a weight out of range.
+        ArgumentTypeError: for a sum that is not a tensor, or a weight that is not a number.
+
+    Example:
+        >>> loss = WeightedLoss(sum=torch.tensor(6.0), weight=torch.tensor(4))
+        >>> loss.weight, loss.mean
+        (4.0, tensor(1.5000))
+    """
+
+    sum: Tensor
+    weight: float
+
+    def __init__(self, sum: Tensor, weight: float | Tensor) -> None:  # noqa: A002
+        if not isinstance(sum, Tensor):
+            raise ArgumentTypeError(
+                f"WeightedLoss(sum=...) must be a scalar tensor, got {type(sum).__name__}. Pass "
+                'the sum of the losses, e.g. with reduction="sum".'
+            )
+        if sum.numel() != 1:
+            raise ArgumentError(
+                "WeightedLoss(sum=...) must be a scalar tensor, got one of shape "
+                f"{tuple(sum.shape)}. Reduce it (loss.sum())."
+            )
+        object.__setattr__(self, "sum", sum)
+        object.__setattr__(self, "weight", _as_weight(weight))
+
+    @property
+    def mean(self) -> Tensor:
+        """The sum divided by the weight, detached; with the weight 0, the sum."""
+        return self.sum.detach() / (self.weight or 1.0)
+
+
+def _as_weight(weight: Any) -> float:
+    weight = weight.detach() if isinstance(weight, Tensor) else weight
+    try:
+        number = math.nan if isinstance(weight, str | bool) else float(weight)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shown = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ArgumentTypeError(
+            f"WeightedLoss(weight=...) must be a number, or a tensor of one element, got {shown}. "
+            "Pass the number of parts, e.g. (labels != -100).sum()."
+        ) from error
+    if not 0 <= number < math.inf:
+        raise ArgumentError(
+            f"WeightedLoss(weight=...) must be a finite number of at least 0, got {weight!r}. "
+            "Pass the number of parts that the sum is of, e.g. (labels != -100).sum()."
+        )
+    return number
 
 
 class Viewer(enum.IntEnum):
@@ -45,14 +114,14 @@ _NUM_VIEWERS = len(Viewer)
 
 @final
 class _Total:
-    """The numbers of one name: a sum for each viewer, and how many there were."""
+    """The numbers of one name: a sum for each viewer, and how many there were, or their weight."""
 
     __slots__ = ("begins", "count", "sums")
 
     def __init__(self) -> None:
         self.sums: list[float] | Tensor = [0.0] * _NUM_VIEWERS
-        self.count = 0
-        self.begins = [0] * _NUM_VIEWERS
+        self.count: float = 0
+        self.begins: list[float] = [0] * _NUM_VIEWERS
 
     def add_tensor(self, number: Tensor) -> None:
         """Add a number that stays where it is."""
@@ -68,8 +137,8 @@ class _Total:
         sums = self.sums
         return sums if isinstance(sums, list) else sums.tolist()
 
-    def count_for(self, viewer: int) -> int:
-        """Return how many numbers there were since a viewer has looked last."""
+    def count_for(self, viewer: int) -> float:
+        """Return how many numbers there were since a viewer has looked last, or their weight."""
         return self.count - self.begins[viewer]
 
     def clear(self, viewer: int) -> None:
@@ -112,6 +181,7 @@ class LossMeans:
         iteration: int,
         *,
         beside: Iterable[tuple[int, Mapping[str, Any]]] = (),
+        weighted: WeightedSums = MappingProxyType({}),
     ) -> None:
         """Add the losses of an iteration; what is not a single number is left out.
 
@@ -119,21 +189,25 @@ class LossMeans:
             losses: by name, as means over replicas.
             iteration: its number.
             beside: replicas of this process, and what each shows beside its losses, by name.
+            weighted: of which sums and weights some of the losses are the means.
         """
         self._iteration = iteration
         for name, number in losses.items():
+            weight: float = 1
+            if name in weighted and weighted[name][0] is number:
+                _, number, weight = weighted[name]
             # As in RunningSums: a plain tensor of the CPU is read at once.
             is_near = type(number) is Tensor and number.is_cpu and not number.ndim
             value = number.item() if is_near else number
             if type(value) is not float:
                 value = _read(value)
                 if not isinstance(value, float):
-                    self._add_other(self._losses, name, value)
+                    self._add_other(self._losses, name, value, weight)
                     continue
             total = self._losses.get(name)
             if total is None:
                 total = self._losses[name] = _Total()
-            total.count += 1
+            total.count += weight
             sums: Any = total.sums
             for viewer in self._viewers:
                 sums[viewer] += value
@@ -145,12 +219,14 @@ class LossMeans:
             for name, number in numbers.items():
                 self._add_other(totals, name, _read(number))
 
-    def _add_other(self, totals: _Totals, name: str, number: float | Tensor | None) -> None:
+    def _add_other(
+        self, totals: _Totals, name: str, number: float | Tensor | None, weight: float = 1
+    ) -> None:
         """Add a number to the total of its name; ``None`` is none."""
         if number is None:
             return
         total = totals.setdefault(name, _Total())
-        total.count += 1
+        total.count += weight
         if isinstance(number, Tensor):
             total.add_tensor(number)
             return

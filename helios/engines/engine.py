@@ -25,8 +25,15 @@ from helios.engines.precision import LossScaler, Precision, check_precision
 from helios.engines.standalone import StandaloneEngine
 from helios.errors import ArgumentError
 from helios.launch.launcher import Launch
-from helios.replicas.gradients import Gradients, divide, make_gradients, norm_by_rows
+from helios.replicas.gradients import (
+    Gradients,
+    WindowWeights,
+    divide,
+    make_gradients,
+    norm_by_rows,
+)
 from helios.replicas.replicas import Replicas
+from helios.sharding.step_draws import StepDraws
 
 
 def redefines(owner: object, base: type, name: str) -> bool:
@@ -111,7 +118,8 @@ class Engine(StandaloneEngine):
     Args:
         device: the device of the training, by object or name; ``None`` for the first GPU, or the
             CPU if there is none.
-        clip_norm: maximum 2-norm of the gradients of a step.
+        clip_norm: maximum 2-norm of the gradients of a step, of all optimizers that are updated
+            from one backward.
         clip_value: maximum magnitude of each element of the gradients.
         precision: the type in which the steps of the model compute.
         bucket_bytes: with several processes, send gradients in buckets of at least this many bytes
@@ -128,8 +136,9 @@ class Engine(StandaloneEngine):
     """
 
     _internals: ClassVar[str] = (
-        "_bucket_bytes _clipping _clips _clips_by_rows _gradient_norm _gradients _is_scaled "
-        "_open_micro_batches _precision _replicas _scaler"
+        "_bucket_bytes _clipping _clips _clips_by_rows _draws _gradient_norm _gradients _group "
+        "_group_parameters _is_scaled _open_micro_batches _precision _replicas _scaler _weight "
+        "_weights"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
 
@@ -144,6 +153,14 @@ class Engine(StandaloneEngine):
     """Number of micro-batches that the open window has so far."""
     _gradients: Gradients
     """The gradients of the run, which the loops call as ``session.gradients``."""
+    _group: Sequence[Optimizer]
+    """The optimizers whose gradients are from one backward, and are clipped together."""
+    _group_parameters: Sequence[Tensor]
+    """Their parameters, if there are several, in the order of the networks."""
+    _weights: WindowWeights
+    """The weights of the losses in the open window."""
+    _weight: float | None
+    """Their sum, by which the gradients are divided in the update that follows; else ``None``."""
 
     def __init__(
         self,
@@ -178,6 +195,9 @@ class Engine(StandaloneEngine):
     def replicas(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._gradients = make_gradients(replicas, self._bucket_bytes)
+        self._weights, self._weight = WindowWeights(replicas), None
+        self._group = self._group_parameters = ()
+        self._draws = StepDraws() if replicas.is_sharded else None
         self._clips_by_rows = replicas.is_sharded and self._clipping.clip_norm is not None
         # Every update reads these, so they are determined here, at the start of a run.
         is_own = redefines(self, Engine, "unscale_gradients")
@@ -235,6 +255,8 @@ class Engine(StandaloneEngine):
         must have the same scale.
         """
         self._open_micro_batches = 0
+        if self._weights.is_open:
+            self._weights.drop_unused()
         if self._scaler is not None:
             self._scaler.adjust()
         if self._gradients.is_open:
@@ -262,12 +284,15 @@ class Engine(StandaloneEngine):
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients of a window over its micro-batches and all replicas.
 
-        The sum is divided once, after the last addition, and then unscaled.
+        The sum is divided once, after the last addition, by their number, or by the sum of the
+        weights of a ``WeightedLoss``, and then unscaled.
         """
         if self._gradients.is_open:
             self._gradients.finish(optimizer)
-        count = self._open_micro_batches * self._replicas.num_replicas
-        if count > 1:
+        count: float = self._open_micro_batches * self._replicas.num_replicas
+        if self._weight is not None:
+            count = self._weight
+        if count not in (0, 1):
             divide(optimizer, count)
         if self._is_scaled:
             self.unscale_gradients(optimizer)
@@ -285,12 +310,21 @@ class Engine(StandaloneEngine):
     def clip_gradients(self, optimizer: Optimizer) -> None:
         """Clip the unscaled gradients by norm or by value, if the options say so.
 
+        The norm is that of all gradients of one backward: if it is for several optimizers, they are
+        clipped together, in the call for the first one.
+
         Args:
             optimizer: the optimizer of the parameters.
         """
-        self.unscale_gradients(optimizer)
+        for each in self._group or (optimizer,):
+            self.unscale_gradients(each)
+        parameters: Sequence[Tensor] = parameters_of(optimizer)
+        if self._clipping.clip_norm is not None and len(self._group) > 1:
+            if optimizer is not self._group[0]:
+                return
+            parameters = self._group_parameters
         find_norm = self.find_norm if self._clips_by_rows else None
-        self._gradient_norm = self._clipping.apply(parameters_of(optimizer), find_norm)
+        self._gradient_norm = self._clipping.apply(parameters, find_norm)
 
     def find_norm(self, gradients: Sequence[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
         """Return a norm of gradients; where models are sharded, all processes call this together.
@@ -320,9 +354,13 @@ class Engine(StandaloneEngine):
         scaler = self._find_scaler() if self._is_scaled else None
         if scaler is not None:
             scaler.unscale(optimizer)
-            if not scaler.is_finite(optimizer):
+            if not scaler.is_finite(optimizer, self._group):
                 return False
-        optimizer.step()
+        if self._draws is None:
+            optimizer.step()
+        else:
+            with self._draws.refused(optimizer):
+                optimizer.step()
         return True
 
     def zero_grad(self, optimizer: Optimizer) -> None:
@@ -333,6 +371,8 @@ class Engine(StandaloneEngine):
         """Release what the engine holds. Called on every exit path, before any other teardown."""
         self._open_micro_batches = 0
         self._gradients = make_gradients(self._replicas, self._bucket_bytes)
+        self._weights, self._weight = WindowWeights(self._replicas), None
+        self._group = self._group_parameters = ()
         self._scaler = None
 
     def state_dict(self) -> dict[str, Any]:

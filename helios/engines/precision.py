@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, ClassVar, final
@@ -234,11 +235,19 @@ class LossScaler:
             self._scaler.scale(torch.zeros((), device=self._device))
             self._scaler.unscale_(optimizer)
 
-    def is_finite(self, optimizer: Optimizer) -> bool:
-        """Return whether the unscaled gradients are finite, and mark the optimizer as stepped."""
+    def is_finite(self, optimizer: Optimizer, group: Iterable[Optimizer] = ()) -> bool:
+        """Return whether the unscaled gradients are finite, and mark the optimizer as stepped.
+
+        Args:
+            optimizer: the optimizer.
+            group: those whose gradients are from the same backward, which count, too.
+        """
         self._stages[id(optimizer)] = _Stage.STEPPED
-        found = self._findings.get(id(optimizer), {}).get("found_inf_per_device", {})
-        return not any(map(bool, found.values()))
+        for each in (optimizer, *group):
+            found = self._findings.get(id(each), {}).get("found_inf_per_device", {})
+            if any(map(bool, found.values())):
+                return False
+        return True
 
     @property
     def _findings(self) -> dict[int, dict[str, Any]]:

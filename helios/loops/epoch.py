@@ -433,7 +433,8 @@ class EpochLoop(Loop):
         has_stepped = state.is_step_boundary and state.is_step_committed
         # After the last event that may change the table.
         items, iteration = session.model.loss_items, state.global_iteration
-        session.loss_means.add(items, iteration, beside=session.beside)
+        weighted = session.turns.weighted
+        session.loss_means.add(items, iteration, beside=session.beside, weighted=weighted)
         if self._batches.is_last:
             session.loss_means.report_nonfinite()
         logged = session.log_losses() if should_log else None

@@ -16,7 +16,7 @@ import torch
 
 from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
-from helios.core.loss_means import as_numbers, as_summand
+from helios.core.loss_means import WeightedLoss, as_numbers, as_summand
 from helios.data.source import NO_BATCH, BatchIterator, Source
 from helios.errors import Interrupted, UsageError
 from helios.findings import FindingKind
@@ -199,7 +199,8 @@ class EvaluationLoop(Loop):
             batch = begin_forward(session, batch)
             self._kept = batch if session.turns.keeps_batches else None
             result = take_step(session, self.step_name, batch, step, *which, has_begun=True)
-            end_forward(session, result, result.loss if isinstance(result, Processed) else None)
+            loss = result.loss if isinstance(result, Processed) else None
+            end_forward(session, result, loss.mean if isinstance(loss, WeightedLoss) else loss)
             self._add_result(result, replica, size)
         session.turns.end_shares(self._seed)
         session.batch = session.raw_batch
@@ -287,7 +288,9 @@ class Totals:
         Raises:
             UsageError: if it is neither ``None`` nor ``{name: (sum, weight)}``.
         """
-        if isinstance(result, Processed):
+        if isinstance(result, Processed) and isinstance(result.loss, WeightedLoss):
+            result = {"loss": (result.loss.sum, result.loss.weight)}
+        elif isinstance(result, Processed):
             weight = 1 if size is None else size
             loss = as_summand(result.loss)
             result = None if loss is None else {"loss": (loss * weight, weight)}

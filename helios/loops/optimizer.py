@@ -10,14 +10,23 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.core.loss_means import WeightedLoss
 from helios.core.utils import parameters_of, read_signature
 from helios.engines.engine import redefines
 from helios.errors import UsageError
 from helios.hooks.bus import check_call
-from helios.listeners import Listening
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.override_checks import EarlierGradients, FirstUpdate, OwnRound, StepsMade
-from helios.loops.step import end_forward, find_loss, loss_of, losses_in, record_changes, take_step
+from helios.loops.override_checks import EarlierGradients, OwnRound, StepsMade
+from helios.loops.step import (
+    end_forward,
+    find_loss,
+    loss_of,
+    losses_in,
+    record_changes,
+    take_step,
+    weighted_in,
+)
+from helios.loops.updates import Updates
 from helios.model.model import Model
 from helios.protocols import GradientAudit
 
@@ -55,8 +64,8 @@ class OptimizerLoop(Loop):
     """
 
     _internals: ClassVar[str] = (
-        "_attribute _audit _first_update _has_begun _is_counted _is_done _listening _optimizer "
-        "_own_backward _round _shown _unused _updated_in"
+        "_attribute _audit _has_begun _is_counted _is_done _is_weighted _optimizer _own_backward "
+        "_round _shown _unused _updated_in _updates"
     )
 
     def __init__(self) -> None:
@@ -64,7 +73,6 @@ class OptimizerLoop(Loop):
         self._is_done = False
         self._optimizer: Optimizer | None = None
         self._attribute: tuple[str, Any] = ("", None)
-        self._listening = Listening()
         self._audit: GradientAudit | None = None
         self._has_begun = False
         self._shown: dict[str, Any] = {}
@@ -74,8 +82,9 @@ class OptimizerLoop(Loop):
         self._is_counted = False
         # Optimizers that own rounds have left with gradients of the open window.
         self._unused: set[str] = set()
-        self._first_update: FirstUpdate | None = None
         self._own_backward: Callable[[Mapping[str, Tensor]], None] | None = None
+        # Whether the last step has returned a loss with a weight.
+        self._is_weighted = False
 
     @property
     def done(self) -> bool:
@@ -106,7 +115,7 @@ class OptimizerLoop(Loop):
             if not is_manual:
                 optimizer = self._find_optimizer()
                 updates = session.state.is_step_boundary and turns.is_last
-                if self._own_backward is None:
+                if self._own_backward is None and not self._is_weighted:
                     result = session.attached_loss
                 if updates and session.gradients.sends_early and self._may_send_early():
                     with turns.sending(optimizer):
@@ -140,8 +149,8 @@ class OptimizerLoop(Loop):
             batch: the batch, on the device.
 
         Returns:
-            What ``train_step`` has returned: a loss, a dict with losses, or ``None`` if it does
-            backward and the update itself.
+            What ``train_step`` has returned: a loss, a ``WeightedLoss``, a dict with losses, or
+            ``None`` if it does backward and the update itself.
 
         Raises:
             UsageError: if it has returned something else.
@@ -169,17 +178,19 @@ class OptimizerLoop(Loop):
             raise self._make_generator_error()
         takes_several = self._round is not None or self._own_backward is not None
         loss = loss_of(result, takes_several=takes_several)
+        weighted = None if loss is result else weighted_in(result)
+        self._is_weighted = weighted is not None
         if watch is not None:
             watch.conclude(is_manual=loss is None)
         if made is not None and made.count and loss is not None:
             self._warn_of_double_steps()
-        end_forward(session, result, loss)
+        end_forward(session, result, loss if weighted is None else weighted.mean)
         if not self._has_begun or session.is_manual is not (loss is None):
             self._fix_mode(is_manual=loss is None)
         if self._round is not None:
             self._round.see_forward(is_manual=loss is None)
         if loss is not None:
-            self._show({"loss": loss.detach()}, result)
+            self._show({"loss": weighted or loss.detach()}, result)
         return result
 
     def backward(
@@ -191,8 +202,7 @@ class OptimizerLoop(Loop):
 
         Args:
             losses: a loss, or what :meth:`forward` has returned.
-            optimizer: the only optimizer whose parameters get gradients; must be passed if the
-                model has several.
+            optimizer: the only optimizer whose parameters get gradients; ``None`` for all.
             retain_graph: whether another backward follows through the same graph, as for
                 ``Tensor.backward``.
 
@@ -210,7 +220,9 @@ class OptimizerLoop(Loop):
             self._is_counted = True
             if session.turns.is_first:
                 engine._count_micro_batch()
-        loss = losses if type(losses) is Tensor else find_loss(losses)
+        count, own, has_weight = self._updates.count_loss, self._round, self._is_weighted
+        is_plain = self._updates.is_plain and type(losses) is Tensor
+        loss = losses if is_plain else count(losses, optimizer, own, is_weighted=has_weight)
         if "on_backward_start" in hooks.active:
             hooks.emit("on_backward_start", loss)
             record_changes(session, "on_backward_start")
@@ -231,7 +243,10 @@ class OptimizerLoop(Loop):
 
         One is due in the last micro-batch of a window, when the last replica of this process has
         its turn: the average over micro-batches and replicas, the events, clipping, the step and
-        the schedulers of the optimizer. All processes must call it equally often.
+        the schedulers of the optimizer. If a loss was passed to :meth:`backward` for several
+        optimizers, the first of their updates averages the gradients of all, emits
+        ``on_optimizer_step_start`` for each and clips them together, and each call makes the step
+        of its own. All processes must call it equally often.
 
         Args:
             optimizer: the optimizer to step; may be omitted if the model has only one.
@@ -247,14 +262,16 @@ class OptimizerLoop(Loop):
         if optimizer is None:
             optimizer = self._find_optimizer()
         ends_window = state.is_step_boundary
+        group: tuple[Optimizer, ...] = (optimizer,)
         if self._round is not None:
-            owner = self._begin_own_update(self._round, optimizer)
+            owner, group = self._begin_own_update(self._round, optimizer)
         updates = ends_window and turns.is_last
         turns.has_collected = True
-        turns.end_backward(optimizer, self._shown, ends_window=ends_window, updates=updates)
+        if group:
+            turns.end_backward(group, self._shown, ends_window=ends_window, updates=updates)
         if not updates:
             return False
-        is_committed = self._step(optimizer, owner)
+        is_committed = self._updates.make(optimizer, owner, group)
         if is_committed:
             self._updated_in = state.global_iteration
         if is_committed is not state.is_step_committed:
@@ -321,16 +338,28 @@ class OptimizerLoop(Loop):
 
         return checked
 
-    def _begin_own_update(self, own: OwnRound, optimizer: Optimizer) -> Optimizer | None:
-        """Check an update; returns whose schedulers step with it, ``None`` for all."""
-        path, optimizers = own.begin_update(optimizer), self._session.model.discovery.optimizers()
+    def _begin_own_update(
+        self, own: OwnRound, optimizer: Optimizer
+    ) -> tuple[Optimizer | None, tuple[Optimizer, ...]]:
+        """Check an update.
+
+        Returns:
+            The optimizer whose schedulers step with it, ``None`` for all; and those whose gradients
+            are collected now, none if an earlier update has done it.
+        """
+        path, group = own.begin_update(optimizer)
+        for each in group:
+            if each in own.weights:
+                weights, replica = self._session.engine._weights, self._session.turns.replica
+                weights.add(each, replica, own.weights[each])
+        optimizers = self._session.model.discovery.optimizers()
         if self._session.state.is_step_boundary:
             self._unused.discard(path)
         else:
             self._unused.add(path)
-        if self._session.turns.is_over:
+        if group and self._session.turns.is_over:
             self._session.turns.reopen()
-        return optimizer if len(optimizers) > 1 else None
+        return optimizer if len(optimizers) > 1 else None, group
 
     def _begin_round(self) -> None:
         session, name = self._session, type(self).__name__
@@ -341,7 +370,8 @@ class OptimizerLoop(Loop):
             for optimizer in optimizers.values():
                 session.gradients.drop_old(optimizer)
         self._is_counted = False
-        if session.audit is not None:
+        # Where a process has a turn without a replica, it stands in the place of an audit.
+        if session.audit is not None and not session.gradients.has_idle_turn:
             self._refuse_audit(f"{name}.advance")
         self._round = OwnRound(name, optimizers)
 
@@ -362,14 +392,21 @@ class OptimizerLoop(Loop):
         items = self._session.model.loss_items.items()
         self._shown = {name: loss for name, loss in items if name.startswith("loss")}
 
-    def _show(self, losses: dict[str, Tensor], *results: Any) -> None:
+    def _show(self, losses: dict[str, Any], *results: Any) -> None:
         """Put detached losses into the table, unless the model has written to it in this batch.
 
         Args:
-            losses: by name.
+            losses: by name; of one with a weight the mean is shown.
             results: what the step has returned or yielded, whose other numbers are shown, too.
         """
         session = self._session
+        if not self._updates.is_plain:
+            session.turns.weighted = weighted = {
+                name: (loss.mean, loss.sum.detach(), loss.weight)
+                for name, loss in losses.items()
+                if isinstance(loss, WeightedLoss)
+            }
+            losses = losses | {name: shown for name, (shown, *_) in weighted.items()}
         if session.beside or len(results) != 1 or not isinstance(results[0], Tensor):
             session.keep_beside(results)
         table, shown = session.model.loss_items, self._shown
@@ -409,8 +446,7 @@ class OptimizerLoop(Loop):
     def _begin(self, *, is_manual: bool) -> None:
         session = self._session
         self._has_begun = True
-        self._listening = session.listening
-        self._first_update = FirstUpdate.of(session.engine)
+        self._updates = Updates(session)
         if session.is_manual is None:
             session.is_manual = is_manual
             session.state.is_step_boundary |= is_manual and session.schedule.is_by_epoch
@@ -506,62 +542,19 @@ class OptimizerLoop(Loop):
                 "When train_step returns a loss, the model must have exactly one optimizer as an "
                 f"attribute, found {sorted(optimizers) or 'none'}. For several, call backward and "
                 "step them in train_step and return None, or use a YieldLoop, both with "
-                'sharding="none".'
+                'sharding="none"; an advance of your own calls update(optimizer) for each.'
             )
         path, optimizer = next(iter(optimizers.items()))
         refuse_closures(optimizer)
         return path, optimizer
 
-    def _step(self, optimizer: Optimizer, schedules_of: Optimizer | None = None) -> bool:
-        """Make an update, unless a hook has requested to skip it; returns whether it was made.
-
-        Args:
-            optimizer: the optimizer to step.
-            schedules_of: the optimizer whose schedulers step; ``None`` for all of them.
-        """
-        session = self._session
-        hooks, active = session.hooks, session.hooks.active
-        engine = self._first_update or session.engine
-        engine.average_gradients(optimizer)
-        if session.turns.has_message:
-            session.turns.receive()
-        for hear in self._listening.gradients_averaged:
-            hear(optimizer)
-        session.stepping_optimizer = optimizer
-        if "on_optimizer_step_start" in active:
-            hooks.emit("on_optimizer_step_start", optimizer)
-        if session.agreement.agree_on_skip():
-            is_committed = False
-        else:
-            if engine._clips:
-                engine.clip_gradients(optimizer)
-            is_committed = engine.optimizer_step(optimizer)
-            if is_committed is None:
-                raise UsageError(
-                    f"{type(session.engine).__name__}.optimizer_step must return whether it made "
-                    "the update, True or False, got None: no step would count. Return "
-                    "super().optimizer_step(optimizer), or True."
-                )
-        session.is_optimizer_step_committed = is_committed
-        schedulers = session.schedulers
-        if is_committed and schedulers is not None and not schedulers.is_empty:
-            schedulers.after_step(schedules_of)
-        if "on_before_zero_grad" in active:
-            hooks.emit("on_before_zero_grad", optimizer)
-        engine.zero_grad(optimizer)
-        self._first_update = None
-        if "on_optimizer_step_end" in active:
-            hooks.emit("on_optimizer_step_end", optimizer, is_committed)
-        session.stepping_optimizer = None
-        return is_committed
-
     def teardown(self) -> None:
         """Release the optimizer of this training."""
         self._optimizer = None
-        self._listening = Listening()
         self._has_begun = False
         self._shown = {}
         self._updated_in = 0
-        self._audit = self._round = self._own_backward = self._first_update = None
+        self._audit = self._round = self._own_backward = None
+        vars(self).pop("_updates", None)
         self._unused = set()
         super().teardown()

@@ -16,10 +16,12 @@ from typing import final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.core.loss_means import WeightedLoss
 from helios.core.utils import parameters_of
 from helios.engines.engine import Engine, redefines
 from helios.errors import ArgumentError, UsageError
 from helios.model.processor import Processed
+from helios.replicas.gradients import make_mixed_error
 
 _LOGGER = logging.getLogger(__name__)
 _DEFAULT = "super().advance(batch)"
@@ -79,15 +81,20 @@ class OwnRound:
 
     Attributes:
         earlier: the gradients of earlier micro-batches.
+        weights: by optimizer, the weight of the losses of this one; ``None`` if they have none.
     """
 
     def __init__(self, name: str, optimizers: Mapping[str, Optimizer]) -> None:
         self._name = name
         self._optimizers = optimizers
         self.earlier = EarlierGradients(optimizers.values())
+        self.weights: dict[Optimizer, float | None] = {}
         self._num_forwards = self._num_backwards = 0
         self._is_manual = False
         self._waiting: dict[str, bool] = {}
+        # Losses, and the optimizers whose parameters have got gradients of each.
+        self._reached: list[tuple[object, list[str]]] = []
+        self._collected: set[str] = set()
         self._updated: set[str] = set()
 
     def see_default(self, *, is_manual: bool) -> None:
@@ -109,12 +116,11 @@ class OwnRound:
 
         Args:
             losses: what is passed to it.
-            optimizer: the one to which its gradients are limited.
+            optimizer: the one to which its gradients are limited; ``None`` for all.
             is_sharded: whether models are sharded over the processes.
 
         Raises:
-            UsageError: without a forward pass or a loss, or if none of several optimizers was
-                passed.
+            UsageError: without a forward pass or a loss, or after the update.
         """
         self._check_automatic()
         if not self._num_forwards:
@@ -124,12 +130,6 @@ class OwnRound:
                 "loss = self.forward(batch)."
             )
         self._check_loss(losses)
-        if optimizer is None and len(self._optimizers) > 1:
-            raise UsageError(
-                f"{self._name}.advance must call backward(loss, optimizer), because the model has "
-                f"several optimizers ({', '.join(self._optimizers)}), and a loss reaches "
-                "parameters of the others, too. Pass the one whose parameters get the gradients."
-            )
         self._num_backwards += 1
         if is_sharded and self._num_backwards > 1:
             raise UsageError(
@@ -137,10 +137,16 @@ class OwnRound:
                 "gradients are summed during backward, got a second call. Add the losses, or use "
                 'sharding="none".'
             )
-        for name in self._optimizers if optimizer is None else (self._path_of(optimizer),):
-            if name in self._updated:
+        names = [*self._optimizers] if optimizer is None else [self._path_of(optimizer)]
+        for name in names:
+            if name in self._updated or name in self._collected:
                 raise self._make_double_error(name)
             self._waiting[name] = False
+        reached = next((known for loss, known in self._reached if loss is losses), None)
+        if reached is None:
+            self._reached.append((losses, names))
+        else:
+            reached += names
 
     def _check_loss(self, losses: object) -> None:
         if isinstance(losses, Tensor):
@@ -148,7 +154,7 @@ class OwnRound:
                 return
             shown = f"a tensor of shape {tuple(losses.shape)} with requires_grad="
             shown = f"{shown}{losses.requires_grad}"
-        elif isinstance(losses, dict | Processed):
+        elif isinstance(losses, dict | Processed | WeightedLoss):
             return
         else:
             shown = "None" if losses is None else type(losses).__name__
@@ -158,16 +164,31 @@ class OwnRound:
             "not detach it."
         )
 
+    def count_weight(self, optimizer: Optimizer, weight: float | None) -> None:
+        """Add the weight of a loss, before its backward.
+
+        The weights of earlier losses go with their gradients, as in a step that computes two of
+        them and keeps the second one.
+        """
+        if has_gradients(optimizer) and optimizer in self.weights:
+            known = self.weights[optimizer]
+            if known is not None and weight is not None:
+                weight += known
+            elif known is not weight:
+                raise make_mixed_error()
+        self.weights[optimizer] = weight
+
     def end_backward(self) -> None:
         """Record which optimizers have got gradients."""
         for name, has_some in self._waiting.items():
             self._waiting[name] = has_some or has_gradients(self._optimizers[name])
 
-    def begin_update(self, optimizer: Optimizer) -> str:
+    def begin_update(self, optimizer: Optimizer) -> tuple[str, tuple[Optimizer, ...]]:
         """Record an update, and add back what earlier micro-batches have made.
 
         Returns:
-            The path of the optimizer.
+            The path of the optimizer, and those whose gradients are collected now: it, and all that
+            have gradients of the same loss; none if an earlier update has done it.
 
         Raises:
             UsageError: without gradients, for a second one, or if the gradients are gone.
@@ -181,16 +202,23 @@ class OwnRound:
                 f"{self._name}.advance must call backward(loss) before it updates {path!r}, got no "
                 "call. Write self.backward(loss), then self.update(optimizer)."
             )
-        if self._waiting[path] and not has_gradients(optimizer):
-            raise UsageError(
-                f"{self._name}.advance must leave the gradients of {path!r} in its parameters "
-                "until update(optimizer), but they are None now: nothing would be learned. Call "
-                "zero_grad() before the last backward, or assign parameter.grad."
-            )
+        group = [] if path in self._collected else [path]
+        for _, reached in self._reached if group else ():
+            if path in reached:
+                group += [x for x in self._waiting if x in reached and x not in group]
+        group = [name for name in group if name not in self._collected]
+        for name in group:
+            if self._waiting[name] and not has_gradients(self._optimizers[name]):
+                raise UsageError(
+                    f"{self._name}.advance must leave the gradients of {name!r} in its parameters "
+                    "until update(optimizer), but they are None now: nothing would be learned. "
+                    "Call zero_grad() before the last backward, or assign parameter.grad."
+                )
+            self.earlier.add_back(self._optimizers[name])
+        self._collected.update(group)
         del self._waiting[path]
         self._updated.add(path)
-        self.earlier.add_back(optimizer)
-        return path
+        return path, tuple(self._optimizers[name] for name in group)
 
     def end(self) -> None:
         """Check that nothing is missing.

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helios.core.loss_means import WeightedLoss
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 from helios.model.processor import Processed
 from helios.session import Session
 
 _CONTRACT = (
-    "train_step must return a scalar loss tensor, a dict with one under 'loss', or None when the "
-    "model does backward and steps its optimizers itself"
+    "train_step must return a scalar loss tensor, a WeightedLoss, a dict with one of them under "
+    "'loss', or None when the model does backward and steps its optimizers itself"
 )
 
 
@@ -67,13 +68,29 @@ def losses_in(result: Any) -> dict[str, Tensor]:
     """Return the losses in what a training step returned, by name."""
     if isinstance(result, Processed):
         result = result.loss
+    weighted = weighted_in(result)
+    if weighted is not None:
+        result = {**(result if isinstance(result, dict) else {}), "loss": weighted.sum}
     if isinstance(result, Tensor):
         return {"loss": result}
+    if odd := [name for name, value in result.items() if isinstance(value, WeightedLoss)]:
+        raise UsageError(
+            f"A WeightedLoss must be under 'loss', got it under {', '.join(map(repr, odd))}. A "
+            "window has one sum of weights: add the sums up under 'loss'."
+        )
     return {
         name: value
         for name, value in result.items()
         if isinstance(value, Tensor) and value.requires_grad and value.numel() == 1
     }
+
+
+def weighted_in(result: Any) -> WeightedLoss | None:
+    """Return the loss in what a training step returned, if it has a weight."""
+    loss = result.loss if isinstance(result, Processed) else result
+    if isinstance(loss, dict):
+        loss = loss.get("loss")
+    return loss if isinstance(loss, WeightedLoss) else None
 
 
 def loss_of(result: Any, *, takes_several: bool = False) -> Tensor | None:
@@ -98,13 +115,7 @@ def loss_of(result: Any, *, takes_several: bool = False) -> Tensor | None:
     elif isinstance(result, dict) and takes_several and (losses := losses_in(result)):
         loss = torch.stack([each.reshape(()) for each in losses.values()]).sum()
     if not isinstance(loss, Tensor):
-        shown = type(loss).__name__
-        if isinstance(loss, dict):
-            shown = (
-                f"a dict of {', '.join(map(repr, loss)) or 'nothing'}. Add the losses up under "
-                "'loss', or override Model.backward(losses) to make one gradient of several"
-            )
-        raise UsageError(f"{_CONTRACT}, got {shown}.")
+        loss = _sum_of(loss)
     if type(loss) is not Tensor and is_sharded(loss):
         raise UsageError(
             "A loss must not be computed of sharded parameters outside of a forward, where they "
@@ -117,6 +128,19 @@ def loss_of(result: Any, *, takes_several: bool = False) -> Tensor | None:
             f"{loss.requires_grad}. Reduce it (loss.mean()) and do not detach it."
         )
     return loss
+
+
+def _sum_of(loss: Any) -> Tensor:
+    """Return the sum of a loss with a weight, which is the only other one that there may be."""
+    if isinstance(loss, WeightedLoss):
+        return loss.sum
+    shown = type(loss).__name__
+    if isinstance(loss, dict):
+        shown = (
+            f"a dict of {', '.join(map(repr, loss)) or 'nothing'}. Add the losses up under "
+            "'loss', or override Model.backward(losses) to make one gradient of several"
+        )
+    raise UsageError(f"{_CONTRACT}, got {shown}.")
 
 
 def find_loss(losses: Any) -> Tensor:

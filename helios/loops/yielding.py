@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.core.loss_means import WeightedLoss
 from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
 from helios.engines.engine import redefines
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.loops.loop import make_stray_stop
 from helios.loops.optimizer import OptimizerLoop, refuse_closures
-from helios.loops.step import begin_forward, end_forward
+from helios.loops.step import begin_forward, end_forward, weighted_in
 from helios.model.model import Model
 
 _LOGGER = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class YieldLoop(OptimizerLoop):
         )
         turns = self._find_turns()
         self._hold_skip(*turns)
-        losses: dict[str, Tensor] = {}
+        losses: dict[str, Any] = {}
         self._yielded.clear()
         is_committed = False
         watch = session.turns.begin_step()
@@ -143,7 +144,7 @@ class YieldLoop(OptimizerLoop):
             "YieldLoop."
         )
 
-    def _learn(self, generator: Losses, path: str, earlier: str) -> Tensor | None:
+    def _learn(self, generator: Losses, path: str, earlier: str) -> Tensor | WeightedLoss | None:
         """Run the step to its next yield and do backward.
 
         Args:
@@ -152,7 +153,8 @@ class YieldLoop(OptimizerLoop):
             earlier: the one before it; empty for the first.
 
         Returns:
-            The detached loss; ``None`` if the step leaves this optimizer out.
+            The detached loss, or the one with a weight; ``None`` if the step leaves this optimizer
+            out.
         """
         session = self._session
         if earlier:
@@ -174,15 +176,15 @@ class YieldLoop(OptimizerLoop):
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-        loss = _loss_for(path, result, needs_graph=bool(inputs))
+        loss, weighted = _loss_for(path, result, needs_graph=bool(inputs)), weighted_in(result)
         self._yielded.append(result)
-        end_forward(session, result, loss)
+        end_forward(session, result, loss if weighted is None else weighted.mean)
         if inputs:
-            self._learn_from(loss, inputs, path)
+            self._learn_from(weighted or loss, inputs, path)
         self._hold_skip(path)
-        return loss.detach()
+        return weighted or loss.detach()
 
-    def _learn_from(self, loss: Tensor, inputs: list[Tensor], path: str) -> None:
+    def _learn_from(self, loss: Tensor | WeightedLoss, inputs: list[Tensor], path: str) -> None:
         try:
             self.backward(loss, self._turns[path])
         except RuntimeError as error:
@@ -209,7 +211,7 @@ class YieldLoop(OptimizerLoop):
     def _collect(self, path: str) -> None:
         session = self._session
         ends_window = session.state.is_step_boundary
-        session.turns.end_backward(self._turns[path], self._shown, ends_window=ends_window)
+        session.turns.end_backward((self._turns[path],), self._shown, ends_window=ends_window)
 
     def _run_on(self, generator: Losses, earlier: str) -> Any:
         """Run the step to its next yield; returns what it yields, or ``_END`` at its end.
@@ -249,7 +251,7 @@ class YieldLoop(OptimizerLoop):
         reason = self._skips.pop(path, "")
         if reason:
             self._session.context.skip_step(reason)
-        return self._step(optimizer, schedules_of=optimizer)
+        return self._updates.make(optimizer, optimizer, (optimizer,))
 
     def _hold_skip(self, *paths: str) -> None:
         """Keep a requested skip until the updates that it is meant for.
@@ -356,6 +358,8 @@ class YieldLoop(OptimizerLoop):
 
 def _loss_for(path: str, result: Any, *, needs_graph: bool) -> Tensor:
     loss = result.get("loss") if isinstance(result, dict) else result
+    if isinstance(loss, WeightedLoss):
+        loss = loss.sum
     if not isinstance(loss, Tensor):
         shown = "None" if result is None else type(result).__name__
     elif loss.numel() == 1 and (loss.requires_grad or not needs_graph):
@@ -363,8 +367,9 @@ def _loss_for(path: str, result: Any, *, needs_graph: bool) -> Tensor:
     else:
         shown = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
     raise UsageError(
-        f"train_step must yield a scalar loss for {path!r}, or a dict with one under 'loss', got "
-        f"{shown}. Reduce it (loss.mean()) and do not detach it; YieldLoop.SKIP leaves it out."
+        f"train_step must yield a scalar loss for {path!r}, a WeightedLoss, or a dict with one of "
+        f"them under 'loss', got {shown}. Reduce it (loss.mean()) and do not detach it; "
+        "YieldLoop.SKIP leaves it out."
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from helios.core.assigned import assigned
 from helios.core.declared_values import KeepsArguments
-from helios.core.loss_means import RunningSums
+from helios.core.loss_means import RunningSums, WeightedLoss
 from helios.core.registry import Registry
 from helios.core.tracebacks import with_short_constructor
 from helios.engines.device import move_to_device
@@ -301,13 +301,14 @@ class Model(Hooks, KeepsArguments, ABC):
 
     def train_step(
         self, batch: Any, state: TrainingState
-    ) -> Tensor | dict[str, Any] | Processed | Iterator[Any] | None:
+    ) -> Tensor | WeightedLoss | dict[str, Any] | Processed | Iterator[Any] | None:
         """Train on one batch; by default with :attr:`batch_processor`.
 
         Returns:
-            A scalar loss, or a dict with the loss under ``"loss"``: Helios does backward and steps
-            the one optimizer and its schedulers. ``None``: the model has done all that itself. A
-            generator of losses if a ``YieldLoop`` is connected.
+            A scalar loss, a :class:`WeightedLoss`, such as a sum over tokens, or a dict with one of
+            them under ``"loss"``: Helios does backward and steps the one optimizer and its
+            schedulers. ``None``: the model has done all that itself. A generator of losses if a
+            ``YieldLoop`` is connected.
         """
         return self._process(batch, is_evaluating=False)
 
@@ -323,7 +324,7 @@ class Model(Hooks, KeepsArguments, ABC):
 
         Args:
             losses: the losses in what ``train_step`` has returned, by name; one that is not in a
-                dict is ``losses["loss"]``.
+                dict is ``losses["loss"]``, and of a :class:`WeightedLoss` it is the sum.
         """
         self.engine.backward_loss(losses["loss"])
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
+from helios.core.loss_means import WeightedLoss
 from helios.errors import ArgumentTypeError, LossNotProvidedError, UsageError
 from helios.hooks.bus import check_call
 
@@ -29,11 +30,11 @@ class Processed:
 
     Attributes:
         outputs: the outputs of the model; hooks read them as ``context.model_outputs``.
-        loss: the scalar loss; ``None`` if there is none.
+        loss: the scalar loss, or one with a weight; ``None`` if there is none.
     """
 
     outputs: Any
-    loss: Tensor | None
+    loss: Tensor | WeightedLoss | None
 
 
 class BatchProcessor(ABC):

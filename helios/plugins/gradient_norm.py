@@ -42,8 +42,9 @@ class GradientNormMonitor(Plugin):
     Gradients are those of the whole accumulation window, averaged and not yet clipped. The scalars
     are named ``grad_norm``, or ``grad_norm/<optimizer>`` if the model has several optimizers, with
     ``/<network>`` and ``/<network>.<parameter>`` appended for networks and parameters; a parameter
-    in no network is named by its optimizer, group and number. If logging is due inside a window,
-    the norm of the last update is logged.
+    in no network is named by its optimizer, group and number. Several optimizers that are updated
+    from one backward have a ``grad_norm`` together, too. If logging is due inside a window, the
+    norm of the last update is logged.
 
     In manual mode, no norm can be measured, which is logged once.
 
@@ -109,8 +110,13 @@ class GradientNormMonitor(Plugin):
                 if gradient is not None:
                     found[parameter] = gradient
                     self._places.setdefault(parameter, (path, f"{number}.{place}"))
+        engine = self.context.engine
         with torch.no_grad():
             self._norms[path] = self._measure(found)
+            if len(engine._group) > 1 and optimizer is engine._group[0]:
+                gradients = map(_gradient_of, engine._group_parameters)
+                several = [gradient for gradient in gradients if gradient is not None]
+                self._norms[""] = {"": engine.find_norm(several, self._norm_type)}
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:

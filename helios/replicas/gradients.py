@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TypeAlias, final
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -399,7 +400,93 @@ class GradientBuckets:
         return self.leaf
 
 
-def divide(optimizer: Optimizer, count: int) -> None:
+@final
+class WindowWeights:
+    """The weights of the losses of an open window, added in the order of their gradients.
+
+    Args:
+        replicas: the replicas to sum over.
+
+    Attributes:
+        is_open: whether weights were added in this window.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.is_open = False
+        self._replicas = replicas
+        self._sums: WeakKeyDictionary[Optimizer, dict[int, float]] = WeakKeyDictionary()
+        # Whether the losses of an optimizer have weights, and for which all processes know it.
+        self._kinds: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._agreed: WeakSet[Optimizer] = WeakSet()
+
+    def add(self, optimizer: Optimizer, replica: int, weight: float | None) -> None:
+        """Add the weight of a loss.
+
+        Args:
+            optimizer: the optimizer whose parameters get its gradients.
+            replica: number of the replica.
+            weight: the weight; ``None`` for a plain loss.
+
+        Raises:
+            UsageError: for a weight, if all processes know that the losses have none.
+        """
+        has_weight = weight is not None
+        if self._kinds.setdefault(optimizer, has_weight) is not has_weight:
+            if has_weight and optimizer in self._agreed:
+                raise make_mixed_error()
+            # All processes learn of it with the sum.
+            weight = math.nan
+        if weight is not None:
+            self.is_open = True
+            sums = self._sums.setdefault(optimizer, {})
+            sums[replica] = sums.get(replica, 0.0) + weight
+
+    def pop_sum(self, optimizer: Optimizer) -> float | None:
+        """Return the sum of a window over all replicas; ``None`` if the losses have no weights.
+
+        All processes call this together.
+
+        Raises:
+            UsageError: in all of them, if only some of the losses have weights.
+        """
+        sums = self._sums.pop(optimizer, {})
+        if optimizer not in self._agreed:
+            kind, is_mixed = self._kinds.get(optimizer), any(map(math.isnan, sums.values()))
+            flags = (kind is True or is_mixed, kind is False or is_mixed)
+            some_have, some_lack = self._replicas.agree(*flags)
+            if some_have and some_lack:
+                raise make_mixed_error()
+            if not some_have and not some_lack:
+                return None
+            self._kinds[optimizer] = some_have
+            self._agreed.add(optimizer)
+        if not self._kinds[optimizer]:
+            return None
+        total = self._replicas.add_up([sums.get(r, 0.0) for r in self._replicas.local_replicas])
+        if math.isnan(total):
+            raise make_mixed_error()
+        return total
+
+    def are_plain(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Return whether all processes know that no loss of these optimizers has a weight."""
+        return all(each in self._agreed and not self._kinds[each] for each in optimizers)
+
+    def drop_unused(self) -> None:
+        """Drop the weights of a window that ended without an update."""
+        self.is_open = False
+        self._sums.clear()
+
+
+def make_mixed_error() -> UsageError:
+    """Return the error for losses of one optimizer of which only some have weights."""
+    return UsageError(
+        "The losses of an optimizer must all be a WeightedLoss, or none of them: its gradients are "
+        "divided by the sum of the weights, and a plain loss has none. Return "
+        "WeightedLoss(sum=loss, weight=1) instead of a plain one."
+    )
+
+
+def divide(optimizer: Optimizer, count: float) -> None:
     """Divide the gradients of an optimizer by a number, in place."""
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     if gradients:

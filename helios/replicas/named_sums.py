@@ -35,19 +35,22 @@ def _add_up(tables: list[_Scores]) -> _Scores:
 
 
 def _as_scores(tables: Sequence[Mapping[str, Any]], *, waits: bool = True) -> list[_Scores]:
-    """Return losses as sums with weight 1.
+    """Return losses as sums with weights.
 
     Args:
-        tables: losses by name.
+        tables: losses by name: numbers, whose weight is 1, or means with their sums and weights.
         waits: whether those on a GPU are read; otherwise they stay there, in float64.
     """
     scores: list[_Scores] = []
     for table in tables:
         scores.append({})
         for name, loss in table.items():
+            weight = 1.0
+            if isinstance(loss, tuple):
+                _, loss, weight = loss
             stays = not waits and isinstance(loss, Tensor) and loss.is_cuda
             number = loss.double().reshape(()) if stays else float(loss)
-            scores[-1][name] = (number, 1.0)
+            scores[-1][name] = (number, weight)
     return scores
 
 
@@ -74,7 +77,8 @@ class NumberReducer:
         numbers: whole numbers of this process that are added over all processes, exactly, with the
             next losses; as many on all processes.
         totals: their sums, after the losses were added.
-        means: the last mean losses in float64, before they were rounded to torch's default type.
+        sums: the sums and weights of the last losses.
+        means: their means in float64, before they were rounded to torch's default type.
 
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
@@ -101,6 +105,7 @@ class NumberReducer:
         self._names: list[str] = []
         self.numbers: Sequence[float] = ()
         self.totals: Sequence[float] = ()
+        self.sums: _Scores = {}
         self.means: Mapping[str, Any] = {}
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -177,9 +182,9 @@ class NumberReducer:
         return self._average(self._read(_as_scores(tables), self._cut(parts)))
 
     def _average(self, tables: list[_Scores]) -> dict[str, Tensor]:
-        sums, dtype, rounded = _add_up(tables), torch.get_default_dtype(), {}
+        self.sums, dtype, rounded = _add_up(tables), torch.get_default_dtype(), {}
         self.means = means = {
-            name: _divide(total, weight) for name, (total, weight) in sums.items()
+            name: _divide(total, weight or 1.0) for name, (total, weight) in self.sums.items()
         }
         for name, mean in means.items():
             is_far = isinstance(mean, Tensor)

@@ -6,7 +6,9 @@ follows one tree, so its bits do not depend on the number of processes.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,7 +22,7 @@ from helios.distributed.process_groups import DistributedInfo, collective, contr
 from helios.errors import UsageError
 from helios.replicas.messages import Message, PointToPoint
 from helios.replicas.named_sums import NumberReducer
-from helios.replicas.reduction_tree import assign
+from helios.replicas.reduction_tree import assign, tree_sum
 from helios.replicas.tree_reducer import TreeReducer
 
 _LONE = DistributedInfo()
@@ -259,10 +261,21 @@ class Replicas:
         """
         self._losses.numbers = numbers
 
+    def add_up(self, numbers: Sequence[float]) -> float:
+        """Return the sum of a number of each replica, in float64 and in the order of the tree.
+
+        Args:
+            numbers: those of the replicas of this process, in order.
+        """
+        rows = torch.tensor(numbers, dtype=torch.float64)
+        with nullcontext() if self.has_single_process else collective("Replicas.add_up"):
+            found: list[float] = self._losses.gather(rows).tolist()
+        return tree_sum(found, operator.add)
+
     @property
-    def added(self) -> tuple[Sequence[float], Mapping[str, Any]]:
-        """The sums of :meth:`add_with_losses`, and the last mean losses as float64."""
-        return self._losses.totals, self._losses.means
+    def added(self) -> NumberReducer:
+        """What the last losses were added to, and the numbers of :meth:`add_with_losses`."""
+        return self._losses
 
     def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the mean of each loss over the replicas that have it, by name.

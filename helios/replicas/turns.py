@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Protocol, final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core import rng
+from helios.core.loss_means import WeightedSums
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 from helios.replicas.gradients import Gradients
@@ -60,6 +62,8 @@ class Turns:
         totals: the numbers of the iteration, added over all processes, after its last turn.
         means: the losses of the iteration as float64 means over replicas, after its last turn;
             ``None`` with one replica, whose table holds its losses as they are.
+        weighted: of which sums and weights some of the losses in the table are the means; the loops
+            set it.
         sums_gradients: whether gradients are summed over replicas.
         keeps_batches: whether this process may have to repeat a step of an evaluation.
         watch: watches what the turn changes; ``None`` in most iterations.
@@ -74,6 +78,7 @@ class Turns:
     has_collected: bool = False
     totals: Sequence[float] = ()
     means: Mapping[str, Any] | None = None
+    weighted: WeightedSums = MappingProxyType({})
     sums_gradients: bool = False
     keeps_batches: bool = False
     watch: TurnWatch | None = None
@@ -128,7 +133,7 @@ class Turns:
 
     def end_backward(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         shown: Mapping[str, Any],
         *,
         ends_window: bool,
@@ -140,7 +145,7 @@ class Turns:
         window's message is sent with the gradients. :meth:`receive` reads it.
 
         Args:
-            optimizer: the optimizer of the parameters.
+            optimizers: the optimizers of the parameters, which have got gradients together.
             shown: the losses that Helios has put into the model's table, which are its own copies.
             ends_window: whether the iteration is the last of its window.
             updates: whether the window's only update follows.
@@ -327,7 +332,7 @@ class SharedTurns(Turns):
 
     def end_backward(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         shown: Mapping[str, Any],
         *,
         ends_window: bool,
@@ -343,9 +348,11 @@ class SharedTurns(Turns):
                 raise make_loss_error(name, loss)
             if isinstance(loss, Tensor) and loss is not shown.get(name):
                 table[name] = loss.detach().clone()
-        self._gradients.collect(
-            optimizer, self.replica, self._find_networks, ends_window=ends_window
-        )
+        # Where models are sharded over processes, that ends the turn of all optimizers.
+        for optimizer in optimizers[:1] if self.keeps_batches else optimizers:
+            self._gradients.collect(
+                optimizer, self.replica, self._find_networks, ends_window=ends_window
+            )
         if updates:
             self._end_last(table, ends_window=True, is_before_update=True)
 
@@ -359,7 +366,7 @@ class SharedTurns(Turns):
         table = self._model.loss_items
         self.watch = None
         if not self.is_last:
-            self._exchange.keep_losses(table)
+            self._exchange.keep_losses(self._with_sums(table) if self.weighted else table)
             if self._buffers.is_exchanged:
                 self._buffers.leave(self.replica)
             return
@@ -370,10 +377,24 @@ class SharedTurns(Turns):
         if self.has_message:
             self.receive()
         self._watch.report(self._iteration)
-        means = self._exchange.pop_means(table)
-        self.totals, self.means = self._replicas.added
+        means = self._exchange.pop_means(self._with_sums(table) if self.weighted else table)
+        added = self._replicas.added
+        self.totals, self.means = added.totals, added.means
+        if self.weighted:
+            found = {
+                name: (means[name], *added.sums[name]) for name in self.weighted if name in means
+            }
+            self.weighted = found
         table.clear()
         table.update(means)
+
+    def _with_sums(self, table: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a table of losses in which weighted means are replaced by their sums."""
+        weighted = self.weighted
+        return {
+            name: weighted[name] if name in weighted and weighted[name][0] is loss else loss
+            for name, loss in table.items()
+        }
 
     def _end_last(
         self, table: Mapping[str, Any], *, ends_window: bool, is_before_update: bool
@@ -381,6 +402,7 @@ class SharedTurns(Turns):
         self.is_over = True
         if self._buffers.is_exchanged:
             self._buffers.leave(self.replica)
+        table = self._with_sums(table) if self.weighted else table
         if ends_window:
             self._exchange.send(table, is_before_update=is_before_update)
             self.has_message = True

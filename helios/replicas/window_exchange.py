@@ -48,6 +48,9 @@ class WindowExchange:
         # Another turn or a commit may change a tensor that the table holds.
         kept: dict[str, Any] = {}
         for name, loss in table.items():
+            if isinstance(loss, tuple):
+                kept[name] = loss
+                continue
             is_tensor = isinstance(loss, Tensor)
             is_number = loss.numel() == 1 if is_tensor else isinstance(loss, int | float)
             if not is_number or (type(loss) is not Tensor and is_sharded(loss)):

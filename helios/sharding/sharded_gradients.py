@@ -126,12 +126,13 @@ class ShardedGradients(Gradients):
 
     def finish(self, optimizer: Optimizer) -> None:
         """Set ``.grad`` to the sums; to None where no replica has a gradient."""
-        parameters = parameters_of(optimizer)
-        there = self._find_present(sorted(self._trained))
-        sums = {id(self._parameters[name]): self._sums.get(name) for name in there}
-        for parameter in parameters:
-            parameter.grad = sums.get(id(parameter))
-        self._sums, self._present, self.is_open = {}, set(), False
+        own = set(map(id, parameters_of(optimizer)))
+        names = [name for name in sorted(self._trained) if id(self._parameters[name]) in own]
+        there = self._find_present(names)
+        for name in names:
+            total = self._sums.pop(name, None)
+            self._parameters[name].grad = total if name in there else None
+        self._present.difference_update(names)
 
     def _find_present(self, names: Sequence[str]) -> list[str]:
         self._calls.compare()

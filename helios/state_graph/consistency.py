@@ -182,8 +182,10 @@ class ReplicaWatch:
             self._findings.add(FindingKind.OBSTACLE, text=f"{hook} changes {names}")
             _LOGGER.warning(
                 "%s changes %s. Each replica changes it independently, so its value depends on the "
-                "number of processes, and the run must keep that number. Change it in a hook that "
-                "runs once (on_training_batch_end), or make it a buffer of a network.",
+                "number of processes, and the run must keep that number. Change it in "
+                "on_training_batch_end, which runs once: what a step puts into self._loss_items is "
+                "the mean over replicas there. Draw random numbers from the default generators. To "
+                "divide gradients by a count, such as tokens, return a helios.WeightedLoss.",
                 f"{self._name}.{hook}" if hook == STEP else hook,
                 names,
             )

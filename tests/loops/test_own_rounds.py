@@ -241,9 +241,30 @@ def test_each_loss_reaches_the_parameters_of_its_optimizer_only(
     assert watch.seen == [[mean * each] for each in gradients for _ in range(2)]
 
 
-def test_one_of_several_optimizers_must_be_named() -> None:
-    with pytest.raises(UsageError, match=r"must call backward\(loss, optimizer\), because the mod"):
+def test_one_of_several_optimizers_must_be_named_in_an_update() -> None:
+    with pytest.raises(UsageError, match=r"an advance of your own calls update\(optimizer\)"):
         run(plain, Pair())
+
+
+def test_gradients_that_an_update_has_taken_along_get_no_further_backward() -> None:
+    def late(loop: Any, batch: Any) -> None:
+        model = loop.session.model
+        loss = loop.forward(batch)["both"]
+        loop.backward(loss, retain_graph=True)
+        loop.update(model.optimizer)
+        loop.backward(loss, model.second)
+
+    with pytest.raises(UsageError, match="got another round for 'second'"):
+        run(late, Pair())
+
+
+def test_a_joint_backward_needs_an_update_of_each_optimizer() -> None:
+    def half(loop: Any, batch: Any) -> None:
+        loop.backward(loop.forward(batch)["both"])
+        loop.update(loop.session.model.optimizer)
+
+    with pytest.raises(UsageError, match=r"must call update\(optimizer\) for 'second'"):
+        run(half, Pair())
 
 
 def test_schedulers_step_with_their_optimizer_only() -> None:

@@ -28,6 +28,7 @@ from helios import (
     Trainer,
     TrainingState,
     Unit,
+    WeightedLoss,
 )
 from helios.ledger import Replay
 from helios.loops import BatchLoop, EvaluationLoop, FitLoop
@@ -216,7 +217,8 @@ def call_model(model: Model, state: TrainingState) -> None:
     batch = [torch.ones(1, 1)]
     model.setup(fast_init=True)
     assert_type(
-        model.train_step(batch, state), Tensor | dict[str, Any] | Processed | Iterator[Any] | None
+        model.train_step(batch, state),
+        Tensor | WeightedLoss | dict[str, Any] | Processed | Iterator[Any] | None,
     )
     model.backward({"loss": torch.ones(1, requires_grad=True).sum()})
     assert_type(model.valid_step(batch, 0), Scores)

@@ -1,0 +1,255 @@
+"""``clip_norm`` is that of a step: of all optimizers that are updated from one backward."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import helios
+from helios.core.sharded_tensors import whole_of
+from helios.engines.precision import Precision
+from helios.loops import OptimizerLoop
+from helios.plugins import GradientNormMonitor, Plugin
+from helios.state import TrainingState
+from tests.support.ranks import RankError, run_ranks
+from tests.support.sharded import IS_ABLE, Kill
+from tests.support.sums import bits, by_definition
+
+_CLIP = 0.25
+
+
+class _Data(helios.DataModule):
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=2)
+        self._train_dataset = self._create_dataset(torch.arange(1.0, 25.0), params)
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.last = nn.Linear(1, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x[:, None] / 8).tanh())[:, 0]
+
+
+def _loss(net: nn.Module, batch: Tensor) -> Tensor:
+    return nn.functional.mse_loss(net(batch), batch)
+
+
+def _optimizers(net: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    first = torch.optim.Adam(net.first.parameters(), lr=0.05)
+    return first, torch.optim.SGD(net.last.parameters(), lr=0.1, momentum=0.9)
+
+
+class _Model(helios.Model):
+    unsaved = ("folder", "log", "seen")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("norms")
+        self.folder = folder
+        self.seen: dict[int, list[Tensor]] = {}
+        self.log: list[str] = []
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = _Net()
+        self.one, self.two = _optimizers(self.net)
+
+    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
+        self.seen.setdefault(state.global_iteration, []).append(batch)
+        return _loss(self.net, batch)
+
+    def on_optimizer_step_start(self, optimizer: Any) -> None:
+        self.log.append(f"start {type(optimizer).__name__}")
+
+    def on_optimizer_step_end(self, optimizer: Any, committed: bool) -> None:
+        self.log.append(f"end {type(optimizer).__name__} {committed}")
+
+    def on_training_end(self) -> None:
+        found = b"".join(bits(whole_of(each.detach())) for each in self.net.parameters())
+        if self.trainer.global_rank == 0:
+            (self.folder / "bits").write_bytes(found)
+
+
+class _Loop(OptimizerLoop):
+    """One backward for both optimizers, or one for each."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def advance(self, batch: Any) -> None:
+        model: Any = self.session.model
+        loss = self.forward(batch)
+        if self.form in ("one", "reversed"):
+            self.backward(loss)
+        elif self.form == "twice":
+            self.backward(loss, model.one, retain_graph=True)
+            self.backward(loss, model.two)
+        else:
+            self.backward(loss * 1.0, model.one, retain_graph=True)
+            self.backward(loss * 1.0, model.two)
+        pair = (model.two, model.one) if self.form == "reversed" else (model.one, model.two)
+        for optimizer in pair:
+            self.update(optimizer)
+
+
+def _fit(rank: int, folder: Path, form: str, given: dict[str, Any], *plugins: Plugin) -> _Model:
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+    folder.mkdir(exist_ok=True)
+    trainer = helios.Trainer(
+        plugins=plugins,
+        **{
+            "train_unit": "iteration",
+            "total_steps": 4,
+            "chkpt_root": folder,
+            "chkpt_frequency": 1,
+            "use_cpu": True,
+            "print_banner": False,
+            "clip_norm": _CLIP,
+            **given,
+        },
+    )
+    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=_Loop(form))
+    model = _Model(folder)
+    trainer.fit(model, _Data())
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return model
+
+
+def _start(rank: int, *args: Any) -> tuple[Any, list[str]]:
+    model = _fit(rank, *args)
+    return model.seen, model.log
+
+
+def _train(folder: Path, num_processes: int, form: str, *plugins: Plugin, **given: Any) -> Any:
+    found = run_ranks(_start, num_processes, folder, form, given, *plugins)
+    return (folder / "bits").read_bytes(), *found[0]
+
+
+def _by_hand(seen: dict[int, list[Tensor]], accumulation: int, *, is_joint: bool) -> bytes:
+    net = _Net()
+    optimizers = _optimizers(net)
+    for number in range(accumulation, len(seen) + 1, accumulation):
+        leaves = []
+        for replica in range(len(seen[number])):
+            net.zero_grad()
+            for each in range(number - accumulation + 1, number + 1):
+                _loss(net, seen[each][replica]).backward()
+            leaves.append([each.grad for each in net.parameters()])
+        count = accumulation * len(leaves)
+        for place, parameter in enumerate(net.parameters()):
+            parameter.grad = by_definition([leaf[place] for leaf in leaves]).div_(count)
+        parts = [net] if is_joint else [net.first, net.last]
+        for part in parts:
+            nn.utils.clip_grad_norm_(part.parameters(), _CLIP)
+        for optimizer in optimizers:
+            optimizer.step()
+    return b"".join(bits(each.detach()) for each in net.parameters())
+
+
+@pytest.mark.parametrize("form", ["one", "twice", "reversed", "apart"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_optimizers_of_one_loss_are_clipped_together(
+    num_replicas: int, accumulation: int, form: str, tmp_path: Path
+) -> None:
+    given = {"num_replicas": num_replicas, "accumulation_steps": accumulation}
+    found, seen, log = _train(tmp_path, 1, form, **given)
+    assert found == _by_hand(seen, accumulation, is_joint=form != "apart")
+    names = ["SGD", "Adam"] if form == "reversed" else ["Adam", "SGD"]
+    starts, ends = [f"start {x}" for x in names], [f"end {x} True" for x in names]
+    if form == "apart":
+        assert log == [starts[0], ends[0], starts[1], ends[1]] * 4
+    else:
+        assert log == [*starts, *ends] * 4
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_the_norm_depends_on_neither_processes_nor_kills(
+    num_processes: int, tmp_path: Path
+) -> None:
+    expected = _train(tmp_path / "whole", 1, "one", num_replicas=3)[0]
+    with pytest.raises(RankError):
+        _train(tmp_path / "killed", num_processes, "one", Kill(3, rank=1), num_replicas=3)
+    assert _train(tmp_path / "killed", num_processes, "one", num_replicas=3)[0] == expected
+
+
+@pytest.mark.skipif(not IS_ABLE, reason="needs FSDP that reduces as Helios says")
+def test_sharded_models_may_have_several_optimizers(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"num_replicas": 3, "sharding": "full"}
+    one, two, three = (_train(tmp_path / str(n), n, "one", **given)[0] for n in (1, 2, 3))
+    assert one == two == three
+    none = _train(tmp_path / "none", 1, "one", num_replicas=3, clip_norm=None)[0]
+    given["clip_norm"] = None
+    assert _train(tmp_path / "unclipped", 2, "one", **given)[0] == none
+
+
+def test_an_overflow_in_one_of_them_skips_all(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        given = {"precision": Precision.fp16(init_scale=2.0**40), "total_steps": 1}
+        log = _fit(0, tmp_path, "one", given).log
+    finally:
+        dist.destroy_process_group()
+    assert log[:4] == ["start Adam", "start SGD", "end Adam False", "end SGD False"]
+    assert log[-2:] == ["end Adam True", "end SGD True"]
+
+
+class _Skip(Plugin):
+    def __init__(self) -> None:
+        super().__init__("skip")
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_optimizer_step_start(self, optimizer: Any) -> None:
+        if isinstance(optimizer, torch.optim.SGD) and self.context.state.global_iteration == 2:
+            self.context.skip_step("test")
+
+
+def test_a_skip_that_one_of_them_asks_for_is_for_all(tmp_path: Path) -> None:
+    _, _, log = _train(tmp_path, 1, "one", _Skip(), num_replicas=3)
+    assert log[4:8] == ["start Adam", "start SGD", "end Adam False", "end SGD False"]
+    assert log.count("end SGD True") == 4
+
+
+class _Logged(Plugin):
+    def __init__(self) -> None:
+        super().__init__("logged")
+        self.found: list[dict[str, float]] = []
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_log(self, scalars: Any, state: TrainingState) -> None:
+        self.found.append(dict(scalars))
+
+    def on_training_end(self) -> None:
+        folder = self.context.run_folder
+        assert folder is not None
+        (folder / "norms.json").write_text(json.dumps(self.found))
+
+
+def test_the_norm_that_is_logged_is_that_of_the_step(tmp_path: Path) -> None:
+    _, seen, _ = _train(tmp_path, 1, "one", GradientNormMonitor(), _Logged(), print_frequency=1)
+    net = _Net()
+    _loss(net, seen[1][0]).backward()
+    expected = nn.utils.get_total_norm([each.grad for each in net.parameters()])
+    logged = json.loads((tmp_path / "norms" / "norms.json").read_text())
+    (first, *_) = [scalars for scalars in logged if "grad_norm" in scalars]
+    assert first["grad_norm"] == expected.item()
+    assert first["grad_norm/one"] < first["grad_norm"]
+    lines = (tmp_path / "norms" / "ledger.jsonl").read_text().splitlines()
+    (first, *_) = [found for found in map(json.loads, lines) if "norm" in found]
+    assert first["norm"] == struct.pack(">d", expected.item()).hex()

@@ -1,0 +1,295 @@
+"""``helios.WeightedLoss``: gradients and losses are sums over replicas, divided once by a weight.
+
+The reference is a loop by hand: autograd of each sum, the tree over replicas, one division.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import helios
+from helios.core.sharded_tensors import whole_of
+from helios.loops import OptimizerLoop
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.support.ranks import RankError, run_ranks
+from tests.support.sharded import IS_ABLE, Kill
+from tests.support.sums import bits, by_definition
+
+_LENGTH = 18
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+    num_replicas: int = 3
+    accumulation: int = 1
+    form: str = "loss"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class _Data(helios.DataModule):
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=1)
+        self._train_dataset = self._create_dataset(torch.arange(_LENGTH), params)
+
+
+def _weight_of(index: int) -> int:
+    """Return how many tokens a sample has: none in the first step of three replicas."""
+    return 0 if index < 3 else index % 5
+
+
+def _make_net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def _total(net: nn.Module, index: int) -> Tensor:
+    count = _weight_of(index)
+    x = torch.linspace(-1.0, 1.0, 7)[:, None] * (1 + index / 3)
+    return (net(x)[:, 0] * (torch.arange(7) < count) - index).square()[:count].sum()
+
+
+class _Model(helios.Model):
+    unsaved = ("folder", "form", "seen")
+
+    def __init__(self, folder: Path, form: str) -> None:
+        super().__init__("weighted")
+        self.folder, self.form = folder, form
+        self.seen: dict[int, list[int]] = {}
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = _make_net()
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.05)
+
+    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
+        index = int(batch)
+        self.seen.setdefault(state.global_iteration, []).append(index)
+        total = _total(self.net, index)
+        # A weight that depends on parameters must not get into the gradient.
+        loss = helios.WeightedLoss(sum=total, weight=_weight_of(index) + 0.0 * total)
+        return {"dict": {"loss": loss, "n": 1}}.get(self.form, loss)
+
+    def on_training_end(self) -> None:
+        found = b"".join(bits(whole_of(each.detach())) for each in self.net.parameters())
+        if self.trainer.global_rank == 0:
+            (self.folder / "bits").write_bytes(found)
+
+
+class _Yielding(_Model):
+    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
+        yield super().train_step(batch, state)
+
+
+class _Backward(_Model):
+    def backward(self, losses: Any) -> None:
+        self.engine.backward_loss(losses["loss"])
+
+
+class _Own(OptimizerLoop):
+    """A step, perhaps of two gradients, of which the second one counts."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def advance(self, batch: Any) -> None:
+        model: Any = self.session.model
+        if self.form == "twice":
+            self.backward(self.forward(batch))
+            model.net.zero_grad()
+            model.seen[self.session.state.global_iteration].pop()
+        self.backward(self.forward(batch))
+        self.update()
+
+
+def _kind_of(form: str) -> type[_Model]:
+    kinds = {"yield": _Yielding, "backward": _Backward, "in": _Counting, "mixed": _Mixing}
+    return kinds.get(form.partition(" ")[0], _Model)
+
+
+def _fit(rank: int, folder: Path, setting: _Setting, *plugins: Plugin) -> tuple[Any, str]:
+    """Return the indices that each iteration has trained on, and the warnings."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("helios").addHandler(handler)
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+    folder.mkdir(exist_ok=True)
+    trainer = helios.Trainer(
+        num_replicas=setting.num_replicas,
+        accumulation_steps=setting.accumulation,
+        plugins=plugins,
+        **{
+            "total_steps": 2,
+            "chkpt_root": folder,
+            "chkpt_frequency": 1,
+            "use_cpu": True,
+            "print_banner": False,
+            **setting.options,
+        },
+    )
+    if setting.form in ("advance", "twice"):
+        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=_Own(setting.form))
+    model = _kind_of(setting.form)(folder, setting.form)
+    trainer.fit(model, _Data())
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    logging.getLogger("helios").removeHandler(handler)
+    return model.seen, "\n".join(said)
+
+
+def _train(folder: Path, num_processes: int, setting: _Setting, *plugins: Plugin) -> Any:
+    found = run_ranks(_fit, num_processes, folder, setting, *plugins)
+    lines = map(json.loads, (folder / "weighted" / "ledger.jsonl").read_text().splitlines())
+    losses = [bytes.fromhex(line["loss"]["loss"]) for line in lines if "loss" in line]
+    return (folder / "bits").read_bytes(), losses, found
+
+
+def _by_hand(seen: dict[int, list[int]], accumulation: int, clip: float | None = None) -> Any:
+    net = _make_net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    iterations, losses = sorted(seen), []
+    for number in iterations:
+        totals = [_total(net, index).item() for index in seen[number]]
+        weight = float(sum(map(_weight_of, seen[number])))
+        losses.append(by_definition(totals) / (weight or 1.0))
+        if number % accumulation:
+            continue
+        window = range(number - accumulation + 1, number + 1)
+        leaves = []
+        for replica in range(len(seen[number])):
+            optimizer.zero_grad()
+            for each in window:
+                _total(net, seen[each][replica]).backward()
+            leaves.append([each.grad for each in net.parameters()])
+        weight = float(sum(_weight_of(index) for each in window for index in seen[each]))
+        if weight == 0:
+            continue
+        for place, parameter in enumerate(net.parameters()):
+            parameter.grad = by_definition([leaf[place] for leaf in leaves]).div_(weight)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return b"".join(bits(each.detach()) for each in net.parameters()), losses
+
+
+@pytest.mark.parametrize("form", ["loss", "dict", "backward", "advance", "twice"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_gradients_are_sums_that_are_divided_once(
+    num_replicas: int, accumulation: int, form: str, tmp_path: Path
+) -> None:
+    setting = _Setting(num_replicas, accumulation, form, {"clip_norm": 0.5})
+    # Where a step has two forward passes, each replica needs a process.
+    found, losses, ranks = _train(tmp_path, num_replicas if form == "twice" else 1, setting)
+    seen = {n: [index for part, _ in ranks for index in part[n]] for n in ranks[0][0]}
+    expected, means = _by_hand(seen, accumulation, clip=0.5)
+    assert found == expected
+    if num_replicas == 1:
+        means = [float(torch.tensor(x)) for x in means]
+    assert losses == [struct.pack(">d", mean) for mean in means]
+
+
+@pytest.mark.parametrize(
+    ("form", "num_processes"), [("loss", 2), ("loss", 3), ("advance", 2), ("yield", 3)]
+)
+def test_bits_depend_on_neither_processes_nor_kills(
+    form: str, num_processes: int, tmp_path: Path
+) -> None:
+    setting = _Setting(3, 2, "loss", {"train_unit": "iteration", "total_steps": 5})
+    expected = _train(tmp_path / "whole", 1, setting)[:2]
+    setting = dataclasses.replace(setting, form=form)
+    with pytest.raises(RankError):
+        run_ranks(_fit, num_processes, tmp_path / "killed", setting, Kill(7, rank=1))
+    assert _train(tmp_path / "killed", num_processes, setting)[:2] == expected
+
+
+@pytest.mark.skipif(not IS_ABLE, reason="needs FSDP that reduces as Helios says")
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_sharded_models_divide_once_too(num_processes: int, tmp_path: Path) -> None:
+    setting = _Setting(3, options={"sharding": "full"})
+    found, losses, _ = _train(tmp_path / "full", num_processes, setting)
+    expected = _train(tmp_path / "none", 1, _Setting(3))
+    assert (found, losses) == expected[:2]
+
+
+class _Counting(_Model):
+    """Counts its tokens, and draws random numbers."""
+
+    unsaved = ("folder", "form", "seen")
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup()
+        self.count, self.generator = 0, torch.Generator().manual_seed(1)
+
+    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
+        if self.form == "in the step":
+            self.count += _weight_of(int(batch))
+            torch.rand((), generator=self.generator)
+        noise = torch.rand(())
+        loss: helios.WeightedLoss = super().train_step(batch, state)
+        self._loss_items |= {"loss": loss.mean, "tokens": _weight_of(int(batch))}
+        return helios.WeightedLoss(loss.sum * noise, loss.weight)
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        if self.form != "in the step":
+            self.count += round(float(self._loss_items["tokens"]) * 3)
+
+    def on_training_end(self) -> None:
+        super().on_training_end()
+        (self.folder / f"count-{self.trainer.global_rank}").write_text(str(self.count))
+
+
+def _read_counts(folder: Path, num_processes: int) -> set[int]:
+    return {int((folder / f"count-{rank}").read_text()) for rank in range(num_processes)}
+
+
+def test_what_the_warning_of_a_step_that_counts_advises_works(tmp_path: Path) -> None:
+    *_, ((_, said), _) = _train(tmp_path / "step", 2, _Setting(form="in the step"))
+    assert len(_read_counts(tmp_path / "step", 2)) == 2
+    assert "changes generator. Each replica changes it" in said
+    for remedy in ("on_training_batch_end", "_loss_items", "default generators", "WeightedLoss"):
+        assert remedy in said
+    found = set()
+    for number in (1, 2, 3):
+        folder = tmp_path / str(number)
+        weights, _, ranks = _train(folder, number, _Setting(form="in a hook"))
+        found.add(weights)
+        assert _read_counts(folder, number) == {2 * sum(map(_weight_of, range(_LENGTH)))}
+        (newest, *_) = folder.glob("weighted/*_epoch_2_*.json")
+        assert json.loads(newest.read_text())["level"] == "elastic"
+        assert not any(said for _, said in ranks)
+    assert len(found) == 1
+
+
+class _Mixing(_Model):
+    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
+        loss: helios.WeightedLoss = super().train_step(batch, state)
+        is_plain = self.context.replica == 1 and state.global_iteration == int(self.form[-1])
+        return loss.sum if is_plain else loss
+
+
+def _mix(rank: int, folder: Path, form: str) -> str:
+    try:
+        _fit(rank, folder, _Setting(2, form=form))
+    except helios.UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("form", ["mixed in 1", "mixed in 3"])
+def test_all_processes_are_told_of_a_loss_without_a_weight(form: str, tmp_path: Path) -> None:
+    for text in run_ranks(_mix, 2, tmp_path, form):
+        assert "must all be a WeightedLoss, or none" in text
