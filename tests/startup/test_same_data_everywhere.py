@@ -41,6 +41,11 @@ class SplitInItsClass(Rows):
         return super().__getitem__(int(self.order[index]))
 
 
+class SplitAtTheTop(Rows):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(int(AT_THE_TOP[index]))
+
+
 class Holding(Rows):
     """Rows beside any value."""
 
@@ -69,6 +74,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         "data set.dataset.indices",
     ),
     "a split at the top of the script": (lambda: Subset(Rows(), AT_THE_TOP), "data set.indices"),
+    "a split that only a method names": (lambda: SplitAtTheTop(), "data set.AT_THE_TOP"),
     "a split in the class of the data set": (lambda: SplitInItsClass(), "data set.order"),
     "other values": (lambda: TensorDataset(torch.tensor(draw()).view(6, 4)), "data set.tensors"),
     "a list of samples": (lambda: [torch.tensor(draw()[:4]) for _ in range(8)], "data set, but"),
