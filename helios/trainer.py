@@ -101,7 +101,8 @@ class Trainer:
             every call and moves existing files to ``before-<date>/``; a path continues from that
             file.
         allow_changes: names of settings that may differ from those in the checkpoint.
-        on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state.
+        on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state,
+            and for a ``RunMismatchError`` if the data is not what the run was trained on.
         ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
             written; ``"full"`` adds a digest of each tensor, at some cost; ``"off"`` writes no
             evidence at all.

@@ -1,15 +1,33 @@
-"""Describes a data set: its class, the classes that it wraps, and its fingerprint."""
+"""Describes a data set: its class, the classes that it wraps, its fingerprint, its values.
+
+Processes compare the values that it has in memory. Large values are compared by samples: what
+differs because it was drawn or read differently differs almost everywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import is_dataclass
+from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
+from helios.core.utils import unsaved_of
 from helios.data.mixture import Mixture
+from helios.state_graph.scanning import is_dense
+from helios.state_graph.values import ATOMS, attributes_of
+from helios.storage.content_hash import fingerprint
 
 _DEEPEST = 16
+_MOST_MEMBERS = 4_096
+"""Maximum number of members of a container that are compared."""
+_MOST_BYTES, _MOST_MAPPED_BYTES = 1 << 30, 1 << 20
+"""Maximum bytes that are read of an attribute, and of an array that is mapped from a file."""
+_BLOCKS = 64
+_SHOWN = 60
 
 
 @runtime_checkable
@@ -75,3 +93,99 @@ def _fingerprints(dataset: Any, depth: int) -> Iterator[str]:
         return
     for part in _inside(dataset) if depth else []:
         yield from _fingerprints(part, depth - 1)
+
+
+def describe_values(part: Any) -> dict[str, str]:
+    """Return what a data set has in tensors, arrays and containers of them, numbers and text.
+
+    Nothing is fetched or changed. Attributes of its class and variables of a script that its
+    methods name count; what the class declares as ``unsaved`` does not, nor does anything else that
+    may differ from process to process: single values, folders in paths, objects.
+
+    Args:
+        part: the data set, without those that it wraps.
+
+    Returns:
+        A text for each attribute, which is equal for equal content; the name is empty for the
+        content of a list.
+    """
+    held: dict[str, Any] = {}
+    for base in reversed(type(part).__mro__):
+        if base.__module__.partition(".")[0] not in ("builtins", "typing", "torch", "helios"):
+            for method in (each for each in vars(base).values() if type(each) is FunctionType):
+                known = method.__globals__
+                held |= {name: known[name] for name in method.__code__.co_names if name in known}
+            held |= {name: value for name, value in vars(base).items() if name[:2] != "__"}
+    held |= attributes_of(part) | {"": part}
+    return {
+        name: _describe_value(value)
+        for name, value in held.items()
+        if name not in unsaved_of(part) and isinstance(value, _COMPARED)
+    }
+
+
+@runtime_checkable
+class _Frame(Protocol):
+    """A table or column of pandas."""
+
+    iloc: Any
+
+    def __len__(self) -> int: ...
+
+
+_COMPARED = (Tensor, np.ndarray, list, tuple, dict, _Frame)
+
+
+def _describe_value(value: Any) -> str:
+    excerpt = _excerpt(value, _MOST_BYTES)
+    size = tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else f"of {len(value)}"
+    first = excerpt if isinstance(excerpt, Mapping) else excerpt[:5]
+    shown = " ".join(str(first).split())
+    shown = f"{shown[:_SHOWN]}..." if len(shown) > _SHOWN else shown
+    return f"{type(value).__name__} {size} {shown} (digest {fingerprint(excerpt).value:016x})"
+
+
+def _excerpt(value: Any, num_bytes: int, depth: int = 0) -> Any:
+    """Return what is compared of a value, which has about a number of bytes at most."""
+    if type(value) is str:
+        # Machines may have the same files in different folders.
+        return value.replace("\\", "/").rpartition("/")[2]
+    if type(value) in ATOMS or depth > _DEEPEST:
+        return value if type(value) in ATOMS else None
+    if isinstance(value, Tensor):
+        return _rows(value, num_bytes) if is_dense(value) else [value.dtype, value.shape]
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "OSU":
+        return _rows(value, num_bytes)
+    # Members of members are many.
+    most = max(_MOST_MEMBERS >> 5 * depth, 8)
+    if isinstance(value, _Frame):
+        value = value.iloc[_spread(len(value), most)].to_numpy().tolist()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = attributes_of(value)
+    if isinstance(value, Mapping):
+        # Which entries come first may depend on a set.
+        found = dict(value) if len(value) <= most else {}
+        share = num_bytes // max(len(found), 1)
+        return {name: _excerpt(each, share, depth + 1) for name, each in found.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        places = _spread(len(value), most)
+        share = num_bytes // max(len(places), 1)
+        return [_excerpt(value[place], share, depth + 1) for place in places]
+    return value
+
+
+def _rows(part: Any, num_bytes: int) -> Any:
+    """Return a tensor or array, or rows in equal distances if it is large."""
+    most = min(num_bytes, _MOST_MAPPED_BYTES) if isinstance(part, np.memmap) else num_bytes
+    if part.nbytes <= most or not part.ndim:
+        return part if part.ndim else part.reshape(1)
+    count = max(1, len(part) * most // part.nbytes // _BLOCKS)
+    starts = _spread(len(part) - count + 1, _BLOCKS)
+    return [part[start : start + count] for start in starts]
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """Return places in equal distances, the first and the last among them."""
+    if length <= count:
+        return list(range(length))
+    return [place * (length - 1) // (count - 1) for place in range(count)]

@@ -5,6 +5,7 @@ Each iteration returns a batch for each replica of the process.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 from helios.core import rng
 from helios.core.memory import same
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
-from helios.data.keyed import BatchedDataset
+from helios.data.keyed import BatchedDataset, Keyed
 from helios.data.loader import KeyedLoader
 from helios.data.mixture import Mixture
 from helios.data.order import Position
@@ -37,7 +38,7 @@ from helios.data.source import (
     make_cut_error,
     run_on_one_thread,
 )
-from helios.storage.content_hash import look_safely
+from helios.storage.content_hash import Content, look_safely
 
 _INT = frozenset((int,))
 
@@ -112,6 +113,28 @@ class KeyedSource(Source):
         """Compute the indices; unknown if a user's sampler has a state or splits the data."""
         position = self._place(epoch, batch, sample)
         return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
+
+    def fetch_again(
+        self, epoch: int, batch: int, times: int = 1
+    ) -> list[tuple[list[Any], list[Content]]] | None:
+        """Fetch the batches of one iteration; not if a user's sampler has a state or splits."""
+        position = self._place(epoch, batch, self._deal.first_sample(batch))
+        hands = self._deal.hands_at(position, self.loader.keyed_dataset.dataset)
+        if hands is None:
+            return None
+        block = self._deal.share.block
+        own = hands[block.start : block.stop]
+        keys = [replace(position, replica=replica).fetch_keys().at(batch) for replica in block]
+        # Copies, because the data set may change a list.
+        items = [
+            Keyed(key, copy.copy(indices), reads_content=True)
+            for _ in range(times)
+            for key, indices in zip(keys, own, strict=False)
+        ]
+        with rng.stream(keys[0]):
+            contents = self.loader.read_again(position, items)
+        size = len(own)
+        return [(own, contents[n * size : (n + 1) * size]) for n in range(times)]
 
     @property
     def _can_skip(self) -> bool:

@@ -6,7 +6,7 @@ In a user's own loop, such a loader behaves like any DataLoader; a trainer uses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, TypeAlias, final
@@ -33,6 +33,7 @@ from helios.data.samplers import (
     ResumableSamplerType,
     ResumableSequentialSampler,
 )
+from helios.data.source import run_on_one_thread
 from helios.data.stream import Stream, StreamLoader
 from helios.data.worker_recovery import Begin, WorkerItems, WorkerTimeout, warn_of_workers
 from helios.data.workers import (
@@ -46,6 +47,7 @@ from helios.data.workers import (
 )
 from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
+from helios.storage.content_hash import Content, look_safely
 
 LoaderPair: TypeAlias = tuple[DataLoader[Any], ResumableSamplerType | None]
 
@@ -134,6 +136,30 @@ class KeyedLoader(DataLoader[Any]):
             self.end_workers()
             self._is_by_hand = False
         return self._fetch(items, partial(self._start_at, position))
+
+    def read_again(self, position: Position, items: Sequence[Keyed]) -> list[Content]:
+        """Return what is read of batches beside any pass.
+
+        They come from a worker that ends then, if this loader has workers: what a fetch opens in
+        the training process, such as a file, would be shared by all workers.
+
+        Args:
+            position: where the pass of the batches began.
+            items: the batches, each with its key.
+        """
+        if not self.num_workers:
+            return [run_on_one_thread(self._read, item) for item in items]
+        timeout = WorkerTimeout(self.params.worker_timeout)
+        batches = self._start_at(position, lambda: iter(items), timeout, one_by_one=True)
+        try:
+            return [each.content for each in batches]
+        finally:
+            end_workers(batches)
+
+    def _read(self, item: Keyed) -> Content:
+        dataset = self.keyed_dataset
+        samples = dataset.__getitems__(item) if self.batches.is_batched else dataset[item]
+        return look_safely(self.collate_fn(samples))
 
     def _fetch(self, items: Iterator[Keyed], begin: Begin) -> WorkerItems:
         timeout = self.params.worker_timeout

@@ -182,8 +182,22 @@ class ShardingPlan:
         num_left = -(-max(total - first, 0) // self._stride)
         return batch + (num_left // self._size if self._drop_last else -(-num_left // self._size))
 
+    def first_sample(self, batch: int) -> int:
+        """Return the position of the first sample of an iteration."""
+        return batch * self._size * self.share.num_replicas
+
     def indices_at(self, position: Position, dataset: Any) -> list[Any] | None:
         """Return the indices of one iteration for all V replicas, replica by replica.
+
+        Returns:
+            The indices; ``None`` as for :meth:`hands_at`.
+        """
+        hands = self.hands_at(position, dataset)
+        is_flat = self._is_single and not self._is_listed
+        return hands if hands is None or is_flat else list(chain.from_iterable(hands))
+
+    def hands_at(self, position: Position, dataset: Any) -> list[Any] | None:
+        """Return the indices of one iteration for each of the V replicas.
 
         Nothing is fetched, and no state changes.
 
@@ -206,10 +220,7 @@ class ShardingPlan:
         turn: ReplicaIndices | None = ask_twice(
             position, lambda: next(twin.turns(position, everybody), None)
         )
-        if turn is None:
-            return None
-        is_flat = self._is_single and not self._is_listed
-        return turn.hands if is_flat else list(chain.from_iterable(turn.hands))
+        return None if turn is None else turn.hands
 
     def _position_in_order(self, position: Position) -> Position:
         """Return the position in terms of the order."""

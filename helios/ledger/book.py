@@ -8,7 +8,7 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, final
 
@@ -425,15 +425,31 @@ def read_course(path: Path) -> bytes:
     return stated_hash(before).encode() + drop_buffers(last[:-TAIL_BYTES])
 
 
+def read_lines_before(path: Path, mark: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the lines of a ledger's chain that a checkpoint covers, from the last to the first.
+
+    Args:
+        path: the ledger.
+        mark: its size and hash in the checkpoint; nothing is yielded if they do not match.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+    lines = _read_backwards(path, mark["size"])
+    last = next(lines, b"")
+    if last.endswith(end_of(mark.get("tail", mark["hash"]))):
+        yield from (data for data in chain((last,), lines) if not is_scores(data))
+
+
 def _read_chain_backwards(path: Path) -> Iterator[bytes]:
     return (data for data in _read_backwards(path) if not is_scores(data))
 
 
-def _read_backwards(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a ledger from the last to the first."""
+def _read_backwards(path: Path, size: int | None = None) -> Iterator[bytes]:
+    """Yield the lines of a ledger, or of its first bytes, from the last to the first."""
     try:
         with path.open("rb") as handle:
-            place, data = handle.seek(0, 2), b""
+            place, data = handle.seek(0, 2) if size is None else size, b""
             while place > 0:
                 begin = max(0, place - _BLOCK)
                 handle.seek(begin)

@@ -43,6 +43,7 @@ from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
 from helios.startup import run_identity, run_log
 from helios.startup.best_validations import continue_best, find_best_rule, require_one_mode
+from helios.startup.data_check import DataCheck
 from helios.startup.given_values import (
     DeclaredParams,
     GivenValues,
@@ -574,7 +575,8 @@ class Training:
         if not (self._start.is_shortened and has_ended(run.options, record)):
             self._start.changes += self._given.report()
         self._start.changes += [str(each.rewind) for each in self._start.plans]
-        self._start.changes += run_identity.note_fingerprint(source.description, record.options)
+        renamed = run_identity.note_fingerprint(source.description, record.options)
+        self._start.changes += renamed
         if record.options.get("length") == identity["length"]:
             session.saved_length = record.data.get("length")
             session.allows_other_length = "length" in run.options.allow_changes
@@ -584,6 +586,7 @@ class Training:
         told = (*self._params.named, *self._given.named, *texts)
         run_log.report_arguments(record.options, told)
         self._start.changes += self._note_missing(record)
+        self._check_data(session, record, changes + renamed)
         payload = record.to_payload()
         session.hooks.emit("on_load_checkpoint", payload)
         adopt_settings = self._make_adoption(session)
@@ -601,6 +604,23 @@ class Training:
         if session.schedulers is not None:
             session.schedulers.remember()
         session.hooks.emit("on_checkpoint_loaded")
+
+    def _check_data(self, session: Session, record: Record, changes: list[str]) -> None:
+        """Fetch the last batch again, unless the data is known to be another, or is replayed."""
+        loaded = self._start.loaded
+        names = {text.partition(":")[0] for text in changes}
+        if session.is_replay or loaded is None or names & {*run_identity.ORDERING, "fingerprint"}:
+            return
+        check = DataCheck(
+            record,
+            loaded.path.parent,
+            session.training_source,
+            replicas=self._run.replicas,
+            is_strict=self._run.options.on_incomplete == "raise",
+            note=self._start.changes.append,
+        )
+        check.before_load()
+        session.check_data = check.after_resume
 
     def _make_adoption(self, session: Session) -> Callable[[], None]:
         """Return what puts the settings of ``setup`` back after the load, if they are allowed."""

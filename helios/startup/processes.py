@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from helios.data.fingerprint import count_samples, describe_values
+from helios.data.loader import KeyedLoader
 from helios.data.source import Source
 from helios.distributed.collectives import get_dist_info
 from helios.distributed.process_groups import DistributedInfo, is_dist_active, membership
@@ -29,6 +31,7 @@ from helios.hooks.events import EVENTS, Verb
 from helios.launch.launcher import Launch, LaunchKind
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
+from helios.startup.state_owners import find_data_sets
 from helios.startup.trainer_options import ROWS, Options
 from helios.state import Phase
 from helios.text import count_text
@@ -275,12 +278,46 @@ def describe_setup(hooks: Bus, sources: Mapping[Phase, list[Source]]) -> dict[st
     return table
 
 
-def require_alike(team: Replicas, own: Mapping[str, str]) -> None:
+def describe_data_sets(sources: Mapping[Phase, list[Source]]) -> dict[str, str]:
+    """Return what the data sets of all processes must have in common, by name.
+
+    Each process may split what a loader reads that Helios did not create.
+    """
+    table: dict[str, str] = {}
+    known: dict[int, dict[str, str]] = {}
+    for phase, found in sources.items():
+        for index, source in enumerate(found):
+            if not isinstance(source.loader, KeyedLoader):
+                continue
+            place = f"the {phase.value} data, loader {index}"
+            for name, part in find_data_sets(source):
+                table[f"{place}, length of {name}"] = str(count_samples(part))
+                if id(part) not in known:
+                    known[id(part)] = describe_values(part)
+                for attribute, text in known[id(part)].items():
+                    table[f"{place}, {name}.{attribute}".removesuffix(".")] = text
+    return table
+
+
+_ALIKE = (
+    "Create the trainer, its plugins and the data in the same way on all processes; to let a "
+    "plugin act on rank 0 only, check context.global_rank in it."
+)
+SAME_DATA = (
+    "Make the same data in all processes: in setup(), draw from random, torch or numpy.random, "
+    "which Helios seeds, or from a generator with a fixed seed, and sort what is listed from "
+    "folders. What may differ, name in the class of the data set: unsaved = (...,)."
+)
+"""The remedy where the data sets of processes differ."""
+
+
+def require_alike(team: Replicas, own: Mapping[str, str], remedy: str = _ALIKE) -> None:
     """Compare what all processes have; all of them call this at the same place.
 
     Args:
         team: the processes.
         own: the values of this process, by name.
+        remedy: what to do about a difference.
 
     Raises:
         UsageError: in all of them, if one differs from rank 0.
@@ -296,7 +333,5 @@ def require_alike(team: Replicas, own: Mapping[str, str]) -> None:
                 cause = None if team.rank == 0 else RankError("Rank 0 has raised the same error.")
                 raise UsageError(
                     f"All processes must agree on {name}, but rank {rank} of {team.num_processes} "
-                    f"has {there}, and rank 0 has {here}. Create the trainer, its plugins and the "
-                    "data in the same way on all processes; to let a plugin act on rank 0 only, "
-                    "check context.global_rank in it."
+                    f"has {there}, and rank 0 has {here}. {remedy}"
                 ) from cause

@@ -52,7 +52,14 @@ from helios.startup.objects import (
     check_plugins,
     warn_of_unknown_hooks,
 )
-from helios.startup.processes import Plan, describe_setup, options_that_must_match, require_alike
+from helios.startup.processes import (
+    SAME_DATA,
+    Plan,
+    describe_data_sets,
+    describe_setup,
+    options_that_must_match,
+    require_alike,
+)
 from helios.startup.state_owners import find_owners
 from helios.startup.trainer_call import Call
 from helios.startup.trainer_options import Options
@@ -321,7 +328,9 @@ class Run:
 
     def require_alike_setup(self) -> None:
         """Check that all processes have the same receivers and data."""
-        require_alike(self.replicas, describe_setup(self.hooks, self.sources))
+        if not self.replicas.has_single_process:
+            require_alike(self.replicas, describe_setup(self.hooks, self.sources))
+            require_alike(self.replicas, describe_data_sets(self.sources), SAME_DATA)
 
     def prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""

@@ -141,8 +141,14 @@ def _count_workers(source: Source) -> int:
 def _dataset_parts(source: Source) -> Iterator[tuple[str, object]]:
     """Yield the training data set, those that it contains, and the collate function's object."""
     loader = source.loader
-    if not isinstance(loader, DataLoader):
-        return
+    if isinstance(loader, DataLoader):
+        yield from find_data_sets(source)
+        yield from _holders_in("collate function", loader.collate_fn)
+
+
+def find_data_sets(source: Source) -> Iterator[tuple[str, object]]:
+    """Yield the data set of a loader of PyTorch, and those that it contains, each with a path."""
+    loader = source.loader
     waiting: list[tuple[str, Any]] = [("data set", data_sets_of(loader)[-1])]
     seen: set[int] = set()
     while waiting:
@@ -157,7 +163,6 @@ def _dataset_parts(source: Source) -> Iterator[tuple[str, object]]:
             place = f"{name}.{key}"
             names = [f"{place}.{number}" for number in range(len(found))] if found[1:] else [place]
             waiting += zip(names, found, strict=False)
-    yield from _holders_in("collate function", loader.collate_fn)
 
 
 def _holders_in(name: str, call: Any) -> Iterator[tuple[str, object]]:

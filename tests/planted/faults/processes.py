@@ -235,3 +235,11 @@ def a_process_ends_in_silence_that_holds_the_lock_of_the_log(write_to_stderr, te
 )
 def a_loader_worker_frees_what_its_parent_has_dropped(freeze):
     return None
+
+
+@fault(
+    "helios.startup.processes:describe_data_sets",
+    "tests/startup/test_same_data_everywhere.py::test_processes_with_other_data_do_not_start",
+)
+def what_data_sets_hold_is_not_compared_over_processes(describe_data_sets, sources):
+    return {}

@@ -1,0 +1,171 @@
+"""Processes that have made other data than rank 0 are told so before the first step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+import helios
+from helios.errors import UsageError
+from tests.support.models import Fitting
+from tests.support.ranks import run_ranks
+
+COUNT = 24
+AT_THE_TOP = np.random.default_rng().permutation(COUNT)
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Samples that are their index."""
+
+    def __init__(self, length: int = COUNT) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index))
+
+
+class SplitInItsClass(Rows):
+    order = np.random.default_rng().permutation(COUNT)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(int(self.order[index]))
+
+
+class SplitAtTheTop(Rows):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(int(AT_THE_TOP[index]))
+
+
+class Holding(Rows):
+    """Rows beside any value."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+
+class Free(Holding):
+    unsaved = ("held",)
+
+
+def draw() -> list[int]:
+    """Return a permutation that no seed of the run decides."""
+    return [*map(int, np.random.default_rng().permutation(COUNT))]
+
+
+def files(folder: str, order: list[int]) -> list[tuple[str, int]]:
+    return [(f"{folder}/{number}.png", number % 3) for number in order]
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a split in setup": (lambda: Subset(Rows(), draw()[:20]), "data set.indices"),
+    "a split of a split": (
+        lambda: Subset(Subset(Rows(), draw()), list(range(20))),
+        "data set.dataset.indices",
+    ),
+    "a split at the top of the script": (lambda: Subset(Rows(), AT_THE_TOP), "data set.indices"),
+    "a split that only a method names": (lambda: SplitAtTheTop(), "data set.AT_THE_TOP"),
+    "a split in the class of the data set": (lambda: SplitInItsClass(), "data set.order"),
+    "other values": (lambda: TensorDataset(torch.tensor(draw()).view(6, 4)), "data set.tensors"),
+    "a list of samples": (lambda: [torch.tensor(draw()[:4]) for _ in range(8)], "data set, but"),
+    "other noise on the same values": (
+        lambda: Holding({"noise": np.random.default_rng().normal(size=3)}),
+        "data set.held",
+    ),
+    "file names": (lambda: Holding(files("/data", draw())), "data set.held"),
+    "a shuffled table": (
+        lambda: Holding(pd.DataFrame({"name": list("abcdefgh" * 3)}).iloc[draw()]),
+        "data set.held",
+    ),
+    "a part of another data set": (
+        lambda: ConcatDataset([Rows(), Subset(Rows(), draw())]),
+        "data set.datasets.1.indices",
+    ),
+}
+
+ALIKE: dict[str, Callable[[], Any]] = {
+    "numpy.random in setup": lambda: Subset(Rows(), np.random.permutation(COUNT)),
+    "random and torch in setup": lambda: Subset(
+        Rows(), random.sample(range(COUNT), 20) + torch.randperm(4).tolist()
+    ),
+    "a generator with a fixed seed": lambda: Subset(
+        Rows(), np.random.default_rng(0).permutation(COUNT)
+    ),
+    "what is declared": lambda: Free(np.random.default_rng().normal(size=3)),
+    "other folders": lambda: Holding(files(f"/node{random.SystemRandom().random()}", [1, 2])),
+}
+
+
+class Data(helios.DataModule):
+    """Data of a form, in one phase; that of the others is equal in all processes."""
+
+    def __init__(self, form: str, phase: str) -> None:
+        super().__init__()
+        self.form, self.phase = form, phase
+
+    def setup(self) -> None:
+        make = OTHERS[self.form][0] if self.form in OTHERS else ALIKE[self.form]
+        params = helios.DataLoaderParams(batch_size=2)
+        for phase in ("train", "valid", "test"):
+            data = make() if phase == self.phase else Rows()
+            setattr(self, f"_{phase}_dataset", self._create_dataset(data, params))
+
+
+class Linear(Fitting):
+    def make_net(self) -> torch.nn.Module:
+        return torch.nn.Linear(4, 1)
+
+    def valid_step(self, batch: Any, step: int) -> None:
+        """Nothing to score."""
+
+    test_step = valid_step
+
+
+def start(rank: int, forms: list[str], phase: str, num_replicas: int) -> dict[str, str]:
+    """Return by form of the data the error of a start."""
+    found = {}
+    for form in forms:
+        trainer = helios.Trainer(
+            train_unit="iteration",
+            total_steps=1,
+            num_replicas=num_replicas,
+            use_cpu=True,
+            print_banner=False,
+        )
+        call = trainer.test if phase == "test" else trainer.fit
+        try:
+            call(Linear("net"), Data(form, phase))
+            found[form] = ""
+        except UsageError as error:
+            found[form] = str(error)
+    return found
+
+
+def test_processes_with_other_data_do_not_start() -> None:
+    first, second = run_ranks(start, 2, [*OTHERS], "train", 2)
+    assert first == second
+    for form, (_, place) in OTHERS.items():
+        assert "agree on the training data" in first[form]
+        assert place in first[form]
+        assert "rank 1 of 2 has" in first[form]
+
+
+@pytest.mark.parametrize(("phase", "name"), [("valid", "validation"), ("test", "testing")])
+def test_other_data_of_an_evaluation_is_found_too(phase: str, name: str) -> None:
+    for found in run_ranks(start, 3, ["a split in setup"], phase, 3):
+        assert f"the {name} data" in found["a split in setup"]
+        assert "indices" in found["a split in setup"]
+
+
+def test_what_the_error_advises_lets_processes_start() -> None:
+    assert run_ranks(start, 2, [*ALIKE], "train", 2) == [dict.fromkeys(ALIKE, "")] * 2
