@@ -1714,9 +1714,9 @@ FAULTS = (
     ),
     Fault(
         "a full ledger has the gradients after clipping",
-        "helios/loops/optimizer.py",
-        "            hear(optimizer)\n",
-        "            pass\n",
+        "helios/loops/updates.py",
+        "                hear(optimizer)\n",
+        "                pass\n",
         "tests/ledger/test_full.py::test_clipping_changes_what_follows_the_gradients",
     ),
     Fault(

@@ -160,6 +160,6 @@ class Updates:
         found = {id(each): each for optimizer in group for each in parameters_of(optimizer)}
         networks = model.discovery.modules()
         places = {name: place for place, name in enumerate(vars(model))}
-        names = sorted(networks, key=lambda path: places[path.partition(".")[0]])
+        names = sorted(networks, key=lambda path: places.get(path.partition(".")[0], len(places)))
         order = [id(each) for name in names for each in networks[name].parameters()]
         return [*(found.pop(number) for number in order if number in found), *found.values()]
