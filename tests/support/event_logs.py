@@ -307,8 +307,9 @@ def play(call: Call, folder: Path | None = None) -> Recording:
     data = listener(Numbers, "D", recording)(call.training, call.evaluation, call.loaders)
     if call.model is TwoNetworks:
         trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())
+    is_untrained = call.verb != "fit" and not (folder and any(folder.rglob("*.pth")))
     try:
-        getattr(trainer, call.verb)(model, data)
+        getattr(trainer, call.verb)(model, data, **({"checkpoint": None} if is_untrained else {}))
     except BaseException as error:
         if type(error) is not call.error:
             raise
