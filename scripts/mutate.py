@@ -26,7 +26,7 @@ from tests.planted import forks, planting  # noqa: E402
 from tests.support.started import interrupt_at_signals  # noqa: E402
 
 SECONDS = 120
-FROZEN = "tests/integration/test_today.py::test_a_frozen_script_gives_its_bits_from_the_start"
+FROZEN = "tests/integration/test_frozen_runs.py::test_a_frozen_script_gives_its_bits"
 ELASTIC = (
     "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits[3-3-1]"
 )

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helios.best import BestSoFar
-from helios.checkpoint.file_names import SCHEMA
+from helios.checkpoint.file_names import FIRST_SCHEMA, SCHEMA
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
@@ -218,15 +218,21 @@ class Sidecar:
 
 
 def check_schema(schema: Any, *, name: str) -> None:
-    """Refuse a format of a later version.
+    """Refuse a format that this version does not read.
 
     Raises:
-        IncompatibleCheckpointError: if the schema is not a format known here.
+        IncompatibleCheckpointError: for one of a later version, and for one before the first
+            release.
     """
     if type(schema) is not int or schema > SCHEMA:
         raise IncompatibleCheckpointError(
             f"{name} was written in format {schema!r}, and this version of Helios reads formats up "
             f"to {SCHEMA}. Install the version of Helios that wrote it, or a later one."
+        )
+    if schema < FIRST_SCHEMA:
+        raise IncompatibleCheckpointError(
+            f"{name} was written by a development version of Helios (format {schema}), which no "
+            "release reads. Move the file to another folder, and train again."
         )
 
 

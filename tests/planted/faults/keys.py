@@ -12,7 +12,7 @@ RNG = "tests/core/test_rng.py"
 WORKERS = "tests/integration/test_resume.py::test_workers_change_no_bit[from 0 to 2 workers]"
 ELASTIC = "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits"
 NUMPY = "tests/integration/test_numpy_global.py"
-FROZEN = "tests/integration/test_today.py::test_a_frozen_script_gives_its_bits_from_the_start"
+FROZEN = "tests/integration/test_frozen_runs.py::test_a_frozen_script_gives_its_bits"
 
 
 @fault("helios.core.rng:key", RNG)
