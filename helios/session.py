@@ -92,8 +92,6 @@ class Session(LiveRun):
         writer: writes checkpoints; ``None`` outside fit.
         listening: what listens to the iterations.
         listeners: what listens to the run.
-        opens_early: whether an epoch's data is opened before ``on_training_epoch_start``, as in
-            runs that earlier versions began.
         trial_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
         check_record: refuses a record that must not be saved, before hooks see it.
         note_last_safe_point: called before the save at a safe point that no batch follows.
@@ -120,7 +118,6 @@ class Session(LiveRun):
     writer: CheckpointWriter | None = None
     listening: Listening = field(default_factory=Listening)
     listeners: Sequence[RunListener] = ()
-    opens_early: bool = False
     trial_steps: int = 0
     check_record: Callable[[Record], None] = _accept
     note_last_safe_point: Callable[[], None] = _do_nothing

@@ -145,9 +145,9 @@ ROOMS["state"] = {
 }
 # What each mutant of a room must survive in the end.
 LAST: dict[str, tuple[str, ...]] = {
-    "order": (f"{FROZEN}[one_replica-1]", RESUME),
-    "keys": (f"{FROZEN}[one_replica-1]", RESUME),
-    "tree": (f"{FROZEN}[four_replicas-1]", ELASTIC),
+    "order": (f"{FROZEN}[today/one_replica]", RESUME),
+    "keys": (f"{FROZEN}[today/one_replica]", RESUME),
+    "tree": (f"{FROZEN}[today/four_replicas]", ELASTIC),
     "commit": (RESUME,),
     "ledger line": (),
     "state": (RESUME,),

@@ -295,8 +295,9 @@ def _take_randomness(old: Any) -> dict[str, Any]:
     """Return the generators as :mod:`helios.core.rng` holds them; newly seeded if missing."""
     found = old if isinstance(old, Mapping) else {}
     with rng.stream(rng.get_default_seed()):
-        neutral = rng.get_rng_state_dict()
-    state = {name: found.get(name, neutral[name]) for name in ("torch", "rand")}
+        neutral = rng.read_states()
+    names = ("torch", "rand", "numpy_global")
+    state = {name: found.get(name, neutral[name]) for name in names}
     state["numpy"] = _take_numpy(found.get("numpy"))
     if "cuda" in found:
         # That of the process's only device.

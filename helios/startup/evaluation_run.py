@@ -13,7 +13,6 @@ from helios.engines.numerics import numerics
 from helios.errors import UsageError
 from helios.model.model import Model
 from helios.plugins.averaging import StoredAverage, WeightAverage
-from helios.startup import run_identity
 from helios.startup.checkpoint_search import find_chosen
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import move_networks
@@ -47,7 +46,6 @@ def evaluate(run: Run) -> Any:
         )
     )
     open_logs(run.options, name, record, is_training=False)
-    run.follow_rules(run_identity.find_rules(None if record is None else record.options))
     trained = _set_up_for(run, trained, is_handed=loaded is None)
     phase = run.call.phase
     has_data = run.open_source(phase) is not None

@@ -250,12 +250,6 @@ class Training:
             # Logs of another run must not be truncated: a branch starts its own.
             logged = None if self._start.is_branch else record
             run_log.open_logs(run.options, self._name, logged, is_training=True)
-        self._start.rules = (
-            run_identity.adopt_rules(None)
-            if known is None
-            else run_identity.adopt_rules(known.options, place=with_step(*known.counters))
-        )
-        run.follow_rules(self._start.rules)
         run.set_up(is_inference=False)
         session = self._build()
         run.take_session(session)
@@ -311,7 +305,6 @@ class Training:
         run, loaded = self._run, self._start.loaded
         assert loaded is not None
         record, options = loaded.record, run.options
-        run.follow_rules(run_identity.find_rules(record.options))
         run.restore(Trained.of(run.detach(record)))
         keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
         is_passed = run_identity.is_shortened(options, record.options)
@@ -431,7 +424,6 @@ class Training:
             listening=Listening(() if self._evidence is None else self._evidence.iterations),
             listeners=self._listeners,
             can_save=self._can_save,
-            opens_early=not self._start.rules[run_identity.LATE_OPENING],
             trial_steps=run.options.sanity_steps,
             loop_states=LoopStates(run.loop, _LOOP_PATH),
             owner_states=run.owners,
@@ -470,8 +462,7 @@ class Training:
         )
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         limits = run_identity.limits(run.options)
-        rules = {run_identity.KEY: self._start.rules}
-        self._start.definition = identity | limits | rules
+        self._start.definition = identity | limits
         self._given = self._compare_given()
         self._start.definition |= self._params.options | self._given.options
         self._start.definition[run_log.KEY] = run_log.read_arguments()

@@ -37,7 +37,6 @@ from helios.plugins.plugin import Plugin, PluginStates
 from helios.replicas.on_all_ranks import on_each
 from helios.replicas.replicas import Replicas
 from helios.session import Session
-from helios.startup import run_identity
 from helios.startup.given_values import ConstructorCalls
 from helios.startup.hangs import HangEnd, HangWatch, showing_stacks
 from helios.startup.model_in_hand import ModelInHand
@@ -373,10 +372,6 @@ class Run:
         self.engine.replicas.close()
         self.team.close()
         self.engine.replicas = self.team = Replicas()
-
-    def follow_rules(self, rules: Mapping[str, bool]) -> None:
-        """Let keys seed NumPy's global generator until the end of the call, if the run does so."""
-        rng.key_numpy_global(rules[run_identity.NUMPY_GLOBAL])
 
     def _set_places(self) -> None:
         """Set ranks and devices of the user's objects."""

@@ -97,14 +97,11 @@ class Rollback:
         self._left = {id(each): each for each in leaving}
         for _ in each_in(owners, self._visit):
             continue
-        # In runs that earlier versions began, no key seeds it; a user may have done so.
-        self._numpy = np.random.get_state()
 
     def put_back(self) -> None:
         """Give the objects the content that they had."""
         for restore in self._restores:
             restore()
-        np.random.set_state(self._numpy)
 
     def _visit(self, value: Any) -> Iterable[Any]:
         """Record how to put back what an object holds; returns what it refers to."""
