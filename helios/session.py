@@ -92,7 +92,7 @@ class Session(LiveRun):
         writer: writes checkpoints; ``None`` outside fit.
         listening: what listens to the iterations.
         listeners: what listens to the run.
-        trial_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
+        sanity_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
         check_record: refuses a record that must not be saved, before hooks see it.
         note_last_safe_point: called before the save at a safe point that no batch follows.
         outside: returns why the run is to be interrupted, if the reason came from outside.
@@ -118,7 +118,7 @@ class Session(LiveRun):
     writer: CheckpointWriter | None = None
     listening: Listening = field(default_factory=Listening)
     listeners: Sequence[RunListener] = ()
-    trial_steps: int = 0
+    sanity_steps: int = 0
     check_record: Callable[[Record], None] = _accept
     note_last_safe_point: Callable[[], None] = _do_nothing
     outside: Callable[[], str] = str
@@ -198,11 +198,6 @@ class Session(LiveRun):
                 name,
                 _DEFAULTS[name],
             )
-
-    @property
-    def sanity_steps(self) -> int:
-        """Number of batches of the sanity check, as set by the trainer or a plugin."""
-        return max(self.trial_steps, *(each.sanity_steps for each in self.plugins.values()), 0)
 
     @property
     def trial_length(self) -> int | None:

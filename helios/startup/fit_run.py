@@ -424,7 +424,7 @@ class Training:
             listening=Listening(() if self._evidence is None else self._evidence.iterations),
             listeners=self._listeners,
             can_save=self._can_save,
-            trial_steps=run.options.sanity_steps,
+            sanity_steps=run.options.sanity_steps,
             loop_states=LoopStates(run.loop, _LOOP_PATH),
             owner_states=run.owners,
             findings=known,

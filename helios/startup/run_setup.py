@@ -453,7 +453,7 @@ class Run:
             run_seed=run.seed_of("order") if trains else run.seed,
             fetch_seed=run.seed_of("augmentation") if trains else run.seed,
             purpose=_PURPOSES[phase],
-            limit=self.options.limit_of(phase, self.plugins),
+            limit=self.options.batch_limits.get(phase),
             share=Shard(replicas.num_replicas, replicas.local_replicas, pads=trains),
         )
         return self.sources[phase][0]

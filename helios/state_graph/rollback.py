@@ -158,7 +158,7 @@ class Rollback:
         if is_lazy(tensor):
             raise UsageError(
                 "A sanity check needs complete networks, got a lazy parameter. Run one batch "
-                "through the network in setup(), or remove SanityCheck."
+                "through the network in setup(), or train without sanity_steps."
             )
         place = (tensor.device, storage_of(tensor))
         if tensor.layout is not torch.strided:

@@ -22,7 +22,6 @@ from helios.plugins.averaged_weights import Averages, Swap, ordinary
 from helios.plugins.averaging import EMA, SWA, WeightAverage
 from helios.state import Phase, TrainingState
 from helios.storage import codec
-from tests.support.quiet import Trying
 from tests.support.ranks import run_ranks
 from tests.support.resume import resume_everywhere
 from tests.support.runs import WIDTH, IndexModule, Setting, SmallModel, digest, train
@@ -114,6 +113,7 @@ def make_trainer(setting: Setting, *plugins: Plugin, root: Path | None = None) -
         print_banner=False,
         use_cpu=True,
         plugins=plugins,
+        **setting.options,
     )
 
 
@@ -475,7 +475,8 @@ def test_a_trial_validation_leaves_no_trace(tmp_path: Path) -> None:
     """C17."""
     setting = Setting(total_steps=4)
     fit(setting, EMA(0.5), root=tmp_path / "plain")
-    fit(setting, EMA(0.5), Trying(), root=tmp_path / "tried")
+    trying = dataclasses.replace(setting, options={"sanity_steps": 1})
+    fit(trying, EMA(0.5), root=tmp_path / "tried")
     plain, tried = newest(tmp_path / "plain"), newest(tmp_path / "tried")
     assert digest(tried["model"]) == digest(plain["model"])
     assert digest(tried["plugins"]["ema"]) == digest(plain["plugins"]["ema"])

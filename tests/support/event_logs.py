@@ -214,12 +214,6 @@ class Monitor(Quiet):
     monitor = True
 
 
-class TryingMonitor(Monitor):
-    """Asks for a trial validation."""
-
-    sanity_steps = 2
-
-
 def _listen(
     recording: Recording, letter: str, name: str, usual: Callable[..., Any] | None
 ) -> Callable[..., Any]:
@@ -278,7 +272,6 @@ class Call:
     loaders: int = 1
     reactions: tuple[Reaction, ...] = ()
     model: type[Linear] = Linear
-    monitor: type[Monitor] = Monitor
     error: type[BaseException] | None = None
 
 
@@ -291,7 +284,7 @@ def play(call: Call, folder: Path | None = None) -> Recording:
     """
     recording = Recording(call.reactions)
     plugins = [
-        listener(call.monitor, "Q", recording)("monitor"),
+        listener(Monitor, "Q", recording)("monitor"),
         listener(Quiet, "P", recording)("plugin"),
     ]
     trainer = helios.Trainer(

@@ -1,11 +1,10 @@
-"""Quick trials: limited passes, and a first validation that leaves no trace (C17, K14)."""
+"""Limited passes, and a first validation that leaves no trace (C17, K14)."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,9 @@ from torch.utils.data import DataLoader
 import helios
 from helios.core import rng
 from helios.data.samplers import ResumableSampler
-from helios.errors import ArgumentError, RunMismatchError, UsageError
+from helios.errors import RunMismatchError, UsageError
 from helios.loops.evaluation import ValidationLoop
 from helios.plugins import Plugin
-from helios.plugins.quick_trials import LimitBatches, SanityCheck
 from helios.state import Phase, TrainingState
 from helios.terminal.root_logger import get_tensorboard_writer
 from tests.data.datasets import draw
@@ -47,24 +45,6 @@ def _trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
 # --- limits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
-@pytest.mark.parametrize("name", ["train", "valid", "test", "predict"])
-def test_a_limit_must_be_a_positive_number(name: str, value: Any) -> None:
-    with pytest.raises(ArgumentError, match=rf"LimitBatches\({name}=...\) must be a positive int"):
-        LimitBatches(**{name: value})
-
-
-def test_a_limit_must_limit_something() -> None:
-    with pytest.raises(ArgumentError, match="must limit something"):
-        LimitBatches()
-
-
-def test_limits_stand_under_their_phases() -> None:
-    plugin = LimitBatches(train=1, test=3)
-    assert plugin.batch_limits == {Phase.TRAINING: 1, Phase.TESTING: 3}
-    assert plugin.plug_id == "limit-batches"
-
-
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_an_epoch_is_the_head_of_the_whole_one(unit: str, tmp_path: Path) -> None:
     setting = Setting(unit=unit, total_steps=12 if unit == "iteration" else 2, validates=False)
@@ -72,8 +52,11 @@ def test_an_epoch_is_the_head_of_the_whole_one(unit: str, tmp_path: Path) -> Non
     whole = train(tmp_path / "whole", setting)
     limited = train(
         tmp_path / "limited",
-        dataclasses.replace(setting, total_steps=4 if unit == "iteration" else 2),
-        LimitBatches(train=2),
+        dataclasses.replace(
+            setting,
+            total_steps=4 if unit == "iteration" else 2,
+            options={"batch_limits": {Phase.TRAINING: 2}},
+        ),
     )
     first, second = ([ids for ids, _ in outcome.records.values()] for outcome in (whole, limited))
     assert second == [*first[:2], *first[6:8]]
@@ -102,58 +85,17 @@ class Heard(Plugin):
 
 
 def test_evaluations_are_limited_too() -> None:
-    plugin, heard = LimitBatches(valid=1, test=2, predict=1), Heard()
-    trainer = _trainer(plugin, heard, train_unit="iteration", total_steps=2, valid_frequency=2)
+    heard = Heard()
+    limits = {Phase.VALIDATION: 1, Phase.TESTING: 2, Phase.PREDICTION: 1}
+    trainer = _trainer(
+        heard, train_unit="iteration", total_steps=2, valid_frequency=2, batch_limits=limits
+    )
     model, data = SmallModel(_SETTING), IndexModule(_SETTING)
     trainer.fit(model, data)
     trainer.validate(model, data)
     trainer.test(model, data)
     assert len(trainer.predict(model, data)) == 1
     assert heard.heard == [("valid", 0), ("valid", 0), ("test", 0), ("test", 1), ("predict", 0)]
-
-
-def test_the_trainer_limits_passes_without_a_plugin() -> None:
-    """The least limit counts, whether an option or a plugin sets it."""
-    heard = Heard()
-    limits = {Phase.VALIDATION: 1, Phase.TESTING: 3, Phase.PREDICTION: 1}
-    trainer = _trainer(
-        LimitBatches(test=2), heard, train_unit="iteration", total_steps=2, batch_limits=limits
-    )
-    model, data = SmallModel(_SETTING), IndexModule(_SETTING)
-    trainer.validate(model, data)
-    trainer.test(model, data)
-    assert len(trainer.predict(model, data)) == 1
-    assert heard.heard == [("valid", 0), ("test", 0), ("test", 1), ("predict", 0)]
-
-
-@pytest.mark.parametrize("asks_plugin", [False, True])
-def test_the_trainer_asks_for_a_trial_like_a_plugin(asks_plugin: bool) -> None:
-    heard = Heard()
-    plugins = [SanityCheck(2), heard] if asks_plugin else [heard]
-    steps = 0 if asks_plugin else 2
-    tried: list[int] = []
-    heard.on_sanity_check_start = lambda: tried.append(0)  # type: ignore[attr-defined]
-    heard.on_validation_batch_start = tried.append  # type: ignore[method-assign]
-    trainer = _trainer(*plugins, train_unit="iteration", total_steps=1, sanity_steps=steps)
-    trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert tried == [0, 0, 1]
-
-
-def test_the_least_limit_of_all_plugins_counts() -> None:
-    heard = Heard()
-    trainer = _trainer(
-        LimitBatches(test=2, plug_id="a"), LimitBatches(test=1, train=1, plug_id="b"), heard
-    )
-    trainer.test(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert heard.heard == [("test", 0)]
-
-
-def test_a_limit_of_a_user_is_checked_too() -> None:
-    class Wrong(Heard):
-        batch_limits = MappingProxyType({Phase.TESTING: 0})
-
-    with pytest.raises(ArgumentError, match=r"Plugin 'heard': batch_limits.* positive int, got 0"):
-        _trainer(Wrong()).test(SmallModel(_SETTING), IndexModule(_SETTING))
 
 
 @pytest.mark.parametrize(
@@ -166,9 +108,9 @@ def test_a_limit_of_a_user_is_checked_too() -> None:
     ids=["iteration", "epoch", "workers"],
 )
 def test_a_limited_run_resumes_exactly_everywhere(setting: Setting, tmp_path: Path) -> None:
-    whole = resume_everywhere(
-        lambda folder: train(folder, setting, LimitBatches(train=4, valid=1)), tmp_path
-    )
+    limits = {Phase.TRAINING: 4, Phase.VALIDATION: 1}
+    setting = dataclasses.replace(setting, options={"batch_limits": limits})
+    whole = resume_everywhere(lambda folder: train(folder, setting), tmp_path)
     assert whole.cursor is not None
     assert whole.cursor.epoch >= 2
 
@@ -187,9 +129,10 @@ def test_a_changed_limit_stops_a_resume_and_the_epoch_goes_on_where_it_stood_if_
     before: int | None, after: int | None, done: int, tmp_path: Path
 ) -> None:
     def make_run(folder: Path, limit: int | None, **options: Any) -> Outcome:
-        plugins = [] if limit is None else [LimitBatches(train=limit)]
+        limits = {} if limit is None else {Phase.TRAINING: limit}
+        options["batch_limits"] = limits
         setting = Setting(total_steps=12, validates=False, valid_frequency=None, options=options)
-        return train(folder, setting, *plugins)
+        return train(folder, setting)
 
     whole = [ids for ids, _ in make_run(tmp_path / "whole", None).records.values()]
     make_run(tmp_path / "first", before)
@@ -206,12 +149,6 @@ def test_a_changed_limit_stops_a_resume_and_the_epoch_goes_on_where_it_stood_if_
 
 
 # --- the trial validation ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
-def test_the_number_of_steps_must_be_positive(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"SanityCheck\(steps=...\) must be a positive int"):
-        SanityCheck(value)
 
 
 class Meter:
@@ -460,7 +397,6 @@ def _content(folder: Path) -> dict[str, dict[str, str]]:
         payload["training_state"] = dataclasses.replace(
             payload["training_state"], average_iter_time=0.0
         ).dict()
-        payload["plugins"].pop("sanity-check", None)
         for name in ("run_path", "log_path", "events"):
             payload.pop(name, None)
         found[path.stem] = {name: digest(part) for name, part in payload.items()}
@@ -534,10 +470,10 @@ def test_a_run_with_a_trial_is_the_run_without(
     options = {"train_unit": unit}
     if unit == "epoch":
         options |= {"total_steps": 2, "valid_frequency": 1}
-    for plugins in ([], [SanityCheck()]):
+    for steps in (0, 2):
         setting = Setting(scheduler="step")
-        folder = tmp_path / str(len(plugins))
-        found.append(_run(folder, kind(setting), data(setting), *plugins, **options))
+        folder = tmp_path / str(steps)
+        found.append(_run(folder, kind(setting), data(setting), sanity_steps=steps, **options))
     (plain, first), (tried, second) = found
     for name, before, after in zip(
         (
@@ -602,7 +538,7 @@ class Telling(Plugin):
 def test_the_trial_comes_first_and_goes_through_each_loader(count: int) -> None:
     told: list[tuple[Any, ...]] = []
     data = IndexModule if count == 1 else NastyData
-    trainer = _trainer(Telling(told), SanityCheck(2), total_steps=0)
+    trainer = _trainer(Telling(told), sanity_steps=2, total_steps=0)
     trainer.fit(Plain(_SETTING), data(_SETTING))
     batches = [(0, -1), (1, -1)] if count == 1 else [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert told == [
@@ -632,21 +568,22 @@ def test_what_is_drawn_at_its_ends_shifts_nothing() -> None:
         def on_training_start(self) -> None:
             drawn.append(draw())
 
-    for plugins in ([], [SanityCheck()]):
-        trainer = _trainer(Drawing("drawing"), *plugins, total_steps=0)
+    for steps in (0, 2):
+        trainer = _trainer(Drawing("drawing"), sanity_steps=steps, total_steps=0)
         trainer.fit(Plain(_SETTING), IndexModule(_SETTING))
     assert drawn[0] == drawn[1]
 
 
 @pytest.mark.shows("H57", "K14", "C17")
 def test_it_is_skipped_at_resumes_and_without_validation_data(tmp_path: Path) -> None:
-    setting = Setting(total_steps=2)
-    train(tmp_path, setting, SanityCheck())
-    resumed = train(tmp_path, dataclasses.replace(setting, total_steps=4), SanityCheck())
+    trying = {"sanity_steps": 2}
+    setting = Setting(total_steps=2, options=trying)
+    train(tmp_path, setting)
+    resumed = train(tmp_path, dataclasses.replace(setting, total_steps=4))
     assert resumed.has_ended
     assert "on_sanity_check_start" not in {event[0] for event in resumed.events}
-    bare = Setting(total_steps=2, validates=False, valid_frequency=None)
-    outcome = train(tmp_path / "bare", bare, SanityCheck())
+    bare = Setting(total_steps=2, validates=False, valid_frequency=None, options=trying)
+    outcome = train(tmp_path / "bare", bare)
     assert "on_sanity_check_start" not in {event[0] for event in outcome.events}
 
 
@@ -658,7 +595,7 @@ def test_an_error_in_validation_comes_before_the_training(tmp_path: Path) -> Non
     model, data, heard = Failing(_SETTING), IndexModule(_SETTING), Hoarder()
     before = rng.get_rng_state_dict()["torch"]
     with pytest.raises(KeyError, match="score"):
-        record(tmp_path, model, data, SanityCheck(), heard, total_steps=3, valid_frequency=1)
+        record(tmp_path, model, data, heard, sanity_steps=2, total_steps=3, valid_frequency=1)
     assert data.fetched == []
     assert model.records == {}
     assert all(part.training for part in model.net.modules())
@@ -674,7 +611,7 @@ def test_a_stop_iteration_in_a_trial_is_an_error(tmp_path: Path) -> None:
             next(iter(()))
 
     with pytest.raises(UsageError, match="StopIteration"):
-        _trainer(SanityCheck(), total_steps=1).fit(Failing(_SETTING), IndexModule(_SETTING))
+        _trainer(sanity_steps=2, total_steps=1).fit(Failing(_SETTING), IndexModule(_SETTING))
 
 
 def test_what_is_asked_for_at_the_end_of_the_check_is_meant() -> None:
@@ -683,6 +620,6 @@ def test_what_is_asked_for_at_the_end_of_the_check_is_meant() -> None:
             self.context.request_stop("seen enough")
 
     model = SmallModel(_SETTING)
-    trainer = _trainer(Stopping(), SanityCheck(), train_unit="iteration", total_steps=9)
+    trainer = _trainer(Stopping(), sanity_steps=2, train_unit="iteration", total_steps=9)
     trainer.fit(model, IndexModule(_SETTING))
     assert len(model.records) == 0
