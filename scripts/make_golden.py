@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts import event_page  # noqa: E402 (found by the line above)
-from tests import house  # noqa: E402
+from tests import codebase  # noqa: E402
 from tests.cli import helps  # noqa: E402
 from tests.support import (  # noqa: E402
     decisions,
@@ -36,12 +36,7 @@ def _in(folder: Path, texts: Mapping[str, str]) -> dict[Path, str]:
 
 
 MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
-    "names": lambda: {GOLDEN / "public_names.txt": house.public_names()},
-    "words": lambda: {
-        house.VAGUE_WORDS: house.lower_word_counts(
-            house.VAGUE_WORDS.read_text("utf-8"), house.source_files()
-        )
-    },
+    "names": lambda: {GOLDEN / "public_names.txt": codebase.public_names()},
     "matrix": lambda: {cells.GOLDEN: cells.golden_table()},
     "decisions": lambda: {decisions.GOLDEN: decisions.golden_table()},
     "events": lambda: _in(GOLDEN / "events", event_situations.golden_logs()),
