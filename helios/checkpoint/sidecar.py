@@ -47,8 +47,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "step": (int, type(None)),
     "migrated_from": (str, type(None)),
 }
-# Keys that earlier versions did not write.
-_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None} | {
+# Keys that are not written where there is nothing to say.
+_OPTIONAL: dict[str, Any] = {
+    "ledger": None,
     "mismatches": [],
     "rewinds": [],
     "best": None,
@@ -172,7 +173,7 @@ class Sidecar:
         """Return the text of the file."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
-        for key in ("ledger", "mismatches", "rewinds", "best", "averages", "step", "migrated_from"):
+        for key in _OPTIONAL:
             if table[key] in (None, []):
                 del table[key]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
@@ -199,8 +200,6 @@ class Sidecar:
         if check != _checksum(table):
             raise _unreadable(name, "its checksum does not match")
         check_schema(table.get("schema"), name=name)
-        # Earlier versions wrote it beside ``migrated_from``.
-        table.pop("is_migrated", None)
         return cls._from_table(table, name)
 
     @classmethod
