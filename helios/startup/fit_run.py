@@ -172,11 +172,9 @@ class Training:
             known: a record that knows how the run began, where it starts without a checkpoint.
         """
         run = self._run
-        session = self._prepare(known if self._record is None else self._record)
+        self._prepare(known if self._record is None else self._record)
         # Its tensors are copied to their destinations; kept, they would double the memory.
         self._start.forget_payload()
-        if self._saves is not None and self._can_save:
-            self._saves.prepare(session.state)
         run.has_begun = True
         run.hooks.emit("on_fit_start")
         begin = time.perf_counter()
@@ -243,7 +241,7 @@ class Training:
             **(run_log.log_places() if run.replicas.rank == 0 else {}),
         )
 
-    def _prepare(self, known: Record | None) -> Session:
+    def _prepare(self, known: Record | None) -> None:
         run, record = self._run, self._record
         run.settings.enter_context(self._numerics(known))
         if self._make_evidence is None:
@@ -269,7 +267,6 @@ class Training:
             run_log.log_hparams(named | self._given.all)
         for listener in self._listeners:
             listener.opened()
-        return session
 
     def _compare_start(self, record: Record) -> None:
         """Warn once of all that differs from the start that wrote the checkpoint, or refuse."""
