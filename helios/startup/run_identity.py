@@ -28,6 +28,14 @@ _RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "is_distribute
 _UNCOUNTED = ("length", None)
 """Stored length of a loader with an unknown number of samples."""
 
+_DEFAULTS: Mapping[str, Any] = {
+    "seeds": {},
+    "accumulation_order": "replicas",
+    "norm": "whole",
+    "init": "setup",
+}
+"""What holds where the description of a run does not name it."""
+
 _OF_DATA = (
     *("dataset", "length", "batch_size", "shuffle", "drop_last", "seed", "sampler"),
     *("limit_batches", "is_distributed"),
@@ -40,16 +48,20 @@ ORDERING = (*_OF_DATA, "mixture", "random_seed", "seeds")
 def identity(options: Options, description: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
     """Return what defines a run, in the names of ``allow_changes``.
 
-    ``sharding="full"`` is in it only where it changes bits, in accumulation and in clipping.
+    What few runs have is in it only for those; ``sharding="full"`` only where it changes bits, in
+    accumulation and in clipping.
     """
-    found = {name: description.get(name) for name in (*_OF_DATA, "mixture")}
+    found = {name: description.get(name) for name in _OF_DATA}
     found |= {name: options.plain(name) for name, row in ROWS.items() if row.defines_run}
     # The engine may be the user's.
     found["precision"] = engine.precision.value
-    accumulates_apart = engine.replicas.is_sharded and options.accumulation_steps > 1
-    found["accumulation_order"] = "micro-batches" if accumulates_apart else "replicas"
-    found["norm"] = "rows" if engine._clips_by_rows else "whole"
-    return found
+    if description.get("mixture"):
+        found["mixture"] = description["mixture"]
+    if engine.replicas.is_sharded and options.accumulation_steps > 1:
+        found["accumulation_order"] = "micro-batches"
+    if engine._clips_by_rows:
+        found["norm"] = "rows"
+    return {name: x for name, x in found.items() if name not in _DEFAULTS or x != _DEFAULTS[name]}
 
 
 def limits(options: Options) -> dict[str, float | None]:
@@ -168,6 +180,7 @@ def reconcile(
     Raises:
         RunMismatchError: for a change that was not allowed.
     """
+    stored, present = {**_DEFAULTS, **stored}, {**_DEFAULTS, **present}
     changed = {
         name: f"{name}: {stored[name]!r} -> {value!r}"
         for name, value in present.items()
@@ -192,7 +205,7 @@ def reconcile(
 def _order_seed(options: Mapping[str, Any], default: Mapping[str, Any]) -> Any:
     """Return the seed of the order; checkpoints of helios-ml do not contain any."""
     seed = options.get("random_seed", default["random_seed"])
-    return options.get("seeds", {}).get("order", seed)
+    return options["seeds"].get("order", seed)
 
 
 def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replicas) -> Cursor:
