@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from helios.core.moved import install_moved_modules
 from helios.version import __version__
 
 if TYPE_CHECKING:
@@ -11,8 +10,6 @@ else:
     from helios.deferred import defer
 
     __getattr__, __dir__ = defer(__name__)
-
-install_moved_modules()
 
 __all__ = [
     "ArgumentError",
@@ -34,7 +31,6 @@ __all__ = [
     "KeepBest",
     "LossNotProvidedError",
     "Model",
-    "MovedModuleError",
     "Phase",
     "Plugin",
     "Precision",

@@ -11,7 +11,6 @@ works. A message says what was wrong, what was found and what to do::
     ├── UsageError (RuntimeError)             an invalid call, or an invalid result of user code
     │   └── LossNotProvidedError              a step returned no loss, but one is needed
     ├── LedgerError (RuntimeError)            a ledger is missing, damaged or of another format
-    ├── MovedModuleError (ModuleNotFoundError) a module of helios-ml that has been replaced
     ├── ReadOnlyError (AttributeError)        an assignment to what is only read
     ├── RankError (RuntimeError)              another process of the training failed or exited
     ├── SaveError (OSError)                   the last checkpoint of a run could not be written
@@ -63,10 +62,6 @@ class LossNotProvidedError(UsageError):
 
 class LedgerError(HeliosError, RuntimeError):
     """A ledger is missing, damaged or of another format."""
-
-
-class MovedModuleError(HeliosError, ModuleNotFoundError):
-    """A module of helios-ml was imported that Helios replaces with something else."""
 
 
 class ReadOnlyError(HeliosError, AttributeError):

@@ -20,7 +20,6 @@ from helios.errors import HeliosError as HeliosError
 from helios.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
 from helios.errors import Interrupted as Interrupted
 from helios.errors import LossNotProvidedError as LossNotProvidedError
-from helios.errors import MovedModuleError as MovedModuleError
 from helios.errors import RankError as RankError
 from helios.errors import ReadOnlyError as ReadOnlyError
 from helios.errors import RunMismatchError as RunMismatchError

@@ -93,15 +93,6 @@ def find_next(schedule: Schedule, state: TrainingState) -> float:
     return min(schedule.total_steps, *counts, float("inf"))
 
 
-def count_saves(schedule: Schedule, state: TrainingState) -> float:
-    """Return how many checkpoints are still to be saved; infinity if the run has no end."""
-    if schedule.chkpt_frequency is None:
-        return 0
-    done = state.global_epoch if schedule.is_by_epoch else state.current_iteration
-    # One more may be saved at the end.
-    return max(0, schedule.total_steps - done) / schedule.chkpt_frequency + 1
-
-
 def is_out_of_patience(schedule: Schedule, state: TrainingState) -> bool:
     """Whether the metrics have not improved ``early_stop_cycles`` times in a row."""
     return (

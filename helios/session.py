@@ -92,9 +92,7 @@ class Session(LiveRun):
         writer: writes checkpoints; ``None`` outside fit.
         listening: what listens to the iterations.
         listeners: what listens to the run.
-        opens_early: whether an epoch's data is opened before ``on_training_epoch_start``, as in
-            runs that earlier versions began.
-        trial_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
+        sanity_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
         check_record: refuses a record that must not be saved, before hooks see it.
         note_last_safe_point: called before the save at a safe point that no batch follows.
         check_data: compares the data with that of the checkpoint, after ``on_training_resume``.
@@ -121,8 +119,7 @@ class Session(LiveRun):
     writer: CheckpointWriter | None = None
     listening: Listening = field(default_factory=Listening)
     listeners: Sequence[RunListener] = ()
-    opens_early: bool = False
-    trial_steps: int = 0
+    sanity_steps: int = 0
     check_record: Callable[[Record], None] = _accept
     note_last_safe_point: Callable[[], None] = _do_nothing
     check_data: Callable[[], None] = _do_nothing
@@ -203,11 +200,6 @@ class Session(LiveRun):
                 name,
                 _DEFAULTS[name],
             )
-
-    @property
-    def sanity_steps(self) -> int:
-        """Number of batches of the sanity check, as set by the trainer or a plugin."""
-        return max(self.trial_steps, *(each.sanity_steps for each in self.plugins.values()), 0)
 
     @property
     def trial_length(self) -> int | None:

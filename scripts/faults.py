@@ -16,9 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-
-import text_faults  # noqa: E402
-
 from tests.planted import forks, listing  # noqa: E402
 from tests.planted.planting import Fault  # noqa: E402
 from tests.support.started import interrupt_at_signals  # noqa: E402
@@ -30,12 +27,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="plant only faults whose name holds one of these")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--check", action="store_true", help="only look whether all can be planted")
-    parser.add_argument("--text", action="store_true", help="the faults of scripts/text_faults.py")
     arguments = parser.parse_args()
     interrupt_at_signals()
     names = arguments.names or [""]
-    if arguments.text:
-        return _run_texts(names, jobs=arguments.jobs, checks_only=arguments.check)
     chosen = {
         key: fault
         for key, fault in listing.find_faults().items()
@@ -46,14 +40,6 @@ def main() -> int:
         print(*problems or [f"All {len(chosen)} faults can be planted."], sep="\n")
         return 1 if problems else 0
     return run(chosen, arguments.jobs)
-
-
-def _run_texts(names: list[str], *, jobs: int, checks_only: bool) -> int:
-    if not checks_only:
-        return text_faults.run(names, jobs)
-    lost = text_faults.find_lost()
-    print(*lost or ["Each text is there once."], sep="\n")
-    return 1 if lost else 0
 
 
 def run(chosen: dict[str, Fault], jobs: int) -> int:

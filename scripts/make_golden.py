@@ -1,6 +1,6 @@
 """Write the golden files anew: run it when a change of them is meant, and read the difference.
 
-What is in ``tests/golden/today`` is not among them: it is never written again.
+What frozen runs recorded is written only if it is named (``frozen``): it changes if bits do.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,13 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts import event_page  # noqa: E402 (found by the line above)
-from tests import house  # noqa: E402
+from tests import codebase  # noqa: E402
 from tests.cli import helps  # noqa: E402
 from tests.support import (  # noqa: E402
     decisions,
     event_situations,
     file_trails,
-    golden_checkpoint,
+    frozen,
     mistakes,
     replica_logs,
     statements,
@@ -37,12 +36,7 @@ def _in(folder: Path, texts: Mapping[str, str]) -> dict[Path, str]:
 
 
 MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
-    "names": lambda: {GOLDEN / "public_names.txt": house.public_names()},
-    "words": lambda: {
-        house.VAGUE_WORDS: house.lower_word_counts(
-            house.VAGUE_WORDS.read_text("utf-8"), house.source_files()
-        )
-    },
+    "names": lambda: {GOLDEN / "public_names.txt": codebase.public_names()},
     "matrix": lambda: {cells.GOLDEN: cells.golden_table()},
     "decisions": lambda: {decisions.GOLDEN: decisions.golden_table()},
     "events": lambda: _in(GOLDEN / "events", event_situations.golden_logs()),
@@ -52,25 +46,18 @@ MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
     "page": lambda: {ROOT / "docs" / "hooks.md": event_page.render()},
     "order": lambda: {file_trails.PAGE: file_trails.page()},
     "coverage": lambda: {statements.PAGE: statements.page()},
+    "frozen": frozen.golden_results,
 }
 """What makes each group of golden files, and the pages that are generated."""
-
-
-def write_checkpoints() -> None:
-    """Write a checkpoint of the present schema where there is none: it is never written again."""
-    with tempfile.TemporaryDirectory() as scratch:
-        for path, content in golden_checkpoint.make(Path(scratch)).items():
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-                print(f"{path.relative_to(ROOT)}: written")
 
 
 def main() -> None:
     """Write each golden file and say which ones changed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("groups", nargs="*", choices=[[], *MAKERS], help="all, if none is named")
-    groups = parser.parse_args().groups or list(MAKERS)
+    parser.add_argument(
+        "groups", nargs="*", choices=[[], *MAKERS], help="all but frozen, if none is named"
+    )
+    groups = parser.parse_args().groups or [name for name in MAKERS if name != "frozen"]
     # Recorded runs would fill the screen; some of them fail on purpose.
     logging.disable(logging.CRITICAL)
     wanted: dict[Path, str] = {}
@@ -86,7 +73,6 @@ def main() -> None:
         path.write_text(text, "utf-8")
         if found != text:
             print(f"{path.relative_to(ROOT)}: changed")
-    write_checkpoints()
     print(f"{len(wanted)} files are as the code makes them.")
 
 

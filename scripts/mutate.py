@@ -26,7 +26,7 @@ from tests.planted import forks, planting  # noqa: E402
 from tests.support.started import interrupt_at_signals  # noqa: E402
 
 SECONDS = 120
-FROZEN = "tests/integration/test_today.py::test_a_frozen_script_gives_its_bits_from_the_start"
+FROZEN = "tests/integration/test_frozen_runs.py::test_a_frozen_script_gives_its_bits"
 ELASTIC = (
     "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits[3-3-1]"
 )
@@ -145,9 +145,9 @@ ROOMS["state"] = {
 }
 # What each mutant of a room must survive in the end.
 LAST: dict[str, tuple[str, ...]] = {
-    "order": (f"{FROZEN}[one_replica-1]", RESUME),
-    "keys": (f"{FROZEN}[one_replica-1]", RESUME),
-    "tree": (f"{FROZEN}[four_replicas-1]", ELASTIC),
+    "order": (f"{FROZEN}[today/one_replica]", RESUME),
+    "keys": (f"{FROZEN}[today/one_replica]", RESUME),
+    "tree": (f"{FROZEN}[today/four_replicas]", ELASTIC),
     "commit": (RESUME,),
     "ledger line": (),
     "state": (RESUME,),

@@ -16,7 +16,7 @@ import helios.ledger
 from helios import exports
 from helios.core import exports as core_exports
 from helios.ledger import exports as ledger_exports
-from tests import house
+from tests import codebase
 
 _HEAVY = "print([name for name in ('torch', 'numpy', 'tqdm') if name in sys.modules])"
 
@@ -28,7 +28,7 @@ def _run(code: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(house.ROOT)},
+        env={**os.environ, "PYTHONPATH": str(codebase.ROOT)},
     )
     return ran.stdout
 
@@ -89,17 +89,6 @@ print(getattr(helios, "__wrapped__", None), helios.__version__ == __version__)
 
 def test_what_the_deferred_names_need_can_be_imported_first() -> None:
     assert _run("import helios.terminal.root_logger as found\nprint(found.RootLogger.__name__)")
-
-
-@pytest.mark.shows("P73")
-def test_modules_of_helios_ml_are_named_before_any_other_import() -> None:
-    code = """
-try:
-    import helios.optim
-except ImportError as error:
-    print(type(error).__name__)
-"""
-    assert _run(code).strip() == "MovedModuleError"
 
 
 @pytest.mark.shows("P73")

@@ -19,7 +19,6 @@ import helios
 from helios.checkpoint.file_names import SCHEMA
 from helios.checkpoint.record import KEYS
 from helios.storage.content_hash import fingerprint
-from scripts.sizes import measure
 from tests.support.kills import KillAt, run_in_child
 from tests.support.pages import OF_STATE, SHOWN, check_printed, shown_commands
 from tests.support.warned import collect_warnings
@@ -257,15 +256,6 @@ def test_each_page_says_what_to_read_first_and_so_all_have_an_order() -> None:
     ours = {page for page, text in assumes.items() if re.match(rf"\*{_FOR_US}", text)}
     assert ours
     assert not [page for page in assumes.keys() - ours if ours & set(before[page])]
-
-
-@pytest.mark.shows("P151")
-def test_the_files_that_lead_through_the_code_can_be_read_in_an_hour() -> None:
-    page = (_ROOT / "docs" / "spine.md").read_text("utf-8")
-    files = re.findall(r"^\| \d+ \| `(.+?)`", page, re.MULTILINE)
-    assert len(files) == 12
-    sizes = [measure(file, (_ROOT / "helios" / file).read_text("utf-8")) for file in files]
-    assert sum(size.code_lines for size in sizes) <= 3000
 
 
 @pytest.mark.shows("P151")

@@ -8,12 +8,12 @@ import re
 import subprocess
 import sys
 
-from tests import house
+from tests import codebase
 
-_PATHS = (house.ROOT / "tests/golden/import_paths.txt").read_text("utf-8").splitlines()
+_PATHS = (codebase.ROOT / "tests/golden/import_paths.txt").read_text("utf-8").splitlines()
 _PAGES = [
     page
-    for page in [house.ROOT / "README.md", *sorted((house.ROOT / "docs").rglob("*.md"))]
+    for page in [codebase.ROOT / "README.md", *sorted((codebase.ROOT / "docs").rglob("*.md"))]
     if page.parent.name != "decisions" and page.name not in ("architecture.md", "coverage.md")
 ]
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -58,7 +58,7 @@ def test_every_frozen_path_imports_first_of_all_and_without_a_warning() -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(house.ROOT)},
+        env={**os.environ, "PYTHONPATH": str(codebase.ROOT)},
     )
     *failures, last = ran.stdout.splitlines()
     failing = {path: error for path, error, *_ in map(str.split, failures)}

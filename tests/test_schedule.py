@@ -9,7 +9,6 @@ import pytest
 
 from helios.schedule import (
     Schedule,
-    count_saves,
     ends_window,
     find_limit,
     is_limit,
@@ -276,26 +275,6 @@ def test_asking_changes_no_counter() -> None:
     assert is_total_reached(schedule, state, cursor)
     assert not is_out_of_patience(schedule, state)
     assert (state.dict(), cursor.dict()) == before
-
-
-@pytest.mark.shows("S8")
-@pytest.mark.parametrize("total", [1, 6, 7, 12])
-@pytest.mark.parametrize("frequency", [1, 3, 5])
-@pytest.mark.parametrize("unit", [EPOCH, ITERATION])
-def test_the_saves_to_come_are_counted_with_one_for_the_end(
-    unit: TrainingUnit, frequency: int, total: int
-) -> None:
-    schedule = Schedule(unit=unit, total_steps=total, chkpt_frequency=frequency)
-    done = len(walk(schedule, 4).saves)
-    assert done <= count_saves(schedule, TrainingState()) <= done + 2
-
-
-def test_a_run_without_saves_has_none_to_come_and_one_without_end_has_them_without_end() -> None:
-    assert count_saves(Schedule(total_steps=5), TrainingState()) == 0
-    endless = Schedule(unit=ITERATION, total_steps=math.inf, chkpt_frequency=3)
-    assert count_saves(endless, TrainingState(current_iteration=9)) == math.inf
-    over = Schedule(unit=ITERATION, total_steps=5, chkpt_frequency=3)
-    assert count_saves(over, TrainingState(current_iteration=9)) == 1
 
 
 @pytest.mark.shows("S53")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from helios import Model, Trainer
-from tests.house import ROOT
+from tests.codebase import ROOT
 from tests.typed import extending_script, published_members, tasks_script, user_script
 
 SCRIPT = ROOT / "tests" / "typed" / "user_script.py"

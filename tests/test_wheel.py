@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts import build_wheel
-from tests.house import ROOT, source_files
+from tests.codebase import ROOT, source_files
 
 pytestmark = [
     pytest.mark.full,

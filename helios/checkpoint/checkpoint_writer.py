@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,9 +47,6 @@ class CheckpointWriter:
     def __init__(self, newest: Path | None = None, place: tuple[int, int] | None = None) -> None:
         self.newest = newest
         self._announced = place
-
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Allocate memory for copies of storages of these sizes, each process for itself."""
 
     def save(self, payload: dict[str, Any]) -> Path | None:
         """Save a payload as a checkpoint; all processes wait until it is copied.
@@ -140,11 +137,6 @@ class PlainWriter(CheckpointWriter):
     @property
     def _is_first(self) -> bool:
         return self._replicas.rank == 0
-
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Allocate memory for copies, on rank 0."""
-        if self._is_first:
-            self._thread.prepare(sizes)
 
     def save(self, payload: dict[str, Any]) -> Path:
         """Save a payload; see the base."""
@@ -340,10 +332,6 @@ class ShardedWriter(PlainWriter):
             self._replicas.rank, is_async=options.is_async, pins=rest.get("pins", False)
         )
         self._newest_parts: RankParts | None = None
-
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Allocate memory for copies of this process's shards."""
-        self._parts.thread.prepare(sizes)
 
     def _save(self, payload: dict[str, Any]) -> Path:
         self._conclude_parts()

@@ -20,8 +20,10 @@ from helios.storage.local_paths import as_local_path
 
 Found = TypeVar("Found")
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of the format; a file with a higher one is not read."""
+FIRST_SCHEMA = 5
+"""That of the first release; only development versions wrote files with a lower one."""
 
 # The keys that are read without decoding the file; `record` has all of them.
 KEY_SCHEMA = "schema"

@@ -51,10 +51,9 @@ class Record:
         events: lengths of the event files; ``None`` if they are never truncated.
         ledger: length and hash of the ledger up to here; ``None`` without one.
         rewinds: the rewinds that the run has carried out, the oldest first.
-        best_validations: the best validations so far, and the rule that decides; ``None`` in files
-            of earlier versions.
-        loss_means: sums of losses since their means were logged last; ``None`` if none are logged,
-            and in files of earlier versions.
+        best_validations: the best validations so far, and the rule that decides; ``None`` without
+            a rule.
+        loss_means: sums of losses since their means were logged last; ``None`` if none are logged.
         migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
         extra: what hooks have added.
     """

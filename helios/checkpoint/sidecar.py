@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helios.best import BestSoFar
-from helios.checkpoint.file_names import SCHEMA
+from helios.checkpoint.file_names import FIRST_SCHEMA, SCHEMA
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
@@ -47,8 +47,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "step": (int, type(None)),
     "migrated_from": (str, type(None)),
 }
-# Keys that earlier versions did not write.
-_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None} | {
+# Keys that are not written where there is nothing to say.
+_OPTIONAL: dict[str, Any] = {
+    "ledger": None,
     "mismatches": [],
     "rewinds": [],
     "best": None,
@@ -172,7 +173,7 @@ class Sidecar:
         """Return the text of the file."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
-        for key in ("ledger", "mismatches", "rewinds", "best", "averages", "step", "migrated_from"):
+        for key in _OPTIONAL:
             if table[key] in (None, []):
                 del table[key]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
@@ -199,8 +200,6 @@ class Sidecar:
         if check != _checksum(table):
             raise _unreadable(name, "its checksum does not match")
         check_schema(table.get("schema"), name=name)
-        # Earlier versions wrote it beside ``migrated_from``.
-        table.pop("is_migrated", None)
         return cls._from_table(table, name)
 
     @classmethod
@@ -218,15 +217,21 @@ class Sidecar:
 
 
 def check_schema(schema: Any, *, name: str) -> None:
-    """Refuse a format of a later version.
+    """Refuse a format that this version does not read.
 
     Raises:
-        IncompatibleCheckpointError: if the schema is not a format known here.
+        IncompatibleCheckpointError: for one of a later version, and for one before the first
+            release.
     """
     if type(schema) is not int or schema > SCHEMA:
         raise IncompatibleCheckpointError(
             f"{name} was written in format {schema!r}, and this version of Helios reads formats up "
             f"to {SCHEMA}. Install the version of Helios that wrote it, or a later one."
+        )
+    if schema < FIRST_SCHEMA:
+        raise IncompatibleCheckpointError(
+            f"{name} was written by a development version of Helios (format {schema}), which no "
+            "release reads. Move the file to another folder, and train again."
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar, final
 
 from helios.storage.staging import HostBuffers
@@ -43,31 +43,21 @@ class WriterThread:
         self._is_idle = threading.Event()
         self._is_idle.set()
 
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Allocate memory for copies of storages of these sizes, in bytes."""
-        if self.buffers is not None:
-            try:
-                self.buffers.prepare(sizes)
-            except MemoryError as error:
-                self._do_without_copies(error)
-
     def copying(self, make: Callable[[HostBuffers | None], Result]) -> Result:
         """Return what a function makes, with copies if memory allows; else it gets ``None``."""
         if self.buffers is not None:
             try:
                 return make(self.buffers)
             except MemoryError as error:
-                self._do_without_copies(error)
+                self.buffers = None
+                _LOGGER.warning(
+                    "There is too little memory for a copy of %s (%s), so training waits from now "
+                    "on until each checkpoint is on the disk, as with "
+                    "CheckpointStore(is_async=False).",
+                    self._content,
+                    error,
+                )
         return make(None)
-
-    def _do_without_copies(self, error: MemoryError) -> None:
-        self.buffers = None
-        _LOGGER.warning(
-            "There is too little memory for a copy of %s (%s), so training waits from now on "
-            "until each checkpoint is on the disk, as with CheckpointStore(is_async=False).",
-            self._content,
-            error,
-        )
 
     def start(self, work: Callable[[], None]) -> None:
         """Begin with the next work; the one before must have ended."""

@@ -174,11 +174,9 @@ class _Default:
 
     Attributes:
         numpy: the package's default NumPy generator.
-        keys_numpy_global: whether keys seed NumPy's global generator.
     """
 
     numpy: DefaultNumpyRNG | None = None
-    keys_numpy_global: bool = False
 
 
 def _make_from_state(state: dict[str, Any]) -> DefaultNumpyRNG:
@@ -251,30 +249,17 @@ def seed_setup(seed: int) -> None:
         seed: the seed; NumPy's global generator gets it as ``numpy.random.seed`` would.
     """
     seed_rngs(seed)
-    if _Default.keys_numpy_global:
-        _seed_numpy_global(seed)
-
-
-def key_numpy_global(is_keyed: bool) -> None:
-    """Set whether keys seed NumPy's global generator in this process."""
-    _Default.keys_numpy_global = is_keyed
-
-
-def keys_numpy_global() -> bool:
-    """Return whether keys seed NumPy's global generator in this process."""
-    return _Default.keys_numpy_global
+    _seed_numpy_global(seed)
 
 
 @contextmanager
 def numpy_global_kept() -> Iterator[None]:
-    """Restore NumPy's global generator after a block in which keys have begun to seed it."""
-    was_keyed, found = _Default.keys_numpy_global, np.random.get_state(legacy=False)
+    """Restore NumPy's global generator after a block."""
+    found = np.random.get_state(legacy=False)
     try:
         yield
     finally:
-        if _Default.keys_numpy_global:
-            np.random.set_state(found)
-        _Default.keys_numpy_global = was_keyed
+        np.random.set_state(found)
 
 
 def _seed_numpy_global(seed: int) -> None:
@@ -294,8 +279,7 @@ def _uses_cuda() -> bool:
 def reseed(seed: int) -> None:
     """Seed every generator from one key: torch (CPU and initialized CUDA devices), random, NumPy.
 
-    Inside a call of a trainer, also NumPy's global generator. Takes about 8 microseconds on a CPU;
-    ``torch.manual_seed`` alone takes a hundred.
+    Takes about 8 microseconds on a CPU; ``torch.manual_seed`` alone takes a hundred.
 
     Args:
         seed: a key of 64 bits.
@@ -311,8 +295,7 @@ def reseed(seed: int) -> None:
     numpy.pending = seed
     if numpy.is_taken:
         numpy.reseed(seed)
-    if _Default.keys_numpy_global:
-        _seed_numpy_global(seed)
+    _seed_numpy_global(seed)
 
 
 @contextmanager
@@ -363,17 +346,13 @@ def read_states() -> dict[str, Any]:
     """Return the states of all generators that keys seed.
 
     Returns:
-        What :func:`get_rng_state_dict` returns, and, where keys seed it, the state of NumPy's
-        global generator. Reading that takes 25 microseconds, so no step does.
+        What :func:`get_rng_state_dict` returns, and the state of NumPy's global generator. Reading
+        that takes 25 microseconds, so no step does.
     """
-    state = get_rng_state_dict()
-    if _Default.keys_numpy_global:
-        state[_NUMPY_GLOBAL] = np.random.get_state(legacy=False)
-    return state
+    return get_rng_state_dict() | {_NUMPY_GLOBAL: np.random.get_state(legacy=False)}
 
 
 def load_states(state_dict: dict[str, Any]) -> None:
     """Restore the states that :func:`read_states` returned."""
     load_rng_state_dict(state_dict)
-    if _NUMPY_GLOBAL in state_dict:
-        np.random.set_state(state_dict[_NUMPY_GLOBAL])
+    np.random.set_state(state_dict[_NUMPY_GLOBAL])

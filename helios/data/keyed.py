@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
-import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from helios.core import rng
@@ -215,21 +213,11 @@ def ask_twice(position: Position, ask: Callable[[], _Found | None]) -> _Found | 
         ask: iterates over the copy from the position.
     """
     try:
-        with rng.stream(position.order_key()), _numpy_global_kept():
+        with rng.stream(position.order_key()):
             first, second = ask(), ask()
     except Exception:  # a copy of a user's sampler may be incomplete
         return None
     return first if first == second else None
-
-
-@contextmanager
-def _numpy_global_kept() -> Iterator[None]:
-    """Restore NumPy's global generator, also where no key seeds it."""
-    found = np.random.get_state(legacy=False)
-    try:
-        yield
-    finally:
-        np.random.set_state(found)
 
 
 def split_into_batches(blocks: Iterator[list[Any]], size: int) -> Iterator[list[list[Any]]]:

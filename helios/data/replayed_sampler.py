@@ -138,7 +138,7 @@ class ReplayedOrder(Order):
             super().load_state_dict(state_dict)
             return
         if not state_dict and isinstance(self._stateful, OwnGenerators):
-            self._stateful.lacks_state = True
+            # A migrated checkpoint has none.
             return
         if not state_dict:
             raise StateError(
@@ -187,14 +187,6 @@ class ReplayedOrder(Order):
             return
         with own.watching():
             yield
-        if own.lacks_state and own.drawn:
-            own.lacks_state = False
-            _LOGGER.warning(
-                "The checkpoint contains no state of the generator that %s draws from, because "
-                "earlier versions did not save it. From here on, the order of samples differs from "
-                "that of an uninterrupted run.",
-                type(self.sampler).__name__,
-            )
 
     def _open(self, position: Position) -> Iterator[Any]:
         """Start the sampler's pass, and skip the samples before the position."""
@@ -300,13 +292,11 @@ class OwnGenerators:
 
     Attributes:
         drawn: the paths of those that the sampler draws from, as far as it has done so.
-        lacks_state: whether the run resumes from a checkpoint without their states.
     """
 
     def __init__(self, generators: dict[str, Generator]) -> None:
         self._generators = generators
         self.drawn: set[str] = set()
-        self.lacks_state = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:

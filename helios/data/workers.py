@@ -279,20 +279,16 @@ class WorkerInit:
     def __init__(self, user_init: Callable[[int], Any] | None) -> None:
         self._user_init = user_init
         self._ignored: tuple[int, ...] = ()
-        self._keys_numpy_global = False
         self._report: Callable[[], object] = bool
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes, with what a spawned worker does not get from its parent."""
-        own = {"_ignored": noted_signals(), "_keys_numpy_global": rng.keys_numpy_global()}
-        return vars(self) | own
+        return vars(self) | {"_ignored": noted_signals()}
 
     def __call__(self, worker_id: int) -> None:
         """Initialize the current worker."""
         _end_without_parent()
         ignore_signals(self._ignored or noted_signals())
-        if self._keys_numpy_global:
-            rng.key_numpy_global(True)
         rng.seed_rngs(torch.initial_seed() % 2**32, skip_torch=True)
         # By now PyTorch has set the number of threads and seeded, where locks may be held forever.
         # The user's function may take its time.

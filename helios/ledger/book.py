@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, TypeVar, final
 import helios.ledger.line as line
 from helios.errors import LedgerError
 from helios.ledger.line import (
-    OLDEST,
     STEPS,
     TAIL_BYTES,
     VERSION,
@@ -51,12 +50,11 @@ class Book:
 
     Attributes:
         every: the number of steps between two hashes of the weights, as at the first start.
-        version: the version of the format, likewise.
         loss: why the ledger of a checkpoint could not be continued; ``None`` if it was.
     """
 
     def __init__(self, folder: Path, *, run: str, level: str = STEPS) -> None:
-        self.every, self.version = EVERY, line.VERSION
+        self.every = EVERY
         self.loss: str | None = None
         self._path = folder / FILE_NAME
         self._run = run
@@ -88,11 +86,11 @@ class Book:
         self.loss = None
         self._is_open, self._has_failed = True, False
         if mark is not None:
-            self.every, self.version = mark["every"], mark.get("version", line.OLDEST)
+            self.every = mark["every"]
             if self._cut_back(mark):
                 return
         self._chain, self._size, self._waiting = "", 0, (0, [])
-        head: dict[str, Any] = {"ledger": self.version, "run": self._run, "every": self.every}
+        head: dict[str, Any] = {"ledger": line.VERSION, "run": self._run, "every": self.every}
         head |= {"after": after, **self._level}
         if mark is not None:
             head["lost"] = True
@@ -110,13 +108,13 @@ class Book:
             self._add(data, self._chain)
 
     def append_end(self, body: str, buffers: str) -> None:
-        """Append the last line of a run that has ended; version 1 has no buffers.
+        """Append the last line of a run that has ended.
 
         Args:
             body: as in :meth:`append`.
             buffers: the entry of the buffers, which comes last.
         """
-        self.append(body + buffers if self.version > line.OLDEST else body)
+        self.append(body + buffers)
 
     def append_scores(
         self,
@@ -125,7 +123,7 @@ class Book:
         unscored: Collection[str],
         by_hand: Mapping[str, int],
     ) -> None:
-        """Append the scores of a validation, beside the chain; version 1 has none.
+        """Append the scores of a validation, beside the chain.
 
         Args:
             after: the last iteration, whose line was appended.
@@ -133,7 +131,7 @@ class Book:
             unscored: names of those that are left out.
             by_hand: as in :func:`helios.ledger.line.describe_scores`.
         """
-        if self._is_open and scores and self.version > line.OLDEST:
+        if self._is_open and scores:
             body = line.describe_scores(scores, unscored, after, by_hand)
             self._add(*line.seal(body, self._chain))
 
@@ -151,8 +149,6 @@ class Book:
         """Return the size and hash of the ledger so far, for a checkpoint."""
         self._try_write()
         found = {"size": self._size, "hash": self._chain, "every": self.every, **self._level}
-        if self.version > line.OLDEST:
-            found["version"] = self.version
         if self._tail != self._chain:
             found["tail"] = self._tail
         return found
@@ -366,10 +362,10 @@ def parse_header(data: bytes, path: Path) -> dict[str, Any]:
             f"{path} is not a ledger, or its first line is damaged. Put a copy in its place, or "
             "rename it to go on without it."
         ) from error
-    if version not in range(OLDEST, VERSION + 1):
+    if version != VERSION:
         raise LedgerError(
-            f"{path} is a ledger of version {version}, but this version of Helios reads versions "
-            f"up to {VERSION}. Use the version of Helios that wrote it."
+            f"{path} is a ledger of version {version}, but this version of Helios reads version "
+            f"{VERSION}. Use the version of Helios that wrote it."
         )
     found: dict[str, Any] = header
     return found

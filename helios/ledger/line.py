@@ -25,10 +25,10 @@ With ``ledger="full"`` the digests of :mod:`helios.ledger.tensor_digests` come b
 The first line is the header: the version of the format, the run's definition, n, and the last
 iteration before the ledger begins, which is not zero if the ledger was lost or switched on later,
 and ``level`` if it is full.
-The last line of a run that has ended has the key ``end``, and from version 2 on ``buffers``: the
+The last line of a run that has ended has the key ``end``, and ``buffers``: the
 hash of each persistent buffer by name, ``null`` where its content cannot be read.
 
-From version 2 on, the scores of a validation are a line that hangs beside the chain: its hash is
+The scores of a validation are a line that hangs beside the chain: its hash is
 over the line of the iteration that it follows and over itself, and no other line's hash is over it.
 So the chain, and the hash of the last line, are the same with other validations or none.
 
@@ -54,8 +54,7 @@ from typing import Any
 from helios.errors import LedgerError
 
 VERSION = 2
-"""The version of ledgers that are begun; that of a run under way stays."""
-OLDEST = 1
+"""The version of the format."""
 STEPS, FULL = "steps", "full"
 _DIGITS = 16
 _HASH = b',"h":"'

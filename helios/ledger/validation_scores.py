@@ -11,12 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import helios.ledger.book as book
-import helios.ledger.timing as timing
 from helios.errors import LedgerError
 from helios.ledger.book import parse_header, read_all_lines
-from helios.ledger.line import OLDEST, is_scores, read_float, step_of, write_float
-from helios.ledger.timing import read_timing
+from helios.ledger.line import is_scores, read_float, step_of, write_float
 from helios.text import with_step
 
 _MOST_NAMED = 3
@@ -30,14 +27,12 @@ class RunScores:
         by_iteration: the scores of each validation by name, by the iteration that it follows.
         by_hand: of each score that several processes have filled by hand, their number, likewise.
         unscored: names of scores that are not compared, as ``Model.unscored`` says.
-        missing: why there are none; empty if the run has recorded them.
         steps: optimizer steps at these iterations, as far as they are known.
     """
 
     by_iteration: dict[int, Mapping[str, float]] = field(default_factory=dict)
     by_hand: dict[int, Mapping[str, int]] = field(default_factory=dict)
     unscored: frozenset[str] = frozenset()
-    missing: str = ""
     steps: dict[int, int] = field(default_factory=dict)
 
 
@@ -67,24 +62,7 @@ def read_scores(ledger: Path) -> RunScores:
         LedgerError: if they cannot be read.
     """
     lines = read_all_lines(ledger)
-    if parse_header(next(lines, b""), ledger)["ledger"] > OLDEST:
-        return _collect(lines)
-    path = ledger.parent / timing.FILE_NAME
-    if ledger.name != book.FILE_NAME:
-        # The times beside it are those of a later start.
-        return RunScores(missing=f"{ledger} was put aside, and its scores are unknown")
-    if not path.is_file():
-        return RunScores(missing=f"there is no {path}")
-    known = read_timing(ledger.parent).scores
-    return RunScores(
-        {line["iteration"]: line["scores"] for line in known},
-        {line["iteration"]: line.get("by_hand", {}) for line in known},
-        frozenset(name for line in known for name in line.get("unscored", ())),
-        steps={line["iteration"]: line["step"] for line in known if "step" in line},
-    )
-
-
-def _collect(lines: Iterable[bytes]) -> RunScores:
+    parse_header(next(lines, b""), ledger)
     found, before = RunScores(), b""
     for data in lines:
         if not is_scores(data):
@@ -139,10 +117,6 @@ def compare_scores(
         last: the iteration up to which they are.
     """
     found = ScoreComparison()
-    for missing in (one.missing, other.missing):
-        if missing:
-            found.not_compared.append(f"scores were not compared: {missing}")
-            return found
     unscored, steps = one.unscored | other.unscored, other.steps | one.steps
     sides = [
         {number: table for number, table in run.by_iteration.items() if after < number <= last}

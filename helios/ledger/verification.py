@@ -10,9 +10,9 @@ from typing import Any
 
 from helios.errors import LedgerError
 from helios.ledger.book import find_ledger, parse_header, read_all_lines
-from helios.ledger.line import OLDEST, is_scores, stated_hash, unseal, write_float
+from helios.ledger.line import is_scores, stated_hash, unseal, write_float
 from helios.ledger.lineage import read_lineage
-from helios.ledger.validation_scores import RunScores, parse_scores, read_scores
+from helios.ledger.validation_scores import RunScores, parse_scores
 from helios.text import with_step
 
 
@@ -106,9 +106,7 @@ def verify(
     ]
     status.findings += _check_digests(path.parent, digests or {})
     if scores:
-        _check_scores(
-            status, scores, read_scores(path) if reader.version == OLDEST else reader.scores
-        )
+        _check_scores(status, scores, reader.scores)
     if hash_buffers is not None:
         for name in sorted(name for name, place in missing.items() if place[0] == begin):
             _check_buffers(status, name, hash_buffers(name, reader.buffers), reader.buffers)
@@ -171,7 +169,6 @@ class _Reader:
     Attributes:
         chain: the hash of the chain so far.
         tail: that of the line before, which may have scores, beside the chain.
-        version: the version of the ledger.
         scores: those of validations.
         buffers: the hashes of the buffers at the end of the run, by name; empty without its line.
     """
@@ -180,7 +177,6 @@ class _Reader:
         self, status: LedgerStatus, watch: Callable[[dict[str, Any]], object] | None
     ) -> None:
         self.chain = self.tail = ""
-        self.version = OLDEST
         self.scores = RunScores()
         self.buffers: dict[str, str | None] = {}
         self._status = status
@@ -206,7 +202,7 @@ class _Reader:
             return
         if number == 1:
             header = parse_header(data, status.path)
-            self._iteration, self.version = header["after"], header["ledger"]
+            self._iteration = header["after"]
             status.begins_after = self._iteration
             if header.get("lost"):
                 status.findings.append(f"the lines up to iteration {self._iteration} are missing")
@@ -227,7 +223,7 @@ class _Reader:
             self._status.findings.append(f"line {number}, {self._describe_place()}, {what}")
             return
         after, known = line.after, self.scores.by_iteration
-        if after != self._iteration or after in known or self.version == OLDEST:
+        if after != self._iteration or after in known:
             self._status.findings.append(
                 f"line {number}, {self._describe_place()}, has scores that do not belong there"
             )

@@ -89,7 +89,7 @@ class EpochLoop(Loop):
         self._listening = session.listening
         self._must_open = True
         session.num_skipped_batches = 0
-        if session.is_in_epoch or session.opens_early:
+        if session.is_in_epoch:
             self._open()
 
     def _open(self) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint import file_names, loading, schema_upgrades
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.sidecar import Sidecar
 from helios.errors import (
     CheckpointError,
@@ -255,8 +255,7 @@ def _identify(path: Path) -> tuple[int, int, int]:
 
 def _convert(tree: Any, path: Path) -> dict[str, Any]:
     try:
-        plain = helios_ml.to_schema_0(tree, stem=path.stem)
-        return schema_upgrades.upgrade(plain, helios_ml.STEPS)
+        return helios_ml.convert(tree, stem=path.stem)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise helios_ml.NotAsWrittenError(f"no release has written this: {error!r}") from error
 

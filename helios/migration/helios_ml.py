@@ -1,8 +1,8 @@
-"""Converts what helios-ml, the earlier package, wrote into its files to the schemas of Helios.
+"""Converts what helios-ml, the earlier package, wrote into its files to the format of Helios.
 
 Its objects are read as inert stubs that know their names and parts; here each of them becomes a
-plain value, and the whole (schema 0) the content of schema 1. The package itself is never imported,
-and nothing in a file is called.
+plain value, and the whole the content of a checkpoint of the present schema. The package itself is
+never imported, and nothing in a file is called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from helios.checkpoint import file_names, schema_upgrades
+from helios.checkpoint import file_names
 from helios.core import rng
 from helios.state import Cursor, TrainingState
 from helios.storage.placeholders import Unknown
@@ -191,16 +191,14 @@ def is_old(tree: Any) -> bool:
     return not is_ours and find(tree, file_names.KEY_TRAINING_STATE) is not None
 
 
-def to_schema_0(tree: Any, *, stem: str) -> dict[str, Any]:
-    """Return the content of a file of helios-ml as schema 0: plain keys and values.
+def convert(tree: Any, *, stem: str) -> dict[str, Any]:
+    """Return the content of a file of helios-ml as that of a checkpoint of the present schema.
+
+    What helios-ml did not save gets a neutral value.
 
     Args:
         tree: the file, with stubs for objects.
         stem: its name without suffix.
-
-    Returns:
-        The keys of the file with ``schema`` 0. ``model`` is what the user's ``state_dict`` had
-        returned, ``amp_scaler`` is beside it; the current epoch counts from 1.
 
     Raises:
         NotAsWrittenError: for what no release has written.
@@ -218,7 +216,7 @@ def to_schema_0(tree: Any, *, stem: str) -> dict[str, Any]:
         raise NotAsWrittenError(f"it lacks one of the counters {', '.join(_COUNTERS)}")
     if file_names.KEY_VERSION not in plain and _counts_from_zero(state, stem):
         plain[file_names.KEY_TRAINING_STATE] = state | {"global_epoch": state["global_epoch"] + 1}
-    return plain | {file_names.KEY_SCHEMA: 0}
+    return _to_present(plain)
 
 
 def _is_split(model: Any) -> bool:
@@ -250,21 +248,25 @@ def _counts_from_zero(state: Mapping[str, Any], stem: str) -> bool:
     return can_be(epoch) and (is_ahead or not can_be(epoch - 1))
 
 
-def _from_helios_ml(old: dict[str, Any]) -> dict[str, Any]:
-    """Schema 0 to 1: what helios-ml did not save gets a neutral value."""
+def _to_present(old: dict[str, Any]) -> dict[str, Any]:
     state = _take_state(old["training_state"])
     is_inside = state.dataset_iter > 0
     # Inside an epoch, the number is that of the current epoch, from 1.
     epoch = max(state.global_epoch - is_inside, 0)
     scaler = old.get(KEY_AMP_SCALER)
     known = {
+        file_names.KEY_SCHEMA: file_names.SCHEMA,
         "version": __version__,
         "training_state": state.dict() | {"global_epoch": epoch + is_inside},
         "cursor": Cursor(epoch=epoch, batch=state.dataset_iter).dict(),
         "model": old.get("model", {}),
         "tables": {name: {} for name in _TABLES},
+        "by_rank": [],
         "plugins": {},
         "loops": {},
+        "owners": {},
+        "missing": {},
+        "claims": [],
         "data": {"description": {}, "state": {}},
         "engine": {"open_micro_batches": 0} | ({"scaler": scaler} if scaler else {}),
         "rng": _take_randomness(old.get("rng")),
@@ -282,10 +284,6 @@ def _from_helios_ml(old: dict[str, Any]) -> dict[str, Any]:
     return others | _take_logs(old) | known
 
 
-STEPS: Mapping[int, schema_upgrades.Step] = {0: _from_helios_ml, **schema_upgrades.STEPS}
-"""All steps, from the format of helios-ml to the current one."""
-
-
 def _take_state(old: Mapping[str, Any]) -> TrainingState:
     names = {field.name for field in dataclasses.fields(TrainingState)}
     # A save followed a completed update; updates were counted like iterations.
@@ -297,8 +295,9 @@ def _take_randomness(old: Any) -> dict[str, Any]:
     """Return the generators as :mod:`helios.core.rng` holds them; newly seeded if missing."""
     found = old if isinstance(old, Mapping) else {}
     with rng.stream(rng.get_default_seed()):
-        neutral = rng.get_rng_state_dict()
-    state = {name: found.get(name, neutral[name]) for name in ("torch", "rand")}
+        neutral = rng.read_states()
+    names = ("torch", "rand", "numpy_global")
+    state = {name: found.get(name, neutral[name]) for name in names}
     state["numpy"] = _take_numpy(found.get("numpy"))
     if "cuda" in found:
         # That of the process's only device.

@@ -17,7 +17,6 @@ from helios.plugins.plugin import (
     create_plugin,
 )
 from helios.plugins.profiler import Profiler
-from helios.plugins.quick_trials import LimitBatches, SanityCheck
 from helios.plugins.row_loggers import CSVLogger, JSONLLogger
 from helios.plugins.time_limit import TimeLimit
 from helios.plugins.tracker import Tracker
@@ -33,7 +32,6 @@ __all__ = [
     "HookHandle",
     "JSONLLogger",
     "LearningRateMonitor",
-    "LimitBatches",
     "MLflow",
     "Metrics",
     "NaNGuard",
@@ -42,7 +40,6 @@ __all__ = [
     "Plugin",
     "Profiler",
     "SWA",
-    "SanityCheck",
     "TimeLimit",
     "Tracker",
     "UniquePluginOverrides",

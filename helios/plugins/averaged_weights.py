@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from helios.core.sharded_tensors import cut_like, is_deferred, value_of
-from helios.core.wrappers import BareNames, match_names
+from helios.core.wrappers import BareNames
 from helios.errors import StateError
 
 _LOGGER = logging.getLogger(__name__)
@@ -221,7 +221,6 @@ class Averages:
         lacking = [path for path in networks if path not in self._parts]
         left_over = [path for path in self._parts if path not in networks]
         known = {path: part for path, part in networks.items() if path in self._parts}
-        self._rename(known)
         faults = [
             f"{path}: {fault}"
             for path, part in known.items()
@@ -244,13 +243,6 @@ class Averages:
             )
         self._follow(known)
         return known
-
-    def _rename(self, networks: Networks) -> None:
-        """Convert names of earlier versions, which included those of data parallelism."""
-        for path, network in networks.items():
-            averages = self._parts[path]
-            names = match_names(averages, self.tensors_of(network))
-            self._parts[path] = {names[name]: average for name, average in averages.items()}
 
     def _follow(self, networks: Networks) -> None:
         self.let_go()

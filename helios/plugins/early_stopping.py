@@ -181,8 +181,7 @@ class EarlyStopping(Plugin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._best = state_dict["best"]
-        # Earlier versions knew only the last improvement, and called it the best score.
-        self._reference = state_dict.get("reference", self._best)
+        self._reference = state_dict["reference"]
         self._count = state_dict["count"]
         self._has_stopped = state_dict["has_stopped"]
 

@@ -20,7 +20,7 @@ from helios.hooks.context import Context, RunModel
 from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
 from helios.model.model import Model
-from helios.state import Phase, TrainingState
+from helios.state import TrainingState
 from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:
@@ -65,8 +65,6 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
 
     Attributes:
         monitor: receive the end events after the model.
-        sanity_steps: batches of each loader to validate before training; 0 for none.
-        batch_limits: maximum number of batches per pass, by phase.
         unsaved: names of attributes that training changes and that need not be saved.
         loads_shards: whether ``load_state_dict`` takes tensors of sharded models that are not read
             yet, and cuts them with ``cut_like``; otherwise it gets whole tensors.
@@ -93,8 +91,6 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
     loads_shards: ClassVar[bool] = False
 
     monitor: bool = False
-    sanity_steps: int = 0
-    batch_limits: Mapping[Phase, int] = {}
     unsaved: tuple[str, ...] = ()
     _plug_id: str = ""
     context: Context[RunModel] = assigned(
@@ -174,7 +170,7 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
 
     @silent
     def on_sanity_check_start(self) -> None:
-        """Called before the sanity check of a new run; see ``sanity_steps``."""
+        """Called before the sanity check of a new run; see ``Trainer(sanity_steps=...)``."""
 
     @silent
     def on_sanity_check_end(self) -> None:

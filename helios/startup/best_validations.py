@@ -97,7 +97,7 @@ def continue_best(
     they are found again in the scores that the run has written.
 
     Args:
-        stored: what the checkpoint says; ``None`` if an earlier version wrote it.
+        stored: what the checkpoint says; ``None`` without a rule.
         rule: what decides in this start; ``None`` if nothing does.
         after: the iteration of the checkpoint.
         folder: the run's folder; ``None`` if its files are not those of this run.

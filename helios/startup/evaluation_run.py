@@ -18,7 +18,6 @@ from helios.hooks.events import EVENTS
 from helios.model.model import Model
 from helios.plugins.averaging import StoredAverage, WeightAverage
 from helios.session import Session
-from helios.startup import run_identity
 from helios.startup.checkpoint_search import find_chosen
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import move_networks
@@ -52,7 +51,6 @@ def evaluate(run: Run) -> Any:
         )
     )
     open_logs(run.options, name, record, is_training=False)
-    run.follow_rules(run_identity.find_rules(None if record is None else record.options))
     states = _set_up_for(run, trained)
     phase = run.call.phase
     has_data = run.open_source(phase) is not None

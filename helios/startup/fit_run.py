@@ -172,11 +172,9 @@ class Training:
             known: a record that knows how the run began, where it starts without a checkpoint.
         """
         run = self._run
-        session = self._prepare(known if self._record is None else self._record)
+        self._prepare(known if self._record is None else self._record)
         # Its tensors are copied to their destinations; kept, they would double the memory.
         self._start.forget_payload()
-        if self._saves is not None and self._can_save:
-            self._saves.prepare(session.state)
         run.has_begun = True
         run.hooks.emit("on_fit_start")
         begin = time.perf_counter()
@@ -243,19 +241,13 @@ class Training:
             **(run_log.log_places() if run.replicas.rank == 0 else {}),
         )
 
-    def _prepare(self, known: Record | None) -> Session:
+    def _prepare(self, known: Record | None) -> None:
         run, record = self._run, self._record
         run.settings.enter_context(self._numerics(known))
         if self._make_evidence is None:
             # Logs of another run must not be truncated: a branch starts its own.
             logged = None if self._start.is_branch else record
             run_log.open_logs(run.options, self._name, logged, is_training=True)
-        self._start.rules = (
-            run_identity.adopt_rules(None)
-            if known is None
-            else run_identity.adopt_rules(known.options, place=with_step(*known.counters))
-        )
-        run.follow_rules(self._start.rules)
         run.set_up(is_inference=False, is_resumed=record is not None)
         session = self._build()
         run.take_session(session)
@@ -275,7 +267,6 @@ class Training:
             run_log.log_hparams(named | self._given.all)
         for listener in self._listeners:
             listener.opened()
-        return session
 
     def _compare_start(self, record: Record) -> None:
         """Warn once of all that differs from the start that wrote the checkpoint, or refuse."""
@@ -310,7 +301,6 @@ class Training:
         run, loaded = self._run, self._start.loaded
         assert loaded is not None
         record, options = loaded.record, run.options
-        run.follow_rules(run_identity.find_rules(record.options))
         run.restore(choose_trained(run.detach(record), run.replicas))
         keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
         is_passed = run_identity.is_shortened(options, record.options)
@@ -423,8 +413,7 @@ class Training:
             listening=Listening(() if self._evidence is None else self._evidence.iterations),
             listeners=self._listeners,
             can_save=self._can_save,
-            opens_early=not self._start.rules[run_identity.LATE_OPENING],
-            trial_steps=run.options.sanity_steps,
+            sanity_steps=run.options.sanity_steps,
             loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
             owner_states=run.owners,
             findings=known,
@@ -462,8 +451,7 @@ class Training:
         )
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         limits = run_identity.limits(run.options)
-        rules = {run_identity.KEY: self._start.rules}
-        self._start.definition = identity | limits | rules
+        self._start.definition = identity | limits
         self._given = self._compare_given()
         self._start.definition |= self._params.options | self._given.options
         self._start.definition[run_log.KEY] = run_log.read_arguments()

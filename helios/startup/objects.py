@@ -8,7 +8,6 @@ import logging
 from collections import UserDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any, Protocol
 
 from helios.data.datamodule import DataModule
@@ -155,25 +154,12 @@ def check_file(plugin: Plugin, others: Iterable[Plugin]) -> None:
                 )
 
 
-_OPTIONS = ("batch_limits", "loads_shards", "monitor", "sanity_steps", "unsaved")
+_OPTIONS = ("loads_shards", "monitor", "unsaved")
 
 
 def check_options(plugin: Plugin) -> None:
-    """Check what a class of the user's sets beside its methods.
-
-    Raises:
-        ArgumentTypeError: for ``batch_limits`` or ``sanity_steps`` of another type.
-    """
+    """Warn of options that a class of the user's sets beside its methods and that do not exist."""
     name = type(plugin).__name__
-    if not isinstance(plugin.batch_limits, Mapping):
-        raise ArgumentTypeError(
-            f"{name}.batch_limits must be a dict of phases and numbers of batches, got "
-            f"{plugin.batch_limits!r}. Write e.g. {{Phase.VALIDATION: 10}}."
-        )
-    if not isinstance(plugin.sanity_steps, Integral):
-        raise ArgumentTypeError(
-            f"{name}.sanity_steps must be an int, got {plugin.sanity_steps!r}. Write e.g. 2."
-        )
     warn_of_reserved_names(plugin)
     for kind in type(plugin).__mro__:
         for attribute in () if kind.__module__.startswith("helios.") else vars(kind):

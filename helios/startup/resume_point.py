@@ -114,7 +114,6 @@ class Start:
         is_shortened: whether this run is shorter than the one that wrote the checkpoint.
         lock: keeps a second run out of the folder during the call; rank 0 holds it.
         definition: what defines the run and what ends it, once its data is known.
-        rules: the rules of Helios that hold in this run, by name.
         rewinds: all rewinds of the run, with the batches that it skips.
         plans: rewinds to carry out before training continues.
     """
@@ -127,7 +126,6 @@ class Start:
     is_shortened: bool = False
     lock: FolderLock | None = None
     definition: dict[str, Any] = field(default_factory=dict)
-    rules: dict[str, bool] = field(default_factory=dict)
     rewinds: list[Rewind] = field(default_factory=list)
     plans: list[RewindPlan] = field(default_factory=list)
 

@@ -1,16 +1,14 @@
-"""What defines a run, what ends it, which rules hold in it, and where it continues.
+"""What defines a run, what ends it, and where it continues.
 
 A difference from its checkpoint is found before the first step, and must be allowed by the user;
-this is recorded. Rules are no arguments: they say how Helios computes what surrounds a training. A
-new run has all of them, and its checkpoints name them. A run that an earlier version began is told
-once, at its next start, which ones hold from then on.
+this is recorded.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from helios.checkpoint.record import Record
@@ -30,13 +28,13 @@ _RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "is_distribute
 _UNCOUNTED = ("length", None)
 """Stored length of a loader with an unknown number of samples."""
 
-_UNNAMED: Mapping[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "seeds": {},
     "accumulation_order": "replicas",
     "norm": "whole",
     "init": "setup",
 }
-"""What is compared for a run that does not name it, and for earlier versions."""
+"""What holds where the description of a run does not name it."""
 
 _OF_DATA = (
     *("dataset", "length", "batch_size", "shuffle", "drop_last", "seed", "sampler"),
@@ -50,23 +48,20 @@ ORDERING = (*_OF_DATA, "mixture", "random_seed", "seeds")
 def identity(options: Options, description: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
     """Return what defines a run, in the names of ``allow_changes``.
 
-    Seeds of single sources, and the sources of a mixture, are in it only if there are any; and
-    ``sharding="full"`` only where it changes bits, in accumulation and in clipping; ``init`` only
-    if it is keyed.
+    What few runs have is in it only for those; ``sharding="full"`` only where it changes bits, in
+    accumulation and in clipping.
     """
     found = {name: description.get(name) for name in _OF_DATA}
-    defining = {name: options.plain(name) for name, row in ROWS.items() if row.defines_run}
+    found |= {name: options.plain(name) for name, row in ROWS.items() if row.defines_run}
     # The engine may be the user's.
-    defining["precision"] = engine.precision.value
-    found |= {name: value for name, value in defining.items() if name not in _UNNAMED}
+    found["precision"] = engine.precision.value
     if description.get("mixture"):
         found["mixture"] = description["mixture"]
     if engine.replicas.is_sharded and options.accumulation_steps > 1:
         found["accumulation_order"] = "micro-batches"
     if engine._clips_by_rows:
         found["norm"] = "rows"
-    others = {name: defining[name] for name in defining if name in _UNNAMED}
-    return found | {name: value for name, value in others.items() if value != _UNNAMED[name]}
+    return {name: x for name, x in found.items() if name not in _DEFAULTS or x != _DEFAULTS[name]}
 
 
 def limits(options: Options) -> dict[str, float | None]:
@@ -185,7 +180,7 @@ def reconcile(
     Raises:
         RunMismatchError: for a change that was not allowed.
     """
-    stored, present = {**_UNNAMED, **stored}, {**_UNNAMED, **present}
+    stored, present = {**_DEFAULTS, **stored}, {**_DEFAULTS, **present}
     changed = {
         name: f"{name}: {stored[name]!r} -> {value!r}"
         for name, value in present.items()
@@ -211,101 +206,6 @@ def _order_seed(options: Mapping[str, Any], default: Mapping[str, Any]) -> Any:
     """Return the seed of the order; checkpoints of helios-ml do not contain any."""
     seed = options.get("random_seed", default["random_seed"])
     return options["seeds"].get("order", seed)
-
-
-KEY = "rules"
-"""The entry of the options of a checkpoint that holds the rules."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule that earlier versions did not have.
-
-    Attributes:
-        name: its name in checkpoints.
-        news: what changes in a run that began without it, as a clause for the log; if it is kept
-            out, what stays as it was.
-        is_kept_out: whether such a run stays without it, because its bits would change.
-    """
-
-    name: str
-    news: str
-    is_kept_out: bool = False
-
-
-NUMPY_GLOBAL = "numpy_global"
-"""The rule that keys seed NumPy's global generator, too."""
-LATE_OPENING = "late_opening"
-"""The rule that an epoch's data is opened, and its workers start, after the hooks before it."""
-
-RULES = (
-    Rule(
-        "exact_totals",
-        "totals of scores and losses are added in float64, the scores of a batch processor weigh "
-        "each batch by its samples, and training metrics leave out the padding of an epoch",
-    ),
-    Rule(
-        "one_best",
-        "the best validation is the one with the best finite score, the earlier one at a tie, and "
-        "one that enters the best of KeepBest is saved, whatever chkpt_frequency says",
-    ),
-    Rule(
-        "mean_losses",
-        "training losses that are logged and shown are means over the iterations since they were "
-        "logged or shown before, no longer those of one iteration",
-    ),
-    Rule(
-        "compared_values",
-        "declared parameters, arguments of constructors and settings of optimizers are compared "
-        "(unknown before iteration {place})",
-    ),
-    Rule(
-        NUMPY_GLOBAL,
-        "NumPy's global generator (numpy.random) is neither seeded nor saved",
-        is_kept_out=True,
-    ),
-    Rule(
-        LATE_OPENING,
-        "the order of an epoch is fixed, and its loader workers start, before "
-        "on_training_epoch_start",
-        is_kept_out=True,
-    ),
-)
-
-
-def adopt_rules(options: Mapping[str, Any] | None, *, place: str = "0") -> dict[str, bool]:
-    """Return which rules hold in a run, by name, and log once what is new in one under way.
-
-    Args:
-        options: those of the checkpoint that the run continues from; ``None`` for a new run.
-        place: the iteration of that checkpoint, as messages have it.
-    """
-    fresh = [] if options is None else _fresh_rules(options)
-    sentences = []
-    for begin, is_kept_out in (("From here on", False), ("As before", True)):
-        rules = [rule for rule in fresh if rule.is_kept_out is is_kept_out]
-        if rules:
-            news = "; ".join(rule.news.format(place=place) for rule in rules)
-            sentences.append(f"{begin}: {news}.")
-    if sentences:
-        _LOGGER.info("An earlier version of Helios began this run. %s", " ".join(sentences))
-    return find_rules(options)
-
-
-def find_rules(options: Mapping[str, Any] | None) -> dict[str, bool]:
-    """Return which rules hold in a run, by name.
-
-    Args:
-        options: those of one of its checkpoints; ``None`` for a new run.
-    """
-    if options is None:
-        return {rule.name: True for rule in RULES}
-    fresh = {rule.name: not rule.is_kept_out for rule in _fresh_rules(options)}
-    return {**options.get(KEY, {}), **fresh}
-
-
-def _fresh_rules(options: Mapping[str, Any]) -> list[Rule]:
-    return [rule for rule in RULES if rule.name not in options.get(KEY, {})]
 
 
 def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replicas) -> Cursor:

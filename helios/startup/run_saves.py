@@ -9,7 +9,6 @@ from typing import Any
 
 from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import CheckpointWriter, PlainWriter, ShardedWriter
-from helios.checkpoint.disk_space import warn_if_too_large
 from helios.checkpoint.record import Record
 from helios.checkpoint.run_listener import RunListener
 from helios.checkpoint.sidecar import Sidecar
@@ -19,12 +18,11 @@ from helios.engines.engine import Engine
 from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
 from helios.plugins.plugin import Plugin
-from helios.schedule import Schedule, count_saves
+from helios.schedule import Schedule
 from helios.startup.reproducibility_level import Reproducibility, find_compiled
 from helios.startup.resume_point import Start
 from helios.startup.run_log import log_places, machine
-from helios.state import Phase, TrainingState
-from helios.state_graph.state_size import shard_sizes, storage_sizes
+from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -84,28 +82,6 @@ class RunSaves:
             pins=engine.device.type == "cuda",
             listeners=self._listeners,
             newest=newest,
-        )
-
-    def prepare(self, state: TrainingState) -> None:
-        """Allocate memory for the first save, and warn if the disk is too small.
-
-        Args:
-            state: the counters at the start of training.
-        """
-        folder = self._start.folder
-        if folder is None:
-            return
-        discovery = self._model.discovery
-        parts = (discovery.modules().values(), discovery.optimizers().values())
-        sizes = storage_sizes(*parts)
-        self.writer.prepare(shard_sizes(*parts) or sizes)
-        if self._replicas.rank != 0:
-            return
-        warn_if_too_large(
-            folder.path,
-            num_bytes=sum(sizes) + discovery.values.num_bytes,
-            num_saves=count_saves(self._schedule, state),
-            options=folder.options,
         )
 
     def _describe(self, payload: dict[str, Any]) -> PendingCheckpoint:

@@ -37,7 +37,6 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.session import Session
-from helios.startup import run_identity
 from helios.startup.given_values import ConstructorCalls
 from helios.startup.hangs import HangEnd, HangWatch, showing_stacks
 from helios.startup.model_in_hand import ModelInHand
@@ -401,10 +400,6 @@ class Run:
         self.team.close()
         self.engine.replicas = self.team = Replicas()
 
-    def follow_rules(self, rules: Mapping[str, bool]) -> None:
-        """Let keys seed NumPy's global generator until the end of the call, if the run does so."""
-        rng.key_numpy_global(rules[run_identity.NUMPY_GLOBAL])
-
     def _set_places(self) -> None:
         """Set ranks and devices of the user's objects."""
         is_distributed = not self.replicas.has_single_replica
@@ -502,7 +497,7 @@ class Run:
             run_seed=run.seed_of("order") if trains else run.seed,
             fetch_seed=run.seed_of("augmentation") if trains else run.seed,
             purpose=_PURPOSES[phase],
-            limit=self.options.limit_of(phase, self.plugins),
+            limit=self.options.batch_limits.get(phase),
             share=Shard(replicas.num_replicas, replicas.local_replicas, pads=trains),
         )
         return self.sources[phase][0]

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from helios.checkpoint.store import CheckpointStore
 from helios.core.declared_values import flatten_params
-from helios.core.moved import explain
 from helios.core.rng import get_default_seed
 from helios.core.tracebacks import with_short_constructor
 from helios.engines.device import select_gpus
@@ -23,7 +22,6 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.launch.launcher import require_deterministic_cublas
-from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
 from helios.startup.signal_policy import Signals
 from helios.state import Phase, TrainingUnit
@@ -278,8 +276,7 @@ def _precision(name: str, value: object) -> Precision | None:
 
 def _engine(name: str, value: object) -> Engine | None:
     if value is not None and not isinstance(value, Engine):
-        remedy = explain(value) if isinstance(value, str) else "Derive it from helios.Engine."
-        raise refusal(name, "an Engine", value, remedy)
+        raise refusal(name, "an Engine", value, "Pass e.g. Engine.auto(precision='bf16').")
     return value
 
 
@@ -708,25 +705,6 @@ class Options:
         """Whether ``store`` has an effect: on saves, or on which checkpoint is the best one."""
         is_rule = self.store is not None and self.store.keep_best is not None
         return self.can_save or (self.chkpt_root is not None and is_rule)
-
-    def limit_of(self, phase: Phase, plugins: Mapping[str, Plugin]) -> int | None:
-        """Return the maximum number of batches of a pass, as set by the option or a plugin.
-
-        Raises:
-            ArgumentError: if a plugin sets anything but a positive int.
-        """
-        limits = [self.batch_limits[phase]] if phase in self.batch_limits else []
-        for name, plugin in plugins.items():
-            limit = plugin.batch_limits.get(phase)
-            if limit is None:
-                continue
-            if not _is_count(limit):
-                raise ArgumentError(
-                    f"Plugin {name!r}: batch_limits[{phase}] must be a positive int, got "
-                    f"{limit!r}. Omit the phase for no limit."
-                )
-            limits.append(limit)
-        return min(limits, default=None)
 
 
 ROWS: Mapping[str, Row] = {

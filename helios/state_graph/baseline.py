@@ -73,7 +73,7 @@ class Baseline:
     def mark_as_changed(self, state: Mapping[str, Any]) -> None:
         """Treat what was restored as changed: the next checkpoint needs it too."""
         self.made.mark_as_changed(state["values"]["nodes"])
-        for anchor, home in (state["layouts"]["homes"] or {}).items():
+        for anchor, home in state["layouts"]["homes"].items():
             if home["memory"] is not None:
                 self.memory.pop(anchor, None)
         for path in state["inner"]:

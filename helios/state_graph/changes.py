@@ -88,7 +88,6 @@ class Made:
         types: the types that loading may build.
         generators: the kinds of generators.
         late: nodes that only a start event makes, so that a resume cannot find them.
-        size: bytes of all plain values.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -98,7 +97,6 @@ class Made:
         self.types = set(graph.types)
         self.late: set[str] = set()
         self._keys = _keys_of_untouched(graph.tables)
-        self.size = sum(cell.size for cell in graph.all_cells)
         graph.release()
 
     def untouched(self, name: str, module: nn.Module) -> dict[Any, Any] | None:

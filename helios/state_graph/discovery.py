@@ -71,7 +71,6 @@ class Allowance:
         limit: maximum bytes of plain values in a state.
         safe_types: types that loading may build besides those of the values that setup made.
         times: how long saves inspect each attribute.
-        made_bytes: bytes of all values that setup made.
     """
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
@@ -79,12 +78,6 @@ class Allowance:
         self.limit = LIMIT
         self.safe_types: tuple[Any, ...] = ()
         self.times = SaveTimes(clock)
-        self.made_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a state will have if training changes everything that setup made."""
-        return min(self.made_bytes, self.limit)
 
 
 @final
@@ -234,7 +227,6 @@ class Discovery:
         self._shared.remember(graph)
         self._nodes = graph.nodes()
         baseline = take_baseline(self._owner, graph, self._identities, states_too=states_too)
-        self.values.made_bytes = baseline.made.size
         self.values.times = SaveTimes(self.values.clock)
         self._baseline = baseline
 

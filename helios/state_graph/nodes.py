@@ -358,9 +358,7 @@ def _register(
         table.pop(key, None)
         vars(module)["_non_persistent_buffers_set"].discard(key)
     tensors = (part for part in parts.values() if isinstance(part, Tensor))
-    # In files of schema 3 and before, parameters with memory of their own again are among them.
-    named = record.get("buffers", {}).items()
-    for key, name in [item for item in named if item[0] not in vars(module)["_parameters"]]:
+    for key, name in record.get("buffers", {}).items():
         vars(module).pop(key, None)
         module.register_buffer(key, table.get(key), persistent=name is not False)
         if name is None:

@@ -161,9 +161,6 @@ def arrange(
 ) -> None:
     """Bring the parameters of optimizers into the saved groups and order.
 
-    A state of format 1 has no names: its positions are taken as the current ones, and only groups
-    that training added to the optimizers are added.
-
     Args:
         found: what the owner holds now.
         state: the saved state.
@@ -176,7 +173,6 @@ def arrange(
     """
     present = groups_of_optimizers(found, parameters)
     states = {**state["objects"], **state.get("inner", {})}
-    has_names = "members" in state
     tensors = tensors_of(found)
     arrange_covered(found, state, parameters)
     plans: dict[str, _Tensors] = {}
@@ -184,23 +180,16 @@ def arrange(
         if path not in states or path in (unfit or {}):
             continue
         now = present.names_by_group[path]
-        saved = state["members"].get(path, now) if has_names else _completed(path, now, state)
-        built = state["built"].get(path, saved) if has_names else now
+        saved = state["members"].get(path, now)
+        built = state["built"].get(path, saved)
         with collecting(unfit, path):
             plan = _plan(path, part, [saved, built], tensors)
             _check_functions(path, part, plan, found)
             plans[path] = plan
-    _check_drivers(present.scheduled, state["drivers"] if has_names else {}, unfit)
+    _check_drivers(present.scheduled, state["drivers"], unfit)
     for path, part in optimizers_of(found).items():
         if path in plans:
             _regroup(part, plans[path], {id(tensor): name for name, tensor in tensors.items()})
-    if plans and not has_names:
-        _LOGGER.warning(
-            "This checkpoint was written by an earlier version of Helios and does not name the "
-            "parameters of %s: their state is matched by position. From the next checkpoint on it "
-            "is matched by name.",
-            ", ".join(plans),
-        )
 
 
 def arrange_covered(found: ObjectNames, state: dict[str, Any], parameters: Parameters) -> None:
@@ -274,12 +263,6 @@ def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _completed(path: str, now: Members, state: dict[str, Any]) -> Members:
-    added = state["groups"].get(path, [])
-    missing = len(state["objects"][path]["param_groups"]) - len(now) if added else 0
-    return [*now, *added[len(added) - missing :]] if 0 < missing <= len(added) else now
 
 
 def _plan(

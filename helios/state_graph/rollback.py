@@ -97,14 +97,11 @@ class Rollback:
         self._left = {id(each): each for each in leaving}
         for _ in each_in(owners, self._visit):
             continue
-        # In runs that earlier versions began, no key seeds it; a user may have done so.
-        self._numpy = np.random.get_state()
 
     def put_back(self) -> None:
         """Give the objects the content that they had."""
         for restore in self._restores:
             restore()
-        np.random.set_state(self._numpy)
 
     def _visit(self, value: Any) -> Iterable[Any]:
         """Record how to put back what an object holds; returns what it refers to."""
@@ -161,7 +158,7 @@ class Rollback:
         if is_lazy(tensor):
             raise UsageError(
                 "A sanity check needs complete networks, got a lazy parameter. Run one batch "
-                "through the network in setup(), or remove SanityCheck."
+                "through the network in setup(), or train without sanity_steps."
             )
         place = (tensor.device, storage_of(tensor))
         if tensor.layout is not torch.strided:

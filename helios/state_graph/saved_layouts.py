@@ -7,7 +7,7 @@ afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -24,7 +24,6 @@ from helios.state_graph.layouts import (
     around,
     form_of,
     geometries_of,
-    geometry_of,
     memory_mark,
     registrations_of,
     written,
@@ -61,8 +60,7 @@ def changed_layouts(
         ``forms``, the names of tensors that have others; ``homes``, by the name of the tensor
         through which plain values find the memory: ``members``, the shape, strides and offset of
         each tensor in it, by name; and the whole ``memory``, with the ``tail`` of bytes that do not
-        fill an element, or ``None`` if training has changed nothing but these tensors; ``parted``,
-        which only older files need.
+        fill an element, or ``None`` if training has changed nothing but these tensors.
     """
     layouts = graph.layouts
     names = [
@@ -89,7 +87,7 @@ def changed_layouts(
             room -= size
             memory, tail = _content(members[anchor])
         homes[anchor] = {"members": geometries_of(members), "memory": memory, "tail": tail}
-    return {"forms": names, "homes": homes, "parted": None}
+    return {"forms": names, "homes": homes}
 
 
 def _content(part: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,24 +110,12 @@ class SavedLayouts:
 
     def __init__(self, section: Mapping[str, Any], live: Graph, state: Mapping[str, Any]) -> None:
         self._live = live
-        # Files of schema 3 and before name a tensor by each place where it is.
-        self._forms = set(map(self._name_of, section["forms"]))
-        self._homes = {
-            self._name_of(anchor): {**home, "members": self._by_tensor(home["members"])}
-            for anchor, home in (section["homes"] or {}).items()
-        }
-        self._knows_homes = section["homes"] is not None
-        self._parted: Collection[str] | None = section["parted"]
+        self._forms = set(section["forms"])
+        self._homes: Mapping[str, Any] = section["homes"]
         self._slots = registrations_of(live.found)
         self._loose = live.parameters.loose
         self._kept: dict[str, Tensor] = {}
         self._saved = state
-
-    def _name_of(self, place: str) -> str:
-        return self._live.found.names.get(id(self._live.find(place)), place)
-
-    def _by_tensor(self, members: Mapping[str, Any]) -> dict[str, Any]:
-        return {self._name_of(place): layout for place, layout in reversed([*members.items()])}
 
     def make(self) -> None:
         """Give tensors their forms, and memory of their own to those that overlap, to load them."""
@@ -137,8 +123,7 @@ class SavedLayouts:
             _reform(self._loose[name], self._saved["parameters"][name])
         if self._forms:
             self._reform_networks()
-        if self._knows_homes:
-            self._part()
+        self._part()
         tensors = self._tensors()
         self._slots = {
             name: slot._replace(tensor=tensors[name])
@@ -181,24 +166,9 @@ class SavedLayouts:
                 self._kept[anchor] = members[anchor].detach()
                 if home["memory"] is None:
                     continue
-            tie = _tie(members[anchor])
-            parted |= {
-                name
-                for name, part in members.items()
-                if name != anchor and (self._is_parted(name) or _tie(part) != tie)
-            }
-        clones: dict[Any, Tensor] = {}
-        for name, part in now.tensors.items():
-            if name in parted:
-                key = name if self._is_parted(name) else _tie(part)
-                if key not in clones:
-                    clones[key] = part.detach().clone()
-                part.data = clones[key]
-
-    def _is_parted(self, name: str) -> bool:
-        """Return whether a tensor that is tied to another one in setup is to be parted from it."""
-        # Files of schema 3 and before name only the ties that training made or parted.
-        return self._parted is None or name in self._parted
+            parted |= members.keys() - {anchor}
+        for name in parted:
+            now.tensors[name].data = now.tensors[name].detach().clone()
 
     def put_back(self) -> None:
         """Let networks hold the tensors of setup again, where loading has assigned others."""
@@ -251,11 +221,6 @@ def _registered(slot: NamedTensor) -> Tensor | None:
     table = vars(slot.module)
     found: Tensor | None = table["_parameters"].get(slot.key, table["_buffers"].get(slot.key))
     return found
-
-
-def _tie(part: Tensor) -> tuple[Any, ...]:
-    """Return what tensors have in common that have exactly the same elements."""
-    return part.data_ptr(), part.dtype, *geometry_of(part)
 
 
 def _filled(home: Mapping[str, Any], offset: int, anchor: Tensor, kept: Tensor | None) -> Tensor:

@@ -28,19 +28,6 @@ class HostBuffers:
         """The allocated memory in bytes."""
         return sum(size * len(storages) for size, storages in self._kept.items())
 
-    def prepare(self, sizes: Iterable[int]) -> None:
-        """Allocate memory for storages of these sizes in bytes, unless it is allocated already.
-
-        Raises:
-            MemoryError: if there is not enough.
-        """
-        free = {size: len(storages) for size, storages in self._kept.items()}
-        for size in sizes:
-            if free.get(size, 0):
-                free[size] -= 1
-            else:
-                self._kept.setdefault(size, []).append(self._allocate(size))
-
     def copy(self, groups: Iterable[Sequence[Tensor]]) -> None:
         """Copy storages to host memory, and make their tensors views of the copies.
 

@@ -121,7 +121,6 @@ class Ours(Way):
         super().__init__(training, folder)
         from helios.checkpoint.checkpoint_writer import PlainWriter
         from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder, Sidecar
-        from helios.state_graph.state_size import storage_sizes
 
         options = CheckpointStore(is_async=self.is_async)
         run = RunFolder(folder / "run", options)
@@ -132,7 +131,6 @@ class Ours(Way):
             return PendingCheckpoint(path, payload, Sidecar("run", 1, 1, number))
 
         self.writer = PlainWriter(run, describe)
-        self.writer.prepare(storage_sizes([training.net], [training.optimizer]))
 
     def save(self, number: int) -> None:
         payload = {

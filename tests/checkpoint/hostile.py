@@ -192,7 +192,7 @@ CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "of helios-ml": ("unmigrated", _old),
     "weights of somebody": ("foreign", lambda path: _write(path, {"weight": torch.zeros(2)})),
     "a list": ("foreign", lambda path: _write(path, [1, 2])),
-    "without required keys": ("foreign", lambda path: _write(path, {"schema": 1})),
+    "without required keys": ("foreign", lambda path: _write(path, {"schema": 5})),
     "a joke": ("foreign", lambda path: _write(path, {"a": _laughing()})),
     "without an end": ("foreign", lambda path: _write(path, {"a": _endless()})),
     "nested deeply": ("foreign", lambda path: _write(path, {"a": _deep()})),

@@ -189,6 +189,18 @@ def test_a_later_format_is_an_error_with_its_remedy(folder: RunFolder) -> None:
     refuses(folder, "Install the version")
 
 
+@pytest.mark.shows("S22")
+@pytest.mark.parametrize("schema", range(1, 5))
+def test_a_file_of_a_development_version_is_an_error_in_one_line(
+    folder: RunFolder, schema: int
+) -> None:
+    path = folder.path / "run_epoch_2_iter_4.pth"
+    write_payload(path, make_payload(2, 4) | {"schema": schema})
+    refuses(folder, "written by a development version")
+    write_payload(path, make_payload(2, 4), make_sidecar(2, 4, schema=schema))
+    refuses(folder, "written by a development version")
+
+
 @pytest.mark.shows("H25")
 def test_a_checkpoint_without_a_required_key_is_an_error(folder: RunFolder) -> None:
     payload = make_payload(2, 4)
@@ -200,7 +212,7 @@ def test_a_checkpoint_without_a_required_key_is_an_error(folder: RunFolder) -> N
 @pytest.mark.shows("S20")
 @pytest.mark.parametrize(
     "payload",
-    [[1, 2], {"weight": torch.zeros(2)}, {"schema": 1}, {"schema": 1, "training_state": 3}],
+    [[1, 2], {"weight": torch.zeros(2)}, {"schema": 5}, {"schema": 5, "training_state": 3}],
 )
 def test_a_foreign_file_under_such_a_name_is_an_error(folder: RunFolder, payload: Any) -> None:
     torch.save(payload, folder.path / "run_epoch_2_iter_4.pth")

@@ -13,7 +13,6 @@ from helios.checkpoint.file_names import SCHEMA
 from helios.checkpoint.sidecar import Sidecar, _checksum
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from tests.checkpoint.helpers import make_sidecar
-from tests.support import golden_checkpoint
 
 FULL = make_sidecar(
     3,
@@ -49,18 +48,6 @@ def test_metrics_that_are_not_finite_survive_in_standard_json() -> None:
 def test_options_that_json_has_not_become_text() -> None:
     text = make_sidecar(1, 1, options={"total_steps": math.inf, 3: {"x"}}).to_json()
     assert read(text).options == {"total_steps": "inf", "3": "{'x'}"}
-
-
-@pytest.mark.shows("S48")
-def test_a_sidecar_of_an_earlier_version_is_whole_and_its_new_fields_are_empty() -> None:
-    path = golden_checkpoint.FOLDER / "schema_1" / "golden_epoch_2_iter_8.json"
-    text = path.read_text("utf-8")
-    assert not {"missing", "claims"} & json.loads(text).keys()
-    sidecar = read(text)
-    assert (sidecar.missing, sidecar.claims, sidecar.schema) == ({}, [], 1)
-    assert (sidecar.migrated_from, sidecar.extra) == (None, {})
-    again = read(dataclasses.replace(sidecar, finished="stopped").to_json())
-    assert (again.missing, again.claims, again.digest) == ({}, [], sidecar.digest)
 
 
 def test_what_a_later_version_added_is_kept_when_the_sidecar_is_written_again() -> None:

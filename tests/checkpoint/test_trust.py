@@ -31,7 +31,7 @@ from helios.storage.digest import digest_file
 from tests.checkpoint.helpers import make_payload, make_sidecar
 from tests.checkpoint.hostile import Calling
 from tests.checkpoint.test_mutations import little_memory
-from tests.house import PACKAGE
+from tests.codebase import PACKAGE
 from tests.support.runs import IndexModule, Setting, SmallModel
 
 SETTING = Setting(total_steps=3, chkpt_frequency=1, validates=True)

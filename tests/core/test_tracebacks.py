@@ -167,12 +167,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "CSVLogger": lambda: plugins.CSVLogger(3),  # type: ignore[arg-type]
     "EMA": lambda: plugins.EMA(decay=2),
     "EarlyStopping": lambda: plugins.EarlyStopping("accuracy", patience=2),
-    "LimitBatches": lambda: plugins.LimitBatches(train=0),
     "MLflow": lambda: plugins.MLflow(""),
     "NaNGuard": lambda: plugins.NaNGuard("nothing"),  # type: ignore[arg-type]
     "Profiler": lambda: plugins.Profiler("traces", active=0),
     "SWA": lambda: plugins.SWA(start=-1),
-    "SanityCheck": lambda: plugins.SanityCheck(0),
     "TimeLimit": lambda: plugins.TimeLimit(-1),
     "Tracker": lambda: plugins.Tracker(3, plugins.WandB("project")),  # type: ignore[arg-type]
     "WandB": lambda: plugins.WandB(""),

@@ -120,6 +120,13 @@ class Careless(ResumableRandomSampler):
         return super().blocks(start)
 
 
+class Legacy(ResumableSampler):
+    """Draws from NumPy's global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(100).tolist())
+
+
 _CARELESS: dict[str, Callable[[], dict[str, Any]]] = {
     "careless": lambda: {"sampler": Careless(Indices(101))},
     "legacy": lambda: {"sampler": Legacy()},
@@ -189,13 +196,6 @@ class Alone(ResumableSampler):
         return iter([0, 1])
 
 
-class Legacy(ResumableSampler):
-    """Draws from the generator that nobody seeds."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.permutation(100).tolist())
-
-
 class Uncopyable(ResumableSampler):
     """Cannot be copied."""
 
@@ -224,7 +224,6 @@ class Broken(ResumableSampler):
         lambda: Remembering(5),
         Counting,
         Settable,
-        Legacy,
         Uncopyable,
         Broken,
         lambda: Alone(torch.Generator()),

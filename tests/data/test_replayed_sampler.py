@@ -290,21 +290,6 @@ def test_only_a_generator_that_the_sampler_draws_from_is_its_state(lead: Any) ->
     assert torch.equal(kept.get_state(), torch.Generator().manual_seed(4).get_state())
 
 
-def test_a_checkpoint_without_the_state_of_a_generator_is_named_if_it_is_drawn_from(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Straight(Leading):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(6))
-
-    for kind in (Straight, Leading):
-        order = ReplayedOrder(kind(torch.Generator(), None))
-        order.load_state_dict({})
-        list(order.blocks(Position()))
-    (said,) = caplog.messages
-    assert said.startswith("The checkpoint contains no state of the generator that Leading draws")
-
-
 @pytest.mark.shows("S66")
 def test_a_generator_is_found_by_the_shortest_path_whatever_comes_first() -> None:
     shuffler = SimpleNamespace(draw=torch.Generator())

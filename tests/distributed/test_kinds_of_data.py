@@ -215,7 +215,6 @@ def test_streams_of_libraries_depend_on_neither_processes_nor_workers(
         return [digest(turn) for turn in turns]
 
     with rng.numpy_global_kept():
-        rng.key_numpy_global(True)  # as in a call of the trainer
         alone = [walk(1, 0, epoch) for epoch in range(2)]
         assert len({*alone[0], *alone[1]}) == len(alone[0]) + len(alone[1]) == 10
         for num_processes in range(1, 5):

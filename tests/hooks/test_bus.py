@@ -14,7 +14,7 @@ from helios.errors import ArgumentError
 from helios.hooks.bus import Bus, check_owners, overridden
 from helios.hooks.events import EVENTS, Receiver, Verb, silent
 from helios.state import TrainingState
-from tests.house import source_files
+from tests.codebase import source_files
 from tests.support.quiet import Quiet, QuietModel
 
 Log = list[tuple[Any, ...]]

@@ -255,28 +255,21 @@ def noting_outside(log: list[str]) -> PipelineHooks:
     return hooks
 
 
-def trial() -> Plugin:
-    """Return a plugin that asks for a trial of one batch."""
-    plugin = Teller()
-    plugin.sanity_steps = 1
-    return plugin
-
-
 @pytest.mark.shows("R4")
 def test_a_trial_validation_lies_in_the_loop_of_its_training() -> None:
     """R1, R4: the loop begins once, before the trial."""
     log: list[str] = []
-    make_trainer(noting_outside(log), trial(), total_steps=1).fit(Linear(), Numbers(1, 2))
+    make_trainer(noting_outside(log), sanity_steps=1, total_steps=1).fit(Linear(), Numbers(1, 2))
     assert log == scope("loop", VALID, scope("epoch", STEP)).split()
 
 
 def test_after_an_error_in_a_trial_all_that_was_begun_is_left() -> None:
     """R12: although what the trial has changed is put back before."""
     log: list[str] = []
-    plugin = trial()
+    plugin = Teller()
     plugin.on_forward_start = go_wrong
     with pytest.raises(WrongError):
-        make_trainer(noting_outside(log), plugin).fit(Linear(), Numbers(1, 2))
+        make_trainer(noting_outside(log), plugin, sanity_steps=1).fit(Linear(), Numbers(1, 2))
     ends = [f"{name}) wrong" for name in ("forward", "batch", "loop")]
     assert log == ["loop(", "v:batch(", "v:forward(", *ends]
 
@@ -300,7 +293,7 @@ def test_a_trial_validation_keeps_what_the_loop_has_begun() -> None:
     hooks, loops, batches = PipelineHooks(), Counting(), Counting()
     hooks.register("on_loop", loops)
     hooks.register("on_batch", batches)
-    make_trainer(hooks, trial(), total_steps=1).fit(Linear(), Numbers(1, 2))
+    make_trainer(hooks, sanity_steps=1, total_steps=1).fit(Linear(), Numbers(1, 2))
     assert (loops.entered, batches.entered) == (1, 1)
 
 
@@ -316,7 +309,7 @@ def test_what_is_registered_in_a_trial_is_gone_with_it() -> None:
             handles[0].remove()
 
     hooks.register("on_batch", HookContext.from_callable(before=change))
-    make_trainer(hooks, trial(), total_steps=1).fit(Linear(), Numbers(1, 2))
+    make_trainer(hooks, sanity_steps=1, total_steps=1).fit(Linear(), Numbers(1, 2))
     assert log == [True]
 
 

@@ -24,7 +24,6 @@ from helios.errors import UsageError
 from helios.ledger.book import FILE_NAME
 from helios.loops.epoch import EpochLoop
 from helios.state import TrainingState
-from helios.storage import codec
 from tests.support.quiet import Quiet
 from tests.support.ranks import FORKSERVER, run_ranks
 
@@ -481,39 +480,3 @@ def test_loops_get_their_batches_when_the_epoch_has_begun() -> None:
     batch = "on_training_batch_start"
     assert fit(Reading()) == ["on_training_epoch_start", "train", batch] * 2
     assert fit(Alone()) == ["on_run_start", "train", batch, batch]
-
-
-_NEWS = "An earlier version of Helios began this run."
-_STAYS = (
-    "As before: the order of an epoch is fixed, and its loader workers start, before "
-    "on_training_epoch_start."
-)
-
-
-@pytest.mark.shows("P120", "P143")
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_run_that_began_without_the_rule_keeps_its_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_workers: int
-) -> None:
-    setting = Setting(num_workers=num_workers)
-    train(tmp_path, setting, total_steps=2)
-    newest = helios.find_last_checkpoint(tmp_path / "model")
-    assert newest is not None
-    for other in newest.parent.glob("*_iter_1.*"):
-        other.unlink()
-    payload = codec.read(newest)
-    assert payload["options"]["rules"].pop("late_opening") is True
-    with newest.open("wb") as handle:
-        codec.write_encoded(handle, codec.encode(payload, where=""))
-    newest.with_suffix(".json").unlink()
-    capsys.readouterr()
-    train(tmp_path, setting, total_steps=4)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if _NEWS in line]
-    assert line.endswith(f"{_NEWS} {_STAYS}")
-    train(tmp_path, setting)
-    assert _NEWS not in capsys.readouterr().err
-    assert versions(tmp_path) == ([1, 1, 1, 1, 2] if num_workers else [1, 1, 2, 2, 3])
-    data, trainer = Data(setting), make_trainer(tmp_path, setting)
-    assert trainer.replay(Model(data, tmp_path), data).is_equal
-    # Its workers, too, had a version that was late.
-    assert set(versions(tmp_path)) == ({1, 2} if num_workers else {1, 2, 3})

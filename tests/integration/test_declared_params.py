@@ -291,41 +291,6 @@ def test_a_branch_is_compared_with_the_file_that_it_starts_from(tmp_path: Path) 
     assert fit(tmp_path / "b", 5, {"lr": 0.2}, name="other", **options) == [5]
 
 
-def _remove_params(root: Path) -> None:
-    """Make the checkpoints those of a release that did not store parameters."""
-    from helios.checkpoint import loading
-    from helios.checkpoint.sidecar import Sidecar
-    from helios.storage import codec
-
-    for path in (root / "line").glob("*_iter_*.pth"):
-        found = loading.load(path, [])
-        payload = found.record.to_payload()
-        payload["options"] = {
-            name: value
-            for name, value in payload["options"].items()
-            if not name.startswith(("params", "found", "rules"))
-        }
-        digest = codec.write_file(path, codec.encode(payload, where="record"), hashes=True)
-        sidecar = found.sidecar
-        assert isinstance(sidecar, Sidecar)
-        changed = dataclasses.replace(sidecar, digest=digest, options=payload["options"])
-        path.with_suffix(".json").write_text(changed.to_json())
-
-
-def test_a_run_of_an_earlier_release_says_once_that_it_cannot_compare(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path, 2)
-    _remove_params(tmp_path)
-    capsys.readouterr()
-    assert fit(tmp_path, 4, {"lr": 0.1}) == [3, 4]
-    assert capsys.readouterr().err.count("unknown before iteration 2") == 1
-    assert fit(tmp_path, 5, {"lr": 0.1}) == [5]
-    assert "unknown before" not in capsys.readouterr().err
-    with pytest.raises(RunMismatchError, match=r"0\.1 -> 0\.2"):
-        fit(tmp_path, 6, {"lr": 0.2})
-
-
 def test_secrets_are_stored_nowhere(tmp_path: Path) -> None:
     secret = "hunter2-hunter2"
     params = {

@@ -274,7 +274,6 @@ def test_rows_after_a_kill_between_two_points_are_those_of_an_undisturbed_run(
 
 @pytest.mark.shows("P138")
 def test_a_checkpoint_without_sums_begins_them_at_the_resume(tmp_path: Path) -> None:
-    """As those of earlier versions are."""
     path, options = tmp_path / "log.csv", {"chkpt_root": tmp_path / "run", "chkpt_frequency": 4}
 
     class Forgets(Plugin):

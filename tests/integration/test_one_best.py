@@ -21,7 +21,6 @@ from helios.cli import main
 from helios.errors import ArgumentError, CheckpointError
 from helios.ledger import compare
 from helios.plugins import EarlyStopping, Plugin
-from tests.support.full_state import FULL_STATE
 from tests.support.graded import STEPS, Graded, Samples, epochs_of, file_of, fit, make
 from tests.support.ranks import run_ranks
 
@@ -214,18 +213,6 @@ def test_another_rule_judges_the_validations_before_too(
     said = capsys.readouterr().err
     assert "quality (min) decides which validation is the best; before, quality (max) did." in said
     assert "best scores  quality 2.5 (iteration 20, since iteration 16; line_epoch_5" in said
-
-
-@pytest.mark.shows("P122")
-def test_a_run_of_an_earlier_version_says_once_what_is_new(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = FULL_STATE.checkpoints("windows")[0]
-    text = "the best validation is the one with the best finite score, the earlier one at a tie"
-    FULL_STATE.resume("windows", path, tmp_path)
-    assert capsys.readouterr().err.count(text) == 1
-    newest = helios.find_last_checkpoint(tmp_path / "windows")
-    assert helios.load_checkpoint(newest)["best_validations"]["rule"]["metric"] == "error"
 
 
 @pytest.mark.shows("P123")

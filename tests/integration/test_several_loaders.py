@@ -251,7 +251,6 @@ def test_the_first_loader_is_fetched_as_a_single_one_always_was() -> None:
     found = trainer.predict(Features(Setting()), SeveralModule(Setting(), 2), checkpoint=None)
     source = open_source(*_loader(), run_seed=5, purpose="fetch-prediction")
     with rng.numpy_global_kept():
-        rng.key_numpy_global(True)
         expected = [batch[1] for batch in walk(source, 0)]
     assert all(map(torch.equal, found[0], expected))
     assert len(found[0]) == len(expected) == 2

@@ -22,7 +22,6 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.cli.commands import main
 from helios.errors import ArgumentTypeError
 from helios.ledger import Replay, compare, diff, pack, verify
-from helios.ledger.book import Book
 from helios.ledger.differences import SCORES
 from helios.ledger.line import TAIL_BYTES, seal
 from helios.ledger.timing import read_timing
@@ -223,52 +222,6 @@ def test_a_score_of_one_run_only_is_named(known: Path, measured: Path) -> None:
     assert text in found.not_compared
 
 
-def make_oldest(run: Path, target: Path) -> Path:
-    """Copy the evidence of a run, with a ledger as earlier versions have written it."""
-    target.mkdir()
-    shutil.copy(run / "timing.jsonl", target)
-    head, *lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-    data, chain = seal(head[:-TAIL_BYTES].decode().replace('"ledger":2', '"ledger":1'), "")
-    whole = [data]
-    for line in lines:
-        if not line.startswith(b'{"scores"'):
-            data, chain = seal(line[:-TAIL_BYTES].decode(), chain)
-            whole.append(data)
-    (target / "ledger.jsonl").write_bytes(b"".join(whole))
-    return target
-
-
-@pytest.mark.shows("P135")
-def test_an_older_ledger_is_compared_with_the_scores_beside_it(
-    known: Path, shifted: Path, measured: Path, tmp_path: Path
-) -> None:
-    old, other, third = (
-        make_oldest(run, tmp_path / str(number))
-        for number, run in enumerate((known, shifted, measured))
-    )
-    assert verify(old).is_good
-    for pair in ((old, known), (known, old)):
-        found = diff(*pair)
-        assert (found.is_equal, found.num_scored) == (True, 3)
-    for pair in ((old, shifted), (known, other), (old, other)):
-        assert (diff(*pair).iteration, diff(*pair).what) == (EVERY, [SCORES])
-    assert diff(third, measured).is_equal
-
-
-def test_runs_without_recorded_scores_say_so(known: Path, tmp_path: Path) -> None:
-    old = make_oldest(known, tmp_path / "old")
-    aside = old / "ledger.before-12.jsonl"
-    shutil.copy(old / "ledger.jsonl", aside)
-    found = diff(known, aside)
-    assert (found.is_equal, found.num_scored) == (True, 0)
-    assert f"scores were not compared: {aside} was put aside" in "".join(found.not_compared)
-    (old / "timing.jsonl").unlink()
-    found = diff(known, old)
-    assert (found.is_equal, found.num_scored) == (True, 0)
-    text = f"scores were not compared: there is no {old / 'timing.jsonl'}"
-    assert text in found.not_compared
-
-
 def split(run: Path) -> tuple[list[bytes], list[bytes]]:
     """Return the lines of a ledger: the chain, and the scores beside it."""
     lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
@@ -378,16 +331,6 @@ def test_verify_finds_each_change_of_scores(
     assert place is None or any(f"line {place}" in text for text in findings)
 
 
-def test_scores_in_a_ledger_of_the_oldest_version_are_found(known: Path, tmp_path: Path) -> None:
-    run = make_oldest(known, tmp_path / "old")
-    lines = (run / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-    line, *_ = split(known)[1]
-    lines.insert(5, seal(line[:-TAIL_BYTES].decode(), json.loads(lines[4])["h"])[0])
-    (run / "ledger.jsonl").write_bytes(b"".join(lines))
-    (finding,) = verify(run).findings
-    assert "line 6" in finding
-
-
 @pytest.mark.shows("P135")
 def test_a_checkpoint_knows_the_scores_before_it(tmp_path: Path) -> None:
     run = train(tmp_path, chkpt_frequency=EVERY)
@@ -405,19 +348,6 @@ def test_a_checkpoint_knows_the_scores_before_it(tmp_path: Path) -> None:
     }
     (finding,) = verify(path, marks).findings
     assert "iter_8.pth belongs to another ledger" in finding
-
-
-def test_a_mark_of_an_earlier_version_is_continued_without_scores(tmp_path: Path) -> None:
-    book = Book(tmp_path, run="r")
-    book.open(None, after=0)
-    book.append('{"at":[1,1,1]')
-    mark = book.mark()
-    book.close()
-    del mark["version"]
-    book.open(mark, after=1)
-    book.append_scores(1, {"error": 0.5}, (), {})
-    assert book.mark() == mark
-    book.close()
 
 
 def test_weights_that_no_line_holds_are_named(known: Path, tmp_path: Path) -> None:
@@ -489,7 +419,7 @@ def test_equal_runs_name_what_compare_did_not_compare(known: Path, tmp_path: Pat
 
 
 @pytest.mark.shows("P131")
-@pytest.mark.parametrize("place", ["times", "sidecar", "best"])
+@pytest.mark.parametrize("place", ["sidecar", "best"])
 def test_verify_finds_a_changed_score(
     place: str, known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -497,15 +427,7 @@ def test_verify_finds_a_changed_score(
     assert main(["verify", str(run)]) == 0
     assert "; scores of 1 validation" in capsys.readouterr().out
     (path,) = run.glob("*iter_12.json")
-    if place == "times":
-        make_oldest(known, tmp_path / "old")
-        shutil.copy(tmp_path / "old" / "ledger.jsonl", run)
-        lines = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
-        for line in lines:
-            if "scores" in line and line["iteration"] == TOTAL:
-                line["scores"]["error"] *= 1 + 2**-52
-        (run / "timing.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    elif place == "sidecar":
+    if place == "sidecar":
         sidecar = Sidecar.from_json(path.read_text(), name=path.name)
         sidecar.metrics["error"] *= 1 + 2**-52
         path.write_text(sidecar.to_json())
@@ -565,11 +487,10 @@ def _train_by_hand(rank: int, folder: Path) -> None:
     train(folder, ByHand(), num_replicas=2, total_steps=EVERY)
 
 
-@pytest.mark.parametrize("is_oldest", [False, True])
 def test_an_archive_without_names_has_the_scores(
-    known: Path, shifted: Path, tmp_path: Path, *, is_oldest: bool
+    known: Path, shifted: Path, tmp_path: Path
 ) -> None:
-    run = make_oldest(known, tmp_path / "old") if is_oldest else known
+    run = known
     pack(run, tmp_path / "pack.zip", is_anonymous=True)
     with zipfile.ZipFile(tmp_path / "pack.zip") as archive:
         archive.extractall(tmp_path / "packed")

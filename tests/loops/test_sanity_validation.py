@@ -67,11 +67,10 @@ class Touchy(Model):
 
 
 class Greedy(Plugin):
-    """Asks for everything in a validation, and counts; wants a trial."""
+    """Asks for everything in a validation, and counts."""
 
-    def __init__(self, sanity_steps: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__("greedy")
-        self.sanity_steps = sanity_steps
         self.count = 0
         self.told: list[Any] = []
 
@@ -112,18 +111,20 @@ def rows_of(block: range, num_rows: int) -> list[Any]:
     return [[torch.full((3, 2), float(row + r)) for r in block] for row in range(num_rows)]
 
 
-def make(replicas: Replicas, *plugins: Plugin, num_rows: int = 4) -> Session:
+def make(replicas: Replicas, *plugins: Plugin, num_rows: int = 4, sanity_steps: int = 2) -> Session:
     """Return a session before its training."""
     rng.seed_rngs(1)
     rows = rows_of(replicas.local_replicas, num_rows)
     train = [[part + 0.5 for part in row] for row in rows]
-    return make_session(
+    session = make_session(
         Touchy(),
         *plugins,
         replicas=replicas,
         sources={Phase.TRAINING: [ListSource(train)], Phase.VALIDATION: [Closing(rows)]},
         total_steps=3,
     )
+    session.sanity_steps = sanity_steps
+    return session
 
 
 def _asked(session: Session) -> list[dict[str, Any]]:
@@ -167,7 +168,7 @@ def test_what_a_trial_has_changed_is_put_back(num_replicas: int) -> None:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
-def test_a_trial_is_as_long_as_a_plugin_asks(num_replicas: int) -> None:
+def test_a_trial_is_as_long_as_the_trainer_asks(num_replicas: int) -> None:
     lengths = []
 
     class Listening(Greedy):
@@ -178,8 +179,8 @@ def test_a_trial_is_as_long_as_a_plugin_asks(num_replicas: int) -> None:
         def on_validation_end(self, validation_cycles: int) -> None:
             lengths.append(self.count)
 
-    plugin = Listening(3)
-    try_out(make(Replicas(num_replicas), plugin))
+    plugin = Listening()
+    try_out(make(Replicas(num_replicas), plugin, sanity_steps=3))
     assert lengths == [3, 0], "batches of the loader: one for each replica counts as one"
     # The note of the end is told behind the erasure, so what stood before it is gone.
     assert plugin.told == [("start", False), ("end", False)]
@@ -204,8 +205,8 @@ def test_after_an_error_nothing_is_put_back(kind: type[Exception]) -> None:
 
 def _train(rank: int, num_processes: int, num_replicas: int, has_trial: bool) -> tuple[Any, ...]:
     with replicas_on(rank, num_processes, num_replicas) as here:
-        plugin = Greedy(2 if has_trial else 0)
-        session = make(here, plugin)
+        plugin = Greedy()
+        session = make(here, plugin, sanity_steps=2 if has_trial else 0)
         assert fit(session) == "total_steps reached"
         return session.model.bits(), session.model.drawn, draw(), plugin.told
 

@@ -277,21 +277,9 @@ def test_epochs_that_count_from_0_are_told_from_those_that_count_from_1(
 ) -> None:
     names = ("global_epoch", "global_iteration", "dataset_iter")
     state = dict(zip(names, counters, strict=True)) | {"current_iteration": counters[1]}
-    plain = helios_ml.to_schema_0({"training_state": state, "model": {}}, stem=stem)
-    cursor = schema_upgrades.upgrade(plain, helios_ml.STEPS)["cursor"]
+    cursor = helios_ml.convert({"training_state": state, "model": {}}, stem=stem)["cursor"]
     assert (cursor["epoch"], cursor["batch"]) == wanted
     assert cursor["sample"] == 0
-
-
-@pytest.mark.shows("S22")
-def test_steps_lead_from_schema_to_schema_in_order() -> None:
-    steps = {1: lambda p: p | {"path": [*p["path"], 1]}, 2: lambda p: p | {"path": [*p["path"], 2]}}
-    found = schema_upgrades.upgrade({"schema": 1, "path": []}, steps, to=3)
-    assert found == {"schema": 3, "path": [1, 2]}
-    assert schema_upgrades.upgrade({"schema": 3}, steps, to=3) == {"schema": 3}
-    with pytest.raises(IncompatibleCheckpointError, match="Format 0"):
-        schema_upgrades.upgrade({"schema": 0}, schema_upgrades.STEPS)
-    assert set(helios_ml.STEPS) == set(range(file_names.SCHEMA))
 
 
 @pytest.mark.shows("S24")
@@ -436,7 +424,7 @@ def test_a_type_of_the_users_own_is_refused_with_the_way_out(tmp_path: Path) -> 
 def test_a_file_of_the_present_format_is_not_even_opened_twice(tmp_path: Path) -> None:
     path = tmp_path / "a_epoch_1_iter_4.pth"
     with path.open("wb") as handle:
-        codec.write_encoded(handle, {"schema": 1, "training_state": {}})
+        codec.write_encoded(handle, {"schema": 5, "training_state": {}})
     before = path.stat()
     assert migrate(path).result is Result.CURRENT
     assert path.stat() == before
@@ -449,20 +437,3 @@ def test_the_sidecar_of_a_migrated_file_that_is_gone_is_cleaned_away(tmp_path: P
     path.unlink()
     RunFolder(path.parent).clean()
     assert list(path.parent.iterdir()) == []
-
-
-@pytest.mark.shows("S48")
-def test_what_schema_2_has_added_is_empty_in_files_of_schema_1() -> None:
-    old = {"schema": 1, "model": {"a": 1}}
-    found = schema_upgrades.upgrade(old, schema_upgrades.STEPS, to=2)
-    assert found == {"schema": 2, "model": {"a": 1}, "missing": {}, "claims": [], "owners": {}}
-    assert old == {"schema": 1, "model": {"a": 1}}
-
-
-@pytest.mark.shows("S48")
-def test_what_hooks_have_put_under_a_name_of_schema_2_is_kept_beside_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    found = schema_upgrades.upgrade({"schema": 1, "owners": ["me"]}, schema_upgrades.STEPS, to=2)
-    assert (found["owners"], found["owners_of_hooks"]) == ({}, ["me"])
-    assert "has added 'owners' to the checkpoint" in caplog.text

@@ -24,11 +24,9 @@ from helios.plugins import (
     GradientNormMonitor,
     JSONLLogger,
     LearningRateMonitor,
-    LimitBatches,
     Metrics,
     NaNGuard,
     Plugin,
-    SanityCheck,
     TimeLimit,
 )
 from helios.state import TrainingState
@@ -56,8 +54,6 @@ PLUGINS: dict[str, Callable[[Path], Plugin]] = {
     "CSVLogger": lambda folder: CSVLogger(folder / "rows.csv"),
     "JSONLLogger": lambda folder: JSONLLogger(folder / "rows.jsonl"),
     "TimeLimit": lambda _: TimeLimit("10:00:00"),
-    "SanityCheck": lambda _: SanityCheck(1),
-    "LimitBatches": lambda _: LimitBatches(train=4, valid=2),
 }
 
 

@@ -17,7 +17,6 @@ from helios.plugins import Plugin
 from helios.plugins.averaging import EMA
 from helios.plugins.early_stopping import EarlyStopping
 from helios.plugins.gradient_norm import GradientNormMonitor
-from tests.support.quiet import Trying
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Setting, SmallModel, digest, train
 
@@ -45,8 +44,10 @@ def fit(
     *plugins: Plugin,
     setting: Setting = _SETTING,
     root: Path | None = None,
+    sanity_steps: int = 0,
 ) -> helios.Trainer:
     trainer = helios.Trainer(
+        sanity_steps=sanity_steps,
         train_unit=setting.unit,
         total_steps=setting.total_steps,
         valid_frequency=setting.valid_frequency,
@@ -167,7 +168,7 @@ def test_a_score_must_be_a_number(score: Any) -> None:
 def test_trial_validations_and_those_outside_of_fit_do_not_count() -> None:
     """C17."""
     stopping = EarlyStopping("quality", mode="min", patience=2)
-    trainer = fit([5.0, 1.0, 2.0, 3.0], stopping, Trying())
+    trainer = fit([5.0, 1.0, 2.0, 3.0], stopping, sanity_steps=1)
     assert (count(trainer), stopping.best) == (4, 1.0)
     other = Scripted(_SETTING, [])
     trainer.validate(other, IndexModule(_SETTING), checkpoint=None)

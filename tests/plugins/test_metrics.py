@@ -264,17 +264,12 @@ def test_tests_and_validations_of_their_own_have_values() -> None:
 
 @pytest.mark.shows("K14")
 def test_a_trial_validation_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Careful(Plugin):
-        sanity_steps = 1
-
-        def setup(self) -> None: ...
-
-    def run(*more: Plugin) -> tuple[Outcome, list[Any]]:
+    def run(steps: int) -> tuple[Outcome, list[Any]]:
         listener, metrics = Listener(), _metrics_of_all_kinds(Phase.VALIDATION)
-        folder = tmp_path / str(len(more))
-        return train(folder, Setting(total_steps=7), metrics, listener, *more), listener.heard
+        setting = Setting(total_steps=7, options={"sanity_steps": steps})
+        return train(tmp_path / str(steps), setting, metrics, listener), listener.heard
 
-    (plain, heard), (tried, heard_too) = run(), run(Careful("careful"))
+    (plain, heard), (tried, heard_too) = run(0), run(1)
     assert tried.bits() == plain.bits()
     assert heard_too == heard
     first = helios.load_checkpoint(next((tmp_path / "1").glob("*/*_iter_1.pth")))

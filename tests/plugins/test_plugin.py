@@ -153,7 +153,7 @@ def test_every_plugin_in_the_box_is_in_the_registry() -> None:
         for kind in kinds
         if inspect.isclass(kind) and issubclass(kind, Plugin) and kind is not Plugin
     ]
-    assert len(boxed) == 16
+    assert len(boxed) == 14
     missing = [kind.__name__ for kind in boxed if kind.__name__ not in PLUGIN_REGISTRY]
     assert not missing
     assert isinstance(create_plugin("EMA", 0.9), helios.plugins.EMA)

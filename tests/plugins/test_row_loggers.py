@@ -421,13 +421,8 @@ def _ids(context: Any) -> tuple[Any, ...]:
 
 
 def test_a_trial_validation_leaves_no_row(tmp_path: Path) -> None:
-    class Careful(Talker):
-        sanity_steps = 1
-
-    setting = _setting()
-    loggers = [logger for logger in _loggers(tmp_path / "a") if not isinstance(logger, Talker)]
-    train(tmp_path / "a", setting, *loggers, Careful())
-    _run(tmp_path / "b", setting)
+    _run(tmp_path / "a", _setting(options={"sanity_steps": 1}))
+    _run(tmp_path / "b", _setting())
     for name in NAMES:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 

@@ -372,15 +372,14 @@ def test_a_trial_validation_counts_for_the_launch_only(
     now = [0.0]  # in a closure: the trial takes back what plugins hold
 
     class Careful(Plugin):
-        sanity_steps = 2
-
         def setup(self) -> None: ...
 
         def on_validation_batch_start(self, step: int) -> None:
             now[0] += 1.0
 
     limit = TimeLimit(2, counts, clock=lambda: now[0])
-    outcome = train(tmp_path, Setting(valid_frequency=None), Careful("careful"), limit)
+    setting = Setting(valid_frequency=None, options={"sanity_steps": 2})
+    outcome = train(tmp_path, setting, Careful("careful"), limit)
     assert now == [2.0]
     assert len(outcome.records) == steps
 

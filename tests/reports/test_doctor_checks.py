@@ -19,7 +19,7 @@ from helios.reports.doctor import (
     check_variables,
     check_versions,
 )
-from tests.house import ROOT
+from tests.codebase import ROOT
 
 SYSTEM = {"architecture": "x86_64", "cores": 4, "cpu_flags": "avx avx2 fma"}
 H100 = {

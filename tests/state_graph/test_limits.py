@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 
 from helios.checkpoint.options import CheckpointStore
@@ -48,11 +47,3 @@ def test_the_limit_is_that_of_the_store() -> None:
         CheckpointStore(max_plain_bytes=-1)
     with pytest.raises(ArgumentError, match="max_plain_bytes"):
         CheckpointStore(max_plain_bytes=1.5)  # type: ignore[arg-type]
-
-
-@pytest.mark.shows("S50")
-def test_the_disk_estimate_counts_plain_values_up_to_the_limit() -> None:
-    discovery = started(Owner(table=np.zeros(1000), helper=object()))
-    assert 8000 <= discovery.values.num_bytes < 9000
-    discovery.values.limit = 100
-    assert discovery.values.num_bytes == 100

@@ -400,36 +400,6 @@ def test_parameters_that_nobody_names_are_matched_by_position(tmp_path: Path) ->
     _check(make, make, tmp_path)
 
 
-def _of_format_1(state: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: part for key, part in state.items() if key not in ("members", "built", "drivers")}
-    added = {path: state["members"][path][len(names) :] for path, names in state["built"].items()}
-    return kept | {"groups": added}
-
-
-@pytest.mark.shows("S52")
-def test_a_state_without_names_is_matched_by_position_and_that_is_said_once(
-    warned: list[str],
-) -> None:
-    owner = _exchanged(is_other=False)
-    discovery = started(owner)
-    _train(owner)
-    owner.one.add_param_group({"params": owner.nets["c"].parameters()})
-    _train(owner)
-    state = _of_format_1(copy.deepcopy(discovery.capture()))
-    assert state["groups"] == {"one": [["nets.c.weight", "nets.c.bias"]]}
-    again = resumed(lambda: _exchanged(is_other=False), state)
-    assert bits(again.one.state_dict()) == bits(owner.one.state_dict())
-    (text,) = warned
-    assert text.startswith("WARNING")
-    assert "one, other: their state is matched by position" in text
-
-
-def test_a_state_without_optimizers_needs_no_names(warned: list[str]) -> None:
-    state = _of_format_1(started(Owner(nets=_nets())).capture())
-    resumed(lambda: Owner(nets=_nets()), state)
-    assert not warned
-
-
 def _two(*, is_named: bool = False, backbone: str = "backbone") -> Any:
     torch.manual_seed(4)
     owner = Owner(head=nn.Linear(2, 1), **{backbone: nn.Linear(2, 2)})

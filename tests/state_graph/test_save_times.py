@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from tests.support.clock import Hands
 from tests.support.models import Fitting
 from tests.support.ranks import run_ranks
 
-_LEFT_OUT = Path(__file__).parents[1] / "golden" / "left_out"
 """A checkpoint of commit cdb25de, whose clock made it leave out the table."""
 
 
@@ -135,19 +133,6 @@ def _run(rank: int, folder: Path, slow_rank: int) -> list[dict[str, str]]:
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_a_slow_process_saves_all_as_well(slow_rank: int, tmp_path: Path) -> None:
     assert run_ranks(_run, 2, tmp_path, slow_rank) == [[{}] * 4] * 2
-
-
-@pytest.mark.shows("S73")
-def test_a_checkpoint_of_an_older_version_that_left_out_a_slow_value_loads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(_LEFT_OUT, tmp_path / "net")
-    (old,) = _sidecars(tmp_path)
-    assert old["missing"]["table"].startswith("saving it takes 10 s, more than 5%")
-    resumed = fit(tmp_path, Table(Ticking(0.0)), 10)
-    assert "it lacks table (saving it takes 10 s" in capsys.readouterr().err
-    assert [number for number, _ in resumed.table] == [9, 10], "as setup makes it"
-    assert [each["missing"] for each in _sidecars(tmp_path)][1:] == [{}]
 
 
 @pytest.mark.shows("S50")

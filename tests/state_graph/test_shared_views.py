@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from helios.errors import StateError
 from helios.plugins import Plugin
 from tests.ordinary.harness import WIDTH, Case, Regression, assert_ordinary, train
-from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
+from tests.state_graph.owners import Owner, started, through_a_file
 
 
 class Net(nn.Module):
@@ -349,20 +349,6 @@ def test_tensors_side_by_side_in_one_memory_are_no_block() -> None:
     vector = nn.utils.parameters_to_vector(owner.net.parameters()).detach()
     nn.utils.vector_to_parameters(vector, owner.net.parameters())
     assert started(owner).capture()["layouts"]["homes"] == {}
-
-
-def test_a_state_without_blocks_parts_nothing() -> None:
-    def make() -> Any:
-        net = Net()
-        net.scale = net.other[2:5]
-        return Owner(net=net)
-
-    state = started(make()).capture()
-    state["layouts"]["homes"] = None
-    again = resumed(make, state)
-    again.net.other += 1
-    assert again.net.scale.tolist() == [3, 4, 5]
-    assert bits(again.net.other) == bits(torch.arange(8.0) + 1)
 
 
 class OfAnotherType(Sharing):

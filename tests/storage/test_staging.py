@@ -58,13 +58,3 @@ def test_the_memory_is_used_again_and_what_is_no_longer_needed_returned() -> Non
     assert buffers.num_bytes == 428
     buffers.release()
     assert buffers.num_bytes == 0
-
-
-@pytest.mark.shows("S3")
-def test_prepared_memory_is_taken_by_the_first_copy() -> None:
-    buffers = HostBuffers()
-    buffers.prepare([400, 400, 28])
-    buffers.prepare([400, 28])
-    assert buffers.num_bytes == 828
-    buffers.copy([[torch.ones(100)], [torch.ones(100)], [torch.ones(7)]])
-    assert buffers.num_bytes == 828

@@ -233,8 +233,6 @@ def _watcher(seen: Seen, deed: Deed, cell: Cell) -> Plugin:
         methods["on_training_batch_end"] = ask_for_save
     if cell.event not in _STEP_METHODS:
         methods[cell.event] = _hearing(cell.event, methods.get(cell.event), deed)
-    if cell.moment == TRIAL:
-        methods["sanity_steps"] = 1  # type: ignore[assignment]
     return type("Watcher", (Plugin,), methods)("watcher")
 
 
@@ -262,6 +260,7 @@ def _make_trainer(cell: Cell, folder: Path, *plugins: Plugin) -> helios.Trainer:
         valid_frequency=1 if is_by_epoch else 2,
         chkpt_frequency=100 if cell.kind == FAILED_SAVE else 2 if is_by_epoch else 3,
         print_frequency=2,
+        sanity_steps=int(cell.moment == TRIAL),
         accumulation_steps=cell.accumulation,
         early_stop_cycles={EARLY_STOP: cell.number, IMPROVEMENT: 1}.get(cell.kind),
         use_cpu=True,

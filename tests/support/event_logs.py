@@ -215,12 +215,6 @@ class Monitor(Quiet):
     monitor = True
 
 
-class TryingMonitor(Monitor):
-    """Asks for a trial validation."""
-
-    sanity_steps = 2
-
-
 def _listen(
     recording: Recording, letter: str, name: str, usual: Callable[..., Any] | None
 ) -> Callable[..., Any]:
@@ -279,7 +273,6 @@ class Call:
     loaders: int = 1
     reactions: tuple[Reaction, ...] = ()
     model: type[Linear] = Linear
-    monitor: type[Monitor] = Monitor
     error: type[BaseException] | None = None
 
 
@@ -292,7 +285,7 @@ def play(call: Call, folder: Path | None = None) -> Recording:
     """
     recording = Recording(call.reactions)
     plugins = [
-        listener(call.monitor, "Q", recording)("monitor"),
+        listener(Monitor, "Q", recording)("monitor"),
         listener(Quiet, "P", recording)("plugin"),
     ]
     trainer = helios.Trainer(

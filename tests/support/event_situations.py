@@ -18,7 +18,6 @@ from tests.support.event_logs import (
     ManualLinear,
     Reaction,
     ScoringLinear,
-    TryingMonitor,
     TwoNetworks,
     play,
     render,
@@ -60,7 +59,7 @@ class Situation:
             "the run has ended before": self.is_over,
             "the run resumes": self.goes_on,
             "the run is new": not self.goes_on,
-            "sanity_steps is set": self.call.monitor is TryingMonitor and evaluation > 0,
+            "sanity_steps is set": "sanity_steps" in self.call.options and evaluation > 0,
             "epochs are counted": unit == "epoch",
             "steps are counted": unit == "iteration",
             "train_step returns a loss": self.call.model is not ManualLinear,
@@ -165,8 +164,8 @@ def _regular(unit: str) -> Iterator[tuple[str, Situation]]:
 
 
 def _special() -> Iterator[tuple[str, Situation]]:
-    call = Call(options=_options("epochs", 1), training=1, evaluation=3, monitor=TryingMonitor)
-    title = "A plugin with sanity_steps = 2: a trial of two validation batches before the training."
+    call = Call(options=_options("epochs", 1, sanity_steps=2), training=1, evaluation=3)
+    title = "sanity_steps=2: a trial of two validation batches before the training."
     yield "sanity_check", Situation(title, (call,))
     call = Call(options=_options("epochs", 0), evaluation=1)
     yield "nothing_to_do", Situation("total_steps=0.", (call,))
@@ -291,10 +290,9 @@ def _raising(event: str) -> Situation:
         reactions += (Reaction("train_step", _fail, 1, "M"),)
     calls = (
         Call(
-            options=_options("epochs", 1, valid_frequency=1, print_frequency=1),
+            options=_options("epochs", 1, valid_frequency=1, print_frequency=1, sanity_steps=2),
             training=1,
             evaluation=1,
-            monitor=TryingMonitor,
             reactions=reactions,
             error=None if event == "teardown" else OSError,
         ),

@@ -1,16 +1,12 @@
-"""Frozen training runs of earlier commits: how they are run, and how they were frozen."""
+"""The frozen training runs of ``tests/golden``: scripts, and what they recorded."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,109 +18,105 @@ from tests.support.ranks import run_ranks
 GOLDEN = Path(__file__).parents[1] / "golden"
 Result = dict[str, list[str]]
 
+RUNS: Mapping[str, tuple[int, ...]] = {
+    "today/one_replica": (1,),
+    "today/by_epochs": (1,),
+    "today/four_replicas": (2, 1, 4),
+    "today/manual": (1,),
+    "today/yields": (1,),
+    "today/averaged": (1,),
+    "today/by_rank": (4,),
+    "today/own_loader": (2,),
+    "today/carried": (1,),
+    "full_state/owners": (1,),
+    "full_state/own_states": (1,),
+    "full_state/own_places": (2,),
+    "full_state/shares": (1,),
+    "full_state/scaled": (1,),
+    "full_state/facts": (1,),
+    "full_state/history": (1,),
+    "full_state/kinds": (1,),
+    "full_state/windows": (2, 1),
+    "full_state/sources-mixture": (2, 1),
+    "full_state/sources-packed": (1,),
+    "full_state/sources-read_again": (1, 2),
+    "full_state/sources-stateful": (2, 1),
+    "full_state/sources-steps": (1,),
+    "full_state/sources-workers": (1, 2),
+    "full_state/sharded-on_3": (3, 1, 2),
+    "full_state/sharded-on_1": (1, 3),
+    **{
+        f"full_state/ledgers-{variant}_{level}": counts
+        for variant, counts in {
+            "v1_fp32": (1,),
+            "v1_bf16": (1,),
+            "v1_fp64": (1,),
+            "v2_fp32": (1, 2),
+            "v4_fp64": (2, 1, 3, 4),
+        }.items()
+        for level in ("steps", "full")
+    },
+}
+"""The runs, each a script of a folder, ``script`` or ``script-variant`` for one with variants, and
+on how many processes each was run; its checkpoints are resumed on those, and on the others."""
 
-@dataclass(frozen=True)
-class Frozen:
-    """The frozen runs of a folder of ``tests/golden``.
 
-    A run is a script of the folder, ``script``, or ``script-variant`` for one with variants.
+def run(name: str, root: Path, num_processes: int = 1) -> Result:
+    """Run a script in a folder, from what lies there; return what it recorded."""
+    if num_processes == 1:
+        return _train(0, name, root)
+    results = run_ranks(_train, num_processes, name, root)
+    is_shared = all(result["end"] == results[0]["end"] for result in results)
+    ends = results[:1] if is_shared else results
+    # A process has replicas that follow each other: so the order is that of one process.
+    steps = [line for result in results for line in result["steps"]]
+    return {
+        "steps": sorted(steps, key=lambda line: int(line.split()[0])),
+        "lines": results[0]["lines"],
+        "end": [line for result in ends for line in result["end"]],
+    }
 
-    Attributes:
-        name: of the folder.
-        commit: whose code has written them.
-        runs: on how many processes each was run, and on how many its checkpoints are resumed too.
-    """
 
-    name: str
-    commit: str
-    runs: Mapping[str, tuple[int, ...]]
+def checkpoints(name: str, root: Path) -> list[Path]:
+    """Return the checkpoints of a run in a folder from which it is resumed."""
+    module = vars(_module(name))
+    return [
+        path
+        for path in sorted(root.glob(f"{module.get('NAME', '*')}/*_iter_*"))
+        if path.suffix in (".pth", ".ckpt") and int(path.stem.split("_iter_")[1]) in module["SAVED"]
+    ]
 
-    @property
-    def folder(self) -> Path:
-        """Where they are."""
-        return GOLDEN / self.name
 
-    def run(self, run: str, root: Path, num_processes: int = 1) -> Result:
-        """Run a script in a folder, from what lies there; return what it recorded."""
-        if num_processes == 1:
-            return _train(0, self.name, run, root)
-        results = run_ranks(_train, num_processes, self.name, run, root)
-        is_shared = all(result["end"] == results[0]["end"] for result in results)
-        ends = results[:1] if is_shared else results
-        # A process has replicas that follow each other: so the order is that of one process.
-        steps = [line for result in results for line in result["steps"]]
-        return {
-            "steps": sorted(steps, key=lambda line: int(line.split()[0])),
-            "lines": results[0]["lines"],
-            "end": [line for result in ends for line in result["end"]],
-        }
+def resume(name: str, path: Path, root: Path, num_processes: int = 1) -> Result:
+    """Run a script in a fresh folder with one checkpoint, and the files of no checkpoint."""
+    folder = root / path.parent.name
+    folder.mkdir(parents=True)
+    for source in path.parent.iterdir():
+        if source.stem == path.stem or source.name in vars(_module(name)).get("KEPT", ()):
+            _copy(source, folder)
+    return run(name, root, num_processes)
 
-    def checkpoints(self, run: str) -> list[Path]:
-        """Return the frozen checkpoints of a run."""
-        return [path for path in self.files(run) if path.suffix in (".pth", ".ckpt")]
 
-    def files(self, run: str) -> list[Path]:
-        """Return all that is frozen of the folder of a run."""
-        return sorted((self.folder / "checkpoints" / run).glob("*"))
+def results_file(name: str) -> Path:
+    """Return the file that holds what a run recorded."""
+    folder, _, script = name.partition("/")
+    return GOLDEN / folder / "results" / f"{script}.json"
 
-    def resume(self, run: str, path: Path, root: Path, num_processes: int = 1) -> Result:
-        """Run a script in a fresh folder with one checkpoint, and the files of no checkpoint."""
-        folder = root / re.split("_epoch_", path.stem)[0]
-        folder.mkdir(parents=True)
-        for source in self.files(run):
-            if source.stem == path.stem or "_epoch_" not in source.stem:
-                _copy(source, folder)
-        return self.run(run, root, num_processes)
 
-    def load(self, run: str) -> dict[str, Result]:
-        """Return the frozen results: of the whole run, and of each resume."""
-        text = (self.folder / "results" / f"{run}.json").read_text("utf-8")
-        results: dict[str, Result] = json.loads(text)
-        return results
+def load(name: str) -> Result:
+    """Return what a run recorded when it was frozen."""
+    result: Result = json.loads(results_file(name).read_text("utf-8"))
+    return result
 
-    def content(self) -> list[Path]:
-        """Return all frozen files: scripts, results and checkpoints."""
-        found = [*self.folder.glob("*.py"), *self.folder.glob("[cr]*/**/*")]
-        return sorted(path for path in found if path.is_file())
 
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each frozen file, by its path in the folder."""
-        return {
-            path.relative_to(self.folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in self.content()
-        }
-
-    def freeze(self, run: str, root: Path) -> None:
-        """Write the checkpoints and results of a run, once.
-
-        Raises:
-            FileExistsError: if they are there: what is frozen is never written again.
-        """
-        target = self.folder / "results" / f"{run}.json"
-        if target.exists():
-            raise FileExistsError(f"{target} is frozen at {self.commit}, and never written again.")
-        module = vars(_module(self.name, run))
-        num_processes = self.runs[run][0]
-        results = {"whole": self.run(run, root / "whole", num_processes)}
-        folder = self.folder / "checkpoints" / run
-        folder.mkdir(parents=True)
-        kept = module.get("KEPT", ())
-        for source in sorted((root / "whole" / module["NAME"]).glob("*")):
-            number = source.stem.partition("_iter_")[2]
-            if source.name in kept or (number and int(number) in module["SAVED"]):
-                _copy(source, folder)
-        for path in self.checkpoints(run):
-            results[path.stem] = self.resume(run, path, root / path.stem, num_processes)
-        target.parent.mkdir(exist_ok=True)
-        target.write_text(json.dumps(results, indent=0) + "\n", "utf-8")
-
-    def freeze_all(self) -> None:
-        """Write the runs that the command line names, or all."""
-        for chosen in sys.argv[1:] or self.runs:
-            with tempfile.TemporaryDirectory() as scratch:
-                self.freeze(chosen, Path(scratch))
-        lines = [f"{digest}  {name}\n" for name, digest in self.digests().items()]
-        (self.folder / "sha256.txt").write_text("".join(lines), "utf-8")
+def golden_results() -> dict[Path, str]:
+    """Return what each run records now, by its file."""
+    found = {}
+    for name, counts in RUNS.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            result = run(name, Path(scratch), counts[0])
+        found[results_file(name)] = json.dumps(result, indent=0) + "\n"
+    return found
 
 
 def _copy(source: Path, folder: Path) -> None:
@@ -134,16 +126,16 @@ def _copy(source: Path, folder: Path) -> None:
         shutil.copyfile(source, folder / source.name)
 
 
-def _module(name: str, run: str) -> object:
-    return importlib.import_module(f"tests.golden.{name}.{run.partition('-')[0]}")
+def _module(name: str) -> object:
+    return importlib.import_module(f"tests.golden.{name.partition('-')[0].replace('/', '.')}")
 
 
-def _train(rank: int, name: str, run: str, root: Path) -> Result:
-    variant = run.partition("-")[2]
-    module = vars(_module(name, run))
+def _train(rank: int, name: str, root: Path) -> Result:
+    variant = name.partition("-")[2]
+    module = vars(_module(name))
     with pytest.MonkeyPatch.context() as patch:
         if "EarlyStopping" in module:
-            # At these commits it had a default; today a frozen script cannot name the mode.
+            # The scripts do not name the mode, which has no default.
             patch.setitem(module, "EarlyStopping", partial(EarlyStopping, mode="min"))
         train = module["train"]
         result: Result = train(root, variant) if variant else train(root)

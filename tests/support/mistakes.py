@@ -941,12 +941,7 @@ class TheModelAsAnAttribute(Own):
 
 @plugin("an option is misspelt")
 class AnOptionIsMisspelt(Own):
-    sanity_step = 2
-
-
-@plugin("an option has another type")
-class AnOptionHasAnotherType(Own):
-    batch_limits = 3
+    monitr = True
 
 
 @plugin("should_training_stop takes the state")

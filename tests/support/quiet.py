@@ -20,12 +20,6 @@ class Quiet(Plugin):
         """Nothing to prepare."""
 
 
-class Trying(Quiet):
-    """Asks for a trial validation of one step before the training."""
-
-    sanity_steps = 1
-
-
 class QuietModel(Model):
     """A model without networks."""
 

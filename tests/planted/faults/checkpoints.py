@@ -242,15 +242,6 @@ def sharded_tensors_are_not_copied_before_training_goes_on(copy, rows, buffers):
 
 
 @fault(
-    "helios.checkpoint.schema_upgrades:upgrade",
-    "tests/checkpoint/test_golden_checkpoints.py::test_a_file_of_every_schema_loads_as_it_was",
-)
-def a_schema_step_drops_what_a_table_holds(upgrade, payload, steps):
-    found = upgrade(payload, steps)
-    return found | {"tables": {name: {} for name in found["tables"]}}
-
-
-@fault(
     "helios.startup.resume_point:_check_name",
     "tests/integration/test_which_run.py::test_another_runs_folder_is_refused_by_both_names",
 )

@@ -12,7 +12,7 @@ RNG = "tests/core/test_rng.py"
 WORKERS = "tests/integration/test_resume.py::test_workers_change_no_bit[from 0 to 2 workers]"
 ELASTIC = "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits"
 NUMPY = "tests/integration/test_numpy_global.py"
-FROZEN = "tests/integration/test_today.py::test_a_frozen_script_gives_its_bits_from_the_start"
+FROZEN = "tests/integration/test_frozen_runs.py::test_a_frozen_script_gives_its_bits"
 
 
 @fault("helios.core.rng:key", RNG)
@@ -64,7 +64,7 @@ def nothing_is_seeded_before_an_iteration(begin_iteration, turns, iteration):
     turns._before.at(iteration)
 
 
-@fault("helios.data.order:Position.fetch_keys", f"{FROZEN}[one_replica-1]")
+@fault("helios.data.order:Position.fetch_keys", f"{FROZEN}[today/one_replica]")
 def the_purpose_is_missing_in_the_key_of_a_fetch(fetch_keys, position):
     return fetch_keys(dataclasses.replace(position, purpose=""))
 
@@ -127,7 +127,7 @@ def hooks_before_the_turns_are_not_seeded(begin_iteration, turns, iteration):
     rng.load_rng_state_dict(found)
 
 
-@fault("helios.core.rng:KeySeries.at", f"{FROZEN}[one_replica-1]")
+@fault("helios.core.rng:KeySeries.at", f"{FROZEN}[today/one_replica]")
 def random_numbers_are_others_than_those_of_frozen_runs(at, series, counter):
     return at(series, counter) ^ 1
 
@@ -161,27 +161,3 @@ def the_global_generator_of_numpy_is_not_put_back(load_states, state_dict):
 )
 def the_script_goes_on_with_the_numbers_of_the_last_key(numpy_global_kept):
     return contextlib.nullcontext()
-
-
-@fault(
-    "helios.data.workers:WorkerInit.__getstate__",
-    "tests/integration/test_data.py::test_workers_that_are_spawned_change_no_bit",
-)
-def spawned_workers_do_not_know_that_keys_seed_numpy(getstate, init):
-    return getstate(init) | {"_keys_numpy_global": False}
-
-
-@fault(
-    "helios.startup.run_identity:find_rules",
-    f"{NUMPY}::test_a_run_that_began_without_the_rule_keeps_drawing_from_the_script",
-)
-def runs_under_way_get_rules_that_change_their_bits(find_rules, options):
-    return find_rules(None)
-
-
-@fault(
-    "helios.startup.replay_run:_load_witness",
-    f"{NUMPY}::test_a_run_without_the_rule_is_replayed_and_tested_without_it[replay]",
-)
-def a_replay_from_the_start_has_the_rules_of_a_new_run(load_witness, stretch, types):
-    return None

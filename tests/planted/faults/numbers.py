@@ -70,14 +70,6 @@ def each_batch_of_a_processor_weighs_the_same(add, totals, result, suffix="", *,
     add(totals, result, suffix)
 
 
-@fault(
-    "helios.startup.run_identity:adopt_rules",
-    "tests/startup/test_run_rules.py",
-)
-def what_is_new_is_not_said(adopt_rules, options, *, place="0"):
-    return adopt_rules(None)
-
-
 @fault("helios.text:number_text", "tests/test_text.py")
 def a_number_is_rounded_to_a_whole_one(number_text, number, digits=6):
     return f"{number:.{digits}g}"

@@ -1,0 +1,625 @@
+"""Limited passes, and a first validation that leaves no trace (C17, K14)."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import helios
+from helios.core import rng
+from helios.data.samplers import ResumableSampler
+from helios.errors import RunMismatchError, UsageError
+from helios.loops.evaluation import ValidationLoop
+from helios.plugins import Plugin
+from helios.state import Phase, TrainingState
+from helios.terminal.root_logger import get_tensorboard_writer
+from tests.data.datasets import draw
+from tests.loops.recorded import record
+from tests.support.resume import copy_checkpoint, resume_everywhere
+from tests.support.runs import (
+    IndexData,
+    IndexModule,
+    Outcome,
+    Setting,
+    SmallModel,
+    digest,
+    noisy_collate,
+    train,
+)
+
+_SETTING = Setting()
+
+
+def _trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
+    return helios.Trainer(use_cpu=True, print_banner=False, plugins=plugins, **options)
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+def test_an_epoch_is_the_head_of_the_whole_one(unit: str, tmp_path: Path) -> None:
+    setting = Setting(unit=unit, total_steps=12 if unit == "iteration" else 2, validates=False)
+    setting = dataclasses.replace(setting, valid_frequency=None)
+    whole = train(tmp_path / "whole", setting)
+    limited = train(
+        tmp_path / "limited",
+        dataclasses.replace(
+            setting,
+            total_steps=4 if unit == "iteration" else 2,
+            options={"batch_limits": {Phase.TRAINING: 2}},
+        ),
+    )
+    first, second = ([ids for ids, _ in outcome.records.values()] for outcome in (whole, limited))
+    assert second == [*first[:2], *first[6:8]]
+
+
+class Heard(Plugin):
+    """Notes the batches of evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__("heard")
+        self.heard: list[tuple[str, int]] = []
+
+    unsaved = ("heard",)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_validation_batch_end(self, step: int) -> None:
+        self.heard.append(("valid", step))
+
+    def on_testing_batch_end(self, step: int) -> None:
+        self.heard.append(("test", step))
+
+    def on_predicting_batch_end(self, step: int, prediction: Any) -> None:
+        self.heard.append(("predict", step))
+
+
+def test_evaluations_are_limited_too() -> None:
+    heard = Heard()
+    limits = {Phase.VALIDATION: 1, Phase.TESTING: 2, Phase.PREDICTION: 1}
+    trainer = _trainer(
+        heard, train_unit="iteration", total_steps=2, valid_frequency=2, batch_limits=limits
+    )
+    model, data = SmallModel(_SETTING), IndexModule(_SETTING)
+    trainer.fit(model, data)
+    trainer.validate(model, data)
+    trainer.test(model, data)
+    assert len(trainer.predict(model, data)) == 1
+    assert heard.heard == [("valid", 0), ("valid", 0), ("test", 0), ("test", 1), ("predict", 0)]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(accumulation=3, total_steps=6, valid_frequency=2),
+        Setting(unit="epoch", total_steps=4, valid_frequency=1, accumulation=2, requests=True),
+        Setting(num_workers=1, persistent_workers=True, total_steps=10),
+    ],
+    ids=["iteration", "epoch", "workers"],
+)
+def test_a_limited_run_resumes_exactly_everywhere(setting: Setting, tmp_path: Path) -> None:
+    limits = {Phase.TRAINING: 4, Phase.VALIDATION: 1}
+    setting = dataclasses.replace(setting, options={"batch_limits": limits})
+    whole = resume_everywhere(lambda folder: train(folder, setting), tmp_path)
+    assert whole.cursor is not None
+    assert whole.cursor.epoch >= 2
+
+
+_CHANGES = [
+    *((4, 2, done) for done in (1, 2, 3, 4)),
+    *((2, 4, done) for done in (1, 2)),
+    *((None, 3, done) for done in (2, 3, 5)),
+    *((3, None, done) for done in (1, 3)),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("before", "after", "done"), _CHANGES)
+def test_a_changed_limit_stops_a_resume_and_the_epoch_goes_on_where_it_stood_if_allowed(
+    before: int | None, after: int | None, done: int, tmp_path: Path
+) -> None:
+    def make_run(folder: Path, limit: int | None, **options: Any) -> Outcome:
+        limits = {} if limit is None else {Phase.TRAINING: limit}
+        options["batch_limits"] = limits
+        setting = Setting(total_steps=12, validates=False, valid_frequency=None, options=options)
+        return train(folder, setting)
+
+    whole = [ids for ids, _ in make_run(tmp_path / "whole", None).records.values()]
+    make_run(tmp_path / "first", before)
+    (path,) = (tmp_path / "first").glob(f"*/*_iter_{done}.pth")
+    with pytest.raises(RunMismatchError, match=f"limit_batches: {before} -> {after}"):
+        make_run(copy_checkpoint(path, tmp_path / "refused"), after)
+    folder = copy_checkpoint(path, tmp_path / "allowed")
+    resumed = make_run(folder, after, allow_changes=("limit_batches",))
+    length = max(after or 6, done)
+    assert [ids for ids, _ in resumed.records.values()][: length - done + 1] == [
+        *whole[done:length],
+        whole[6],  # the head of the next epoch
+    ]
+
+
+# --- the trial validation ------------------------------------------------------------------------
+
+
+class Meter:
+    """An average without a state_dict."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+        self.seen: list[float] = []
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+        self.seen.append(value)
+
+
+class Plain(SmallModel):
+    """A model that is content with any scores."""
+
+    def have_metrics_improved(self) -> bool:
+        self.seen.append(sum(self.metrics.values()))
+        return self.seen[-1] <= min(self.seen)
+
+
+class Nasty(Plain):
+    """Validation changes whatever it can reach, and the training computes with all of it."""
+
+    unsaved = ("records", "setting", "alias", "noise")
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.counts = {"starts": 0, "steps": 0}
+        self.history: list[Any] = []
+        self.alias = self.history
+        self.total, self.gone = 0, 1.0
+        self.sums = torch.zeros(3)
+        self.meter = Meter()
+        self.tracker = nn.BatchNorm1d(2)
+        self.tracker.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.noise = torch.Generator().manual_seed(1)
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        super().on_validation_start(validation_cycle)
+        self.counts["starts"] += 1
+        self.counts[f"cycle {validation_cycle}"] = len(self.history)
+        self.fresh = [len(self.history)]
+        vars(self).pop("gone", None)
+        self.total += 1
+        self._val_scores["starts"] = self.total
+
+    def valid_step(self, batch: Any, step: int) -> Any:
+        self.counts["steps"] += 1
+        self.history.append({"ids": batch[0].tolist()})
+        self.sums[1:] += float(batch[1].sum())
+        self.meter.update(float(torch.rand(1, generator=self.noise)))
+        self.tracker.num_batches_tracked += 1
+        self.tracker.hidden += 1
+        with torch.no_grad():
+            self.net[4].bias.add_(0.01)
+            self.average.update()
+        self.optimizer.param_groups[0]["lr"] *= 0.9
+        torch.rand(1), random.random(), np.random.rand()
+        rng.get_default_numpy_rng().generator.random()
+        return super().valid_step(batch, step)
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        super().on_validation_end(validation_cycle)
+        self.net[2].p = 0.3 + 0.05 * self.total
+        if self.total == 1:
+            self.net[3].register_forward_hook(lambda module, args, out: out * 0.9)
+        writer = get_tensorboard_writer()
+        if writer is not None:
+            writer.add_scalar("by hand", float(self.total), len(self.history))
+        if self.trainer._session.is_sanity_check:
+            self.trainer.request_checkpoint()
+            self.trainer.request_stop("nobody shall hear this")
+            self.trainer._session.context.interrupt("nor this")
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        ids, features = batch
+        shift = self.total + self.meter.total + float(self.sums.sum()) / 100 + len(self.alias)
+        shift += float(self.tracker.hidden.sum()) + vars(self).get("gone", 0.5)
+        shift += np.random.rand() + float(torch.rand(1, generator=self.noise))
+        return super().train_step((ids, features + 0.01 * shift), state)
+
+
+class Own(Nasty):
+    """Has state methods of its own, which count how often they are asked."""
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked = vars(self).get("asked", 0) + 1
+        return {
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "counts": dict(self.counts),
+            "asked": self.asked,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        raise AssertionError("a trial needs no load_state_dict")
+
+
+class Evaluating(Plain):
+    """Its validation computes in training mode: running averages move."""
+
+    def valid_step(self, batch: Any, step: int) -> Any:
+        self.net.train()
+        return super().valid_step(batch, step)
+
+
+class Rows(Plugin):
+    """Notes what is logged, and counts validations, with a state of its own."""
+
+    unsaved = ("rows",)
+
+    def __init__(self) -> None:
+        super().__init__("rows")
+        self.rows: list[Any] = []
+        self.count = 0
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
+        self.rows.append((state.global_iteration, dict(scalars)))
+
+    def on_validation_batch_end(self, step: int) -> None:
+        self.count += 1
+        self.context.log({"valid/batch": float(self.count)})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+class Hoarder(Plugin):
+    """Collects in validation, without a state_dict; the training depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__("hoarder")
+        self.found: dict[int, list[Any]] = {}
+
+    unsaved = ("found",)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        self.found.setdefault(validation_cycle, []).append(1)
+
+    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
+        return batch[0], batch[1] + 0.01 * sum(map(len, self.found.values()))
+
+
+class Remembering(ResumableSampler):
+    """Each pass begins where the one before it ended; it tells nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = 0
+
+    def __iter__(self) -> Any:
+        for step in range(6):
+            self.first += 1
+            yield (self.first + step) % 6
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Tiring(IndexData):
+    """Every fetch changes the next one, in the worker that it happens in."""
+
+    calls = 0
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        self.calls += 1
+        number, features = super().__getitem__(index)
+        return number, features * self.calls
+
+
+class NastyData(IndexModule):
+    """Validation data whose order has a memory, and workers that have one."""
+
+    def setup(self) -> None:
+        super().setup()
+        self._valid_dataset = [
+            self._create_dataset(
+                IndexData(6),
+                helios.DataLoaderParams(
+                    batch_size=2, sampler=Remembering(), collate_fn=noisy_collate
+                ),
+            ),
+            self._create_dataset(
+                Tiring(6),
+                helios.DataLoaderParams(
+                    batch_size=2, num_workers=1, persistent_workers=True, collate_fn=noisy_collate
+                ),
+            ),
+        ]
+
+
+class ForeignData(IndexModule):
+    """A validation loader of PyTorch that shuffles with a generator of its own."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def valid_dataloader(self) -> Any:
+        return DataLoader(
+            IndexData(6),
+            batch_size=2,
+            shuffle=True,
+            generator=self.generator,
+            collate_fn=noisy_collate,
+        )
+
+
+class CountingLoop(ValidationLoop):
+    """A loop of a user, with a state."""
+
+    passes = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.passes = state_dict["passes"]
+
+
+_TRIAL_EVENTS = ("on_sanity_check_start", "on_sanity_check_end")
+
+
+def _content(folder: Path) -> dict[str, dict[str, str]]:
+    """Return digests of every checkpoint, by part."""
+    found = {}
+    for path in sorted(folder.glob("*/*.pth")):
+        payload = helios.load_checkpoint(path)
+        payload["training_state"] = dataclasses.replace(
+            payload["training_state"], average_iter_time=0.0
+        ).dict()
+        for name in ("run_path", "log_path", "events"):
+            payload.pop(name, None)
+        found[path.stem] = {name: digest(part) for name, part in payload.items()}
+    return found
+
+
+def _curves(runs: Path) -> list[tuple[str, int, float]]:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return [
+        (value.tag, event.step, value.tensor.float_val[0])
+        for path in sorted(runs.rglob("events.out.tfevents.*"))
+        for event in EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+        if not value.tag.startswith("_hparams_/")
+    ]
+
+
+def _run(
+    folder: Path, model: SmallModel, data: IndexModule, *plugins: Plugin, **options: Any
+) -> tuple[Outcome, Any]:
+    np.random.seed(11)
+    rows = Rows()
+
+    def prepare(trainer: helios.Trainer) -> None:
+        trainer.fit_loop.epoch_loop.connect(val_loop=CountingLoop())
+
+    settings = {
+        "train_unit": "iteration",
+        "total_steps": 7,
+        "valid_frequency": 2,
+        "print_frequency": 1,
+        "random_seed": 5,
+        "enable_tensorboard": True,
+        "run_path": folder / "runs",
+    }
+    outcome = record(
+        folder / "run",
+        model,
+        data,
+        *plugins,
+        rows,
+        Hoarder(),
+        prepare=prepare,
+        **settings | options,
+    )
+    return outcome, (
+        outcome.records,
+        outcome.bits(),
+        outcome.cursor,
+        outcome.saves.keys(),
+        _content(folder / "run"),
+        _curves(folder / "runs"),
+        rows.rows,
+        rows.count,
+        model.average.updates,
+        np.random.rand(),
+    )
+
+
+@pytest.mark.shows("K14", "C17")
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+@pytest.mark.parametrize("data", [IndexModule, NastyData, ForeignData])
+@pytest.mark.parametrize("kind", [Plain, Evaluating, Nasty, Own])
+@pytest.mark.filterwarnings("ignore::UserWarning:helios.*")
+def test_a_run_with_a_trial_is_the_run_without(
+    kind: type[SmallModel], data: type[IndexModule], unit: str, tmp_path: Path
+) -> None:
+    found = []
+    options = {"train_unit": unit}
+    if unit == "epoch":
+        options |= {"total_steps": 2, "valid_frequency": 1}
+    for steps in (0, 2):
+        setting = Setting(scheduler="step")
+        folder = tmp_path / str(steps)
+        found.append(_run(folder, kind(setting), data(setting), sanity_steps=steps, **options))
+    (plain, first), (tried, second) = found
+    for name, before, after in zip(
+        (
+            "records",
+            "bits",
+            "cursor",
+            "saves",
+            "checkpoints",
+            "curves",
+            "rows",
+            "count",
+            "updates",
+            "numpy",
+        ),
+        first,
+        second,
+        strict=True,
+    ):
+        assert before == after, name
+    names = [event[0] for event in tried.events]
+    start, end = (names.index(name) for name in _TRIAL_EVENTS)
+    assert tried.events[:start] + tried.events[end + 1 :] == plain.events
+    assert not set(_TRIAL_EVENTS) & {event[0] for event in plain.events}
+
+
+class Telling(Plugin):
+    """Notes events outside of itself, where no trial is taken back."""
+
+    unsaved = ("told",)
+
+    def __init__(self, told: list[tuple[Any, ...]]) -> None:
+        super().__init__("telling")
+        self.told = lambda *event: told.append(event)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_fit_start(self) -> None:
+        self.told("fit")
+
+    def on_sanity_check_start(self) -> None:
+        self.told("trial", self.context.is_sanity_check)
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        self.told("start", self.context.is_sanity_check, validation_cycle)
+
+    def on_validation_batch_end(self, step: int, dataloader_idx: int = -1) -> None:
+        self.told("batch", step, dataloader_idx)
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        self.told("end", self.context.is_sanity_check, validation_cycle)
+
+    def on_sanity_check_end(self) -> None:
+        self.told("over", self.context.is_sanity_check)
+
+    def on_training_start(self) -> None:
+        self.told("training")
+
+
+@pytest.mark.shows("K14", "R40", "C17")
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_trial_comes_first_and_goes_through_each_loader(count: int) -> None:
+    told: list[tuple[Any, ...]] = []
+    data = IndexModule if count == 1 else NastyData
+    trainer = _trainer(Telling(told), sanity_steps=2, total_steps=0)
+    trainer.fit(Plain(_SETTING), data(_SETTING))
+    batches = [(0, -1), (1, -1)] if count == 1 else [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert told == [
+        ("fit",),
+        ("trial", False),
+        ("start", True, 0),
+        *(("batch", *batch) for batch in batches),
+        ("end", True, 0),
+        ("over", False),
+        ("training",),
+    ]
+
+
+def test_what_is_drawn_at_its_ends_shifts_nothing() -> None:
+    drawn: list[list[float]] = []
+
+    class Drawing(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_sanity_check_start(self) -> None:
+            draw()
+
+        def on_sanity_check_end(self) -> None:
+            draw()
+
+        def on_training_start(self) -> None:
+            drawn.append(draw())
+
+    for steps in (0, 2):
+        trainer = _trainer(Drawing("drawing"), sanity_steps=steps, total_steps=0)
+        trainer.fit(Plain(_SETTING), IndexModule(_SETTING))
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.shows("H57", "K14", "C17")
+def test_it_is_skipped_at_resumes_and_without_validation_data(tmp_path: Path) -> None:
+    trying = {"sanity_steps": 2}
+    setting = Setting(total_steps=2, options=trying)
+    train(tmp_path, setting)
+    resumed = train(tmp_path, dataclasses.replace(setting, total_steps=4))
+    assert resumed.has_ended
+    assert "on_sanity_check_start" not in {event[0] for event in resumed.events}
+    bare = Setting(total_steps=2, validates=False, valid_frequency=None, options=trying)
+    outcome = train(tmp_path / "bare", bare)
+    assert "on_sanity_check_start" not in {event[0] for event in outcome.events}
+
+
+def test_an_error_in_validation_comes_before_the_training(tmp_path: Path) -> None:
+    class Failing(SmallModel):
+        def valid_step(self, batch: Any, step: int) -> Any:
+            raise KeyError("score")
+
+    model, data, heard = Failing(_SETTING), IndexModule(_SETTING), Hoarder()
+    before = rng.get_rng_state_dict()["torch"]
+    with pytest.raises(KeyError, match="score"):
+        record(tmp_path, model, data, heard, sanity_steps=2, total_steps=3, valid_frequency=1)
+    assert data.fetched == []
+    assert model.records == {}
+    assert all(part.training for part in model.net.modules())
+    assert not list(tmp_path.glob("*/*.pth"))
+    assert before is not None
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_a_stop_iteration_in_a_trial_is_an_error(tmp_path: Path) -> None:
+    class Failing(SmallModel):
+        def on_validation_start(self, validation_cycle: int) -> None:
+            next(iter(()))
+
+    with pytest.raises(UsageError, match="StopIteration"):
+        _trainer(sanity_steps=2, total_steps=1).fit(Failing(_SETTING), IndexModule(_SETTING))
+
+
+def test_what_is_asked_for_at_the_end_of_the_check_is_meant() -> None:
+    class Stopping(Heard):
+        def on_sanity_check_end(self) -> None:
+            self.context.request_stop("seen enough")
+
+    model = SmallModel(_SETTING)
+    trainer = _trainer(Stopping(), sanity_steps=2, train_unit="iteration", total_steps=9)
+    trainer.fit(model, IndexModule(_SETTING))
+    assert len(model.records) == 0
