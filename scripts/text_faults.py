@@ -1869,27 +1869,6 @@ FAULTS = (
         "tests/reports/test_run_comparison.py::test_means_deviations_and_intervals",
     ),
     Fault(
-        "the address of a repository stays in an anonymous archive",
-        "helios/reports/packing.py",
-        '_GIT_KEPT = ("is_dirty", "patch", "is_cut")',
-        '_GIT_KEPT = ("is_dirty", "patch", "is_cut", "remote")',
-        "tests/reports/test_packing.py::test_an_anonymous_archive_names_nobody_and_can_be_verified",
-    ),
-    Fault(
-        "paths with spaces stay in an anonymous archive",
-        "helios/reports/packing.py",
-        '        text = _QUOTED.sub(rf"\\1{_PATH}/\\2\\1", text)\n',
-        "",
-        "tests/reports/test_packing.py::test_texts_lose_names_and_paths_only",
-    ),
-    Fault(
-        "an archive has other bytes each time",
-        "helios/reports/packing.py",
-        "    info = zipfile.ZipInfo(name, _TIME)",
-        "    info = zipfile.ZipInfo(name, _TIME)\n    info.comment = __import__('os').urandom(8)",
-        "tests/reports/test_packing.py::test_packing_twice_gives_the_same_bytes",
-    ),
-    Fault(
         "distances of numbers of opposite signs are wrong",
         "helios/checkpoint/comparison.py",
         "    return np.where(bits & sign, ~bits, bits | sign)",

@@ -109,7 +109,7 @@ TYPE_ONLY = {
 # the files of a run. Nothing in here trains.
 READ_BY_REPORTS = {
     *("best.py", "errors.py", "protocols.py", "state.py", "text.py", "version.py"),
-    *("storage/local_paths.py", "storage/digest.py", "storage/files.py"),
+    *("storage/local_paths.py", "storage/files.py"),
     *(
         f"ledger/{name}.py"
         for name in (

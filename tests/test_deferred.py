@@ -62,10 +62,10 @@ def test_a_training_imports_no_reports() -> None:
     code = """
 from helios import Trainer
 print([name for name in sys.modules if name.startswith("helios.reports")])
-from helios.ledger import compare, pack, report
-print(report.__module__, compare.__module__, pack.__module__)
+from helios.ledger import compare, report
+print(report.__module__, compare.__module__)
 """
-    modules = "helios.reports.run_report helios.reports.run_comparison helios.reports.packing"
+    modules = "helios.reports.run_report helios.reports.run_comparison"
     assert _run(code).splitlines() == ["[]", modules]
 
 

@@ -93,8 +93,8 @@ def test_reports_only_read_files() -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("reports/packing.py", "from helios.ledger.writer import LedgerWriter"),
-        ("reports/packing.py", "def f():\n    from helios.core import rng"),
+        ("reports/run_report.py", "from helios.ledger.writer import LedgerWriter"),
+        ("reports/run_report.py", "def f():\n    from helios.core import rng"),
         ("ledger/book.py", "from helios.storage import codec"),
     ],
 )

@@ -26,9 +26,8 @@ _COMMANDS = {
     "verify": ("checkpoints", "verify every byte of checkpoints and ledgers"),
     "diff": ("runs", "find the first difference between two runs or two checkpoints"),
     "replay": ("runs", "repeat a part of a run, and compare it with its ledger"),
-    "report": ("runs", "write a report of a run, with a reproducibility checklist"),
+    "report": ("runs", "write a report of a run"),
     "compare": ("runs", "mean, deviation and interval of the results of several runs"),
-    "pack": ("runs", "pack the evidence of a run into one archive, for reviewers"),
     "send": ("runs", "send the stored points of a tracker"),
     "export": ("conversions", "write the weights of a checkpoint to a separate file"),
     "doctor": ("doctor", "show what of this machine changes bits, and what is wrong with it"),
@@ -40,7 +39,7 @@ _COMMANDS = {
 _WIDTH = 80
 _EPILOG = """\
 Nothing in a file is ever executed, except the script of replay. Only report,
-compare, pack, send, export and migrate write files; doctor tries some and
+compare, send, export and migrate write files; doctor tries some and
 removes them. All commands take --json: one document on standard output. Exit
 codes: 0 good, 1 not good, 2 wrong usage.
 """

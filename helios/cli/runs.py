@@ -1,4 +1,4 @@
-"""``helios diff``, ``replay``, ``report``, ``compare``, ``pack`` and ``send``: whole runs."""
+"""``helios diff``, ``replay``, ``report``, ``compare`` and ``send``: whole runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import os
 import runpy
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helios.checkpoint import file_names
-from helios.checkpoint.loading import Condition, Depth
-from helios.checkpoint.status import Status, examine_folder, look_into
+from helios.checkpoint.loading import Condition
+from helios.checkpoint.status import Status, examine_folder
 from helios.cli import output
 from helios.cli.output import Answer, Column, Command, argument
 from helios.errors import (
     ArgumentError,
-    CheckpointError,
     DamagedCheckpointError,
     HeliosError,
     UsageError,
@@ -33,7 +31,7 @@ from helios.ledger.manifest_file import Effect, ManifestChange
 from helios.ledger.run_facts import find_run
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
-from helios.text import size_text, with_step
+from helios.text import with_step
 
 if TYPE_CHECKING:
     from helios.checkpoint.comparison import CheckpointDifference
@@ -292,9 +290,8 @@ def _show_replay(found: Replay) -> list[str]:
 
 def write_report(namespace: argparse.Namespace) -> Answer:
     """Write a report of a run: losses, learning rate, throughput, scores, starts and
-    kills, environment, options, checkpoints, and a reproducibility checklist. The
-    file needs no network, script or other file. What Helios cannot know is left
-    empty for the author.
+    kills, environment, options and checkpoints. The file needs no network, script
+    or other file.
 
     The default file is report.html in the folder of the run, or report.md with
     --md; it is overwritten.
@@ -389,69 +386,6 @@ def _show_results(found: RunComparison) -> Iterator[str]:
         yield from [f"{table.title}:", *(f"  {line}" for line in lines)] if number else lines
     for note in found.notes:
         yield f"note: {note}."
-
-
-def pack_evidence(namespace: argparse.Namespace) -> Answer:
-    """Pack ledger, manifest, lineage, times, source files, local changes and the
-    weights of the newest checkpoint into one zip file, with digests of all files
-    and a README of the commands that check them. The same run gives the same
-    bytes.
-
-    --anonymous removes names of hosts and users, home folders and other absolute
-    paths, and the git remote, branch, commit and author. It does not know names
-    that you have written into comments or results.
-
-    The default file is <run>.zip in the folder of the run; it is overwritten.
-
-    Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
-    """
-    from helios.reports.packing import pack
-
-    folder = _find_run(namespace.run_place)
-    target = find_target(namespace.out, folder, folder.resolve().name, suffixes=(".zip",))
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        weights = Path(scratch, "weights.pt")
-        notes = _write_weights(folder, weights)
-        with output.progress(target.name) as watch:
-            found = pack(
-                folder,
-                target,
-                weights=weights if weights.exists() else None,
-                notes=notes,
-                is_anonymous=namespace.anonymous,
-                watch=watch,
-            )
-    size = size_text(target.stat().st_size)
-    document = {"path": str(target), "name": found.name}
-    return Answer(
-        [
-            f"Wrote {len(found.digests) + 1} files, {size}, to {target}.",
-            *(f"note: {note}" for note in found.notes),
-        ],
-        lambda: {**document, "digests": found.digests, "notes": found.notes},
-    )
-
-
-def _write_weights(folder: Path, target: Path) -> list[str]:
-    """Write the weights of the newest good checkpoint; returns what there is to say of them."""
-    from helios.checkpoint.export import select_weights
-    from helios.checkpoint.export_files import write_weights
-
-    notes = []
-    for path in reversed(file_names.find_checkpoints(folder)):
-        with output.progress(path.name, output.size_of(path)) as watch:
-            status, tree = look_into(path, Depth.BYTES, watch)
-        if not status.is_good:
-            notes.append(f"The checkpoint {path.name} is not good, and was passed over.")
-            continue
-        try:
-            weights = select_weights(tree)
-        except CheckpointError as error:
-            return [*notes, str(error)]
-        write_weights(target, weights, kind="pt", metadata={})
-        digest = status.sidecar.digest if status.sidecar is not None else ""
-        return [*notes, f"The weights are those of {path.name} ({digest or 'without a digest'})."]
-    return [*notes, "There is no checkpoint, so there are no weights."]
 
 
 def send_points(namespace: argparse.Namespace) -> Answer:
@@ -554,12 +488,6 @@ COMMANDS = {
         argument("--html", metavar="FILE", help="also write an HTML file with pictures"),
         # Versions of Python write several arguments of one name in different ways.
         usage="%(prog)s RUN RUN [RUN ...] [options]",
-    ),
-    "pack": Command(
-        pack_evidence,
-        _RUN,
-        argument("--anonymous", action="store_true", help="remove names and paths"),
-        argument("--out", metavar="FILE", help="the zip file to write"),
     ),
     "send": Command(
         send_points,

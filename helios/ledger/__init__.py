@@ -9,4 +9,4 @@ else:
 
     __getattr__, __dir__ = defer(__name__)
 
-__all__ = ["Difference", "LedgerStatus", "Replay", "compare", "diff", "pack", "report", "verify"]
+__all__ = ["Difference", "LedgerStatus", "Replay", "compare", "diff", "report", "verify"]

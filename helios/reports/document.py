@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from helios.text import number_text
@@ -22,8 +22,6 @@ MOST_CHARACTERS = 600
 """The most characters of a text that a run has written."""
 NO_HEAD = ("", "")
 """The heading of a table of names with values."""
-OPEN, ANSWERED, BLANK = "- [ ] ", "- [x] ", "\\_" * 12
-"""How questions of a checklist begin, and how one without an answer ends."""
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|#~$])")
 _ESCAPED = re.compile(r"\\([\\`*_\[\]<>|#~$])")
 
@@ -155,18 +153,6 @@ def read_table(markdown: str) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def write_checklist(topics: Mapping[str, Mapping[str, str | None]]) -> Iterator[str]:
-    """Yield questions by topic; those without an answer get a line that the author fills in."""
-    for topic, questions in topics.items():
-        yield f"### {write_text(topic)}"
-        yield "\n".join(
-            f"{OPEN}{write_text(question)} {BLANK}"
-            if answer is None
-            else f"{ANSWERED}{write_text(question)} {write_text(answer)}"
-            for question, answer in questions.items()
-        )
-
-
 def _describe_chart(block: Chart) -> str:
     text = "; ".join(map(_describe_line, block.lines))
     return f"{write_text(block.title)}: {text}. {write_text(block.note)}".rstrip()
@@ -231,11 +217,6 @@ margin-right:.4rem;vertical-align:middle}
 ul.legend li.dashed::before{border-top-style:dashed}
 .killed,.resumed{stroke-width:1.5;stroke-dasharray:5 4}
 .killed{stroke:var(--killed)}.resumed{stroke:var(--resumed)}
-ul.list{list-style:none;padding:0;margin:.4rem 0}
-ul.list li{padding:.45rem 0 .45rem 1.6rem;border-bottom:1px solid var(--rule);position:relative}
-ul.list li::before{position:absolute;left:.1rem;content:"\\2610";color:var(--soft)}
-ul.list li.known::before{content:"\\2713";color:var(--good);font-weight:700}
-.blank{display:block;height:1.7rem;border-bottom:1px dashed var(--soft);max-width:44rem}
 footer{margin-top:3rem;border-top:1px solid var(--rule);padding-top:.75rem}
 @media(max-width:36rem){body{padding:1.25rem .9rem 3rem}h1{font-size:1.4rem}
 table.facts td{display:block;border:0;padding:0}table.facts td:first-child{width:auto;
@@ -304,9 +285,6 @@ def _html_markdown(text: str) -> str:
         return f"<h3>{_html_text(text[4:])}</h3>"
     if text.startswith("| "):
         return _html_table(text)
-    if text.startswith((OPEN, ANSWERED)):
-        items = "".join(map(_html_question, text.splitlines()))
-        return f'<ul class="list">{items}</ul>'
     return f"<p>{_html_text(text)}</p>"
 
 
@@ -324,13 +302,6 @@ def _html_table(markdown: str) -> str:
 
 def _html_cells(tag: str, cells: Sequence[str]) -> str:
     return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-
-
-def _html_question(markdown: str) -> str:
-    if markdown.startswith(ANSWERED):
-        return f'<li class="known">{_html_text(markdown.removeprefix(ANSWERED))}</li>'
-    text = markdown.removeprefix(OPEN).removesuffix(f" {BLANK}")
-    return f'<li>{_html_text(text)}<span class="blank"></span></li>'
 
 
 _WIDTH, _HEIGHT = 1_000.0, 300.0

@@ -1,20 +1,20 @@
-"""The report of a run: what happened, with what it ran, and a checklist for a paper."""
+"""The report of a run: what happened, and with what it ran."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import helios.ledger.lineage as lineage
 from helios.ledger.manifest_file import compare_facts
 from helios.ledger.run_facts import RunFacts, read_run
 from helios.ledger.verification import LedgerStatus
-from helios.reports.checklist import command_text, find_libraries, make_checklist, time_text
 from helios.reports.document import (
     MOST_CHARACTERS,
     MOST_ROWS,
@@ -24,7 +24,6 @@ from helios.reports.document import (
     Document,
     shorten,
     shorten_rows,
-    write_checklist,
     write_fitting,
     write_markdown,
     write_table,
@@ -34,6 +33,9 @@ from helios.reports.figures import TOPICS, LedgerCurves, RunCurves
 from helios.text import number_text, with_step
 
 _UNSAID = "unknown"
+# What Python names instead of a script for -c, for its prompt, and for standard input.
+_NO_FILES = ("", "-", "-c")
+_KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py", "ipython", "ipython3")
 
 
 @dataclass
@@ -94,7 +96,6 @@ def _list_facts_of(
         "starts": [{**each.start, "outcome": each.outcome} for each in run.attempts],
         "checkpoints": None if checkpoints is None else [dict(each) for each in checkpoints],
         "manifest": run.facts,
-        "checklist": make_checklist(run, fingerprint=course.fingerprint),
     }
 
 
@@ -112,7 +113,6 @@ def _make(
         Chapter("Checkpoints", list(saved)),
         Chapter("Environment", list(show_environment(run))),
         Chapter("Options", list(show_options(run))),
-        Chapter("Reproducibility checklist", list(_show_checklist(course))),
     ]
     return Document(run.name, "Report of a training run", sections)
 
@@ -155,12 +155,59 @@ def _summarize_ledger(curves: LedgerCurves, status: LedgerStatus) -> Iterator[tu
         yield "Hash of the optimizers", f"{optimizers} (iteration {place})"
 
 
-def _show_checklist(course: RunCurves) -> Iterator[Block]:
-    yield write_text(
-        "Filled in as far as the files of the run say. Empty lines are for the author, because "
-        "Helios cannot know the answer."
-    )
-    yield from write_checklist(make_checklist(course.run, fingerprint=course.fingerprint))
+def find_libraries(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and versions of the packages that the run has imported."""
+    libraries = facts.get("libraries", {})
+    return [(name, libraries[name]) for name in facts.get("imported", ()) if name in libraries]
+
+
+def command_text(facts: Mapping[str, Any]) -> str | None:
+    """Return the command line; ``None`` if it is unknown, or the code was not in a file."""
+    command = facts.get("command", {})
+    script = str(command.get("script", ""))
+    if "module" in command:
+        words = ["-m", str(command["module"])]
+    elif script in _NO_FILES or PurePath(script).name in _KERNELS:
+        return None
+    else:
+        words = [script]
+    return shlex.join([*_launch_words(facts), *words, *command.get("arguments", ())])
+
+
+def _launch_words(facts: Mapping[str, Any]) -> list[str]:
+    """Return what comes before the script."""
+    command = facts.get("command", {})
+    count = facts.get("processes", {}).get("number", 1)
+    here = command.get("processes_here", count)
+    if command.get("launcher") == "torchrun":
+        machines = [] if here == count else [f"--nnodes={-(-count // here)}"]
+        return ["torchrun", *machines, f"--nproc-per-node={here}"]
+    prefix = ["srun", f"--ntasks={count}"] if "launcher" in command else []
+    optimize = ["-" + "O" * command["optimize"]] if "optimize" in command else []
+    return [*prefix, "python", *optimize]
+
+
+def time_text(run: RunFacts) -> str | None:
+    """Return the time of the training; ``None`` if it is unknown."""
+    if not run.times.lines:
+        return None
+    text = duration_text(run.times.seconds)
+    if run.num_kills:
+        return f"{text}, with repeated iterations, without the last seconds before each kill"
+    return text
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time in hours, minutes and seconds.
+
+    Example:
+        >>> duration_text(3725.2)
+        '1 h 2 min 5 s'
+    """
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    parts = [f"{hours} h" if hours else "", f"{minutes} min" if hours or minutes else ""]
+    return " ".join([*filter(None, parts), f"{rest} s"])
 
 
 def show_lineage(run: RunFacts) -> Iterator[Block]:

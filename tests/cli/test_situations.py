@@ -36,7 +36,6 @@ READ = {
     "replay": ["replay", "RUN"],
     "report": ["report", "RUN", "--out", "OUT/report.html"],
     "compare": ["compare", "RUN", "OTHER", "--html", "OUT/compare.html"],
-    "pack": ["pack", "RUN", "--out", "OUT/pack.zip"],
     "send": ["send", "RUN"],
     "export": ["export", "RUN", "--to", "pt", "--out", "OUT/weights.pt"],
     "doctor": ["doctor", "RUN"],
@@ -256,7 +255,7 @@ def test_watch_lists_again_when_something_has_changed(
 
 
 @pytest.mark.shows("P146")
-@pytest.mark.parametrize("command", ["verify", "export", "pack", "migrate"])
+@pytest.mark.parametrize("command", ["verify", "export", "migrate"])
 def test_long_work_shows_how_far_it_is_on_a_terminal_only(command: str, tmp_path: Path) -> None:
     folder, out = tmp_path / "run", tmp_path / "out"
     make_run(folder)

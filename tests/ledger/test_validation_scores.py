@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import helios
 from helios.checkpoint.sidecar import Sidecar
 from helios.cli.commands import main
 from helios.errors import ArgumentTypeError
-from helios.ledger import Replay, compare, diff, pack, verify
+from helios.ledger import Replay, compare, diff, verify
 from helios.ledger.book import Book
 from helios.ledger.differences import SCORES
 from helios.ledger.line import TAIL_BYTES, seal
@@ -563,21 +562,6 @@ class ByHand(Net):
 
 def _train_by_hand(rank: int, folder: Path) -> None:
     train(folder, ByHand(), num_replicas=2, total_steps=EVERY)
-
-
-@pytest.mark.parametrize("is_oldest", [False, True])
-def test_an_archive_without_names_has_the_scores(
-    known: Path, shifted: Path, tmp_path: Path, *, is_oldest: bool
-) -> None:
-    run = make_oldest(known, tmp_path / "old") if is_oldest else known
-    pack(run, tmp_path / "pack.zip", is_anonymous=True)
-    with zipfile.ZipFile(tmp_path / "pack.zip") as archive:
-        archive.extractall(tmp_path / "packed")
-    (packed,) = (tmp_path / "packed").rglob("ledger.jsonl")
-    assert verify(packed).is_good
-    found = diff(run, packed)
-    assert (found.is_equal, found.num_scored) == (True, 3)
-    assert diff(shifted, packed).what == [SCORES]
 
 
 def _replay_by_hand(rank: int, folder: Path) -> dict[str, Any]:
