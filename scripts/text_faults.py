@@ -382,20 +382,6 @@ FAULTS = (
         "tests/terminal/test_screen.py::test_a_notebook_has_bars_of_its_own",
     ),
     Fault(
-        "the doctor accepts any workspace of cuBLAS",
-        "helios/reports/doctor.py",
-        "    if workspace is not None and workspace not in _CUBLAS_VALUES:",
-        '    if workspace == "":',
-        "tests/reports/test_doctor_checks.py::test_variables_that_change_numbers_are_named",
-    ),
-    Fault(
-        "the doctor believes every lock",
-        "helios/reports/doctor.py",
-        "            works = subprocess.run(other, check=False).returncode == _LOCKED",
-        "            works = subprocess.run(other, check=False).returncode >= 0",
-        "tests/reports/test_doctor_folders.py::test_locks_must_keep_others_out",
-    ),
-    Fault(
         "the first hour: resume=<path> is not what an evaluation loads",
         "helios/startup/checkpoint_search.py",
         "    if asked is None and not has_fitted:",

@@ -113,8 +113,8 @@ READ_BY_REPORTS = {
     *(
         f"ledger/{name}.py"
         for name in (
-            *("book", "differences", "environment", "line", "lineage", "manifest_file"),
-            *("run_facts", "scrubbing", "source_files", "timing", "validation_scores"),
+            *("book", "differences", "line", "lineage", "manifest_file"),
+            *("run_facts", "timing", "validation_scores"),
             "verification",
         )
     ),
@@ -122,7 +122,6 @@ READ_BY_REPORTS = {
 # Files that share their name with another one, each with the reason.
 SAME_FILE_NAME = {
     "__init__.py": "what a package exports",
-    "doctor.py": "cli/doctor is the command that shows what reports/doctor has found",
     "exports.py": "names that a package defers: its own, those of core/ and of ledger/",
 }
 # Public functions that share their name with another function or class, each with the reason.

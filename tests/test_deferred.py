@@ -150,5 +150,5 @@ with contextlib.redirect_stderr(error):
 print(code, error.getvalue())
 """
     found = _run(code)
-    assert found.startswith(f"2 helios {words[0]}: this command reads tensors, which needs PyTorch")
+    assert found.startswith(f"2 helios {words[0]}: this command needs PyTorch")
     assert "pytorch.org" in found

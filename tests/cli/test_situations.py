@@ -38,7 +38,6 @@ READ = {
     "compare": ["compare", "RUN", "OTHER", "--html", "OUT/compare.html"],
     "send": ["send", "RUN"],
     "export": ["export", "RUN", "--to", "pt", "--out", "OUT/weights.pt"],
-    "doctor": ["doctor", "RUN"],
     "migrate": ["migrate", "RUN"],
 }
 
@@ -96,7 +95,6 @@ SITUATIONS: dict[str, tuple[Callable[[Path], object], dict[str, int]]] = {
             **dict.fromkeys(READ, 2),
             "ls": 0,
             "ls --verify": 0,
-            "doctor": 0,
             "migrate": 0,
         },
     ),
@@ -132,8 +130,7 @@ def test_every_command_ends_with_a_code_and_a_message(
     with FolderLock(folder):
         code = main(words_of(command, folder, other, out))
     printed = capsys.readouterr()
-    if command != "doctor":
-        assert code == codes.get(command, usual.get(command, 0)), printed
+    assert code == codes.get(command, usual.get(command, 0)), printed
     assert "Traceback" not in printed.out + printed.err
     assert bool(printed.err) == (code == 2 or (command, code) == ("export", 1)), printed
     if printed.err:

@@ -56,7 +56,6 @@ COMMANDS = (
     ("compare", URL),
     ("diff", "runs"),
     ("export", "--to", "pt"),
-    ("doctor",),
     ("migrate",),
     ("send",),
 )
