@@ -1834,27 +1834,6 @@ FAULTS = (
         "tests/ledger/test_timing.py::test_repeated_iterations_count_once_but_their_time_does",
     ),
     Fault(
-        "a name of a loss becomes markup in a report",
-        "helios/reports/document.py",
-        "    title, note = html.escape(chart.title), html.escape(chart.note)",
-        "    title, note = chart.title, chart.note",
-        "tests/reports/test_run_reports.py::test_texts_of_a_run_are_never_markup",
-    ),
-    Fault(
-        "a bucket of a curve forgets its largest number",
-        "helios/reports/figures.py",
-        "sums.sum(1), highs.max(1), counts.sum(1)])",
-        "sums.sum(1), highs[:, 0], counts.sum(1)])",
-        "tests/reports/test_run_reports.py::test_a_curve_keeps_the_least_and_the_largest_number",
-    ),
-    Fault(
-        "an interval uses the normal distribution",
-        "helios/reports/estimates.py",
-        "find_quantile(_PROBABILITY, count - 1)",
-        "find_quantile(_PROBABILITY, 10_000)",
-        "tests/reports/test_run_comparison.py::test_means_deviations_and_intervals",
-    ),
-    Fault(
         "distances of numbers of opposite signs are wrong",
         "helios/checkpoint/comparison.py",
         "    return np.where(bits & sign, ~bits, bits | sign)",

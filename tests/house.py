@@ -92,7 +92,6 @@ PUBLISHED = {
     ("core/distributed.py", "distributed"),
     ("core/logging.py", "storage"),
     ("core/logging.py", "terminal"),
-    ("ledger/exports.py", "reports"),
 }
 # The types that users read are recursive: the trainer of a model has a model, whose context has it
 # again. These files name a published class that stands above them, in annotations only and as users
@@ -113,7 +112,7 @@ READ_BY_REPORTS = {
     *(
         f"ledger/{name}.py"
         for name in (
-            *("book", "differences", "line", "lineage", "manifest_file"),
+            *("book", "line", "lineage", "manifest_file"),
             *("run_facts", "timing", "validation_scores"),
             "verification",
         )

@@ -1,1 +1,1 @@
-"""What is made of the files of a run: reports and comparisons."""
+"""What is made of the files of runs: pages and comparisons. Nothing in here trains."""

@@ -35,7 +35,7 @@ READ = {
     "diff": ["diff", "RUN", "RUN"],
     "replay": ["replay", "RUN"],
     "report": ["report", "RUN", "--out", "OUT/report.html"],
-    "compare": ["compare", "RUN", "OTHER", "--html", "OUT/compare.html"],
+    "compare": ["compare", "RUN", "OTHER", "--plot", "OUT/compare.png"],
     "send": ["send", "RUN"],
     "export": ["export", "RUN", "--to", "pt", "--out", "OUT/weights.pt"],
     "migrate": ["migrate", "RUN"],

@@ -20,7 +20,7 @@ import helios
 from helios.checkpoint.sidecar import Sidecar
 from helios.cli.commands import main
 from helios.errors import ArgumentTypeError
-from helios.ledger import Replay, compare, diff, verify
+from helios.ledger import Replay, diff, verify
 from helios.ledger.book import Book
 from helios.ledger.differences import SCORES
 from helios.ledger.line import TAIL_BYTES, seal
@@ -467,24 +467,6 @@ def test_a_replay_exempts_what_the_model_names_today(measured: Path) -> None:
     found = replay(measured, Exempt(measures=True), start=0)
     assert (found.is_equal, found.num_scored) == (True, 3)
     assert "the score 'seconds' was not compared: it is unscored" in found.not_compared
-
-
-@pytest.mark.shows("P131")
-def test_equal_ledgers_with_other_scores_are_two_results(known: Path, shifted: Path) -> None:
-    notes = compare(known, shifted).notes
-    first = diff(known, shifted).details["scores"]
-    values = f"error {first[0]['error']!r} | {first[1]['error']!r}"
-    (text,) = [note for note in notes if "equal ledgers" in note]
-    assert "they differ at the latest from iteration 4 on" in text
-    assert values in text
-    assert not any("one result" in note for note in notes)
-
-
-def test_equal_runs_name_what_compare_did_not_compare(known: Path, tmp_path: Path) -> None:
-    notes = compare(known, train(tmp_path, valid_frequency=6)).notes
-    assert any("they are one result, not two" in note for note in notes)
-    (text,) = [note for note in notes if "not compared" in note]
-    assert text.partition(": ")[2].startswith("scores after iteration 4, 6, 8 were not compared")
 
 
 @pytest.mark.shows("P131")

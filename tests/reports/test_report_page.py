@@ -32,5 +32,4 @@ def test_the_outputs_on_the_page_are_real(tmp_path: Path) -> None:
     printed = done.stdout
     shown = shown_texts("report.md")
     assert _plain(printed)[: len(shown.splitlines())] == _plain(shown)
-    assert (tmp_path / "appendix.md").read_text("utf-8").startswith("# batch-8-seed-1\n")
-    assert "<!DOCTYPE html>" in (tmp_path / "comparison.html").read_text("utf-8")
+    assert (tmp_path / "curves.png").stat().st_size > 1_000
