@@ -35,7 +35,7 @@ from helios.startup.objects import (
 from helios.startup.replay_start import ReplayOptions
 from helios.startup.signal_policy import Signals, exit_code_of
 from helios.startup.trainer_call import Call, RuntimeState, only_call
-from helios.startup.trainer_options import Audit, Change, Options, SeedSource
+from helios.startup.trainer_options import Audit, Change, Options
 from helios.startup.unknown_arguments import with_known_arguments
 from helios.state import Phase, TrainingState, TrainingUnit
 
@@ -106,8 +106,6 @@ class Trainer:
             evidence at all.
         reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
             changed in a way that may change the training; ``"warn"`` warns.
-        seeds: seeds of ``"init"`` (the model's ``setup``), ``"order"``, ``"augmentation"`` and
-            ``"training"``, in place of ``random_seed``.
         audit: compute gradients a second time in some steps, and compare them on bytes.
         rewind_to: return, once, to the newest checkpoint at or before this iteration.
         skip_batches: iterations before the rewind whose batches are not trained on again.
@@ -183,7 +181,6 @@ class Trainer:
         on_incomplete: Literal["warn", "raise"] = "warn",
         ledger: Literal["steps", "full", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
-        seeds: Mapping[SeedSource, int] | None = None,
         audit: Audit | None = None,
         rewind_to: int | None = None,
         skip_batches: Sequence[int] = (),

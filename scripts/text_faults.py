@@ -55,7 +55,6 @@ TRIAL = "tests/data/test_loader_state_check.py"
 RECORD = "tests/checkpoint/test_record.py"
 AUDITS = "tests/audit/test_step_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
-SEEDS = "tests/integration/test_seeds.py"
 SHARDED = "tests/sharding/test_sharded_training.py"
 USER_STEPS = "tests/sharding/test_steps_of_users.py"
 KEYED_RUNS = "tests/sharding/test_keyed_training.py"
@@ -410,55 +409,6 @@ FAULTS = (
         '        if getattr(record, "is_shown", False):',
         "tests/core/test_tracebacks.py"
         "::test_the_screen_shows_an_error_once_and_the_log_file_all_of_it",
-    ),
-    Fault(
-        "a seed of the source init is not applied",
-        "helios/startup/run_setup.py",
-        '        if "init" in run.seeds:',
-        '        if "initial" in run.seeds:',
-        f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
-    ),
-    Fault(
-        "a seed of the source order also seeds the fetches",
-        "helios/startup/run_setup.py",
-        '            fetch_seed=run.seed_of("augmentation") if trains else run.seed,',
-        '            fetch_seed=run.seed_of("order") if trains else run.seed,',
-        f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
-    ),
-    Fault(
-        "a seed of the source order also orders evaluations",
-        "helios/startup/run_setup.py",
-        '            run_seed=run.seed_of("order") if trains else run.seed,',
-        '            run_seed=run.seed_of("order"),',
-        f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
-    ),
-    Fault(
-        "a seed of the source training is not applied",
-        "helios/startup/fit_run.py",
-        '            training_seed=run.options.seed_of("training"),',
-        "            training_seed=None,",
-        f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
-    ),
-    Fault(
-        "seeds of sources that are no longer given are not compared",
-        "helios/startup/run_identity.py",
-        "    stored, present = {**_UNNAMED, **stored}, {**_UNNAMED, **present}",
-        "    stored, present = {**_UNNAMED, **stored}, {**_UNNAMED, **stored, **present}",
-        f"{SEEDS}::test_other_seeds_are_refused_at_a_resume_until_they_are_allowed",
-    ),
-    Fault(
-        "every run is defined by seeds of sources",
-        "helios/startup/run_identity.py",
-        "for name, value in others.items() if value != _UNNAMED[name]}",
-        "for name, value in others.items()}",
-        f"{SEEDS}::test_a_run_without_seeds_stays_what_it_was",
-    ),
-    Fault(
-        "any seed of a source restarts the epoch",
-        "helios/startup/run_identity.py",
-        '    return options["seeds"].get("order", seed)',
-        '    return (options["seeds"], seed)',
-        f"{SEEDS}::test_other_seeds_are_refused_at_a_resume_until_they_are_allowed",
     ),
     Fault(
         "an audit does not put back the buffers that a repeated step has changed",
