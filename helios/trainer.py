@@ -12,7 +12,6 @@ from helios.checkpoint.schema_upgrades import (
     register_trainer_types_for_safe_load,
 )
 from helios.checkpoint.store import CheckpointStore
-from helios.core.tracebacks import with_short_constructor, with_short_traceback
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
@@ -49,7 +48,6 @@ __all__ = [
 ]
 
 
-@with_short_constructor
 class Trainer:
     """Train, validate, test and predict; resume automatically.
 
@@ -282,7 +280,6 @@ class Trainer:
             )
         return self._session
 
-    @with_short_traceback
     def fit(self, model: Model, datamodule: DataModule) -> bool:
         """Train a model from the start, or from the newest checkpoint of its run.
 
@@ -378,7 +375,6 @@ class Trainer:
         self._exit_code = 0 if is_finished else 75
         return is_finished
 
-    @with_short_traceback
     def validate(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None) -> bool:
         """Validate a checkpoint once; the scores are in ``model.metrics``.
 
@@ -409,7 +405,6 @@ class Trainer:
         self._call(Phase.VALIDATION, model, datamodule, checkpoint=checkpoint)
         return True
 
-    @with_short_traceback
     def test(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None) -> bool:
         """Test a checkpoint; the scores are in ``model.test_scores``.
 
@@ -426,7 +421,6 @@ class Trainer:
         self._call(Phase.TESTING, model, datamodule, checkpoint=checkpoint)
         return True
 
-    @with_short_traceback
     def predict(
         self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None
     ) -> list[Any]:
@@ -441,7 +435,6 @@ class Trainer:
         predictions: list[Any] | None = found
         return [] if predictions is None else predictions
 
-    @with_short_traceback
     def replay(
         self,
         model: Model,

@@ -407,7 +407,7 @@ FAULTS = (
         "helios/terminal/root_logger.py",
         '        if getattr(record, "is_raised", False):',
         '        if getattr(record, "is_shown", False):',
-        "tests/core/test_tracebacks.py"
+        "tests/terminal/test_shown_errors.py"
         "::test_the_screen_shows_an_error_once_and_the_log_file_all_of_it",
     ),
     Fault(

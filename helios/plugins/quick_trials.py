@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Phase
@@ -15,7 +14,6 @@ def _check_count(name: str, value: object, remedy: str) -> None:
         raise ArgumentError(f"{name} must be a positive int, got {value!r}. {remedy}")
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class SanityCheck(Plugin):
     """Validates a few batches before the first step, to find errors early.
@@ -49,7 +47,6 @@ class SanityCheck(Plugin):
         """Nothing to prepare."""
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class LimitBatches(Plugin):
     """Ends each pass over data after some batches: the first ones of each epoch's order.

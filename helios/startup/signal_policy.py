@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
-from helios.core.tracebacks import with_short_constructor
 from helios.distributed.process_groups import has_lost_rank
 from helios.errors import ArgumentError
 from helios.startup.hangs import HangWatch, end_process, in_time, say
@@ -40,7 +39,6 @@ def _fail(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
     return ArgumentError(f"Signals({name}=...) must be {rule}, got {value!r}. {remedy}")
 
 
-@with_short_constructor
 @dataclasses.dataclass(frozen=True)
 class Signals:
     """Signals on which a training saves and ends: ``Trainer(signals=Signals(...))``.

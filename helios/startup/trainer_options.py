@@ -17,7 +17,6 @@ from helios.checkpoint.store import CheckpointStore
 from helios.core.declared_values import flatten_params
 from helios.core.moved import explain
 from helios.core.rng import get_default_seed
-from helios.core.tracebacks import with_short_constructor
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
@@ -74,7 +73,6 @@ def allows(allowed: str, param: str) -> bool:
     return f"{PARAMS}{param}.".startswith(f"{allowed}.")
 
 
-@with_short_constructor
 @dataclass(frozen=True)
 class Audit:
     """Which steps are audited, and what a mismatch leads to: ``Trainer(audit=Audit(...))``.

@@ -738,6 +738,20 @@ def test_an_unknown_argument_names_the_one_that_is_meant(name: str) -> None:
 
 
 @pytest.mark.shows("U32")
+def test_all_unknown_names_are_in_one_error() -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        helios.Trainer(max_epochs=3, total_steps=1, callbacks=[], xyzzy=1)  # type: ignore[call-arg]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    for line, texts in zip(
+        lines,
+        (("'max_epochs'", "total_steps"), ("'callbacks'", "plugins"), ("'xyzzy'", "help(")),
+        strict=True,
+    ):
+        assert all(text in line for text in texts)
+
+
+@pytest.mark.shows("U32")
 def test_a_name_like_no_other_refers_to_the_help() -> None:
     with pytest.raises(TypeError, match=r"'xyzzy'\. help\(helios.Trainer\) lists the arguments\."):
         helios.Trainer(total_steps=1, xyzzy=3)  # type: ignore[call-arg]
