@@ -85,8 +85,7 @@ class Session(LiveRun):
 
     Attributes:
         display: the progress bars.
-        seed: the run's seed; evaluations always use it.
-        training_seed: seed of the training steps; ``None`` for that of the run.
+        seed: the run's seed.
         plugins: by id, in order of registration.
         schedulers: the learning-rate schedulers; ``None`` outside fit.
         writer: writes checkpoints; ``None`` outside fit.
@@ -113,7 +112,6 @@ class Session(LiveRun):
 
     display: Display
     seed: int
-    training_seed: int | None = None
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
     schedulers: Schedulers | None = None
     writer: CheckpointWriter | None = None
@@ -167,10 +165,9 @@ class Session(LiveRun):
             findings=self.findings,
             gather=self.replicas.gather_objects,
         )
-        seed = self.seed if self.training_seed is None else self.training_seed
         self.turns = make_turns(
             self.replicas,
-            seed,
+            self.seed,
             model=self.model,
             gradients=self.gradients,
             watch=watch,

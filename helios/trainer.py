@@ -13,7 +13,6 @@ from helios.checkpoint.schema_upgrades import (
     register_trainer_types_for_safe_load,
 )
 from helios.checkpoint.store import CheckpointStore
-from helios.core.tracebacks import with_short_constructor, with_short_traceback
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
@@ -36,7 +35,7 @@ from helios.startup.objects import (
 from helios.startup.replay_start import ReplayOptions
 from helios.startup.signal_policy import Signals, find_swallowed, raise_interrupted
 from helios.startup.trainer_call import Call, RuntimeState, only_call
-from helios.startup.trainer_options import Audit, Change, Options, SeedSource
+from helios.startup.trainer_options import Audit, Change, Options
 from helios.startup.unknown_arguments import with_known_arguments
 from helios.state import Phase, TrainingState, TrainingUnit
 
@@ -50,7 +49,6 @@ __all__ = [
 ]
 
 
-@with_short_constructor
 class Trainer:
     """Train, validate, test and predict; resume automatically.
 
@@ -108,8 +106,6 @@ class Trainer:
             evidence at all.
         reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
             changed in a way that may change the training; ``"warn"`` warns.
-        seeds: seeds of ``"init"`` (the model's ``setup``), ``"order"``, ``"augmentation"`` and
-            ``"training"``, in place of ``random_seed``.
         audit: compute gradients a second time in some steps, and compare them on bytes.
         rewind_to: return, once, to the newest checkpoint at or before this iteration.
         skip_batches: iterations before the rewind whose batches are not trained on again.
@@ -185,7 +181,6 @@ class Trainer:
         on_incomplete: Literal["warn", "raise"] = "warn",
         ledger: Literal["steps", "full", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
-        seeds: Mapping[SeedSource, int] | None = None,
         audit: Audit | None = None,
         rewind_to: int | None = None,
         skip_batches: Sequence[int] = (),
@@ -288,7 +283,6 @@ class Trainer:
             )
         return self._session
 
-    @with_short_traceback
     def fit(self, model: Model, datamodule: DataModule) -> bool:
         """Train a model from the start, or from the newest checkpoint of its run.
 
@@ -386,7 +380,6 @@ class Trainer:
             raise
         return is_finished
 
-    @with_short_traceback
     def validate(
         self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto"
     ) -> bool:
@@ -419,7 +412,6 @@ class Trainer:
         self._call(Phase.VALIDATION, model, datamodule, checkpoint=checkpoint)
         return True
 
-    @with_short_traceback
     def test(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto") -> bool:
         """Test a checkpoint; the scores are in ``model.test_scores``.
 
@@ -445,7 +437,6 @@ class Trainer:
         self._call(Phase.TESTING, model, datamodule, checkpoint=checkpoint)
         return True
 
-    @with_short_traceback
     def predict(
         self, model: Model, datamodule: DataModule, *, checkpoint: Choice = "auto"
     ) -> list[Any]:
@@ -460,7 +451,6 @@ class Trainer:
         predictions: list[Any] | None = found
         return [] if predictions is None else predictions
 
-    @with_short_traceback
     def replay(
         self,
         model: Model,

@@ -67,19 +67,16 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "keys": {
         "helios.core.rng": (
             "tests/core/test_rng.py",
-            "tests/data/test_seeds.py",
             "tests/data/test_keyed.py",
         ),
         "helios.data.keyed": (
             "tests/data/test_keyed.py",
-            "tests/data/test_seeds.py",
             "tests/data/test_source.py",
             "tests/data/test_loader.py",
         ),
         "helios.data.keyed_source": (
             "tests/data/test_keyed.py",
             "tests/data/test_source.py",
-            "tests/data/test_seeds.py",
             "tests/data/test_shared.py",
             "tests/data/test_loader.py",
         ),

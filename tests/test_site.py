@@ -22,7 +22,7 @@ _OPTIONS: list[Callable[..., Any]] = [
     *(helios.Trainer, helios.Model, helios.DataModule, helios.DataLoaderParams, helios.Audit),
     *(helios.CheckpointStore, helios.KeepBest, helios.Signals, helios.Engine, helios.Precision),
     *(helios.find_last_checkpoint, helios.load_checkpoint, helios.load_weights),
-    *(getattr(helios.ledger, name) for name in ("compare", "diff", "report", "verify")),
+    *(getattr(helios.ledger, name) for name in ("diff", "verify")),
     *(
         value
         for name in helios.plugins.__all__

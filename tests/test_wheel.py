@@ -75,7 +75,8 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {f"helios/{path}" for path in source_files()}
-    assert names == {*modules, "helios/py.typed", "chkpt_migrator.py"}
+    pages = {"helios/py.typed", "helios/reports/run_report.html"}
+    assert names == {*modules, *pages, "chkpt_migrator.py"}
 
 
 def test_the_command_and_all_packages_are_there(clean: Path) -> None:

@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from helios.best import NO_MODE, BestRule, Mode, check_mode
-from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, UsageError
 
 _ON_SAVE_ERROR = ("continue", "raise")
 
 
-@with_short_constructor
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
     """Keep the best checkpoints by a validation score: ``CheckpointStore(keep_best=...)``.
@@ -71,7 +69,6 @@ class KeepBest:
             )
 
 
-@with_short_constructor
 @dataclasses.dataclass(frozen=True)
 class CheckpointStore:
     """How checkpoints are written and kept: ``Trainer(store=CheckpointStore(...))``.

@@ -26,12 +26,11 @@ _COMMANDS = {
     "verify": ("checkpoints", "verify every byte of checkpoints and ledgers"),
     "diff": ("runs", "find the first difference between two runs or two checkpoints"),
     "replay": ("runs", "repeat a part of a run, and compare it with its ledger"),
-    "report": ("runs", "write a report of a run, with a reproducibility checklist"),
+    "report": ("runs", "write a report of a run"),
     "compare": ("runs", "mean, deviation and interval of the results of several runs"),
-    "pack": ("runs", "pack the evidence of a run into one archive, for reviewers"),
     "send": ("runs", "send the stored points of a tracker"),
     "export": ("conversions", "write the weights of a checkpoint to a separate file"),
-    "doctor": ("doctor", "show what of this machine changes bits, and what is wrong with it"),
+    "doctor": ("doctor", "show versions, devices and settings, for bug reports"),
     "migrate": (
         "conversions",
         "migrate checkpoints of helios-ml and of older formats to the current one",
@@ -40,9 +39,8 @@ _COMMANDS = {
 _WIDTH = 80
 _EPILOG = """\
 Nothing in a file is ever executed, except the script of replay. Only report,
-compare, pack, send, export and migrate write files; doctor tries some and
-removes them. All commands take --json: one document on standard output. Exit
-codes: 0 good, 1 not good, 2 wrong usage.
+compare, send, export and migrate write files. All commands take --json: one
+document on standard output. Exit codes: 0 good, 1 not good, 2 wrong usage.
 """
 
 
@@ -111,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name != "torch":
             raise
         sys.stderr.write(
-            f"helios {words[0]}: this command reads tensors, which needs PyTorch, and there is no "
-            f"module torch for {sys.executable}. Install it for this Python, as pytorch.org says.\n"
+            f"helios {words[0]}: this command needs PyTorch, and there is no module torch "
+            f"for {sys.executable}. Install it for this Python, as pytorch.org says.\n"
         )
         return WRONG_USAGE
 

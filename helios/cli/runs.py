@@ -1,4 +1,4 @@
-"""``helios diff``, ``replay``, ``report``, ``compare``, ``pack`` and ``send``: whole runs."""
+"""``helios diff``, ``replay``, ``report``, ``compare`` and ``send``: whole runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import contextlib
 import os
 import runpy
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -17,23 +16,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helios.checkpoint import file_names
-from helios.checkpoint.loading import Condition, Depth
-from helios.checkpoint.status import Status, examine_folder, look_into
 from helios.cli import output
 from helios.cli.output import Answer, Column, Command, argument
 from helios.errors import (
     ArgumentError,
-    CheckpointError,
     DamagedCheckpointError,
     HeliosError,
     UsageError,
 )
 from helios.ledger.differences import Difference, LineComparison, diff
 from helios.ledger.manifest_file import Effect, ManifestChange
-from helios.ledger.run_facts import find_run
+from helios.ledger.run_facts import find_run, read_run
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
-from helios.text import size_text, with_step
+from helios.text import number_text, with_step
 
 if TYPE_CHECKING:
     from helios.checkpoint.comparison import CheckpointDifference
@@ -44,9 +40,7 @@ if TYPE_CHECKING:
 
 _MOST_TENSORS = 20
 _MOST_CHANGES = 20
-_MOST_ROWS = 30
 _MOST_SHOWN = 20
-_PAGE = (".html", ".htm")
 
 
 def compare_two(namespace: argparse.Namespace) -> Answer:
@@ -291,24 +285,40 @@ def _show_replay(found: Replay) -> list[str]:
 
 
 def write_report(namespace: argparse.Namespace) -> Answer:
-    """Write a report of a run: losses, learning rate, throughput, scores, starts and
-    kills, environment, options, checkpoints, and a reproducibility checklist. The
-    file needs no network, script or other file. What Helios cannot know is left
-    empty for the author.
+    """Write an HTML page about a run: losses, scores with the best one marked, learning
+    rates, throughput, starts, and what it ran with. The page needs no network, no
+    script and no other file.
 
-    The default file is report.html in the folder of the run, or report.md with
-    --md; it is overwritten.
+    The default file is report.html in the folder of the run; it is overwritten.
 
-    Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
+    Exit code 0: the file is written. 2: wrong usage, or the run has no files.
     """
-    from helios.reports.run_report import report
-
     folder = _find_run(namespace.run_place)
-    suffixes = (".md",) if namespace.md else _PAGE
-    target = find_target(namespace.out, folder, "report", suffixes=suffixes)
-    found = report(folder, list_checkpoint_facts(folder))
-    files.write_text_durably(target, found.markdown if namespace.md else found.html)
-    return Answer([f"Wrote {target}."], lambda: {"path": str(target), **found.as_dict()})
+    target = Path(folder, "report.html")
+    if namespace.out is not None:
+        target = as_local_path("FILE", namespace.out)
+    if target.suffix not in (".html", ".htm"):
+        raise ArgumentError(f"--out takes a file that ends in .html, got {target}.")
+    with _needing_matplotlib(target):
+        from helios.reports.run_report import report_run
+    facts, page = report_run(read_run(folder))
+    files.write_text_durably(target, page)
+    return Answer([f"Wrote {target}."], lambda: {"path": str(target), **facts})
+
+
+@contextlib.contextmanager
+def _needing_matplotlib(target: Path) -> Iterator[None]:
+    """Say how to install what is missing, or that there is no folder for a file."""
+    if not target.parent.is_dir():
+        raise ArgumentError(f"No such folder: {target.parent}.")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("jinja2", "matplotlib"):
+            raise
+        raise UsageError(
+            f"{error.name} is not installed: pip install 'helios-trainer[report]'"
+        ) from error
 
 
 def _find_run(place: str) -> Path:
@@ -318,140 +328,63 @@ def _find_run(place: str) -> Path:
     return find_run(path.parent if is_checkpoint else place)
 
 
-def find_target(given: str | None, folder: Path, stem: str, *, suffixes: tuple[str, ...]) -> Path:
-    """Return the file to write.
-
-    Args:
-        given: the argument of ``--out``; ``None`` for a file in ``folder``.
-        folder: the folder of the run.
-        stem: the default name, without suffix.
-        suffixes: which names may have, the default first.
-
-    Raises:
-        ArgumentError: if it could replace a file of another kind, or has no folder.
-    """
-    target = folder / f"{stem}{suffixes[0]}" if given is None else as_local_path("FILE", given)
-    if target.suffix not in suffixes:
-        raise ArgumentError(
-            f"The name of the file must end in {' or '.join(suffixes)}, so that no file of the run "
-            f"is overwritten, got {target}. Choose another name."
-        )
-    if not target.parent.is_dir():
-        raise ArgumentError(f"There must be a folder for the file, got {target}. Create it.")
-    return target
-
-
-def list_checkpoint_facts(folder: Path) -> list[dict[str, Any]]:
-    """Return facts about each checkpoint in the folder of a run."""
-    found = examine_folder(folder).files
-    return [_describe(status) for status in found if status.condition is not Condition.ASIDE]
-
-
-def _describe(status: Status) -> dict[str, Any]:
-    digest = {} if status.sidecar is None else {"digest": status.sidecar.digest}
-    return {"name": status.path.name, **output.status_document(status), **digest}
-
-
 def compare_results(namespace: argparse.Namespace) -> Answer:
-    """Compare the results of several runs: for the last and the best validation scores
-    and the losses of the last iteration, the mean, the standard deviation and the
-    95% interval of the mean by Student's t; and which options and seeds differ.
+    """List runs, the best one first: what differs between them, and the scores of each
+    run's best validation. Below, mean and standard deviation of runs that differ in
+    their seeds only.
 
-    Where hyper-parameters differ other than in seeds, the runs are listed instead,
-    the best one first, with what differs and their scores.
+    --plot draws their losses, scores, learning rates and throughput over each other;
+    the end of the file's name says the format: .png, .svg or .pdf.
 
-    --by groups the runs. If there are two groups whose seeds match one to one, the
-    difference of the pairs is shown, too. Parts of the variance are shown if every
-    level of each seed or group was combined with all levels of the others.
-
-    Exit code 0: compared. 2: wrong usage, or a run has no evidence.
+    Exit code 0: compared. 2: wrong usage, or a run has no files.
     """
-    from helios.reports.run_comparison import compare, write_comparison
+    from helios.reports.run_comparison import compare_runs, plot_runs, read_runs
 
-    target = None
-    if namespace.html is not None:
-        target = find_target(namespace.html, Path(), "compare", suffixes=_PAGE)
-    found = compare(*namespace.folders, by=namespace.by)
-    if target is not None:
-        files.write_text_durably(target, write_comparison(found))
-    return Answer(_show_results(found), found.as_dict)
-
-
-def _show_results(found: RunComparison) -> Iterator[str]:
-    from helios.reports.run_comparison import list_tables
-
-    for number, table in enumerate(list_tables(found)):
-        columns = [Column(name, is_right=name in table.numbers) for name in table.head]
-        rest = len(table.rows) - _MOST_ROWS if number else 0
-        lines = output.table(columns, table.rows[:_MOST_ROWS] if rest > 0 else table.rows)
-        lines += [table.note] if table.note else []
-        lines += [f"and {rest} more, see --json"] if rest > 0 else []
-        yield from [f"{table.title}:", *(f"  {line}" for line in lines)] if number else lines
-    for note in found.notes:
-        yield f"note: {note}."
+    runs = read_runs(namespace.folders)
+    found = compare_runs(runs)
+    lines = [*_show_rows(found), *_show_groups(found)]
+    if namespace.plot is not None:
+        target = as_local_path("FILE", namespace.plot)
+        with _needing_matplotlib(target):
+            plot_runs(runs, target)
+        lines.append(f"Wrote {target}.")
+    return Answer(lines, found.as_dict)
 
 
-def pack_evidence(namespace: argparse.Namespace) -> Answer:
-    """Pack ledger, manifest, lineage, times, source files, local changes and the
-    weights of the newest checkpoint into one zip file, with digests of all files
-    and a README of the commands that check them. The same run gives the same
-    bytes.
+def _show_rows(found: RunComparison) -> Iterator[str]:
+    names = (*found.settings, *found.scores)
+    columns = [Column("run"), *(Column(name, is_right=True) for name in names)]
+    texts = [
+        [row.run, *row.settings.values(), *(_score_text(row.scores, x) for x in found.scores)]
+        for row in found.rows
+    ]
+    yield from output.table(columns, texts)
+    yield f"The scores are those of each run's {found.shown}."
 
-    --anonymous removes names of hosts and users, home folders and other absolute
-    paths, and the git remote, branch, commit and author. It does not know names
-    that you have written into comments or results.
 
-    The default file is <run>.zip in the folder of the run; it is overwritten.
-
-    Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
-    """
-    from helios.reports.packing import pack
-
-    folder = _find_run(namespace.run_place)
-    target = find_target(namespace.out, folder, folder.resolve().name, suffixes=(".zip",))
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        weights = Path(scratch, "weights.pt")
-        notes = _write_weights(folder, weights)
-        with output.progress(target.name) as watch:
-            found = pack(
-                folder,
-                target,
-                weights=weights if weights.exists() else None,
-                notes=notes,
-                is_anonymous=namespace.anonymous,
-                watch=watch,
-            )
-    size = size_text(target.stat().st_size)
-    document = {"path": str(target), "name": found.name}
-    return Answer(
+def _show_groups(found: RunComparison) -> Iterator[str]:
+    if not found.groups:
+        return
+    names = ("runs", *found.groups[0].settings, *found.scores)
+    columns = [Column(name, is_right=True) for name in names]
+    texts = [
         [
-            f"Wrote {len(found.digests) + 1} files, {size}, to {target}.",
-            *(f"note: {note}" for note in found.notes),
-        ],
-        lambda: {**document, "digests": found.digests, "notes": found.notes},
-    )
+            str(len(group.runs)),
+            *group.settings.values(),
+            *(
+                f"{number_text(group.means[x])} ± {number_text(group.deviations[x])}"
+                if x in group.means
+                else "-"
+                for x in found.scores
+            ),
+        ]
+        for group in found.groups
+    ]
+    yield from ["", "mean ± standard deviation over seeds:", *output.table(columns, texts)]
 
 
-def _write_weights(folder: Path, target: Path) -> list[str]:
-    """Write the weights of the newest good checkpoint; returns what there is to say of them."""
-    from helios.checkpoint.export import select_weights
-    from helios.checkpoint.export_files import write_weights
-
-    notes = []
-    for path in reversed(file_names.find_checkpoints(folder)):
-        with output.progress(path.name, output.size_of(path)) as watch:
-            status, tree = look_into(path, Depth.BYTES, watch)
-        if not status.is_good:
-            notes.append(f"The checkpoint {path.name} is not good, and was passed over.")
-            continue
-        try:
-            weights = select_weights(tree)
-        except CheckpointError as error:
-            return [*notes, str(error)]
-        write_weights(target, weights, kind="pt", metadata={})
-        digest = status.sidecar.digest if status.sidecar is not None else ""
-        return [*notes, f"The weights are those of {path.name} ({digest or 'without a digest'})."]
-    return [*notes, "There is no checkpoint, so there are no weights."]
+def _score_text(scores: Mapping[str, float], name: str) -> str:
+    return number_text(scores[name]) if name in scores else "-"
 
 
 def send_points(namespace: argparse.Namespace) -> Answer:
@@ -541,25 +474,13 @@ COMMANDS = {
         write_report,
         _RUN,
         argument("--out", metavar="FILE", help="the file to write"),
-        argument("--md", action="store_true", help="write Markdown instead of HTML"),
     ),
     "compare": Command(
         compare_results,
         argument("folders", nargs="+", metavar="RUN", help="the folders of the runs"),
-        argument(
-            "--by",
-            metavar="NAME",
-            help="an argument of the command, an option, or an entry or topic of run.json",
-        ),
-        argument("--html", metavar="FILE", help="also write an HTML file with pictures"),
+        argument("--plot", metavar="FILE", help="also draw their curves over each other"),
         # Versions of Python write several arguments of one name in different ways.
         usage="%(prog)s RUN RUN [RUN ...] [options]",
-    ),
-    "pack": Command(
-        pack_evidence,
-        _RUN,
-        argument("--anonymous", action="store_true", help="remove names and paths"),
-        argument("--out", metavar="FILE", help="the zip file to write"),
     ),
     "send": Command(
         send_points,

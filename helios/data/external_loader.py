@@ -53,8 +53,7 @@ class ExternalSource(Source):
     Args:
         loader: an iterable that can be iterated several times.
         sampler: the sampler that the user returned with it; its ``set_epoch`` is called.
-        run_seed: seed of what is drawn when a pass begins.
-        fetch_seed: seed of what is drawn by a fetch; ``None`` for the other one.
+        run_seed: seed of the run.
         purpose: name of the random streams of fetching.
         share: the part of this process: one replica, whose samples the loader returns.
 
@@ -68,7 +67,6 @@ class ExternalSource(Source):
         sampler: Any,
         *,
         run_seed: int,
-        fetch_seed: int | None = None,
         purpose: str,
         share: Shard = LONE,
     ) -> None:
@@ -77,7 +75,6 @@ class ExternalSource(Source):
         self.loader = loader
         self._share = share
         self._run_seed = run_seed
-        self._fetch_seed = fetch_seed
         self._purpose = purpose
         self._stateful = holder = _find_stateful(loader)
         self.resumes_by = CannotResume(_advise(loader)) if holder is None else ByOwnState(holder)
@@ -120,7 +117,6 @@ class ExternalSource(Source):
             batch=batch,
             sample=sample,
             replica=replica,
-            fetch_seed=self._fetch_seed,
         )
         if self._share.num_replicas > 1:
             self._seed_workers(position)

@@ -49,10 +49,9 @@ class KeyedSource(Source):
 
     Args:
         loader: the loader.
-        run_seed: seed of the order.
+        run_seed: seed of the run.
         purpose: name of the random streams of fetching.
         share: the part of this process.
-        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
     """
 
     loader: KeyedLoader
@@ -63,13 +62,10 @@ class KeyedSource(Source):
         run_seed: int,
         purpose: str,
         share: Shard = LONE,
-        *,
-        fetch_seed: int | None = None,
     ) -> None:
         super().__init__()
         self.loader = loader
         self._run_seed = run_seed
-        self._fetch_seed = fetch_seed
         self._purpose = purpose
         self._deal = make_sharding_plan(loader, share)
         self._deal.skipped = self._skipped
@@ -147,7 +143,6 @@ class KeyedSource(Source):
             epoch=epoch,
             batch=batch,
             sample=sample,
-            fetch_seed=self._fetch_seed,
         )
 
     def state_dict(self) -> dict[str, Any]:

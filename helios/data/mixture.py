@@ -19,7 +19,6 @@ import numpy.typing as npt
 from torch.utils.data import Dataset, IterableDataset
 
 from helios.core import rng
-from helios.core.tracebacks import with_short_constructor
 from helios.data.permutation import permute_under_keys
 from helios.data.samplers import ResumableSampler
 from helios.errors import ArgumentError
@@ -28,7 +27,6 @@ BLOCK = 256
 """Positions that a key shuffles at once."""
 
 
-@with_short_constructor
 @final
 class Mixture(Dataset[Any]):
     """Map-style data sets that are mixed in a fixed proportion.

@@ -39,8 +39,7 @@ class Position:
     """The start of a pass, and the random streams that it uses.
 
     Attributes:
-        run_seed: seed of the order.
-        fetch_seed: seed of fetching; ``None`` for that of the order.
+        run_seed: seed of the run.
         purpose: name of the random streams of fetching; ``"fetch"`` in training.
         epoch: number of the pass, from 0.
         batch: number of its first batch.
@@ -58,20 +57,15 @@ class Position:
     repeat: int = 0
     is_by_hand: bool = False
     replica: int = 0
-    fetch_seed: int | None = None
 
     def fetch_keys(self) -> rng.KeySeries:
         """Return the keys from which batches are fetched and collated, by batch number."""
         suffix = (self.replica, self.repeat) if self.repeat else (self.replica,)
-        return rng.KeySeries(self._fetch_seed, self.purpose, self.epoch, suffix=suffix)
+        return rng.KeySeries(self.run_seed, self.purpose, self.epoch, suffix=suffix)
 
     def worker_key(self, *more: int) -> int:
         """Return the key that workers are seeded from when they start."""
-        return rng.key("workers", self._fetch_seed, self.epoch, *more)
-
-    @property
-    def _fetch_seed(self) -> int:
-        return self.run_seed if self.fetch_seed is None else self.fetch_seed
+        return rng.key("workers", self.run_seed, self.epoch, *more)
 
     def order_key(self) -> int:
         """Return the key that a user's sampler is seeded from."""

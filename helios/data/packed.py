@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError
 
 _PLANNED_AT_ONCE = 1_024
@@ -38,7 +37,6 @@ class Piece(NamedTuple):
     stop: int
 
 
-@with_short_constructor
 @final
 class Packed(Dataset[list[Piece]]):
     """Which parts of which samples each pack consists of.

@@ -52,7 +52,6 @@ def open_sources(
     *,
     label: str,
     run_seed: int,
-    fetch_seed: int | None = None,
     purpose: str,
     limit: int | None = None,
     share: Shard = LONE,
@@ -62,8 +61,7 @@ def open_sources(
     Args:
         found: a loader, a tuple ``(loader, sampler)``, or a list or dict of these.
         label: the name of the phase, for messages.
-        run_seed: seed of the order.
-        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
+        run_seed: seed of the run.
         purpose: name of the random streams of the first loader; the others derive their own.
         limit: maximum number of batches of each pass; ``None`` for all.
         share: the part of this process.
@@ -81,7 +79,6 @@ def open_sources(
             loader,
             sampler,
             run_seed=run_seed,
-            fetch_seed=fetch_seed,
             purpose=own_purpose,
             share=share,
         )
@@ -101,7 +98,6 @@ def open_source(
     sampler: object = None,
     *,
     run_seed: int,
-    fetch_seed: int | None = None,
     purpose: str,
     share: Shard = LONE,
 ) -> Source:
@@ -110,8 +106,7 @@ def open_source(
     Args:
         loader: the loader that a data module returned.
         sampler: the sampler that it returned with the loader.
-        run_seed: seed of the order.
-        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
+        run_seed: seed of the run.
         purpose: name of the random streams of fetching: ``"fetch"`` for training, another one for
             each other phase, so that evaluation and training use different random numbers.
         share: the part of this process.
@@ -122,12 +117,10 @@ def open_source(
     if isinstance(loader, Steps):
         return StepsSource(loader, share)
     if isinstance(loader, StreamLoader):
-        return StreamSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
+        return StreamSource(loader, run_seed, purpose, share)
     if isinstance(loader, KeyedLoader):
-        return KeyedSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
-    return ExternalSource(
-        loader, sampler, run_seed=run_seed, fetch_seed=fetch_seed, purpose=purpose, share=share
-    )
+        return KeyedSource(loader, run_seed, purpose, share)
+    return ExternalSource(loader, sampler, run_seed=run_seed, purpose=purpose, share=share)
 
 
 def _of_each(share: Shard) -> str:

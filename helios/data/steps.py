@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any, final
 
-from helios.core.tracebacks import with_short_constructor
 from helios.data.source import LONE, BatchIterator, Shard, Source
 from helios.errors import ArgumentError
 
@@ -14,7 +13,6 @@ ENDLESS = "endless"
 """The length of a pass that never ends, in the description of the data."""
 
 
-@with_short_constructor
 @final
 class Steps:
     """Iterations without data, as in reinforcement learning or with random offsets into a file.

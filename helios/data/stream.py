@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from helios.core import rng
-from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import read_signature
 from helios.data.order import Position
 from helios.data.params import DataLoaderParams
@@ -48,7 +47,6 @@ class _CountsShards(Protocol):
     num_shards: int
 
 
-@with_short_constructor
 @final
 class Stream(IterableDataset[Any]):
     """Samples that can only be read one after the other, in a part for each replica.

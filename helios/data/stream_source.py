@@ -36,10 +36,9 @@ class StreamSource(Source):
 
     Args:
         loader: the loader.
-        run_seed: seed of the order.
+        run_seed: seed of the run.
         purpose: name of the random streams of fetching.
         share: the part of this process.
-        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
 
     Attributes:
         uses_state: whether a resume restores the states of parts, instead of a replay.
@@ -56,15 +55,13 @@ class StreamSource(Source):
         run_seed: int,
         purpose: str,
         share: Shard = LONE,
-        *,
-        fetch_seed: int | None = None,
     ) -> None:
         super().__init__()
         loader.stream.check_shards(share.num_replicas)
         self.loader = loader
         self.share = share
         self.uses_state = False
-        self._position = Position(run_seed=run_seed, purpose=purpose, fetch_seed=fetch_seed)
+        self._position = Position(run_seed=run_seed, purpose=purpose)
         self._states: dict[int, Any] = {}
         self._seconds: float | None = None
         self._pass: _StreamBatches | None = None
@@ -109,9 +106,7 @@ class StreamSource(Source):
         loader = StreamLoader(self.loader.stream, params, {})
         share = replace(self.share, block=self.share.block[:1])
         position = self._position
-        source = StreamSource(
-            loader, position.run_seed, position.purpose, share, fetch_seed=position.fetch_seed
-        )
+        source = StreamSource(loader, position.run_seed, position.purpose, share)
         source.uses_state = True
         return source
 

@@ -18,7 +18,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from helios.core.sharded_tensors import local_of
-from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
 from helios.engines.device import device_of_rank, select_gpus
 from helios.engines.precision import LossScaler, Precision, check_precision
@@ -109,7 +108,6 @@ class Clipping:
         return total
 
 
-@with_short_constructor
 class Engine(StandaloneEngine):
     """A device, a precision and the replicas of a run, and what is done with a loss there.
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
 
@@ -75,7 +74,6 @@ class ScalerOptions:
         )
 
 
-@with_short_constructor
 @final
 @dataclasses.dataclass(frozen=True)
 class Precision:

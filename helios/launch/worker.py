@@ -27,7 +27,6 @@ from typing import NoReturn
 import torch
 
 from helios.core.logger_settings import LoggerSettings
-from helios.core.tracebacks import fold_traceback, shows_all_frames
 from helios.core.utils import flush_outputs
 from helios.distributed.pickling import pack_error
 from helios.distributed.process_groups import DistributedInfo, is_lost_peer, join_group, leave_group
@@ -86,8 +85,6 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         """Return the report of an error that was just caught."""
-        if not shows_all_frames():
-            fold_traceback(error)
         return cls(
             rank=rank,
             moment=time.monotonic_ns(),

@@ -1,4 +1,4 @@
-"""The ledger of a run, and what is made of it: comparisons, verification, replays, reports."""
+"""The ledger of a run, and what is made of it: differences, verification, replays."""
 
 from typing import TYPE_CHECKING
 
@@ -9,4 +9,4 @@ else:
 
     __getattr__, __dir__ = defer(__name__)
 
-__all__ = ["Difference", "LedgerStatus", "Replay", "compare", "diff", "pack", "report", "verify"]
+__all__ = ["Difference", "LedgerStatus", "Replay", "diff", "verify"]

@@ -16,13 +16,10 @@ import helios.ledger.line as line
 from helios.errors import LedgerError
 from helios.ledger.line import (
     STEPS,
-    TAIL_BYTES,
     VERSION,
-    drop_buffers,
     end_of,
     is_scores,
     read_float,
-    stated_hash,
 )
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
@@ -395,30 +392,11 @@ def read_last_iteration(path: Path) -> int | None:
 
 def _find_last(path: Path, read: Callable[[dict[str, Any]], _Found]) -> _Found | None:
     """Return what is read of the last line that has it, among some at the end."""
-    lines = _read_chain_backwards(path)
+    lines = (data for data in _read_backwards(path) if not is_scores(data))
     for data in islice(lines, _MOST_LINES):
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, struct.error):
             return read(json.loads(data))
     return None
-
-
-def read_last_line(path: Path) -> bytes:
-    """Return the last line of a ledger's chain, with its end.
-
-    Raises:
-        LedgerError: if the file cannot be read.
-    """
-    return next(_read_chain_backwards(path), b"")
-
-
-def read_course(path: Path) -> bytes:
-    """Return the end of a ledger without the buffers: equal for equal courses of training.
-
-    Raises:
-        LedgerError: if the file cannot be read.
-    """
-    last, before, *_ = (*islice(_read_chain_backwards(path), 2), b"", b"")
-    return stated_hash(before).encode() + drop_buffers(last[:-TAIL_BYTES])
 
 
 def read_lines_before(path: Path, mark: Mapping[str, Any]) -> Iterator[bytes]:
@@ -435,10 +413,6 @@ def read_lines_before(path: Path, mark: Mapping[str, Any]) -> Iterator[bytes]:
     last = next(lines, b"")
     if last.endswith(end_of(mark.get("tail", mark["hash"]))):
         yield from (data for data in chain((last,), lines) if not is_scores(data))
-
-
-def _read_chain_backwards(path: Path) -> Iterator[bytes]:
-    return (data for data in _read_backwards(path) if not is_scores(data))
 
 
 def _read_backwards(path: Path, size: int | None = None) -> Iterator[bytes]:

@@ -41,7 +41,7 @@ _TENSORS: Mapping[str, str] = {
     "parameters": "parameter ",
 }
 NO_BUFFERS = "buffers were not compared"
-_FIRST = "another random_seed or seeds, or other code that makes the first weights"
+_FIRST = "another random_seed, or other code that makes the first weights"
 _NUMERIC = (
     "random numbers that do not come from the run's generators",
     "another number of threads, library version, processor or GPU",
@@ -49,7 +49,7 @@ _NUMERIC = (
 )
 _CAUSES: Mapping[str, tuple[str, ...]] = {
     ORDER: (
-        "another random_seed, seeds, sampler or shuffle option",
+        "another random_seed, sampler or shuffle option",
         "another number of samples, batch size or number of replicas",
     ),
     CONTENT: (

@@ -5,6 +5,3 @@ from helios.ledger.differences import Replay as Replay
 from helios.ledger.differences import diff as diff
 from helios.ledger.verification import LedgerStatus as LedgerStatus
 from helios.ledger.verification import verify as verify
-from helios.reports.packing import pack as pack
-from helios.reports.run_comparison import compare as compare
-from helios.reports.run_report import report as report

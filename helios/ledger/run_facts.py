@@ -1,92 +1,64 @@
-"""Everything that the files of a run say of it, for reports and comparisons."""
+"""What the files beside the checkpoints of a run say: the one place that reads them for people."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import helios.ledger.book as book
 import helios.ledger.lineage as lineage
 import helios.ledger.manifest_file as manifest_file
 import helios.ledger.timing as timing
-from helios.best import BestRule, BestSoFar, BestValidation, Validation
-from helios.ledger.book import find_folder
-from helios.ledger.lineage import read_lineage
-from helios.ledger.manifest_file import Manifest, read_manifest
-from helios.ledger.timing import Stretches, read_timing
+from helios.best import BestValidation
+from helios.ledger.line import read_float
+from helios.ledger.verification import LedgerStatus, verify
 from helios.storage.local_paths import as_local_path
 
 FILE_NAMES = (book.FILE_NAME, lineage.FILE_NAME, manifest_file.FILE_NAME, timing.FILE_NAME)
-"""The files in which a run records itself."""
-_MISSING = {
-    book.FILE_NAME: "There is no ledger, so this says nothing of losses and learning rates.",
-    lineage.FILE_NAME: "There is no lineage, so starts, kills and saves are unknown.",
-    manifest_file.FILE_NAME: "There is no manifest, so command, options and environment are "
-    "unknown.",
-    timing.FILE_NAME: "There are no times, so throughput and scores are unknown.",
-}
 _ENDS = (lineage.END, lineage.INTERRUPTION, lineage.ERROR)
 
 
 @dataclass
-class Attempt:
-    """A process of a run, from its start to its end.
+class RunStart:
+    """A start of a run.
 
     Attributes:
-        start: the event of its start; empty if it is not in the lineage.
-        events: all others.
-        is_last: whether no other start followed.
+        time, host: when and where; in UTC.
+        processes: their number.
+        iteration: the one that it continued from.
+        changes: what was changed since the start before.
+        end: how it ended.
     """
 
-    start: dict[str, Any]
-    events: list[dict[str, Any]] = field(default_factory=list)
-    is_last: bool = False
-
-    @property
-    def iteration(self) -> int:
-        """The iteration that it continued from."""
-        return int(self.start.get("iteration", 0))
-
-    @property
-    def end(self) -> dict[str, Any] | None:
-        """The event of its end; ``None`` if none was written."""
-        return next((each for each in self.events if each["event"] in _ENDS), None)
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether it ended without a trace before another start."""
-        return self.end is None and not self.is_last
-
-    @property
-    def outcome(self) -> str:
-        """How it ended, in words."""
-        if self.end is not None:
-            parts = (self.end["event"], self.end.get("cause"))
-            return ": ".join(str(part) for part in parts if part)
-        return "killed (no end was recorded)" if self.was_killed else "no end recorded so far"
+    time: str
+    host: str
+    processes: str
+    iteration: int
+    changes: list[str] = field(default_factory=list)
+    end: str = ""
 
 
 @dataclass
 class RunFacts:
-    """What is known of a run.
+    """What is known of a run, except for the lines of its ledger.
 
     Attributes:
         folder: its folder.
-        ledger: its ledger; ``None`` without one.
-        manifest: its manifest; ``None`` without one.
-        attempts: its starts, the oldest first.
-        times: its times and scores.
-        missing: a sentence for each file that is missing, by its name.
+        facts: what the newest start ran with, by topic.
+        starts: the oldest first.
+        times: times and scores.
+        missing: names of files that are not there.
     """
 
     folder: Path
-    ledger: Path | None
-    manifest: Manifest | None
-    attempts: list[Attempt]
-    times: Stretches
-    missing: dict[str, str]
+    facts: Mapping[str, Any]
+    starts: list[RunStart]
+    times: timing.Stretches
+    missing: list[str]
 
     @property
     def name(self) -> str:
@@ -94,45 +66,24 @@ class RunFacts:
         return self.folder.resolve().name
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What the manifest says of the newest start, by topic; empty without a manifest."""
-        return self.manifest.sections[-1].facts if self.manifest is not None else {}
-
-    @property
-    def num_kills(self) -> int:
-        """How many starts were killed."""
-        return sum(attempt.was_killed for attempt in self.attempts)
-
-    def find_scores(self) -> dict[str, list[tuple[int, float]]]:
-        """Return iterations and values of each score."""
-        found: dict[str, list[tuple[int, float]]] = {}
-        for line in self.times.scores:
-            for name, score in line["scores"].items():
-                found.setdefault(name, []).append((line["iteration"], score))
-        return found
-
-    def find_steps(self) -> dict[int, int]:
-        """Return optimizer steps at the iterations of scores, as far as they are known."""
-        return {line["iteration"]: line["step"] for line in self.times.scores if "step" in line}
-
-    def find_best(self) -> BestValidation | None:
-        """Return the best validation, as the run has judged it; ``None`` if nothing decides.
-
-        Earlier versions have written no judgement: where the manifest names a ``KeepBest``, the
-        scores are judged by it.
-        """
+    def best(self) -> BestValidation | None:
+        """The best validation, as the run has judged it; ``None`` if nothing decides."""
         scores = self.times.scores
-        if scores and "best" in scores[-1]:
-            return BestValidation.from_plain(scores[-1]["best"])
-        store = self.facts.get("options", {}).get("store", {})
-        stored = store.get("keep_best") if isinstance(store, Mapping) else None
-        if not isinstance(stored, Mapping) or stored.get("mode") not in ("min", "max"):
-            return None
-        judged = BestSoFar(BestRule(stored.get("metric"), stored["mode"]))
-        for line in scores:
-            validation = Validation(line["iteration"], line["scores"], line.get("step"))
-            judged.judge(validation, has_improved=False)
-        return judged.best
+        return BestValidation.from_plain(scores[-1].get("best")) if scores else None
+
+    def find_last_scores(self) -> dict[str, float]:
+        """Return the scores of the last validation that had them, by name."""
+        return {name: x for line in self.times.scores for name, x in line["scores"].items()}
+
+    def find_last_losses(self) -> dict[str, float]:
+        """Return the losses of the last iteration, by name."""
+        path = self.folder / book.FILE_NAME
+        return book.read_last_losses(path) if path.is_file() else {}
+
+    def find_last_iteration(self) -> int | None:
+        """Return the last iteration; ``None`` if it is unknown."""
+        path = self.folder / book.FILE_NAME
+        return book.read_last_iteration(path) if path.is_file() else None
 
 
 def find_run(place: str | Path) -> Path:
@@ -148,7 +99,7 @@ def find_run(place: str | Path) -> Path:
     path = as_local_path("The run", place)
     if path.is_file() and path.name in FILE_NAMES:
         return path.parent
-    return find_folder(path, FILE_NAMES)
+    return book.find_folder(path, FILE_NAMES)
 
 
 def read_run(place: str | Path) -> RunFacts:
@@ -158,31 +109,109 @@ def read_run(place: str | Path) -> RunFacts:
         LedgerError: if there is no run, or if one of its files cannot be read.
     """
     folder = find_run(place)
-    ledger = folder / book.FILE_NAME
-    return RunFacts(
-        folder,
-        ledger if ledger.is_file() else None,
-        read_manifest(folder),
-        list(_read_attempts(folder)),
-        read_timing(folder),
-        {name: text for name, text in _MISSING.items() if not (folder / name).is_file()},
-    )
+    manifest = manifest_file.read_manifest(folder)
+    facts = {} if manifest is None else manifest.sections[-1].facts
+    missing = [name for name in FILE_NAMES if not (folder / name).is_file()]
+    return RunFacts(folder, facts, _read_starts(folder), timing.read_timing(folder), missing)
 
 
-def _read_attempts(folder: Path) -> Iterator[Attempt]:
-    attempt: Attempt | None = None
-    # A damaged checkpoint is passed over before the start that notices it.
-    early: list[dict[str, Any]] = []
-    for event in read_lineage(folder):
-        if event["event"] == lineage.FALLBACK:
-            early.append(event)
-        elif event["event"] in lineage.STARTS:
-            if attempt is not None:
-                yield attempt
-            attempt, early = Attempt(event, early), []
-        else:
-            attempt = attempt or Attempt({})
-            attempt.events.append(event)
-    if attempt is not None:
-        attempt.is_last = True
-        yield attempt
+def _read_starts(folder: Path) -> list[RunStart]:
+    found: list[RunStart] = []
+    for event in lineage.read_lineage(folder):
+        cause = str(event.get("cause", ""))
+        if event["event"] in lineage.STARTS:
+            time, host, count = (str(event.get(x, "-")) for x in ("time", "host", "processes"))
+            found.append(RunStart(time, host, count, int(event.get("iteration", 0))))
+        elif found and event["event"] == lineage.CHANGE:
+            found[-1].changes.append(cause)
+        elif found and event["event"] in _ENDS:
+            found[-1].end = cause if event["event"] == lineage.END else f"{event['event']}: {cause}"
+    for start in found:
+        start.end = start.end or ("no end so far" if start is found[-1] else "killed")
+    return found
+
+
+Curve: TypeAlias = tuple["array[float]", "array[float]"]
+"""Iterations, and the number of each."""
+
+
+@dataclass
+class RunCurves:
+    """The curves of a run, by name.
+
+    Attributes:
+        losses, scores, rates, throughput: ``rates`` are those that the updates have used, and
+            ``throughput`` is in iterations per second, without validations.
+        status: what the verification of the ledger has found; ``None`` without one.
+        at: the epoch, iteration and step of the last line.
+    """
+
+    losses: dict[str, Curve] = field(default_factory=dict)
+    scores: dict[str, Curve] = field(default_factory=dict)
+    rates: dict[str, Curve] = field(default_factory=dict)
+    throughput: dict[str, Curve] = field(default_factory=dict)
+    status: LedgerStatus | None = None
+    at: tuple[int, int, int] = (0, 0, 0)
+
+    def list_curves(self, most: int) -> dict[str, Curve]:
+        """Return the curves by title, at most so many of each kind."""
+        found = (
+            {f"loss: {name}": curve for name, curve in self.losses.items()},
+            {f"score: {name}": curve for name, curve in self.scores.items()},
+            self.rates,
+            self.throughput,
+        )
+        return {title: each[title] for each in found for title in islice(each, most)}
+
+
+def read_curves(run: RunFacts) -> RunCurves:
+    """Read all curves of a run; lines of its ledger that are not good are left out.
+
+    Raises:
+        LedgerError: if the ledger cannot be read.
+    """
+    found = RunCurves()
+    sources = [*run.times.rates]
+    ends: list[str | None] = []
+    source: Any = timing.OWN
+
+    def add_line(line: dict[str, Any]) -> None:
+        nonlocal ends, source
+        found.at = line["at"]
+        iteration = found.at[1]
+        for name, digits in line.get("loss", {}).items():
+            _add(found.losses, name, iteration, digits)
+        if "lr" not in line:
+            return
+        # A list of rates is that of one iteration, and the source of the next one follows.
+        while sources and sources[0]["iteration"] <= iteration:
+            source = sources.pop(0)["rates"]
+        before, ends = ends, line["lr"]
+        used = before if source == timing.BEFORE else source if isinstance(source, list) else ends
+        for number, rate in enumerate(used, 1):
+            name = "learning rate" + f", group {number}" * (len(used) > 1)
+            _add(found.rates, name, iteration, rate)
+
+    if book.FILE_NAME not in run.missing:
+        found.status = verify(run.folder / book.FILE_NAME, watch=add_line)
+    for line in run.times.scores:
+        for name, score in line["scores"].items():
+            _add(found.scores, name, line["iteration"], score)
+    for place, speed in _read_speeds(run):
+        _add(found.throughput, "iterations per second", place, speed)
+    return found
+
+
+def _add(curves: dict[str, Curve], name: str, place: int, number: Any) -> None:
+    if number is not None:
+        places, numbers = curves.setdefault(name, (array("d"), array("d")))
+        value = read_float(number) if isinstance(number, str) else number
+        places.append(place)
+        numbers.append(value)
+
+
+def _read_speeds(run: RunFacts) -> Iterator[tuple[int, float]]:
+    for line in run.times.lines:
+        seconds = line["seconds"] - line.get("paused", 0.0)
+        if seconds > 0:
+            yield line["iteration"], line["iterations"] / seconds

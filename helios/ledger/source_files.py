@@ -280,12 +280,6 @@ def describe_git(folder: Path) -> dict[str, Any]:
     return found
 
 
-def find_author(folder: Path) -> list[str]:
-    """Return the name and the address with which git would commit in a folder."""
-    found = (_run(folder, "config", "--get", key) for key in ("user.name", "user.email"))
-    return [text.decode("utf-8", "replace").strip() for text in found if text]
-
-
 def _describe_patch(folder: Path) -> dict[str, Any]:
     patch = _run(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
     if patch is None:

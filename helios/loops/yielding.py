@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core.loss_means import WeightedLoss
-from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
 from helios.engines.engine import redefines
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -33,7 +32,6 @@ _STALE_GRAPH = ("backward through the graph a second time", "modified by an inpl
 Losses = Generator[Any, None, Any]
 
 
-@with_short_constructor
 class YieldLoop(OptimizerLoop):
     """Trains with a ``train_step`` that yields one loss for each optimizer of the model.
 

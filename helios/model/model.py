@@ -18,7 +18,6 @@ from helios.core.assigned import assigned
 from helios.core.declared_values import KeepsArguments
 from helios.core.loss_means import RunningSums, WeightedLoss
 from helios.core.registry import Registry
-from helios.core.tracebacks import with_short_constructor
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
@@ -62,7 +61,6 @@ def find_pretrained_file(root: Path, name: str) -> Path:
     raise UsageError(f"No .pth file in {root} has {part!r} in its name. Check the folder.")
 
 
-@with_short_constructor
 class Model(Hooks, KeepsArguments, ABC):
     """Base of all models.
 

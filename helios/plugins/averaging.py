@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from helios.core.tracebacks import with_short_constructor
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import asks_nothing
@@ -354,7 +353,6 @@ class StoredAverage(WeightAverage):
         raise UsageError("The average of a checkpoint is not updated.")
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class EMA(WeightAverage):
     """An exponential moving average of weights.
@@ -411,7 +409,6 @@ class EMA(WeightAverage):
         get_ema_multi_avg_fn(decay)(averages, present, count)  # type: ignore[no-untyped-call]
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class SWA(WeightAverage):
     """Stochastic weight averaging: the mean of the weights after some steps.

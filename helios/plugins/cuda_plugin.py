@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from helios.core.cuda import requires_cuda_support
-from helios.core.tracebacks import with_short_constructor
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class CUDAPlugin(Plugin):
     """Accepted for scripts of Helios 1: ``Model.batch_to_device`` moves batches.

@@ -13,14 +13,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from helios.best import NO_MODE, Mode, check_mode, is_better
-from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 
 _LOGGER = logging.getLogger(__name__)
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class EarlyStopping(Plugin):
     """Ends the run regularly when a validation score no longer improves.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.tracebacks import with_short_constructor
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError
 from helios.hooks.events import asks_nothing
@@ -34,7 +33,6 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class GradientNormMonitor(Plugin):
     """Logs the norm of the gradients of each update, with the losses.

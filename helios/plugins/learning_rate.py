@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.tracebacks import with_short_constructor
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
@@ -52,7 +51,6 @@ def _names_of(optimizer: Optimizer) -> list[str]:
     return [str(number) for number in range(len(groups))]
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class LearningRateMonitor(Plugin):
     """Logs the learning rates with the losses, in automatic and manual mode.

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from helios.core import rng
-from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
@@ -34,7 +33,6 @@ _Arguments: TypeAlias = Callable[[], list[Any]]
 """Returns the arguments for ``update`` of the batch that the context shows."""
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class Metrics(Plugin):
     """Update metrics after every batch of a phase, and log their values.

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core.sharded_tensors import local_of
-from helios.core.tracebacks import with_short_constructor
 from helios.core.utils import parameters_of
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, UsageError
@@ -73,7 +72,6 @@ class _Report(NamedTuple):
         return not (self.losses or self.gradients)
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class NaNGuard(Plugin):
     """Checks that losses and gradients are finite before they reach the weights.

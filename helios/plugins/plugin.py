@@ -13,7 +13,6 @@ import torch
 
 from helios.core.assigned import assigned
 from helios.core.registry import Registry
-from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import naming
 from helios.hooks.context import Context, RunModel
@@ -55,7 +54,6 @@ class UniquePluginOverrides:
     should_training_stop: bool = False
 
 
-@with_short_constructor
 class Plugin(Hooks, ABC, Generic[RunModel]):
     """Base of all plugins.
 

@@ -19,7 +19,6 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.profiler import ProfilerAction, profile, schedule, tensorboard_trace_handler
 
-from helios.core.tracebacks import with_short_constructor
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.context import Context
@@ -31,7 +30,6 @@ _LOGGER = logging.getLogger(__name__)
 _OWN = ("schedule", "on_trace_ready")
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class Profiler(Plugin):
     """Profile some iterations, and write a trace of each cycle into a folder.

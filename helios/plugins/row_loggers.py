@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from helios.core.tracebacks import with_short_constructor
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import asks_nothing
@@ -121,7 +120,6 @@ class RowLogger(Plugin):
         self._mark = state_dict["mark"]
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class CSVLogger(RowLogger):
     """Write every logged number as one row of a CSV file.
@@ -155,7 +153,6 @@ def _quote(name: str) -> str:
     return name
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class JSONLLogger(RowLogger):
     """Write what is logged at a time as one JSON object per line.

@@ -12,7 +12,6 @@ import time
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
-from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.protocols import Clock
@@ -55,7 +54,6 @@ def parse_duration(name: str, value: object) -> float:
     return seconds
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class TimeLimit(Plugin):
     """End a training when its time is over, at the next safe point.

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal
 import numpy.typing as npt
 import torch
 
-from helios.core.tracebacks import with_short_constructor
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import asks_nothing
@@ -36,7 +35,6 @@ def _now() -> float:
     return datetime.now(timezone.utc).timestamp()
 
 
-@with_short_constructor
 @PLUGIN_REGISTRY.register
 class Tracker(Plugin):
     """Send what is logged to MLflow or Weights & Biases, or write an offline run of the latter.

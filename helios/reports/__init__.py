@@ -1,1 +1,1 @@
-"""What is made of the files of a run: reports, comparisons, packs; and what of a machine counts."""
+"""What is made of the files of runs: pages and comparisons. Nothing in here trains."""

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentTypeError, UsageError
 
 LEAST_ELEMENTS = 1 << 20
 """Parameters of a module that is a unit without being named."""
 
 
-@with_short_constructor
 @dataclass(frozen=True)
 class Unit:
     """A module that ``Model.shard`` returns, with options.

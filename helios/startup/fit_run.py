@@ -402,7 +402,6 @@ class Training:
             hooks=run.hooks,
             display=run.display,
             seed=run.options.seed,
-            training_seed=run.options.seed_of("training"),
             schedule=run.options.schedule,
             sources=run.sources,
             plugins=run.plugins,

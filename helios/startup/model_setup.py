@@ -230,8 +230,7 @@ def build_networks(
     """
     ask_for_units = partial(_ask_for_units, model, engine, trains=not is_inference)
     if run.init == "keyed":
-        seed = run.seed_of("init")
-        named = set_up_keyed(model, engine, ask_for_units, seed=seed, fast_init=is_inference)
+        named = set_up_keyed(model, engine, ask_for_units, seed=run.seed, fast_init=is_inference)
     else:
         model.setup(fast_init=is_inference)
         move_networks(model, engine.device)

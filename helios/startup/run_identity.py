@@ -23,13 +23,15 @@ from helios.text import tuple_text
 
 _LOGGER = logging.getLogger(__name__)
 
-_RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "is_distributed", "mixture")
+_RESTARTING = (
+    *("dataset", "length", "shuffle", "seed", "sampler", "is_distributed", "mixture"),
+    "random_seed",
+)
 
 _UNCOUNTED = ("length", None)
 """Stored length of a loader with an unknown number of samples."""
 
 _DEFAULTS: Mapping[str, Any] = {
-    "seeds": {},
     "accumulation_order": "replicas",
     "norm": "whole",
     "init": "setup",
@@ -41,7 +43,7 @@ _OF_DATA = (
     *("limit_batches", "is_distributed"),
 )
 
-ORDERING = (*_OF_DATA, "mixture", "random_seed", "seeds")
+ORDERING = (*_OF_DATA, "mixture", "random_seed")
 """Names of what the order of the samples, and their distribution over batches, depend on."""
 
 
@@ -174,8 +176,8 @@ def reconcile(
 ) -> list[str]:
     """Compare what defines the run with the checkpoint; returns changes as ``name: old -> new``.
 
-    After an allowed change of data set, length, shuffle, sampler or a seed of the order, the
-    current epoch starts over; with another batch size it continues at the stored sample.
+    After an allowed change of data set, length, shuffle, sampler or seed, the current epoch starts
+    over; with another batch size it continues at the stored sample.
 
     Raises:
         RunMismatchError: for a change that was not allowed.
@@ -193,19 +195,12 @@ def reconcile(
             f"{'; '.join(changed[name] for name in refused)}. Undo the change, or allow it "
             f"with Trainer(allow_changes={tuple_text(refused)})."
         )
-    has_other_order = _order_seed(stored, present) != _order_seed(present, present)
-    if has_other_order or any(name in _RESTARTING for name in changed):
+    if any(name in _RESTARTING for name in changed):
         cursor.restart_epoch()
         state.end_epoch()
     for text in changed.values():
         _LOGGER.warning("Changed since the checkpoint, as allowed: %s.", text)
     return list(changed.values())
-
-
-def _order_seed(options: Mapping[str, Any], default: Mapping[str, Any]) -> Any:
-    """Return the seed of the order; checkpoints of helios-ml do not contain any."""
-    seed = options.get("random_seed", default["random_seed"])
-    return options["seeds"].get("order", seed)
 
 
 def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replicas) -> Cursor:

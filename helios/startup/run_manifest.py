@@ -70,7 +70,7 @@ def manifest_facts(call: Call, source: Source | None) -> dict[str, Any]:
         },
         "options": manifest_options(options),
         "switches": describe_switches(),
-        "seeds": {"random_seed": options.seed, **options.seeds},
+        "seeds": {"random_seed": options.seed},
         **({} if source is None else {"data": _as_plain(source.description)}),
         "parameters": {
             path: _count_parameters(network) for path, network in model.discovery.modules().items()

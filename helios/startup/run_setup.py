@@ -455,8 +455,6 @@ class Run:
         if self.engine.device.type != "cpu":
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
-        if "init" in run.seeds:
-            rng.seed_setup(run.seed_of("init"))
         with self.constructor_calls.recording():
             again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         self.settings.enter_context(again)
@@ -489,15 +487,14 @@ class Run:
                 "batch_sampler that mixes them."
             )
         replicas, run = self.replicas, self.options
-        # Runs that differ in the seed of a source are evaluated with the same random numbers.
-        trains = phase is Phase.TRAINING
         self.sources[phase] = open_sources(
             found,
             label=phase.value,
-            run_seed=run.seed_of("order") if trains else run.seed,
-            fetch_seed=run.seed_of("augmentation") if trains else run.seed,
+            run_seed=run.seed,
             purpose=_PURPOSES[phase],
             limit=self.options.batch_limits.get(phase),
-            share=Shard(replicas.num_replicas, replicas.local_replicas, pads=trains),
+            share=Shard(
+                replicas.num_replicas, replicas.local_replicas, pads=phase is Phase.TRAINING
+            ),
         )
         return self.sources[phase][0]

@@ -18,7 +18,6 @@ from functools import partial
 from typing import ClassVar, Literal, NoReturn
 
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
-from helios.core.tracebacks import with_short_constructor
 from helios.distributed.process_groups import has_lost_rank
 from helios.errors import ArgumentError, Interrupted
 from helios.startup.hangs import HangWatch, end_process, in_time, say
@@ -43,7 +42,6 @@ def _fail(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
     return ArgumentError(f"Signals({name}=...) must be {rule}, got {value!r}. {remedy}")
 
 
-@with_short_constructor
 @dataclasses.dataclass(frozen=True)
 class Signals:
     """Signals on which a run saves and ends: ``Trainer(signals=Signals(...))``.

@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeAlias, get_args
 from helios.checkpoint.store import CheckpointStore
 from helios.core.declared_values import flatten_params
 from helios.core.rng import get_default_seed
-from helios.core.tracebacks import with_short_constructor
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
@@ -29,9 +28,6 @@ from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
 
-SeedSource: TypeAlias = Literal["init", "order", "augmentation", "training"]
-_SOURCES: tuple[str, ...] = get_args(SeedSource)
-
 Change: TypeAlias = Literal[
     "dataset",
     "length",
@@ -41,7 +37,6 @@ Change: TypeAlias = Literal[
     "seed",
     "sampler",
     "random_seed",
-    "seeds",
     "train_unit",
     "accumulation_steps",
     "accumulation_order",
@@ -76,7 +71,6 @@ def allows(allowed: str, param: str) -> bool:
     return f"{PARAMS}{param}.".startswith(f"{allowed}.")
 
 
-@with_short_constructor
 @dataclass(frozen=True)
 class Audit:
     """Which steps are audited, and what a mismatch leads to: ``Trainer(audit=Audit(...))``.
@@ -232,22 +226,6 @@ def _existing_folder(name: str, value: object) -> Path | None:
     if path is not None and not path.is_dir():
         raise refusal(name, "an existing folder", str(path), "Correct the path.")
     return path
-
-
-def _seeds(name: str, given: Any) -> dict[str, int]:
-    """Return the seeds by source, in a fixed order."""
-    if given is None:
-        return {}
-    known = ", ".join(_SOURCES)
-    if not isinstance(given, Mapping):
-        rule = f"None or a mapping of names among {known} to seeds"
-        raise refusal(name, rule, given, 'Pass e.g. {"order": 1}.')
-    if any(source not in _SOURCES for source in given):
-        raise refusal(name, f"a mapping with names among {known}", given, "Correct the names.")
-    if not all(map(_is_seed, given.values())):
-        remedy = "Leave out what has the seed of the run."
-        raise refusal(name, "a mapping to ints of 64 bits", given, remedy)
-    return {source: given[source] for source in _SOURCES if source in given}
 
 
 def _unit(name: str, value: object) -> TrainingUnit:
@@ -489,7 +467,6 @@ class Options:
     run_name: str = field(metadata=_row(_FILE_NAME))
     random_seed: int | None = field(metadata=_row(_SEED, is_alike=True, defines_run=True))
     init: str = field(metadata=_row(_one_of("setup", "keyed"), is_alike=True, defines_run=True))
-    seeds: dict[str, int] = field(metadata=_row(_seeds, is_alike=True, defines_run=True))
     # The manifest has them as a topic of their own, and checkpoints their history.
     params: dict[str, Any] = field(metadata=_row(_params, is_recorded=False))
     src_root: Path | None = field(metadata=_row(_existing_folder))
@@ -671,15 +648,10 @@ class Options:
         """The seed of the run."""
         return get_default_seed() if self.random_seed is None else self.random_seed
 
-    def seed_of(self, source: SeedSource) -> int:
-        """Return the seed of a source of random numbers: that of the run if it has none."""
-        return self.seeds.get(source, self.seed)
-
     def describe_seed(self) -> str:
-        """Return the seeds for the banner."""
+        """Return the seed for the banner."""
         default = " (the default)" if self.random_seed is None else ""
-        others = "".join(f", {source} {seed}" for source, seed in self.seeds.items())
-        return f"{self.seed}{default}{others}"
+        return f"{self.seed}{default}"
 
     def name_for(self, save_name: str) -> str:
         """Return the name of a run that trains a model of this ``save_name``."""

@@ -87,9 +87,9 @@ def with_known_arguments(call: Callable[Parameters, Result]) -> Callable[Paramet
 
     @functools.wraps(call)
     def run(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-        for name in options:
-            if name not in known:
-                raise ArgumentTypeError(_refuse(name, known))
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise ArgumentTypeError("\n".join(_refuse(name, known) for name in unknown))
         return call(*args, **options)
 
     return run

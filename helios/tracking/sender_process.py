@@ -418,7 +418,7 @@ class Sender:
         if self._read_manifest() is None:
             return None
         try:
-            return read_run(self._run.run_folder).find_best()
+            return read_run(self._run.run_folder).best
         except LedgerError:
             return None
 

@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from helios.core.tracebacks import with_short_constructor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.storage.local_paths import as_local_path
 
@@ -41,7 +40,6 @@ def _check_texts(target: object, texts: Mapping[str, object], *required: str) ->
             raise ArgumentError(f"{owner}({name}=...) must not be empty. Pass {example}.")
 
 
-@with_short_constructor
 @dataclass(frozen=True)
 class MLflow:
     """A server of MLflow, which receives points while training runs.
@@ -83,7 +81,6 @@ class MLflow:
             )
 
 
-@with_short_constructor
 @dataclass(frozen=True)
 class WandB:
     """A run of Weights & Biases: an offline one, which ``wandb sync`` uploads, or an online one.

@@ -19,7 +19,6 @@ import helios
 from helios import CheckpointStore, KeepBest
 from helios.cli import main
 from helios.errors import ArgumentError, CheckpointError
-from helios.ledger import compare
 from helios.plugins import EarlyStopping, Plugin
 from tests.support.graded import STEPS, Graded, Samples, epochs_of, file_of, fit, make
 from tests.support.ranks import run_ranks
@@ -143,21 +142,23 @@ def test_the_rule_of_a_run(
     scores = [4.0, 1.0, 2.0, 3.0]
     fit(root, *plugins, model=model(scores), enable_progress_bar=True, **options)
     said = capsys.readouterr().err
-    main(["report", str(root / "line"), "--md", "--out", str(tmp_path / "report.md")])
-    report = (tmp_path / "report.md").read_text("utf-8")
-    capsys.readouterr()
+    main(["report", str(root / "line"), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    page = Path(report["path"]).read_text("utf-8")
     main(["ls", str(root)])
     listed = capsys.readouterr().out
     if not best:
         assert "best" not in said + listed
-        assert "best" not in report.partition("## Scores")[2].partition("\n## ")[0].lower()
+        assert report["best"] is None
+        assert 'class="best"' not in page
         return
     epoch = scores.index(float(best.split()[1])) + 1
     place = f"iteration {STEPS * epoch}"
     summary = said.partition("best scores")[2].splitlines()[0]
     assert f"{best} (" in summary.replace("error", "") or best in summary
     assert f"({place}; {file_of(root, epoch).name})" in summary
-    assert f"{float(best.split()[1]):.6g} ({place})" in report
+    assert report["best"]["iteration"] == STEPS * epoch
+    assert f"{float(best.split()[1]):.6g} at {place}" in page
     assert f"{place}" in listed.partition("best:")[2]
     assert file_of(root, epoch).name in listed.partition("best:")[2]
     assert helios.find_best_checkpoint(root / "line") == file_of(root, epoch)
@@ -246,14 +247,15 @@ def test_the_best_of_a_model_that_judges_may_have_no_checkpoint(tmp_path: Path) 
 
 
 @pytest.mark.shows("P123")
-def test_reports_and_comparisons_have_the_true_best(tmp_path: Path) -> None:
+def test_comparisons_have_the_true_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = {"first": [3.0, 1.0, 2.0, 4.0], "second": [2.0, 2.0, NAN, 5.0]}
     for name, scores in runs.items():
         fit(tmp_path / name, stopping(), model=Graded(scores))
-    found = compare(*(tmp_path / name / "line" for name in runs)).sweep
-    assert found is not None
-    assert [row.scores["quality"] for row in found.rows] == [1.0, 2.0]
-    assert found.parameters == ["found.model.grades"]
+    capsys.readouterr()
+    assert main(["compare", *(str(tmp_path / name / "line") for name in runs), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["scores"]["quality"] for row in found["rows"]] == [1.0, 2.0]
+    assert found["settings"] == ["grades"]
 
 
 @pytest.mark.shows("P122")

@@ -13,10 +13,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
 import helios
-from helios.ledger import report
-from helios.ledger.timing import FILE_NAME, read_timing
+from helios.ledger.run_facts import read_curves, read_run
+from helios.ledger.timing import FILE_NAME
 from helios.plugins import Plugin
-from helios.reports.figures import read_curves
 from helios.state import TrainingState
 
 _LENGTH, _EPOCH = 24, 6
@@ -120,9 +119,7 @@ def _train(root: Path, model: _Scheduled, count: int, *plugins: Plugin, **option
 
 
 def _read(folder: Path) -> list[list[float]]:
-    curves, _ = read_curves(folder / "ledger.jsonl", read_timing(folder).rates)
-    assert curves.has_used_rates
-    groups = [[part.mean for part in curve.shrink(1_000)] for curve in curves.rates]
+    groups = [numbers for _, numbers in read_curves(read_run(folder)).rates.values()]
     return [list(rates) for rates in zip(*groups, strict=True)]
 
 
@@ -132,9 +129,6 @@ def test_the_rates_are_those_of_a_loop_by_hand(name: str, tmp_path: Path) -> Non
     expected = _by_hand(name, 20)
     folder = _train(tmp_path, _Scheduled(name), 20)
     assert _read(folder) == expected
-    words = report(folder).markdown
-    assert f"learning rate, group 1: from {expected[0][0]:.6g} to {expected[-1][0]:.6g}" in words
-    assert "at the end of an iteration" not in words
     # Only changes of the source are written: few with any usual scheduler.
     assert len((folder / FILE_NAME).read_text().splitlines()) < 20
 
@@ -174,11 +168,3 @@ def test_rates_that_a_hook_sets_are_those_that_were_used(tmp_path: Path) -> None
 
     folder = _train(tmp_path, _Scheduled("cosine"), 20, Warm("warm"))
     assert _read(folder) == [[number / 1024] * 2 for number in range(1, 21)]
-
-
-@pytest.mark.shows("P127")
-def test_a_report_says_that_rates_are_of_the_end_of_iterations(tmp_path: Path) -> None:
-    """Earlier versions have recorded no others."""
-    folder = _train(tmp_path, _Scheduled("cosine"), 20)
-    (folder / FILE_NAME).unlink()
-    assert "those at the end of an iteration" in report(folder).markdown

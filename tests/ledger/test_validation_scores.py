@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import helios
 from helios.checkpoint.sidecar import Sidecar
 from helios.cli.commands import main
 from helios.errors import ArgumentTypeError
-from helios.ledger import Replay, compare, diff, pack, verify
+from helios.ledger import Replay, diff, verify
 from helios.ledger.differences import SCORES
 from helios.ledger.line import TAIL_BYTES, seal
 from helios.ledger.timing import read_timing
@@ -401,24 +400,6 @@ def test_a_replay_exempts_what_the_model_names_today(measured: Path) -> None:
 
 
 @pytest.mark.shows("P131")
-def test_equal_ledgers_with_other_scores_are_two_results(known: Path, shifted: Path) -> None:
-    notes = compare(known, shifted).notes
-    first = diff(known, shifted).details["scores"]
-    values = f"error {first[0]['error']!r} | {first[1]['error']!r}"
-    (text,) = [note for note in notes if "equal ledgers" in note]
-    assert "they differ at the latest from iteration 4 on" in text
-    assert values in text
-    assert not any("one result" in note for note in notes)
-
-
-def test_equal_runs_name_what_compare_did_not_compare(known: Path, tmp_path: Path) -> None:
-    notes = compare(known, train(tmp_path, valid_frequency=6)).notes
-    assert any("they are one result, not two" in note for note in notes)
-    (text,) = [note for note in notes if "not compared" in note]
-    assert text.partition(": ")[2].startswith("scores after iteration 4, 6, 8 were not compared")
-
-
-@pytest.mark.shows("P131")
 @pytest.mark.parametrize("place", ["sidecar", "best"])
 def test_verify_finds_a_changed_score(
     place: str, known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -485,20 +466,6 @@ class ByHand(Net):
 
 def _train_by_hand(rank: int, folder: Path) -> None:
     train(folder, ByHand(), num_replicas=2, total_steps=EVERY)
-
-
-def test_an_archive_without_names_has_the_scores(
-    known: Path, shifted: Path, tmp_path: Path
-) -> None:
-    run = known
-    pack(run, tmp_path / "pack.zip", is_anonymous=True)
-    with zipfile.ZipFile(tmp_path / "pack.zip") as archive:
-        archive.extractall(tmp_path / "packed")
-    (packed,) = (tmp_path / "packed").rglob("ledger.jsonl")
-    assert verify(packed).is_good
-    found = diff(run, packed)
-    assert (found.is_equal, found.num_scored) == (True, 3)
-    assert diff(shifted, packed).what == [SCORES]
 
 
 def _replay_by_hand(rank: int, folder: Path) -> dict[str, Any]:

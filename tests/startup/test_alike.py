@@ -68,8 +68,6 @@ def train_unlike(rank: int, kind: str, folder: Path) -> tuple[str, str]:
         options["plugins"] = [Polled("first")]
     elif kind in ("total_steps", "accumulation_steps", "clip_norm", "random_seed"):
         options[kind] = 2 if is_first else 3
-    elif kind == "seeds":
-        options[kind] = {"order": 2 if is_first else 3}
     elif kind == "folder" and is_first:
         options |= {"chkpt_root": folder, "chkpt_frequency": 1}
     trainer = helios.Trainer(train_unit="iteration", use_cpu=True, print_banner=False, **options)
@@ -94,7 +92,6 @@ def train_unlike(rank: int, kind: str, folder: Path) -> tuple[str, str]:
         ("accumulation_steps", "Trainer(accumulation_steps=...)", "3", "2"),
         ("clip_norm", "Trainer(clip_norm=...)", "3", "2"),
         ("random_seed", "Trainer(random_seed=...)", "3", "2"),
-        ("seeds", "Trainer(seeds=...)", "{'order': 3}", "{'order': 2}"),
         ("folder", "a folder for checkpoints", "False", "True"),
     ],
 )

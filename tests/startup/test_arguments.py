@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.schedule import Schedule
 from helios.startup.signal_policy import Signals
-from helios.startup.trainer_options import CHANGEABLE, ROWS, Options, SeedSource
+from helios.startup.trainer_options import CHANGEABLE, ROWS, Options
 from helios.startup.unknown_arguments import MEANT as MEANT_INSTEAD
 from helios.state import Phase, TrainingUnit
 from tests.support.quiet import Quiet
@@ -66,7 +66,6 @@ DEFAULTS: dict[str, Any] = {
     "on_incomplete": "warn",
     "ledger": "steps",
     "reproducibility": "warn",
-    "seeds": None,
     "audit": None,
     "rewind_to": None,
     "skip_batches": (),
@@ -199,24 +198,10 @@ def test_an_explicit_seed_wins_also_when_it_is_zero(value: int) -> None:
     assert make(random_seed=value).seed == value
 
 
-@pytest.mark.shows("P30")
-@pytest.mark.parametrize("value", [-1, 1 << 64, 1.5, True, "7", None])
-def test_each_seed_of_a_source_must_have_64_bits(value: Any) -> None:
-    given = {"init": 1, "order": value}
-    check_refusal("seeds", given, seeds=given)
-
-
 @pytest.mark.parametrize("value", ["key", None, True])
 def test_a_model_is_initialized_by_setup_or_by_keys(value: Any) -> None:
     check_refusal("init", value, init=value)
     assert make(init="keyed").init == "keyed"
-
-
-@pytest.mark.shows("P30")
-@pytest.mark.parametrize("given", [{"oder": 1}, {"order": 1, 2: 3}, {None: 1}, [("order", 1)], 7])
-def test_the_sources_of_random_numbers_are_known_by_name(given: Any) -> None:
-    message = check_refusal("seeds", given, seeds=given)
-    assert "init, order, augmentation, training" in message
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "8"])
@@ -250,16 +235,6 @@ def test_skipped_batches_are_sorted_and_named_once(tmp_path: Path) -> None:
     more = {"chkpt_root": tmp_path, "chkpt_frequency": 1, "rewind_to": 2}
     for given in ([9, 5, 5, 7], {5, 7, 9}, range(5, 10, 2)):
         assert make(**more, skip_batches=given).skip_batches == (5, 7, 9)
-
-
-def test_a_source_without_a_seed_has_that_of_the_run() -> None:
-    given = {"training": (1 << 64) - 1, "order": 0}
-    run = make(random_seed=7, seeds=MappingProxyType(given))
-    assert [run.seed_of(name) for name in get_args(SeedSource)] == [7, 0, 7, (1 << 64) - 1]
-    given["order"] = 5
-    assert list(run.seeds.items()) == [("order", 0), ("training", (1 << 64) - 1)]
-    for none in (None, {}):
-        assert make(random_seed=7, seeds=none) == make(random_seed=7)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -703,7 +678,6 @@ def test_every_option_has_its_own_name(tmp_path: Path) -> None:
         "on_incomplete": "raise",
         "ledger": "off",
         "reproducibility": "warn",
-        "seeds": {"init": 1, "training": 0},
         "rewind_to": None,
         "skip_batches": (),
         "sanity_steps": 1,
@@ -754,6 +728,20 @@ def test_an_unknown_argument_names_the_one_that_is_meant(name: str) -> None:
     beginning = re.escape(f"Trainer() has no argument {name!r}. Did you mean {MEANT[name]}")
     with pytest.raises(ArgumentTypeError, match=f"^{beginning}"):
         helios.Trainer(**{name: 3})
+
+
+@pytest.mark.shows("U32")
+def test_all_unknown_names_are_in_one_error() -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        helios.Trainer(max_epochs=3, total_steps=1, callbacks=[], xyzzy=1)  # type: ignore[call-arg]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    for line, texts in zip(
+        lines,
+        (("'max_epochs'", "total_steps"), ("'callbacks'", "plugins"), ("'xyzzy'", "help(")),
+        strict=True,
+    ):
+        assert all(text in line for text in texts)
 
 
 @pytest.mark.shows("U32")

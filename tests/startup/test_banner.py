@@ -69,8 +69,6 @@ def starts(shown: str) -> list[str]:
     [
         ({}, "6691 (the default)"),
         ({"random_seed": 3}, "3"),
-        ({"random_seed": 3, "seeds": {"order": 4, "init": 5}}, "3, init 5, order 4"),
-        ({"seeds": {"order": 4}}, "6691 (the default), order 4"),
     ],
 )
 def test_the_banner_has_the_seed(

@@ -15,7 +15,7 @@ from helios.chkpt_migrator import migrate_checkpoints_to_current_version
 from helios.cli.commands import main
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError
-from helios.ledger import compare, diff, pack, report, verify
+from helios.ledger import diff, verify
 from helios.plugins import CSVLogger, JSONLLogger, Profiler, Tracker
 from helios.storage.local_paths import as_local_path
 from helios.tracking.targets import MLflow, WandB
@@ -43,11 +43,8 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "Profiler": Profiler,
     "Tracker": lambda url: Tracker(url, MLflow("http://localhost:5000"), sends=False),
     "WandB": lambda url: WandB("project", folder=url),
-    "report": report,
-    "compare": lambda url: compare(url, url),
     "diff": lambda url: diff(url, url),
     "verify": verify,
-    "pack": lambda url: pack(url, "pack.zip"),
 }
 COMMANDS = (
     ("ls",),
@@ -56,9 +53,7 @@ COMMANDS = (
     ("report",),
     ("compare", URL),
     ("diff", "runs"),
-    ("pack",),
     ("export", "--to", "pt"),
-    ("doctor",),
     ("migrate",),
     ("send",),
 )

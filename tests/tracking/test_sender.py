@@ -167,7 +167,7 @@ def test_a_sender_of_an_earlier_course_sends_nothing_of_the_new_one(
 
 
 def _manifest(steps: int, time: str) -> Manifest:
-    facts: dict[str, Any] = {"options": {"total_steps": steps, "seeds": {}}}
+    facts: dict[str, Any] = {"options": {"total_steps": steps}}
     facts |= {"seeds": {"random_seed": 5}, "params": {"net.width": 8}}
     facts |= {"found": {"optimizer.betas": [0.9, 0.99]}}
     return Manifest("r", [Section({"time": time}, facts)])

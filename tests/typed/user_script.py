@@ -107,7 +107,6 @@ def train(root: str) -> tuple[Watch, Line]:
         precision="fp32",
         on_incomplete="raise",
         allow_changes=("length", "batch_size"),
-        seeds={"init": 1, "training": 2},
         store=CheckpointStore(keep_best=KeepBest(1, metric="error", mode="min")),
         plugins=[watch, hooks, EarlyStopping("error", mode="min", patience=3)],
         print_banner=False,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
+
 from tests.planted.planting import fault
 
 TOTALS = "tests/loops/test_totals.py"
@@ -92,11 +96,6 @@ def the_time_of_an_iteration_has_the_validation_before_it(start, timer):
     pass
 
 
-@fault("helios.reports.figures:Curve.ends", "tests/reports/test_run_reports.py")
-def a_report_names_no_first_number(ends, curve):
-    return None
-
-
 @fault(
     "helios.plugins.metrics:_SharedIntake._drop_padding",
     "tests/plugins/test_metrics_replicas.py::test_padding_of_an_epoch_does_not_count",
@@ -111,17 +110,22 @@ def a_report_shows_the_rates_of_the_next_update(trace_rates, timing, *rates, bef
 
 
 @fault(
-    "helios.reports.figures:RunCurves.list_curves",
-    "tests/reports/test_run_comparison.py::test_the_curves_of_all_runs_lie_over_each_other",
+    "helios.reports.charts:thin",
+    "tests/reports/test_run_report.py::test_peaks_stay_in_a_long_run",
 )
-def a_comparison_draws_only_the_losses(list_curves, course):
-    found = list_curves(course)
-    return {topic: curves if topic == "Losses" else {} for topic, curves in found.items()}
+def a_chart_loses_the_peaks_between_its_points(thin, curve):
+    return tuple(np.asarray(each)[:: 1 + len(each) // 1_000] for each in curve)
 
 
 @fault(
-    "helios.reports.figures:RunCurves.marks",
-    "tests/reports/test_run_reports.py::test_a_start_that_began_anew_is_no_resume_in_a_chart",
+    "helios.ledger.run_facts:_read_speeds",
+    "tests/reports/test_run_report.py::test_throughput_is_without_validations",
 )
-def a_report_marks_a_start_that_began_anew_as_a_resume(marks, course):
-    return [(attempt.iteration, True) for attempt in course.run.attempts[1:]]
+def a_report_counts_validations_in_its_throughput(read_speeds, run):
+    for line in run.times.lines:
+        yield line["iteration"], line["iterations"] / line["seconds"]
+
+
+@fault("helios.reports.run_comparison:_group", "tests/reports/test_run_comparison.py")
+def a_comparison_has_the_mean_of_runs_that_differ(group, rows, rule):
+    return group([dataclasses.replace(row, settings={"seed": row.run}) for row in rows], rule)

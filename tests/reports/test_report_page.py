@@ -1,4 +1,4 @@
-"""The page on what to hand in with a paper shows what its commands print."""
+"""The page on reports shows what its commands print."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.support import scripts
 from tests.support.pages import run_page, shown_texts
 
-# Results differ between processors, and with them the widths of columns and the size of a pack.
-_NUMBER = re.compile(r"sha256:\w+|-?\d+\.?\d*(?:e-?\d+)?(?:%| [KM]iB)?")
+# Results differ between processors, and with them the widths of columns.
+_NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?%?")
 
 
 def _plain(text: str) -> list[str]:
@@ -27,12 +27,9 @@ def run_report() -> None:
 
 @pytest.mark.shows("P49", "P80")
 def test_the_outputs_on_the_page_are_real(tmp_path: Path) -> None:
-    # In a process of its own: what the tests of this one have imported would be packed, too.
     done = scripts.call(run_report, tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines(keepends=True)
-    printed = "".join(line for line in lines if not line.startswith("note: code/"))
+    printed = done.stdout
     shown = shown_texts("report.md")
     assert _plain(printed)[: len(shown.splitlines())] == _plain(shown)
-    assert (tmp_path / "appendix.md").read_text("utf-8").startswith("# batch-8-seed-1\n")
-    assert "<!DOCTYPE html>" in (tmp_path / "comparison.html").read_text("utf-8")
+    assert (tmp_path / "curves.png").stat().st_size > 1_000

@@ -1,0 +1,153 @@
+"""Draws curves with matplotlib: as SVG for a page, or those of several runs over each other."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from helios.errors import ArgumentError
+from helios.ledger.run_facts import Curve
+from helios.storage import files
+
+MOST_CHARTS = 24
+"""The most charts of each kind of curves."""
+# Stands for the text's colour, which the page gives; see _inline.
+_INK = "#010203"
+_PIXELS = 600
+_MOST_DOTS = 60
+# Larger numbers are no points: ends of their scale would not be finite.
+_MOST = 1e200
+_DECADES = 100.0
+_DASHES: Any = ("-", "--", ":")
+_STYLE: Any = {
+    "font.size": 9,
+    "text.usetex": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "helios",
+    "path.simplify": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.2,
+    "lines.linewidth": 1.2,
+}
+_THEMED: Any = {
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "grid.color", "text.color"), _INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
+}
+
+
+def thin(curve: Curve, pixels: int = _PIXELS) -> tuple[Any, Any]:
+    """Return iterations and numbers: of each pixel's span the minimum and the maximum.
+
+    Args:
+        curve: the curve; numbers that cannot be drawn are left out.
+        pixels: the width.
+    """
+    places, numbers = (np.asarray(each) for each in curve)
+    is_drawn = np.abs(numbers) <= _MOST
+    places, numbers = places[is_drawn], numbers[is_drawn]
+    if len(places) <= 2 * pixels:
+        return places, numbers
+    span = np.ptp(places) or 1.0
+    columns = np.minimum((places - places.min()) * pixels // span, pixels - 1)
+    order = np.lexsort((numbers, columns))
+    begins = np.flatnonzero(np.diff(columns[order], prepend=-1.0))
+    ends = np.append(begins[1:], len(order)) - 1
+    kept = np.unique(np.concatenate([order[begins], order[ends], [0, len(order) - 1]]))
+    return places[kept], numbers[kept]
+
+
+def draw_svg(
+    curve: Curve, *, resumes: Sequence[int] = (), best: tuple[int, float] | None = None
+) -> str:
+    """Return a chart of a curve as SVG for a page, in the colour of its text.
+
+    Args:
+        curve: the curve.
+        resumes: iterations that the run was resumed from.
+        best: the iteration and the score of the best validation.
+    """
+    with mpl.rc_context({**_STYLE, **_THEMED}):
+        figure = Figure(figsize=(4.6, 2.6), layout="constrained")
+        axes = figure.subplots()
+        for place in resumes:
+            axes.axvline(place, color=_INK, alpha=0.4, linestyle=":")
+        drawn = thin(curve)
+        axes.plot(*drawn, color="#3b82d0", marker=_marker(drawn), gid="curve")
+        if best is not None:
+            axes.plot(*best, marker="*", markersize=12, color="#e0612d", gid="best")
+        _scale(axes, [drawn[1]])
+        axes.set_xlabel("iteration")
+        text = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", metadata=nothing)
+    return _inline(text.getvalue())
+
+
+def _marker(drawn: tuple[Any, Any]) -> str | None:
+    return "." if len(drawn[0]) <= _MOST_DOTS else None
+
+
+def _inline(svg: str) -> str:
+    """Return an SVG file as an element; names of groups, which repeat, become classes or go."""
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r'<g id="(curve|best)"', r'<g class="\1"', svg)
+    return re.sub(r'<g id="[^"]*"', "<g", svg)
+
+
+def _scale(axes: Any, lines: Sequence[Any]) -> None:
+    """Make the scale logarithmic if all numbers are positive and far apart."""
+    ends = [end for line in lines if len(line) for end in (line.min(), line.max())]
+    if ends and 1 / _MOST < min(ends) < max(ends) / _DECADES:
+        axes.set_yscale("log")
+
+
+def draw_over(curves: Mapping[str, Mapping[str, Curve]], target: Path) -> None:
+    """Write a picture of the curves of several runs over each other.
+
+    Args:
+        curves: by title, and by run.
+        target: its suffix says the format.
+
+    Raises:
+        ArgumentError: for an unknown format.
+    """
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(8, 1 + 2.4 * len(curves)), layout="constrained")
+        formats = figure.canvas.get_supported_filetypes()
+        if target.suffix[1:] not in formats:
+            raise ArgumentError(
+                f"--plot takes a file that ends in one of .{', .'.join(formats)}, got {target}."
+            )
+        runs = list(dict.fromkeys(run for found in curves.values() for run in found))
+        looks = {run: (f"C{n % 10}", _DASHES[n // 10 % 3]) for n, run in enumerate(runs)}
+        for axes, (title, found) in zip(
+            figure.subplots(len(curves), squeeze=False)[:, 0], curves.items(), strict=True
+        ):
+            lines = {run: thin(curve) for run, curve in found.items()}
+            for run, line in lines.items():
+                color, dash = looks[run]
+                axes.plot(*line, color=color, linestyle=dash, marker=_marker(line), alpha=0.8)
+            _scale(axes, [numbers for _, numbers in lines.values()])
+            axes.set_title(title, loc="left", parse_math=False)
+        axes.set_xlabel("iteration")
+        _add_legend(figure, looks)
+        with files.replacing(target) as partial:
+            figure.savefig(partial, format=target.suffix[1:], dpi=150)
+
+
+def _add_legend(figure: Figure, looks: Mapping[str, tuple[str, Any]]) -> None:
+    handles = [mpl.lines.Line2D([], [], color=c, linestyle=s) for c, s in looks.values()]
+    # A label that begins with an underscore would be left out.
+    legend = figure.legend(handles, [f" {run}" for run in looks], loc="outside lower left", ncols=3)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
