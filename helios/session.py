@@ -66,7 +66,7 @@ _DEFAULTS = {
 """What is not done if a model overrides a method without calling that of its base."""
 
 
-def _accept(record: Record) -> None:
+def _accept(_: object) -> None:
     return
 
 
@@ -94,7 +94,8 @@ class Session(LiveRun):
         sanity_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
         check_record: refuses a record that must not be saved, before hooks see it.
         note_last_safe_point: called before the save at a safe point that no batch follows.
-        check_data: compares the data with that of the checkpoint, after ``on_training_resume``.
+        check_data: compares the data with that of the checkpoint; takes whether the hook that
+            begins an epoch still follows.
         outside: returns why the run is to be interrupted, if the reason came from outside.
         leaves_batches: whether the model leaves batches on the device where they are.
         is_plain: whether steps run without a context of the engine.
@@ -120,7 +121,7 @@ class Session(LiveRun):
     sanity_steps: int = 0
     check_record: Callable[[Record], None] = _accept
     note_last_safe_point: Callable[[], None] = _do_nothing
-    check_data: Callable[[], None] = _do_nothing
+    check_data: Callable[[bool], None] = _accept
     outside: Callable[[], str] = str
     num_evaluated: int = 0
     num_read_again: int = 0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import is_dataclass
+from operator import itemgetter
+from pathlib import PurePath
 from types import FunctionType
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +29,7 @@ _MOST_MEMBERS = 4_096
 _MOST_BYTES, _MOST_MAPPED_BYTES = 1 << 30, 1 << 20
 """Maximum bytes that are read of an attribute, and of an array that is mapped from a file."""
 _BLOCKS = 64
+_NUMBERS = (bool, int, float, complex, bytes, type(None))
 _SHOWN = 60
 
 
@@ -147,13 +150,13 @@ def _describe_value(value: Any) -> str:
 
 def _excerpt(value: Any, num_bytes: int, depth: int = 0) -> Any:
     """Return what is compared of a value, which has about a number of bytes at most."""
-    if type(value) is str:
+    if isinstance(value, str | PurePath):
         # Machines may have the same files in different folders.
-        return value.replace("\\", "/").rpartition("/")[2]
+        return str(value).replace("\\", "/").rpartition("/")[2]
     if type(value) in ATOMS or depth > _DEEPEST:
-        return value if type(value) in ATOMS else None
+        return value if type(value) in _NUMBERS else repr(value) if type(value) in ATOMS else None
     if isinstance(value, Tensor):
-        return _rows(value, num_bytes) if is_dense(value) else [value.dtype, value.shape]
+        return _rows(value, num_bytes) if is_dense(value) else [str(value.dtype)]
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OSU":
         return _rows(value, num_bytes)
     # Members of members are many.
@@ -162,16 +165,23 @@ def _excerpt(value: Any, num_bytes: int, depth: int = 0) -> Any:
         value = value.iloc[_spread(len(value), most)].to_numpy().tolist()
     elif is_dataclass(value) and not isinstance(value, type):
         value = attributes_of(value)
+    elif isinstance(value, set | frozenset):
+        value = dict.fromkeys(value)
     if isinstance(value, Mapping):
         # Which entries come first may depend on a set.
         found = dict(value) if len(value) <= most else {}
         share = num_bytes // max(len(found), 1)
-        return {name: _excerpt(each, share, depth + 1) for name, each in found.items()}
+        entries = [
+            (repr(_excerpt(name, share, depth + 1)), _excerpt(each, share, depth + 1))
+            for name, each in found.items()
+        ]
+        return dict(sorted(entries, key=itemgetter(0)))
     if isinstance(value, list | tuple | np.ndarray):
         places = _spread(len(value), most)
         share = num_bytes // max(len(places), 1)
         return [_excerpt(value[place], share, depth + 1) for place in places]
-    return value
+    # The text of an object may have its address.
+    return value if isinstance(value, np.generic) else type(value).__qualname__
 
 
 def _rows(part: Any, num_bytes: int) -> Any:

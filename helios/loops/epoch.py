@@ -143,6 +143,7 @@ class EpochLoop(Loop):
             return
         session.state.begin_epoch(session.cursor.epoch)
         session.hooks.emit("on_training_epoch_start", session.state.global_epoch)
+        session.check_data(False)
         if self._must_open:
             self._open()
 

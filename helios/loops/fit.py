@@ -78,7 +78,7 @@ class FitLoop(Loop):
         if session.is_resumed:
             session.hooks.emit("on_training_resume", session.state)
             self._check_length()
-            session.check_data()
+            session.check_data(not session.is_in_epoch or done == total)
             session.restore_randomness()
         session.begin_training()
         session.agree()

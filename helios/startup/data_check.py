@@ -3,8 +3,9 @@
 Before anything is loaded, the batch of the last line of the ledger that the checkpoint covers is
 fetched again under its key, and compared with the line. What the fetch changes in the data set is
 put back, as far as it is small; the load puts right all that a checkpoint holds. A batch may also
-differ because it depends on what only the load or ``on_training_resume`` gives the data set: so one
-that differs is fetched once more after that, and only then counts.
+differ because it depends on what the load or a hook gives the data set: so one that differs is
+fetched again after ``on_training_resume``, and after ``on_training_epoch_start`` if an epoch
+begins. It counts if it is as before the load then.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from helios.storage.content_hash import pack_indices
 _LOGGER = logging.getLogger(__name__)
 _MOST_SHOWN = 8
 _SMALL = 1 << 16
+_UNKNOWN = "Whether the training data is the same as before cannot be checked: %s depends on %s."
 
 
 class _Trained(NamedTuple):
@@ -87,7 +89,7 @@ class DataCheck:
         self._is_strict = is_strict
         self._note = note
         self._trained = on_first(replicas, lambda: _find_last_batch(record, folder, source))
-        self._is_suspect = False
+        self._suspect: _Seen | None = None
 
     def before_load(self) -> None:
         """Fetch the batch, and find out what a difference may mean."""
@@ -100,7 +102,7 @@ class DataCheck:
         first, second = self._fetch(2)
         place = f"the batch of iteration {trained.iteration}"
         if alone.error or alone == first == second:
-            self._is_suspect = True
+            self._suspect = alone
         elif alone != first:
             self._warn(
                 "The training data is not reproducible: %s gives other content each time it is "
@@ -110,23 +112,28 @@ class DataCheck:
                 place,
             )
         else:
-            _LOGGER.info(
-                "Whether the training data is the same as before cannot be checked: %s depends on "
-                "what the data set has fetched before.",
-                place,
-            )
+            _LOGGER.info(_UNKNOWN, place, "what the data set has fetched before")
 
-    def after_resume(self) -> None:
-        """Say that the data is another, if the batch still differs after ``on_training_resume``.
+    def after_hooks(self, is_followed: bool) -> None:
+        """Say that the data is another, if the batch still differs; only once.
+
+        Args:
+            is_followed: whether the hook that begins an epoch still follows: then nothing is said.
 
         Raises:
             RunMismatchError: in all processes, if a difference is an error.
         """
-        trained = self._trained
-        if trained is None or not self._is_suspect:
+        trained, alone = self._trained, self._suspect
+        if trained is None or alone is None:
             return
         (seen,) = self._fetch(1)
-        if self._matches(seen):
+        if self._matches(seen) or not is_followed:
+            self._suspect = None
+        if self._suspect is not None or self._matches(seen):
+            return
+        if not seen.error and seen != alone and seen.data[0] == trained.data[0]:
+            place = f"the batch of iteration {trained.iteration}"
+            _LOGGER.info(_UNKNOWN, place, "what the run or a hook has set in the data set")
             return
         text = _describe(trained, seen)
         self._note(f"other training data than at iteration {trained.iteration}")
@@ -243,5 +250,6 @@ def _describe(trained: _Trained, seen: _Seen) -> str:
         "samples may be trained on twice or never, or be validated as well, and the results differ "
         "from those of an uninterrupted run. If the data is split or changed at random, draw in "
         "setup() from random, torch or numpy.random, which Helios seeds, or from a generator with "
-        "a fixed seed; else bring back the files, transforms and libraries of the last start."
+        "a fixed seed. If a hook sets what samples depend on, let on_training_resume set it, too. "
+        "Else bring back the files, transforms and libraries of the last start."
     )

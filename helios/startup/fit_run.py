@@ -607,7 +607,7 @@ class Training:
             note=self._start.changes.append,
         )
         check.before_load()
-        session.check_data = check.after_resume
+        session.check_data = check.after_hooks
 
     def _make_adoption(self, session: Session) -> Callable[[], None]:
         """Return what puts the settings of ``setup`` back after the load, if they are allowed."""

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.core.generators import is_generator
 from helios.core.utils import unsaved_of
 from helios.core.wrappers import class_of
+from helios.state_graph.scanning import is_dense
 from helios.state_graph.values import ATOMS, attributes_of, each_in, elements_of
 from helios.text import size_text
 
@@ -120,9 +121,11 @@ def large_members(part: object) -> frozenset[str]:
 
 
 def _is_large(value: Any) -> bool:
-    """Return whether a value takes more than 64 KiB, without reading all of it."""
+    """Return whether a value takes more than 64 KiB, without reading all of it, or is sparse."""
     left = _SMALL
     for part in each_in(value, elements_of):
+        if isinstance(part, Tensor) and not is_dense(part):
+            return True
         left -= part.nbytes if isinstance(part, Tensor | np.ndarray) else sys.getsizeof(part, 0)
         if left < 0:
             return True

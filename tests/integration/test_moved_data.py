@@ -114,6 +114,18 @@ class Curriculum(CountingAside):
         return super().__getitem__(index) * self.difficulty
 
 
+class ByEpoch(Curriculum):
+    """The usual ``set_epoch``, in one hook."""
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        self.difficulty = current_epoch
+
+
+class ByStep(Curriculum):
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        self.difficulty = state.global_iteration
+
+
 def draw(seed: int | None) -> list[int]:
     return [*map(int, np.random.default_rng(seed).permutation(COUNT))][:KEPT]
 
@@ -186,6 +198,27 @@ class Hardening(Plugin):
 
     def on_training_resume(self, state: TrainingState) -> None:
         self.data.data.difficulty = state.global_epoch
+
+
+class Following(Plugin):
+    """Passes hooks on to a data set that has methods of their names."""
+
+    unsaved = ("data",)
+
+    def __init__(self, data: Data) -> None:
+        super().__init__("following")
+        self.data = data
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        if isinstance(self.data.data, ByEpoch):
+            self.data.data.on_training_epoch_start(current_epoch)
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        if isinstance(self.data.data, ByStep):
+            self.data.data.on_training_batch_end(state, should_log)
 
 
 class KillAfter(Plugin):
@@ -398,6 +431,24 @@ def test_workers_get_the_data_as_setup_and_hooks_make_it(
         data = Data(Curriculum, num_workers=2)
         train(tmp_path, data, Hardening(data), total_steps=stop)
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "stops"),
+    # Workers have what hooks set before an epoch begins, and in on_training_resume.
+    [(ByEpoch, 0, (7, 12)), (ByEpoch, 2, (6, 12)), (ByStep, 0, (1, 6, 7, 12))],
+)
+def test_samples_that_hooks_change_are_no_other_data(
+    tmp_path: Path, kind: type[Curriculum], num_workers: int, stops: tuple[int, ...]
+) -> None:
+    def run(folder: Path, **options: Any) -> None:
+        data = Data(kind, num_workers=num_workers)
+        train(folder, data, Following(data), on_incomplete="raise", **options)
+
+    run(tmp_path / "whole")
+    for stop in (*stops, 14):
+        run(tmp_path / "killed", total_steps=stop)
+    assert evidence(tmp_path / "killed") == evidence(tmp_path / "whole")
 
 
 def test_an_epoch_that_a_hook_has_ended_is_checked_where_it_ended(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,13 @@ class Free(Holding):
     unsaved = ("held",)
 
 
+class Transform:
+    """Shown by its address, or anything else that differs from process to process."""
+
+    def __repr__(self) -> str:
+        return f"<Transform at {random.SystemRandom().random()}>"
+
+
 def draw() -> list[int]:
     """Return a permutation that no seed of the run decides."""
     return [*map(int, np.random.default_rng().permutation(COUNT))]
@@ -83,6 +92,10 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         "data set.held",
     ),
     "file names": (lambda: Holding(files("/data", draw())), "data set.held"),
+    "paths": (
+        lambda: Holding([Path(f"/data/{name}") for name in [0] * 9 + draw()]),
+        "data set.held",
+    ),
     "a shuffled table": (
         lambda: Holding(pd.DataFrame({"name": list("abcdefgh" * 3)}).iloc[draw()]),
         "data set.held",
@@ -102,6 +115,11 @@ ALIKE: dict[str, Callable[[], Any]] = {
         Rows(), np.random.default_rng(0).permutation(COUNT)
     ),
     "what is declared": lambda: Free(np.random.default_rng().normal(size=3)),
+    "objects": lambda: Holding([Transform(), {"crop": Transform(), 2: Transform}, lambda: None]),
+    "entries and members in another order": lambda: Holding(
+        [dict.fromkeys(draw(), 1), set(map(str, draw()))]
+    ),
+    "a sparse tensor": lambda: Holding([torch.eye(4).to_sparse()]),
     "other folders": lambda: Holding(files(f"/node{random.SystemRandom().random()}", [1, 2])),
 }
 
@@ -142,7 +160,7 @@ def start(rank: int, forms: list[str], phase: str, num_replicas: int) -> dict[st
             use_cpu=True,
             print_banner=False,
         )
-        call = trainer.test if phase == "test" else trainer.fit
+        call = partial(trainer.test, checkpoint=None) if phase == "test" else trainer.fit
         try:
             call(Linear("net"), Data(form, phase))
             found[form] = ""
