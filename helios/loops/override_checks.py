@@ -139,8 +139,15 @@ class OwnRound:
             )
         names = [*self._optimizers] if optimizer is None else [self._path_of(optimizer)]
         for name in names:
-            if name in self._updated or name in self._collected:
+            if name in self._updated:
                 raise self._make_double_error(name)
+            if name in self._collected:
+                raise UsageError(
+                    f"{self._name}.advance must call backward for {name!r} before update takes its "
+                    "gradients along with those of another optimizer, because one backward was for "
+                    "both. Pass the optimizer whose parameters get the gradients: "
+                    "backward(loss, optimizer)."
+                )
             self._waiting[name] = False
         reached = next((known for loss, known in self._reached if loss is losses), None)
         if reached is None:

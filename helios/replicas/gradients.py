@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TypeAlias, final
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -414,10 +413,10 @@ class WindowWeights:
     def __init__(self, replicas: Replicas) -> None:
         self.is_open = False
         self._replicas = replicas
-        self._sums: WeakKeyDictionary[Optimizer, dict[int, float]] = WeakKeyDictionary()
+        self._sums: dict[Optimizer, dict[int, float]] = {}
         # Whether the losses of an optimizer have weights, and for which all processes know it.
-        self._kinds: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        self._agreed: WeakSet[Optimizer] = WeakSet()
+        self._kinds: dict[Optimizer, bool] = {}
+        self._agreed: set[Optimizer] = set()
 
     def add(self, optimizer: Optimizer, replica: int, weight: float | None) -> None:
         """Add the weight of a loss.

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios import DataLoaderParams, Trainer
+from helios.engines.engine import Engine
 from helios.errors import CheckpointError
 from helios.plugins import EMA, SWA, Plugin
 from helios.startup import launch_call
@@ -417,3 +418,9 @@ def test_shuffled_data_has_one_order_on_any_processes(
     assert run_ranks(_evaluate_shuffled, 2, tmp_path / "together") == [expected] * 2
     monkeypatch.setattr(launch_call, "spawn", spawn_from_server)
     assert _evaluate_shuffled(0, tmp_path / "spawned", nproc=2) == expected
+
+
+def test_spawned_ranks_train_with_an_engine_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_call, "spawn", spawn_from_server)
+    trainer = Trainer(total_steps=1, num_replicas=2, nproc=2, engine=Engine("cpu"))
+    assert trainer.fit(Net(), Data())
