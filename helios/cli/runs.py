@@ -285,9 +285,9 @@ def _show_replay(found: Replay) -> list[str]:
 
 
 def write_report(namespace: argparse.Namespace) -> Answer:
-    """Write an HTML page about a run: losses, scores with the best one marked, learning
-    rates, throughput, starts, and what it ran with. The page needs no network, no
-    script and no other file.
+    """Write an HTML page about a run: losses, scores with the best one marked,
+    learning rates, throughput, starts, and what it ran with. The page needs no
+    network, no script and no other file.
 
     The default file is report.html in the folder of the run; it is overwritten.
 
@@ -333,8 +333,8 @@ def compare_results(namespace: argparse.Namespace) -> Answer:
     run's best validation. Below, mean and standard deviation of runs that differ in
     their seeds only.
 
-    --plot draws their losses, scores, learning rates and throughput over each other;
-    the end of the file's name says the format: .png, .svg or .pdf.
+    --plot draws their losses, scores, learning rates and throughput over each
+    other; the end of the file's name says the format: .png, .svg or .pdf.
 
     Exit code 0: compared. 2: wrong usage, or a run has no files.
     """

@@ -87,7 +87,7 @@ def turns_of(replicas: Replicas, seed: int, *networks: nn.Module) -> Turns:
 def update(turns: Turns) -> None:
     """Go through what surrounds an update."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    turns.end_backward(optimizer, {}, ends_window=True, updates=True)
+    turns.end_backward((optimizer,), {}, ends_window=True, updates=True)
     if turns.has_message:
         turns.receive()
 
