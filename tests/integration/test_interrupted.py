@@ -126,15 +126,15 @@ def test_before_the_first_save_there_is_nothing_to_resume(tmp_path: Path) -> Non
 
 
 def _test(trainer: helios.Trainer) -> object:
-    return trainer.test(SmallModel(Setting()), IndexModule(Setting()))
+    return trainer.test(SmallModel(Setting()), IndexModule(Setting()), checkpoint=None)
 
 
 def _validate(trainer: helios.Trainer) -> object:
-    return trainer.validate(SmallModel(Setting()), IndexModule(Setting()))
+    return trainer.validate(SmallModel(Setting()), IndexModule(Setting()), checkpoint=None)
 
 
 def _predict(trainer: helios.Trainer) -> object:
-    return trainer.predict(SmallModel(Setting()), IndexModule(Setting()))
+    return trainer.predict(SmallModel(Setting()), IndexModule(Setting()), checkpoint=None)
 
 
 CALLS = [fit, _validate, _test, _predict]

@@ -17,7 +17,7 @@ from torch import nn
 import helios
 from helios.core.sharded_tensors import local_of
 from helios.session import Session
-from helios.startup import fit_run, run_saves, run_setup
+from helios.startup import fit_run, run_setup
 from tests.support.keyed import (
     GPT,
     Keyed,
@@ -254,7 +254,6 @@ class Large(KeyedModel):
 WIDTH, DEPTH = 64, 6
 METHODS: tuple[tuple[Any, str, str], ...] = (
     (fit_run.Training, "_load", "load"),
-    (run_saves.RunSaves, "prepare", "begin"),
     (Session, "save", "save"),
     (helios.plugins.EMA, "on_fit_start", "average"),
 )
@@ -315,8 +314,6 @@ def test_no_process_holds_more_than_its_shards_and_a_unit(
     for peaks in (*begun, *resumed):
         assert shards < peaks["init"] <= shards + unit + REST
         assert held < peaks["save"] <= held + copied + REST
-    for peaks in begun:
-        assert shards < peaks["begin"] <= shards + copied + REST
     for peaks in resumed:
         assert held < peaks["load"] <= held + unit + REST
 
