@@ -121,7 +121,7 @@ def describe_values(part: Any) -> dict[str, str]:
             held |= {name: value for name, value in vars(base).items() if name[:2] != "__"}
     held |= attributes_of(part) | {"": part}
     return {
-        name: _describe_value(value)
+        name: describe_content(value)
         for name, value in held.items()
         if name not in unsaved_of(part) and isinstance(value, _COMPARED)
     }
@@ -139,7 +139,8 @@ class _Frame(Protocol):
 _COMPARED = (Tensor, np.ndarray, list, tuple, dict, _Frame)
 
 
-def _describe_value(value: Any) -> str:
+def describe_content(value: Any) -> str:
+    """Return a text that is equal for equal content; see :func:`describe_values`."""
     excerpt = _excerpt(value, _MOST_BYTES)
     size = tuple(value.shape) if isinstance(value, Tensor | np.ndarray) else f"of {len(value)}"
     first = excerpt if isinstance(excerpt, Mapping) else excerpt[:5]

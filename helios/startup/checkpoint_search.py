@@ -340,8 +340,9 @@ def require_present(
             )
     elif choice.is_required and folder is None:
         raise CheckpointError(
-            "There is no checkpoint to evaluate: chkpt_root is not set, and fit has not trained "
-            f"this model in this process. Pass Trainer(chkpt_root=...) or the file. {_UNTRAINED}"
+            "There is no checkpoint to evaluate: chkpt_root is not set, and this trainer has not "
+            "trained this model. Use the trainer whose fit has trained it, or pass "
+            f"Trainer(chkpt_root=...) or the file. {_UNTRAINED}"
         )
     elif choice.is_required and folder is not None:
         if not file_names.find_checkpoints(folder.path) and not find_damaged(folder.path):

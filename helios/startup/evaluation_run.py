@@ -176,13 +176,15 @@ def _naming_unrestored(model: Model) -> Iterator[None]:
     """Name the hook that needs what could not be restored, and why it could not."""
     try:
         yield
-    except AttributeError as error:
+    except (AttributeError, KeyError) as error:
         lacking = model.discovery.unrestored
-        is_none = error.name is not None and error.obj is None
+        # A container may lack it, too.
+        name = error.name if isinstance(error, AttributeError) else next(iter(error.args), None)
+        is_none = name is not None and getattr(error, "obj", error) is None
         asked = [
             path
             for path in lacking
-            if error.name in path.split(".") or (is_none and vars(model).get(path, path) is None)
+            if name in path.split(".") or (is_none and vars(model).get(path, path) is None)
         ]
         names = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
         hook = next((name for name in names if name in EVENTS), None)

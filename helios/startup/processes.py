@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from helios.data.fingerprint import count_samples, describe_values
+from helios.data.fingerprint import count_samples, describe_content, describe_values
 from helios.data.loader import KeyedLoader
 from helios.data.source import Source
 from helios.distributed.collectives import get_dist_info
@@ -290,6 +290,8 @@ def describe_data_sets(sources: Mapping[Phase, list[Source]]) -> dict[str, str]:
             if not isinstance(source.loader, KeyedLoader):
                 continue
             place = f"the {phase.value} data, loader {index}"
+            # A sampler of the user's may have drawn an order that is not in the data sets.
+            table[f"{place}, the first samples"] = describe_content(source.indices(0) or [])
             for name, part in find_data_sets(source):
                 table[f"{place}, length of {name}"] = str(count_samples(part))
                 if id(part) not in known:

@@ -346,7 +346,7 @@ class Run:
     def restore(self, trained: Trained) -> None:
         """Set everything up, with the results of a call that has ended."""
         is_inference = self.call.phase is not Phase.TRAINING
-        self.set_up(is_inference=is_inference)
+        self.set_up(is_inference=is_inference, is_resumed=True)
         self.find_owners(self.open_saved_source(trained))
         session = self.make_inference_session()
         self.take_session(session)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -284,29 +285,52 @@ def _describe_replacement(path: str, part: Stateful, state: Mapping[str, Any], h
     if not isinstance(part, nn.Module):
         return ""
     sizes = {name: each.shape for name, each in state_of(part).items() if isinstance(each, Tensor)}
-    layers = {
-        name.rpartition(".")[0]
+    differing = [
+        name
         for name, saved in state.items()
         if isinstance(saved, Tensor) and sizes.get(name, saved.shape) != saved.shape
-    }
-    if not 0 < len(layers) <= _MAX_LAYERS:
-        return ""
+    ]
     bare = BareNames(part)
-    found = {bare.of(name): layer for name, layer in part.named_modules()}
+    found = {bare.of(name): layer for name, layer in part.named_modules(remove_duplicate=False)}
+    codes: dict[str, str] = {}
+    for name in differing:
+        layer = name.rpartition(".")[0]
+        code = _code_of(found[layer])
+        # The rest of a larger network stays.
+        codes |= {layer: code} if code else {name: _code_of_tensor(part, name, sizes[name])}
+    if not 0 < len(codes) <= _MAX_LAYERS:
+        return ""
     attribute, *keys = path.split(".")
     names = [key if key.isdigit() else f'"{key}"' for key in keys]
     whole = f"{holder}.{attribute}" if holder == "self" else holder
     whole += "".join(f"[{name}]" for name in names)
     lines = []
-    for name in sorted(layers):
-        layer = found[name]
-        is_stock = type(layer).__module__.startswith("torch.nn.") and not [*layer.children()]
-        code = f"torch.nn.{layer!r}" if is_stock else f"{type(layer).__name__}(...)"
+    for name, code in sorted(codes.items()):
         keys = name.split(".") if name else []
-        place = "".join(f"[{key}]" if key.isdigit() else f".{key}" for key in keys)
+        place = "".join(
+            f".{key}" if key.isidentifier() else f"[{key if key.isdigit() else repr(key)}]"
+            for key in keys
+        )
         lines.append(f"{whole}{place} = {code}")
     return (
         " To fine-tune with other sizes, in a run with another save_name, build it as it was, load "
         f"first, and replace the layer then: helios.load_weights(path, {holder}); "
         f"{'; '.join(lines)}. Create optimizers after that."
     )
+
+
+def _code_of(layer: nn.Module) -> str:
+    """Return code that builds a layer like this; empty for what holds others."""
+    kind = type(layer).__name__
+    if [*layer.children()] or isinstance(layer, nn.ParameterList | nn.ParameterDict):
+        return ""
+    if getattr(nn, kind, None) is not type(layer):
+        return f"{kind}(...)"
+    quoted = re.sub(r"=([a-z]\w*)", r'="\1"', repr(layer))
+    return f"torch.nn.{quoted}"
+
+
+def _code_of_tensor(part: nn.Module, name: str, size: Size) -> str:
+    zeros = f"torch.zeros{tuple(size)}"
+    is_parameter = name in dict(part.named_parameters(remove_duplicate=False))
+    return f"torch.nn.Parameter({zeros})" if is_parameter else zeros

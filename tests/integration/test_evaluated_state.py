@@ -295,6 +295,26 @@ class AsksInStep:
         self.optimizer.zero_grad()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("kind", [Lean, Emptied])
+def test_an_error_names_the_hook_that_looks_an_optimizer_up(
+    kind: type[Net], tmp_path: Path
+) -> None:
+    make(tmp_path).fit(Net(), Data())
+
+    class Looking(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_testing_start(self) -> None:
+            self.context.optimizers["optimizer"].zero_grad()
+
+    class Silent(kind):  # type: ignore[misc, valid-type]
+        on_testing_start = helios.Model.on_testing_start
+
+    with pytest.raises(StateError, match="on_testing_start needs optimizer as at the checkpoint"):
+        make(tmp_path, Looking("looking")).test(Silent(), Data())
+
+
 @pytest.mark.parametrize("kind", [Lean, Emptied, Other, Renamed])
 @pytest.mark.parametrize(
     ("asks", "hook"), [(AsksInHook, "on_testing_start"), (AsksInStep, "test_step")]

@@ -262,7 +262,7 @@ def test_after_an_error_in_fit_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     nowhere = make(None)
     with pytest.raises(ValueError, match="a mistake"):
         nowhere.fit(model, Data())
-    with pytest.raises(CheckpointError, match="fit has not trained"):
+    with pytest.raises(CheckpointError, match="this trainer has not trained"):
         nowhere.test(model, Data())
 
 

@@ -40,6 +40,23 @@ def in_dict(width: int) -> dict[str, Any]:
     return {"nets": {"body": nn.Linear(4, 8), "head": nn.Linear(8, width)}}
 
 
+class Embedding(nn.Module):
+    """Has a parameter of its own, as a network for images of one size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Conv1d(1, 2, 3, padding="same", padding_mode="circular")
+        self.position = nn.Parameter(torch.ones(1, width))
+        self.heads = nn.ModuleDict({"out-1": nn.Conv1d(2, width, 3, padding="same")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads["out-1"](self.body(x.unsqueeze(1))).mean(2) + self.position
+
+
+def in_network(width: int) -> dict[str, Any]:
+    return {"net": nn.Sequential(Embedding(width))}
+
+
 class Net(helios.Model):
     def __init__(self, build: Callable[[int], dict[str, Any]], width: int, name: str) -> None:
         super().__init__(name)
@@ -80,7 +97,7 @@ def remedy_in(error: pytest.ExceptionInfo[StateError]) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("build", [in_attribute, in_sequence, in_list, in_dict])
+@pytest.mark.parametrize("build", [in_attribute, in_sequence, in_list, in_dict, in_network])
 @pytest.mark.parametrize("way", ["load_weights", "resume", "start", "test"])
 def test_the_remedy_for_another_head_works(
     build: Callable[[int], dict[str, Any]], way: str, tmp_path: Path

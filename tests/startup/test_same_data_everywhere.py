@@ -12,7 +12,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    Dataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import helios
 from helios.errors import UsageError
@@ -54,6 +61,10 @@ class Holding(Rows):
     def __init__(self, held: Any) -> None:
         super().__init__()
         self.held = held
+
+
+class Ordered(Rows):
+    """Read in the order of a sampler that each process draws."""
 
 
 class Free(Holding):
@@ -100,6 +111,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Holding(pd.DataFrame({"name": list("abcdefgh" * 3)}).iloc[draw()]),
         "data set.held",
     ),
+    "a split in a sampler": (Ordered, "the first samples"),
     "a part of another data set": (
         lambda: ConcatDataset([Rows(), Subset(Rows(), draw())]),
         "data set.datasets.1.indices",
@@ -136,6 +148,9 @@ class Data(helios.DataModule):
         params = helios.DataLoaderParams(batch_size=2)
         for phase in ("train", "valid", "test"):
             data = make() if phase == self.phase else Rows()
+            if isinstance(data, Ordered) and phase == self.phase:
+                lists = BatchSampler(SubsetRandomSampler(draw()[:20]), 2, drop_last=False)
+                params = helios.DataLoaderParams(batch_sampler=lists)
             setattr(self, f"_{phase}_dataset", self._create_dataset(data, params))
 
 

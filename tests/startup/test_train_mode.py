@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from tests.support.kills import KillAt, run_in_child
+from tests.support.scripts import call
 from tests.support.warned import collect_warnings
 
 
@@ -136,12 +138,31 @@ def files(folder: Path) -> list[bytes]:
 def test_a_network_in_evaluation_mode_trains_as_if_it_had_never_been_in_it(
     nproc: int, tmp_path: Path
 ) -> None:
-    _, warnings = fit(tmp_path / "resting", all_resting, num_replicas=3, nproc=nproc)
-    (warning,) = warnings
-    assert "training mode: net." in warning
-    assert 'train_mode = "keep"' in warning
+    fit(tmp_path / "resting", all_resting, num_replicas=3, nproc=nproc)
     assert fit(tmp_path / "awake", Net, num_replicas=3)[1] == []
     assert files(tmp_path / "resting") == files(tmp_path / "awake")
+
+
+def main() -> None:
+    """Train twice in a folder, with a number of processes; the second call finds it finished."""
+    for _ in range(2):
+        trainer = helios.Trainer(
+            total_steps=1,
+            chkpt_root=Path(sys.argv[1]),
+            chkpt_frequency=1,
+            num_replicas=2,
+            nproc=int(sys.argv[2]),
+            use_cpu=True,
+        )
+        trainer.fit(Trained(all_resting), Data())
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_says_once_what_it_has_put_into_training_mode(nproc: int, tmp_path: Path) -> None:
+    shown = call(main, tmp_path, nproc).stderr
+    assert shown.count("WARNING - Put into training mode: net.") == 1
+    assert shown.count('train_mode = "keep"') == 1
+    assert "Nothing to do" in shown
 
 
 def test_a_loop_by_hand_that_calls_train_gives_the_same_weights(tmp_path: Path) -> None:
