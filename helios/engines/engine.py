@@ -134,7 +134,7 @@ class Engine(StandaloneEngine):
     """
 
     _internals: ClassVar[str] = (
-        "_bucket_bytes _clipping _clips _clips_by_rows _draws _gradient_norm _gradients _group "
+        "_bucket_bytes _clipping _clips _clips_by_rows _gradient_norm _gradients _group "
         "_group_parameters _is_scaled _open_micro_batches _precision _replicas _scaler _weight "
         "_weights"
     )
@@ -195,7 +195,6 @@ class Engine(StandaloneEngine):
         self._gradients = make_gradients(replicas, self._bucket_bytes)
         self._weights, self._weight = WindowWeights(replicas), None
         self._group = self._group_parameters = ()
-        self._draws = StepDraws() if replicas.is_sharded else None
         self._clips_by_rows = replicas.is_sharded and self._clipping.clip_norm is not None
         # Every update reads these, so they are determined here, at the start of a run.
         is_own = redefines(self, Engine, "unscale_gradients")
@@ -354,12 +353,12 @@ class Engine(StandaloneEngine):
             scaler.unscale(optimizer)
             if not scaler.is_finite(optimizer, self._group):
                 return False
-        if self._draws is None:
-            optimizer.step()
-        else:
-            with self._draws.refused(optimizer):
-                optimizer.step()
+        optimizer.step()
         return True
+
+    def _find_draws(self) -> StepDraws | None:
+        """Return what looks for random numbers in updates, if models are sharded."""
+        return StepDraws() if self._replicas.is_sharded else None
 
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Set the gradients to None."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core.utils import parameters_of
+from helios.engines.engine import Engine, redefines
 from helios.errors import UsageError
 from helios.loops.override_checks import FirstUpdate, OwnRound
 from helios.loops.step import find_loss, weighted_in
@@ -32,6 +33,7 @@ class Updates:
         self._first = FirstUpdate.of(session.engine)
         # Optimizers whose gradients are averaged and clipped, and whether they skip their update.
         self._is_skipped: dict[Optimizer, bool] = {}
+        self._draws = session.engine._find_draws()
         self.is_plain = False
 
     def count_loss(
@@ -90,7 +92,7 @@ class Updates:
         else:
             is_skipped = self._is_skipped.pop(optimizer)
             session.stepping_optimizer = optimizer
-        is_committed = False if is_skipped else engine.optimizer_step(optimizer)
+        is_committed = False if is_skipped else self._step(engine, optimizer)
         if is_committed is None:
             raise UsageError(
                 f"{type(session.engine).__name__}.optimizer_step must return whether it made "
@@ -109,6 +111,15 @@ class Updates:
             hooks.emit("on_optimizer_step_end", optimizer, is_committed)
         session.stepping_optimizer = None
         return is_committed
+
+    def _step(self, engine: Engine | FirstUpdate, optimizer: Optimizer) -> bool:
+        if self._draws is None:
+            return engine.optimizer_step(optimizer)
+        own, name = self._session.engine, f"{type(optimizer).__name__}.step()"
+        if redefines(own, Engine, "optimizer_step"):
+            name = f"{type(own).__name__}.optimizer_step, with {name},"
+        with self._draws.refused(optimizer, name):
+            return engine.optimizer_step(optimizer)
 
     def _average_and_clip(self, group: Sequence[Optimizer]) -> bool:
         """Average and clip the gradients of one backward, between the events of their updates.

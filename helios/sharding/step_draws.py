@@ -32,11 +32,15 @@ class StepDraws:
         self._generators: WeakKeyDictionary[Optimizer, list[Generator]] = WeakKeyDictionary()
 
     @contextmanager
-    def refused(self, optimizer: Optimizer) -> Iterator[None]:
+    def refused(self, optimizer: Optimizer, name: str) -> Iterator[None]:
         """Refuse random numbers in a step of an optimizer, in a ``with`` statement.
 
         In the first step of a start, and in those whose number is a power of two, each operation is
         looked at, and the parameters are put back. In the others the generators are compared.
+
+        Args:
+            optimizer: the optimizer.
+            name: what is called, for the error.
 
         Raises:
             UsageError: if some were drawn.
@@ -44,7 +48,7 @@ class StepDraws:
         number = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         watch, parameters = None, []
         if not number & (number - 1):
-            watch, parameters = _Watch(optimizer), parameters_of(optimizer)
+            watch, parameters = _Watch(name), parameters_of(optimizer)
             self._generators[optimizer] = _find_generators(optimizer)
         # On the host: there may be no room for them on the device.
         kept = [local_of(each.detach()).to("cpu", copy=True) for each in parameters]
@@ -54,7 +58,7 @@ class StepDraws:
                 yield
             after = self._read(optimizer)
             if not all(map(_is_same, before, after)):
-                raise _make_error(optimizer)
+                raise _make_error(name)
         except UsageError:
             for parameter, values in zip(parameters, kept, strict=True):
                 local_of(parameter.detach()).copy_(values)
@@ -70,9 +74,9 @@ class StepDraws:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that draw random numbers, from whichever generator."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._optimizer = optimizer
+        self._name = name
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -87,7 +91,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _make_error(self._optimizer)
+            raise _make_error(self._name)
         return func(*args, **(kwargs or {}))
 
 
@@ -107,10 +111,10 @@ def _find_generators(optimizer: Optimizer) -> list[Generator]:
     return list({id(each): each for each in found}.values())
 
 
-def _make_error(optimizer: Optimizer) -> UsageError:
+def _make_error(name: str) -> UsageError:
     return UsageError(
-        f"{type(optimizer).__name__}.step() must not draw random numbers with "
+        f"{name} must not draw random numbers with "
         'Trainer(sharding="full"), but it does: each process draws for its shards only, so the '
         "weights would depend on the number of processes. Nothing of this update is saved. Use an "
-        'optimizer that draws none, or sharding="none".'
+        'optimizer and an engine that draw none, or sharding="none".'
     )

@@ -16,6 +16,7 @@ from torch.nn.functional import dropout
 import helios
 from helios.core.rng import get_default_numpy_rng
 from helios.core.sharded_tensors import local_of
+from helios.engines.engine import Engine
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
 from tests.support.sharded import IS_ABLE
@@ -71,6 +72,13 @@ class _Noisy(torch.optim.SGD):
             self.add_noise()
 
 
+class _NoisyEngine(Engine):
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        for parameter in optimizer.param_groups[0]["params"]:
+            local_of(parameter.grad).normal_(generator=torch.Generator().manual_seed(1))
+        return super().optimizer_step(optimizer)
+
+
 class _Model(helios.Model):
     def __init__(self, kind: str, first: int) -> None:
         super().__init__("noisy")
@@ -104,7 +112,7 @@ def _fit(
         sharding=sharding,
         chkpt_root=folder,
         chkpt_frequency=1,
-        use_cpu=True,
+        engine=_NoisyEngine("cpu") if kind == "engine" else Engine("cpu"),
         print_banner=False,
     )
     model, before = _Model(kind, first), {}
@@ -141,6 +149,13 @@ def test_an_update_that_draws_is_refused_before_it_is_made(kind: str, tmp_path: 
 def test_processes_refuse_it_together(kind: str, tmp_path: Path) -> None:
     for text, is_unchanged, _ in run_ranks(_fit, 2, tmp_path, kind):
         assert "_Noisy.step() must not draw random numbers" in text
+        assert is_unchanged
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_engine_that_draws_is_refused_too(number: int, tmp_path: Path) -> None:
+    for text, is_unchanged, _ in run_ranks(_fit, number, tmp_path, "engine", 99):
+        assert "_NoisyEngine.optimizer_step, with _Noisy.step(), must not draw" in text
         assert is_unchanged
 
 
