@@ -149,8 +149,16 @@ def describe_content(value: Any) -> str:
     return f"{type(value).__name__} {size} {shown} (digest {fingerprint(excerpt).value:016x})"
 
 
-def _excerpt(value: Any, num_bytes: int, depth: int = 0) -> Any:
-    """Return what is compared of a value, which has about a number of bytes at most."""
+def _excerpt(value: Any, num_bytes: int, depth: int = 0, *, is_sample: bool = False) -> Any:
+    """Return what is compared of a value, which has about a number of bytes at most.
+
+    Args:
+        value: the value.
+        num_bytes: the bytes.
+        depth: how many containers are around it.
+        is_sample: whether a list is among them; else single values under a name are options, such
+            as ranks and devices, and do not count, as those of attributes do not.
+    """
     if isinstance(value, str | PurePath):
         # Machines may have the same files in different folders.
         return str(value).replace("\\", "/").rpartition("/")[2]
@@ -173,16 +181,25 @@ def _excerpt(value: Any, num_bytes: int, depth: int = 0) -> Any:
         found = dict(value) if len(value) <= most else {}
         share = num_bytes // max(len(found), 1)
         entries = [
-            (repr(_excerpt(name, share, depth + 1)), _excerpt(each, share, depth + 1))
+            (
+                repr(_excerpt(name, share, depth + 1)),
+                None
+                if _is_option(name, each) and not is_sample
+                else _excerpt(each, share, depth + 1, is_sample=is_sample),
+            )
             for name, each in found.items()
         ]
         return dict(sorted(entries, key=itemgetter(0)))
     if isinstance(value, list | tuple | np.ndarray):
         places = _spread(len(value), most)
         share = num_bytes // max(len(places), 1)
-        return [_excerpt(value[place], share, depth + 1) for place in places]
+        return [_excerpt(value[place], share, depth + 1, is_sample=True) for place in places]
     # The text of an object may have its address.
     return value if isinstance(value, np.generic) else type(value).__qualname__
+
+
+def _is_option(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and (type(value) in ATOMS or isinstance(value, str | PurePath))
 
 
 def _rows(part: Any, num_bytes: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,11 +88,9 @@ def train(
         print_banner=False,
     )
     model = Routed(trained, evaluated or [])
+    call = trainer.fit if trained else partial(trainer.validate, checkpoint=None)
     with pytest.raises(UsageError, match="same order") as caught:
-        if trained:
-            trainer.fit(model, Data())
-        else:
-            trainer.validate(model, Data(), checkpoint=None)
+        call(model, Data())
     return f"{str(caught.value).split('but ')[1].split('. ')[0]} after {model.num_updates}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from functools import partial
@@ -102,6 +103,10 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Holding({"noise": np.random.default_rng().normal(size=3)}),
         "data set.held",
     ),
+    "named samples in a list": (
+        lambda: Holding([{"index": number} for number in draw()]),
+        "data set.held",
+    ),
     "file names": (lambda: Holding(files("/data", draw())), "data set.held"),
     "paths": (
         lambda: Holding([Path(f"/data/{name}") for name in [0] * 9 + draw()]),
@@ -130,6 +135,9 @@ ALIKE: dict[str, Callable[[], Any]] = {
     "objects": lambda: Holding([Transform(), {"crop": Transform(), 2: Transform}, lambda: None]),
     "entries and members in another order": lambda: Holding(
         [dict.fromkeys(draw(), 1), set(map(str, draw()))]
+    ),
+    "options of the process": lambda: Holding(
+        {"device": f"cuda:{random.SystemRandom().random()}", "nested": {"pid": os.getpid()}}
     ),
     "a sparse tensor": lambda: Holding([torch.eye(4).to_sparse()]),
     "other folders": lambda: Holding(files(f"/node{random.SystemRandom().random()}", [1, 2])),
