@@ -16,6 +16,7 @@ from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.distributed.test_elastic import Interrupt
 from tests.support.ranks import run_ranks
+from tests.support.runs import RETURNS
 
 NAMES = ("first", "second", "third")
 
@@ -67,6 +68,7 @@ def _fit(model: helios.Model, folder: Path, *plugins: Plugin) -> bool:
         use_cpu=True,
         print_banner=False,
         plugins=list(plugins),
+        signals=RETURNS,
     )
     return trainer.fit(model, Data())
 

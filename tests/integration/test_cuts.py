@@ -16,7 +16,7 @@ from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.integration.test_statements import Linear, Numbers, Quiet, make_trainer
 from tests.support.resume import assert_equal, copy_checkpoint
-from tests.support.runs import Setting, train
+from tests.support.runs import RETURNS, Setting, train
 
 
 class Cut(Quiet):
@@ -108,6 +108,7 @@ def test_a_run_may_be_left_at_a_batch_that_is_refused(unit: str, ask: str, tmp_p
         chkpt_root=tmp_path,
         chkpt_frequency=50,
         plugins=[Leaving(ask)],
+        signals=RETURNS,
     )
     assert trainer.fit(Linear(), Numbers(4)) is (ask == "request_stop")
     (path,) = tmp_path.glob("*/*.pth")

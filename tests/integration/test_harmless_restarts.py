@@ -194,7 +194,7 @@ def test_a_script_of_helios_ml_resumes_its_run(
 ) -> None:
     migrated(tmp_path, name)
     start(tmp_path, name)
-    (order,) = _lines(capsys)
+    *_, order = _lines(capsys)
     assert "The run resumes from a checkpoint of helios-ml" in order
 
 

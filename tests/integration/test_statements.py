@@ -742,7 +742,7 @@ def test_a_step_that_returns_something_else_is_an_error(result: Any) -> None:
         def train_step(self, batch: Any, state: TrainingState) -> Any:
             return result
 
-    fit_failing(Model, "train_step must return a scalar loss tensor, a dict with one under 'loss'")
+    fit_failing(Model, "train_step must return a scalar loss tensor, a WeightedLoss, a dict")
 
 
 def test_a_loss_may_stand_in_a_dict_and_an_empty_table_gets_it() -> None:

@@ -239,7 +239,6 @@ def test_no_number_is_given_to_two_objects_even_at_one_address() -> None:
 def test_a_large_value_is_read_to_its_end(make: Any) -> None:
     owner = Owner(value=make())
     discovery = started(owner)
-    assert 1_000_000 < discovery.values.num_bytes < 3_000_000
     again = make()
     owner.value = again
     assert not changed(discovery)

@@ -309,15 +309,6 @@ def test_what_is_to_be_left_is_left_however_it_is_reached() -> None:
     assert left.count == 1
 
 
-def test_the_legacy_generator_of_numpy_comes_back() -> None:
-    expected = np.random.RandomState()
-    expected.set_state(np.random.get_state())
-    trace = Rollback([])
-    np.random.rand(5)
-    trace.put_back()
-    assert np.random.rand() == expected.rand()
-
-
 def test_a_loader_comes_back_and_its_data_is_passed_over() -> None:
     data = [torch.zeros(1), torch.zeros(1)]
     generator = torch.Generator().manual_seed(3)
