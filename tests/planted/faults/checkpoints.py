@@ -242,7 +242,7 @@ def sharded_tensors_are_not_copied_before_training_goes_on(copy, rows, buffers):
 
 
 @fault(
-    "helios.startup.resume_point:_check_name",
+    "helios.startup.checkpoint_search:check_run_name",
     "tests/integration/test_which_run.py::test_another_runs_folder_is_refused_by_both_names",
 )
 def the_checkpoint_of_another_run_is_taken(check_name, *args):
