@@ -102,8 +102,7 @@ class Trainer:
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state,
             and for a ``RunMismatchError`` if the data is not what the run was trained on.
         ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
-            written; ``"full"`` adds a digest of each tensor, at some cost; ``"off"`` writes no
-            evidence at all.
+            written; ``"off"`` writes no evidence at all.
         reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
             changed in a way that may change the training; ``"warn"`` warns.
         audit: compute gradients a second time in some steps, and compare them on bytes.
@@ -179,7 +178,7 @@ class Trainer:
         resume: str | Path = "auto",
         allow_changes: Sequence[Change | str] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
-        ledger: Literal["steps", "full", "off"] = "steps",
+        ledger: Literal["steps", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
         audit: Audit | None = None,
         rewind_to: int | None = None,

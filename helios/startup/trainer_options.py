@@ -557,9 +557,7 @@ class Options:
     )
     ledger: str = field(
         metadata=_row(
-            _one_of("steps", "full", "off", remedy="Omit it for a line per iteration."),
-            without=_SAVES,
-            is_idle=lambda it: it.ledger == "full" and not it.can_save,
+            _one_of("steps", "off", remedy="Omit it for a line per iteration."),
         )
     )
     reproducibility: str = field(

@@ -571,8 +571,6 @@ def test_the_gpus_of_an_engine_are_those_of_its_device(device: str, ids: list[in
         ({"resume": "never"}, "resume"),
         ({"allow_changes": ("seed",)}, "allow_changes"),
         ({"on_incomplete": "raise"}, "on_incomplete"),
-        ({"ledger": "full"}, "ledger"),
-        ({"ledger": "full", "chkpt_root": "folder"}, "ledger"),
         ({"reproducibility": "strict"}, "reproducibility"),
     ],
 )

@@ -69,7 +69,7 @@ def the_hash_of_a_batch_leaves_out_its_elements(read_tensor, reader, tensor):
     read_tensor(reader, tensor.new_zeros(tensor.shape))
 
 
-@fault("helios.ledger.tensor_digests:WeightDigests.describe", WRITER)
+@fault("helios.ledger.weight_digests:WeightDigests.describe", WRITER)
 def a_line_leaves_out_the_state_of_optimizers(describe, digests):
     import dataclasses
 
@@ -354,7 +354,7 @@ def scores_of_parts_of_the_data_are_compared(find_partial, one, other):
     return {}
 
 
-@fault("helios.ledger.tensor_digests:hash_buffer", BUFFERS)
+@fault("helios.ledger.weight_digests:hash_buffer", BUFFERS)
 def the_hash_of_a_buffer_is_that_of_its_form(hash_buffer, buffer):
     return hash_buffer(buffer * 0)
 
