@@ -248,10 +248,6 @@ class RunLineage(RunListener):
         """Add a checkpoint that could not be written."""
         self._events.add(lineage.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
 
-    def mismatched(self, text: str, hosts: Sequence[str]) -> None:
-        """Add what an audit has found."""
-        self._events.add(lineage.MISMATCH, cause=scrub(text), hosts=sorted({*hosts}))
-
     def ended(self, reason: str, *, interruption: str | None) -> None:
         """Add the end of the training, or its interruption."""
         if interruption is None:
