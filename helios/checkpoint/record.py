@@ -147,7 +147,6 @@ _STAMPED = {each.name for each in _FIELDS if each.metadata.get("is_stamp")}
 # If a key is missing, nothing was logged there, or nothing was migrated.
 _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} | {
     "ledger": None,
-    "mismatches": [],
     "rewinds": [],
     "best_validations": None,
     "loss_means": None,

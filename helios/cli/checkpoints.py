@@ -346,7 +346,6 @@ def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
         "level": sidecar.level,
         "lacks": list_missing(sidecar.missing),
         "rests on": "; ".join(map(str, sidecar.claims)),
-        "audit": "; ".join(map(str, sidecar.mismatches)),
         "finished": sidecar.finished or "",
         "replicas": str(sidecar.num_replicas),
         "resumed from": sidecar.resumed_from or "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from helios.audit.step_audit import StepAudit
 from helios.best import BestSoFar
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import apply, choose_trained
@@ -29,16 +28,9 @@ from helios.findings import Findings
 from helios.hooks.live_run import find_none
 from helios.ledger.scrubbing import scrub_table
 from helios.listeners import Listening
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
-from helios.loops.evaluation import EvaluationLoop
-from helios.loops.fit import FitLoop
-from helios.loops.loop import Loop, LoopStates
-from helios.loops.optimizer import OptimizerLoop
-from helios.loops.repeated_steps import PaddingTurns
+from helios.loops.loop import LoopStates
 from helios.model.new_settings import NewSettings, steps_of_epochs
 from helios.model.schedulers import Schedulers
-from helios.protocols import GradientAudit
 from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
 from helios.startup import run_identity, run_log
@@ -75,7 +67,6 @@ from helios.startup.run_manifest import describe_topic, manifest_facts, report_c
 from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
 from helios.startup.state_owners import find_stranded_generators
-from helios.startup.trainer_options import Audit
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import with_step
@@ -251,8 +242,6 @@ class Training:
         run.set_up(is_inference=False, is_resumed=record is not None)
         session = self._build()
         run.take_session(session)
-        # A step that yields has its loop now.
-        session.audit = make_audit(run.options.audit, session, run.loop)
         log_order(run.plugins, run.hooks)
         if record is not None:
             self._load(session, record)
@@ -659,35 +648,3 @@ class Training:
         if newest is not None:
             return f"Run the same command again to resume from {newest.name}."
         return "No checkpoint was saved."
-
-
-def make_audit(options: Audit | None, session: Session, loop: Loop) -> GradientAudit | None:
-    """Return the audit of a run, or what computes along for others; ``None`` if there is neither.
-
-    Args:
-        options: which steps are audited; ``None`` for none.
-        session: the run.
-        loop: the root of all loops.
-    """
-    if session.gradients.has_idle_turn:
-        return PaddingTurns(session)
-    if options is None:
-        return None
-    own = sorted({type(part).__name__ for part in _other_loops(loop)})
-    if own:
-        _LOGGER.warning(
-            "Trainer(audit=...) has no effect: %s takes the place of Helios' own BatchLoop or "
-            "OptimizerLoop, so Helios does not know how to compute a gradient a second time.",
-            ", ".join(own),
-        )
-        return None
-    return StepAudit(session, every=options.every, is_strict=options.on_mismatch == "raise")
-
-
-def _other_loops(loop: Loop) -> Iterator[Loop]:
-    """Yield the loops that may compute gradients in another way."""
-    is_outer = isinstance(loop, FitLoop | EpochLoop | EvaluationLoop)
-    if not is_outer and type(loop) not in (BatchLoop, OptimizerLoop):
-        yield loop
-    for child in loop._children().values():
-        yield from _other_loops(child)

@@ -100,7 +100,7 @@ class _Comparison:
             )
         every = None if self._follower is None else self._follower.every
         every, *_ = replicas.gather_objects(every)
-        writer = make_writer(self._follower, model, replicas, stretch.kind, every=every)
+        writer = make_writer(self._follower, model, replicas, every=every)
         self._writer = writer
         listeners: list[RunListener] = [LedgerFile(run, writer)]
         if self._follower is not None:

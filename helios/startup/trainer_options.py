@@ -71,39 +71,6 @@ def allows(allowed: str, param: str) -> bool:
     return f"{PARAMS}{param}.".startswith(f"{allowed}.")
 
 
-@dataclass(frozen=True)
-class Audit:
-    """Which steps are audited, and what a mismatch leads to: ``Trainer(audit=Audit(...))``.
-
-    In an audited step the gradient of one replica is computed a second time, before the update,
-    from the same weights, buffers, batch and random numbers, and compared on bytes. With several
-    processes another one than that of the replica does it, in rotation. The bits of the training
-    do not change.
-
-    Attributes:
-        every: audit every n-th optimizer step of the run.
-        on_mismatch: ``"warn"`` to log a warning and continue with the first gradient; ``"raise"``
-            to raise ``AuditError`` on all processes.
-
-    Raises:
-        ArgumentError: if ``every`` is not a positive int, or ``on_mismatch`` is neither.
-    """
-
-    every: int = 1000
-    on_mismatch: Literal["warn", "raise"] = "warn"
-
-    def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise ArgumentError(
-                f"Audit(every=...) must be a positive int, got {self.every!r}. Pass e.g. 1000."
-            )
-        if self.on_mismatch not in ("warn", "raise"):
-            raise ArgumentError(
-                'Audit(on_mismatch=...) must be "warn" or "raise", got '
-                f"{self.on_mismatch!r}. Omit it for a warning."
-            )
-
-
 def refusal(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
     """Return the error for an argument of the trainer: name, rule, value and remedy."""
     return ArgumentError(f"Trainer({name}=...) must be {rule}, got {value!r}. {remedy}")
@@ -189,11 +156,6 @@ _STORE = _must_be(
     "a CheckpointStore",
     "Pass CheckpointStore(...).",
     lambda value: value is None or isinstance(value, CheckpointStore),
-)
-_AUDIT = _must_be(
-    "None or an Audit",
-    "Pass e.g. Audit(every=1000).",
-    lambda value: value is None or isinstance(value, Audit),
 )
 
 
@@ -409,9 +371,6 @@ def _refuse_unsharded(it: Options) -> None:
     if precision is Precision.FP16:
         remedy = 'Pass "bf16".'
         raise refusal("precision", 'not fp16 with sharding="full"', precision.value, remedy)
-    if it.audit is not None:
-        remedy = "Omit it: a process cannot compute the gradient of another one alone."
-        raise refusal("audit", 'None with sharding="full"', it.audit, remedy)
 
 
 def _require_a_later_end(it: Options) -> None:
@@ -557,9 +516,7 @@ class Options:
     )
     ledger: str = field(
         metadata=_row(
-            _one_of("steps", "full", "off", remedy="Omit it for a line per iteration."),
-            without=_SAVES,
-            is_idle=lambda it: it.ledger == "full" and not it.can_save,
+            _one_of("steps", "off", remedy="Omit it for a line per iteration."),
         )
     )
     reproducibility: str = field(
@@ -594,7 +551,6 @@ class Options:
     hang_timeout: float | None = field(
         metadata=_row(_POSITIVE, needs=_require_a_later_end, is_alike=True)
     )
-    audit: Audit | None = field(metadata=_row(_AUDIT, is_alike=True))
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:

@@ -66,7 +66,6 @@ DEFAULTS: dict[str, Any] = {
     "on_incomplete": "warn",
     "ledger": "steps",
     "reproducibility": "warn",
-    "audit": None,
     "rewind_to": None,
     "skip_batches": (),
     "sanity_steps": 0,
@@ -571,8 +570,6 @@ def test_the_gpus_of_an_engine_are_those_of_its_device(device: str, ids: list[in
         ({"resume": "never"}, "resume"),
         ({"allow_changes": ("seed",)}, "allow_changes"),
         ({"on_incomplete": "raise"}, "on_incomplete"),
-        ({"ledger": "full"}, "ledger"),
-        ({"ledger": "full", "chkpt_root": "folder"}, "ledger"),
         ({"reproducibility": "strict"}, "reproducibility"),
     ],
 )
@@ -688,7 +685,6 @@ def test_every_option_has_its_own_name(tmp_path: Path) -> None:
     }
     apart: dict[str, Any] = {"train_unit": TrainingUnit.ITERATION, "plugins": ()}
     apart["signals"] = Signals(())
-    apart["audit"] = audit = helios.Audit(every=3)
     parameters = inspect.signature(helios.Trainer).parameters
     assert list(DEFAULTS) == list(parameters)
     assert {name: each.default for name, each in parameters.items()} == DEFAULTS
@@ -697,7 +693,6 @@ def test_every_option_has_its_own_name(tmp_path: Path) -> None:
     assert set(ROWS) | {"plugins"} == set(parameters)
     assert {name: getattr(options, name) for name in given} == given
     assert (options.train_unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))
-    assert options.audit is audit
 
 
 MEANT = {
