@@ -107,8 +107,7 @@ class Trainer:
         reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
             changed in a way that may change the training; ``"warn"`` warns.
         audit: compute gradients a second time in some steps, and compare them on bytes.
-        rewind_to: return, once, to the newest checkpoint at or before this iteration.
-        skip_batches: iterations before the rewind whose batches are not trained on again.
+        skip_batches: numbers of batches that are not trained on, counted from 1 over all epochs.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -182,7 +181,6 @@ class Trainer:
         ledger: Literal["steps", "full", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
         audit: Audit | None = None,
-        rewind_to: int | None = None,
         skip_batches: Sequence[int] = (),
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,

@@ -41,7 +41,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "claims": (list,),
     "ledger": (dict, type(None)),
     "mismatches": (list,),
-    "rewinds": (list,),
     "best": (dict, type(None)),
     "averages": (list,),
     "step": (int, type(None)),
@@ -51,7 +50,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _OPTIONAL: dict[str, Any] = {
     "ledger": None,
     "mismatches": [],
-    "rewinds": [],
     "best": None,
     "averages": [],
     "step": None,
@@ -84,7 +82,6 @@ class Sidecar:
         claims: components that the level takes at their word.
         ledger: length and hash of the run's ledger up to here; ``None`` without one.
         mismatches: what audits have found, which lowers the level.
-        rewinds: the rewinds that the run has carried out, the oldest first.
         best: the best validation of the run so far; ``None`` if there is none.
         averages: ids of the plugins whose averages of the weights have the scores.
         step: optimizer steps at the safe point; ``None`` if unknown.
@@ -110,7 +107,6 @@ class Sidecar:
     claims: list[str] = dataclasses.field(default_factory=list)
     ledger: dict[str, Any] | None = None
     mismatches: list[str] = dataclasses.field(default_factory=list)
-    rewinds: list[Any] = dataclasses.field(default_factory=list)
     best: dict[str, Any] | None = None
     averages: list[str] = dataclasses.field(default_factory=list)
     step: int | None = None
@@ -163,7 +159,6 @@ class Sidecar:
             claims=record.findings.names(FindingKind.CLAIM),
             ledger=record.ledger,
             mismatches=record.findings.names(FindingKind.MISMATCH),
-            rewinds=record.rewinds,
             best=None if best is None else best.as_plain(),
             averages=averages,
             step=record.counters[1],

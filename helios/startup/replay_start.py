@@ -15,7 +15,6 @@ from helios.errors import ArgumentError, CheckpointError, LedgerError, UsageErro
 from helios.ledger.book import FILE_NAME, parse_header, read_lines
 from helios.ledger.line import STEPS, step_of
 from helios.startup.checkpoint_search import open_folder
-from helios.startup.rewinding import Rewind, find_rewinds
 from helios.startup.trainer_options import Options
 from helios.text import with_step
 
@@ -65,7 +64,6 @@ class Stretch:
         witness: a checkpoint that knows how the run began; ``None`` without one.
         level: the lowest level that a checkpoint of this part states; ``None`` if unknown.
         kind: what the lines of the ledger hold, ``"steps"`` or ``"full"``.
-        rewinds: the rewinds of the run, with the batches that it has skipped.
     """
 
     ledger: Path
@@ -76,7 +74,6 @@ class Stretch:
     witness: Path | None
     level: Level | None
     kind: str
-    rewinds: list[Rewind]
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,6 @@ def find_stretch(
         witness=checkpoint or (present[0] if present else None),
         level=level,
         kind=extent.kind,
-        rewinds=find_rewinds(folder.path),
     )
 
 
