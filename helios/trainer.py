@@ -105,8 +105,7 @@ class Trainer:
             written; ``"off"`` writes no evidence at all.
         reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
             changed in a way that may change the training; ``"warn"`` warns.
-        rewind_to: return, once, to the newest checkpoint at or before this iteration.
-        skip_batches: iterations before the rewind whose batches are not trained on again.
+        skip_batches: numbers of batches that are not trained on, counted from 1 over all epochs.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -179,7 +178,6 @@ class Trainer:
         on_incomplete: Literal["warn", "raise"] = "warn",
         ledger: Literal["steps", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
-        rewind_to: int | None = None,
         skip_batches: Sequence[int] = (),
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,

@@ -53,12 +53,12 @@ from helios.startup.reproducibility_level import (
     determine_trust,
     find_reproducibility,
 )
-from helios.startup.resume_point import Start, find_start, lock_folder, require_writable
-from helios.startup.rewinding import (
-    apply_rewinds,
-    check_order,
-    rewind_folder,
-    settle,
+from helios.startup.resume_point import (
+    Start,
+    find_start,
+    lock_folder,
+    require_writable,
+    set_newer_aside,
 )
 from helios.startup.run_evidence import Evidence, make_evidence
 from helios.startup.run_identity import find_cursor
@@ -246,9 +246,7 @@ class Training:
         if record is not None:
             self._load(session, record)
             on_first(run.replicas, lambda: self._compare_start(record))
-        folder, plans = self._start.folder, self._start.plans
-        if folder is not None and plans:
-            on_first(run.replicas, lambda: rewind_folder(folder, plans))
+        on_first(run.replicas, lambda: set_newer_aside(self._start))
         run_log.cut_logs()
         if record is None or self._start.is_branch:
             params = stored_params(self._params.options)
@@ -305,6 +303,7 @@ class Training:
             self._name, loaded, reason, is_passed=is_passed, changes=changes
         )
         self._params.report()
+        on_first(run.replicas, lambda: set_newer_aside(self._start))
 
     def compare_params(self, *, is_finished: bool) -> None:
         """Compare what rank 0 declares with the checkpoint, before anything is built."""
@@ -412,7 +411,7 @@ class Training:
         folder = self._start.folder
         session.is_replay = self._make_evidence is not None
         session.run_folder = None if folder is None else folder.path
-        session.went_back = self._start.is_branch or bool(self._start.plans)
+        session.went_back = self._start.is_branch or self._start.goes_back
         return session
 
     def _check_record(self, record: Record) -> None:
@@ -522,9 +521,7 @@ class Training:
         check_training_source(
             source, can_save=self._can_save, is_by_epoch=run.options.schedule.is_by_epoch
         )
-        start = self._start
-        start.rewinds, start.plans = settle(start.rewinds, start.plans, source)
-        apply_rewinds(start.rewinds, source)
+        source.skip_numbers(run.options.skip_batches)
         return source
 
     def _load(self, session: Session, record: Record) -> None:
@@ -544,13 +541,13 @@ class Training:
             cursor=cursor,
         )
         self._start.is_shortened = run_identity.is_shortened(run.options, record.options)
-        check_order(self._start.rewinds, changes, cursor)
+        skipped = (record.options.get("skip_batches", ()), run.options.skip_batches)
+        run_identity.check_skipped(*skipped, source, cursor)
         self._start.changes += changes
         self._start.changes += self._params.report()
         # What held at the end of a stage that the run has passed is not known.
         if not (self._start.is_shortened and has_ended(run.options, record)):
             self._start.changes += self._given.report()
-        self._start.changes += [str(each.rewind) for each in self._start.plans]
         renamed = run_identity.note_fingerprint(source.description, record.options)
         self._start.changes += renamed
         if record.options.get("length") == identity["length"]:

@@ -15,7 +15,6 @@ from helios.errors import ArgumentError, CheckpointError, LedgerError, UsageErro
 from helios.ledger.book import FILE_NAME, parse_header, read_lines
 from helios.ledger.line import step_of
 from helios.startup.checkpoint_search import open_folder
-from helios.startup.rewinding import Rewind, find_rewinds
 from helios.startup.trainer_options import Options
 from helios.text import with_step
 
@@ -64,7 +63,6 @@ class Stretch:
         meets_end: whether the replay must end by itself where the run has ended.
         witness: a checkpoint that knows how the run began; ``None`` without one.
         level: the lowest level that a checkpoint of this part states; ``None`` if unknown.
-        rewinds: the rewinds of the run, with the batches that it has skipped.
     """
 
     ledger: Path
@@ -74,7 +72,6 @@ class Stretch:
     meets_end: bool
     witness: Path | None
     level: Level | None
-    rewinds: list[Rewind]
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,6 @@ def find_stretch(
         meets_end=asked.stop is None and extent.has_ended,
         witness=checkpoint or (present[0] if present else None),
         level=level,
-        rewinds=find_rewinds(folder.path),
     )
 
 

@@ -16,7 +16,6 @@ import helios.ledger.lineage as lineage
 from helios.checkpoint.run_listener import RunListener, Validated
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.utils import find_peak_memory
-from helios.errors import LedgerError
 from helios.ledger.book import EVERY, Book
 from helios.ledger.line import hash_of
 from helios.ledger.lineage import Lineage
@@ -28,7 +27,6 @@ from helios.listeners import IterationListener
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.startup.resume_point import Start
-from helios.startup.rewinding import RewindPlan, find_events
 from helios.startup.run_manifest import RunManifest
 from helios.startup.trainer_options import Options
 from helios.state_graph.network_parts import name_buffers, name_weights
@@ -216,8 +214,6 @@ class RunLineage(RunListener):
         self._is_open = True
         for path in [] if start.folder is None else start.folder.damaged:
             add(lineage.FALLBACK, checkpoint=path.name, cause="the file is damaged")
-        for plan in start.plans:
-            self._add_rewind(plan)
         if loaded is None:
             add(lineage.START, **self._begin)
         else:
@@ -230,15 +226,6 @@ class RunLineage(RunListener):
         book = self._ledger.book
         if book is not None and book.loss is not None:
             add(lineage.LOST_LEDGER, cause=book.loss)
-
-    def _add_rewind(self, plan: RewindPlan) -> None:
-        """Add a rewind, unless a killed start has added it."""
-        folder = self._start.folder
-        assert folder is not None
-        with contextlib.suppress(LedgerError):
-            if any(event.get("folder") == plan.folder for event in find_events(folder.path)):
-                return
-        self._events.add(lineage.REWIND, **plan.as_event())
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
         """Add a checkpoint."""

@@ -43,6 +43,7 @@ Change: TypeAlias = Literal[
     "norm",
     "init",
     "limit_batches",
+    "skip_batches",
     "is_distributed",
     "mixture",
     "precision",
@@ -237,11 +238,11 @@ def _resume(name: str, value: object) -> str | Path:
     return as_local_path("Trainer(resume=...)", value)
 
 
-def _iterations(name: str, given: Any) -> tuple[int, ...]:
+def _batch_numbers(name: str, given: Any) -> tuple[int, ...]:
     is_series = isinstance(given, list | tuple | set | frozenset | range)
     if not is_series or not all(map(_is_count, given)):
         rule = "a tuple of positive ints"
-        raise refusal(name, rule, given, "Pass iterations, such as (812, 813).")
+        raise refusal(name, rule, given, "Pass numbers of batches, such as (812, 813).")
     return tuple(sorted(set(given)))
 
 
@@ -308,26 +309,6 @@ def _require_evidence(it: Options) -> None:
     if it.reproducibility == "strict" and it.ledger == "off":
         rule = '"warn" with ledger="off": without evidence there is nothing to compare with'
         raise refusal("reproducibility", rule, "strict", "Omit ledger.")
-
-
-def _require_rewindable(it: Options) -> None:
-    if it.rewind_to is None:
-        return
-    if not it.can_save:
-        rule, remedy = "None for a run without checkpoints", "Set chkpt_root, chkpt_frequency."
-        raise refusal("rewind_to", rule, it.rewind_to, remedy)
-    if it.resume != "auto":
-        rule = f"None with resume={str(it.resume)!r}"
-        raise refusal("rewind_to", rule, it.rewind_to, "Omit one of them.")
-
-
-def _require_rewind(it: Options) -> None:
-    if it.skip_batches and it.rewind_to is None:
-        remedy = "Pass rewind_to=..., an iteration before them."
-        raise refusal("skip_batches", "empty without rewind_to", it.skip_batches, remedy)
-    if it.skip_batches and it.ledger == "off":
-        rule = 'empty with ledger="off": the ledger says which batches they are'
-        raise refusal("skip_batches", rule, it.skip_batches, "Omit ledger.")
 
 
 def _require_declared(it: Options) -> None:
@@ -527,9 +508,8 @@ class Options:
             is_idle=lambda it: it.reproducibility == "strict" and it.chkpt_root is None,
         )
     )
-    rewind_to: int | None = field(metadata=_row(_COUNT, needs=_require_rewindable, is_alike=True))
     skip_batches: tuple[int, ...] = field(
-        metadata=_row(_iterations, needs=_require_rewind, is_alike=True)
+        metadata=_row(_batch_numbers, is_alike=True, defines_run=True)
     )
     signals: Signals = field(metadata=_row(_signals))
     engine: Engine | None = field(

@@ -254,10 +254,10 @@ def test_a_file_that_says_little_gets_defaults() -> None:
 
 def test_keys_that_say_nothing_are_not_written() -> None:
     absent = {"log_path", "run_path", "events", "ledger", "migrated_from"}
-    absent |= {"rewinds", "best_validations", "loss_means"}
+    absent |= {"best_validations", "loss_means"}
     assert set(KEYS) - Record.from_payload(LEAST).to_payload().keys() == absent
     says = {"log_path": "a", "run_path": "b", "events": None, "ledger": {}, "migrated_from": ""}
-    says |= {"rewinds": [{}], "best_validations": {}}
+    says |= {"best_validations": {}}
     says |= {"loss_means": {}}
     assert set(KEYS) == Record.from_payload(LEAST | says).to_payload().keys()
 

@@ -24,7 +24,7 @@ BAD: dict[str, Any] = {
     **dict.fromkeys(("src_root", "chkpt_root", "log_path", "run_path"), 3),
     **dict.fromkeys(("enable_deterministic", "enable_cudnn_benchmark", "enable_tensorboard"), 1),
     **dict.fromkeys(("enable_file_logging", "capture_warnings", "enable_progress_bar"), None),
-    **dict.fromkeys(("valid_frequency", "chkpt_frequency", "print_frequency", "rewind_to"), 0),
+    **dict.fromkeys(("valid_frequency", "chkpt_frequency", "print_frequency"), 0),
     **dict.fromkeys(("accumulation_steps", "num_replicas", "nproc"), 0),
     **dict.fromkeys(("clip_norm", "clip_value", "hang_warning", "hang_timeout"), -1.0),
     **dict.fromkeys(("init", "on_incomplete", "ledger", "reproducibility", "sharding"), "maybe"),
@@ -76,8 +76,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "on_incomplete": {**_SAVES, "on_incomplete": "raise"},
     "ledger": {**_SAVES, "ledger": "off"},
     "reproducibility": {**_SAVES, "reproducibility": "strict"},
-    "rewind_to": {**_SAVES, "rewind_to": 1},
-    "skip_batches": {**_SAVES, "rewind_to": 1, "skip_batches": (2,)},
+    "skip_batches": {"skip_batches": (200,)},
     "signals": {"signals": helios.Signals(())},
     "engine": {"engine": helios.Engine(torch.device("cpu")), "use_cpu": None},
     "use_cpu": {"use_cpu": None},
@@ -97,7 +96,7 @@ OTHER: dict[str, dict[str, Any]] = {
 
 REFUSED_BY_NAME = {"run_name", "params"}
 """They define a run, too, but are compared in ways of their own."""
-LEAVES_THE_RUN = {"chkpt_root", "resume", "rewind_to", "skip_batches"}
+LEAVES_THE_RUN = {"chkpt_root", "resume"}
 """Another value does not continue the run from its newest checkpoint."""
 ELSEWHERE = {
     *("num_replicas", "nproc", "sharding", "gpus", "reproducibility"),
