@@ -480,7 +480,7 @@ def _hash_buffers(folder: Path, name: str, buffers: Collection[str]) -> dict[str
         return {}
     # What reads text only starts without PyTorch.
     from helios.checkpoint.export import find_network_tensors
-    from helios.ledger.tensor_digests import hash_buffer
+    from helios.ledger.weight_digests import hash_buffer
 
     status, tree = look_into(folder / name)
     found = find_network_tensors(tree, buffers) if status.is_good else {}
