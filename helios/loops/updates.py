@@ -92,7 +92,10 @@ class Updates:
         else:
             is_skipped = self._is_skipped.pop(optimizer)
             session.stepping_optimizer = optimizer
-        is_committed = False if is_skipped else self._step(engine, optimizer)
+        is_committed = False
+        if not is_skipped:
+            step = engine.optimizer_step if self._draws is None else self._step_without_draws
+            is_committed = step(optimizer)
         if is_committed is None:
             raise UsageError(
                 f"{type(session.engine).__name__}.optimizer_step must return whether it made "
@@ -112,14 +115,14 @@ class Updates:
         session.stepping_optimizer = None
         return is_committed
 
-    def _step(self, engine: Engine | FirstUpdate, optimizer: Optimizer) -> bool:
-        if self._draws is None:
-            return engine.optimizer_step(optimizer)
+    def _step_without_draws(self, optimizer: Optimizer) -> bool:
+        """Make the update of a sharded model, which must not draw random numbers."""
         own, name = self._session.engine, f"{type(optimizer).__name__}.step()"
         if redefines(own, Engine, "optimizer_step"):
             name = f"{type(own).__name__}.optimizer_step, with {name},"
+        assert self._draws is not None
         with self._draws.refused(optimizer, name):
-            return engine.optimizer_step(optimizer)
+            return (self._first or own).optimizer_step(optimizer)
 
     def _average_and_clip(self, group: Sequence[Optimizer]) -> bool:
         """Average and clip the gradients of one backward, between the events of their updates.
