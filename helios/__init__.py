@@ -14,8 +14,6 @@ else:
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
-    "Audit",
-    "AuditError",
     "CheckpointError",
     "CheckpointStore",
     "Context",

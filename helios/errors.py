@@ -6,7 +6,6 @@ works. A message says what was wrong, what was found and what to do::
     HeliosError
     ├── ArgumentError (ValueError)            an argument has an invalid value
     ├── ArgumentTypeError (TypeError)         an argument has the wrong type
-    ├── AuditError (RuntimeError)             a gradient that was computed twice differs
     ├── DuplicateError (KeyError)             a name is already in use
     ├── UsageError (RuntimeError)             an invalid call, or an invalid result of user code
     │   └── LossNotProvidedError              a step returned no loss, but one is needed
@@ -38,10 +37,6 @@ class ArgumentError(HeliosError, ValueError):
 
 class ArgumentTypeError(HeliosError, TypeError):
     """An argument has the wrong type."""
-
-
-class AuditError(HeliosError, RuntimeError):
-    """A gradient differs when it is computed a second time from the same inputs."""
 
 
 class DuplicateError(HeliosError, KeyError):

@@ -11,7 +11,6 @@ from helios.engines.engine import Engine as Engine
 from helios.engines.precision import Precision as Precision
 from helios.errors import ArgumentError as ArgumentError
 from helios.errors import ArgumentTypeError as ArgumentTypeError
-from helios.errors import AuditError as AuditError
 from helios.errors import CheckpointError as CheckpointError
 from helios.errors import DamagedCheckpointError as DamagedCheckpointError
 from helios.errors import DuplicateError as DuplicateError
@@ -32,7 +31,6 @@ from helios.plugins.plugin import Plugin as Plugin
 from helios.sharding.units import Unit as Unit
 from helios.startup.model_setup import load_weights as load_weights
 from helios.startup.signal_policy import Signals as Signals
-from helios.startup.trainer_options import Audit as Audit
 from helios.state import Phase as Phase
 from helios.state import TrainingState as TrainingState
 from helios.state import TrainingUnit as TrainingUnit

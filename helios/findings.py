@@ -18,14 +18,12 @@ class FindingKind(Enum):
     Attributes:
         OBSTACLE: binds the run to its number of processes.
         UNSHARED: where each replica changes the model on its own.
-        MISMATCH: a gradient that an audit has computed differently.
         MISSING: where a checkpoint lacks something, and why.
         CLAIM: a component that is taken at its word.
     """
 
     OBSTACLE = "obstacles"
     UNSHARED = "unshared"
-    MISMATCH = "mismatches"
     MISSING = "missing"
     CLAIM = "claims"
 

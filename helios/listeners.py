@@ -15,7 +15,6 @@ from helios.state import TrainingState
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim import Optimizer
 
 
 class IterationListener:
@@ -42,12 +41,6 @@ class IterationListener:
             of a training may have this method.
         """
         return ()
-
-    def turn_begun(self, iteration: int) -> None:
-        """Note that the next replica of this process is about to train."""
-
-    def gradients_averaged(self, optimizer: Optimizer) -> None:
-        """Note the averaged gradients of an optimizer, before they are clipped."""
 
     def losses_known(self, losses: Mapping[str, Any]) -> None:
         """Note the losses of an iteration, as means over replicas, before its last events."""
@@ -98,8 +91,6 @@ class Listening:
                 f"Only one listener may have batches_fetched, got {names}: what it returns travels "
                 "with the losses. Let one of them do both."
             )
-        self.turn_begun = find("turn_begun")
-        self.gradients_averaged = find("gradients_averaged")
         self.losses_known = find("losses_known")
         self.line_due = find("line_due")
         self.paused = find("paused")

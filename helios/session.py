@@ -40,7 +40,6 @@ from helios.listeners import Listening
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin, PluginStates
-from helios.protocols import GradientAudit
 from helios.replicas.turns import make_turns
 from helios.requests import make_agreement
 from helios.state import Phase
@@ -99,7 +98,6 @@ class Session(LiveRun):
         outside: returns why the run is to be interrupted, if the reason came from outside.
         leaves_batches: whether the model leaves batches on the device where they are.
         is_plain: whether steps run without a context of the engine.
-        audit: computes gradients a second time; ``None`` without audits.
         idle_watch: notices that nothing is learned; ``None`` once something is.
         nonfinite: the first loss of this start that was not finite; empty if all were.
         beside: replicas, and the numbers that their steps have returned beside the loss in this
@@ -130,7 +128,6 @@ class Session(LiveRun):
     context: Context = field(init=False)
     leaves_batches: bool = field(init=False)
     is_plain: bool = field(init=False)
-    audit: GradientAudit | None = None
     idle_watch: IdleWatch | None = None
     nonfinite: str = ""
     beside: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -352,12 +349,6 @@ class Session(LiveRun):
         for listener in self.listeners:
             listener.validated(validated)
         return has_improved
-
-    def add_mismatch(self, text: str, hosts: Sequence[str]) -> None:
-        """Record what an audit has found, and on which hosts."""
-        self.findings.add(FindingKind.MISMATCH, text=text)
-        for listener in self.listeners:
-            listener.mismatched(text, hosts)
 
     def save(self) -> None:
         """Write a checkpoint of this safe point, if the run saves and it is not written yet."""

@@ -35,7 +35,7 @@ from helios.startup.objects import (
 from helios.startup.replay_start import ReplayOptions
 from helios.startup.signal_policy import Signals, find_swallowed, raise_interrupted
 from helios.startup.trainer_call import Call, RuntimeState, only_call
-from helios.startup.trainer_options import Audit, Change, Options
+from helios.startup.trainer_options import Change, Options
 from helios.startup.unknown_arguments import with_known_arguments
 from helios.state import Phase, TrainingState, TrainingUnit
 
@@ -102,13 +102,10 @@ class Trainer:
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state,
             and for a ``RunMismatchError`` if the data is not what the run was trained on.
         ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
-            written; ``"full"`` adds a digest of each tensor, at some cost; ``"off"`` writes no
-            evidence at all.
+            written; ``"off"`` writes no evidence at all.
         reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
             changed in a way that may change the training; ``"warn"`` warns.
-        audit: compute gradients a second time in some steps, and compare them on bytes.
-        rewind_to: return, once, to the newest checkpoint at or before this iteration.
-        skip_batches: iterations before the rewind whose batches are not trained on again.
+        skip_batches: numbers of batches that are not trained on, counted from 1 over all epochs.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -179,10 +176,8 @@ class Trainer:
         resume: str | Path = "auto",
         allow_changes: Sequence[Change | str] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
-        ledger: Literal["steps", "full", "off"] = "steps",
+        ledger: Literal["steps", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
-        audit: Audit | None = None,
-        rewind_to: int | None = None,
         skip_batches: Sequence[int] = (),
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,

@@ -129,7 +129,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/ledger/test_runs.py",
         ),
         "helios.ledger.writer": ("tests/ledger/test_writer.py", "tests/ledger/test_runs.py"),
-        "helios.ledger.tensor_digests": (
+        "helios.ledger.weight_digests": (
             "tests/ledger/test_weight_digests.py",
             "tests/ledger/test_writer.py",
             "tests/ledger/test_runs.py",

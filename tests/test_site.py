@@ -19,7 +19,7 @@ from scripts.site import pages
 
 _PACKAGES = ("", ".core", ".data", ".ledger", ".loops", ".model", ".plugins")
 _OPTIONS: list[Callable[..., Any]] = [
-    *(helios.Trainer, helios.Model, helios.DataModule, helios.DataLoaderParams, helios.Audit),
+    *(helios.Trainer, helios.Model, helios.DataModule, helios.DataLoaderParams),
     *(helios.CheckpointStore, helios.KeepBest, helios.Signals, helios.Engine, helios.Precision),
     *(helios.find_last_checkpoint, helios.load_checkpoint, helios.load_weights),
     *(getattr(helios.ledger, name) for name in ("diff", "verify")),

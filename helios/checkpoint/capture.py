@@ -29,7 +29,7 @@ _LOGGER = logging.getLogger(__name__)
 _OWN_PLACES = ("inner",)
 """Parts of the model's state that each process saves if replicas change them on their own."""
 # What a start finds again, and each process by itself, are the others.
-_OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED, FindingKind.MISMATCH)
+_OWN_KINDS = (FindingKind.OBSTACLE, FindingKind.UNSHARED)
 
 
 def capture(run: LiveRun) -> Record:

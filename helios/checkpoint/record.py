@@ -50,7 +50,6 @@ class Record:
         run_path: the folder of the event files.
         events: lengths of the event files; ``None`` if they are never truncated.
         ledger: length and hash of the ledger up to here; ``None`` without one.
-        rewinds: the rewinds that the run has carried out, the oldest first.
         best_validations: the best validations so far, and the rule that decides; ``None`` without
             a rule.
         loss_means: sums of losses since their means were logged last; ``None`` if none are logged.
@@ -82,7 +81,6 @@ class Record:
     run_path: str | None = field(default=None, metadata=_STAMP)
     events: dict[str, Any] | None = field(default_factory=dict, metadata=_STAMP)
     ledger: dict[str, Any] | None = field(default=None, metadata=_STAMP)
-    rewinds: list[dict[str, Any]] = field(default_factory=list, metadata=_STAMP)
     best_validations: dict[str, Any] | None = None
     loss_means: dict[str, Any] | None = None
     migrated_from: str | None = field(default=None, metadata=_STAMP)
@@ -147,8 +145,6 @@ _STAMPED = {each.name for each in _FIELDS if each.metadata.get("is_stamp")}
 # If a key is missing, nothing was logged there, or nothing was migrated.
 _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} | {
     "ledger": None,
-    "mismatches": [],
-    "rewinds": [],
     "best_validations": None,
     "loss_means": None,
     "migrated_from": None,

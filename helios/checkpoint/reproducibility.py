@@ -34,7 +34,6 @@ class Level(Enum):
 
 _LIMITS = {
     FindingKind.OBSTACLE: Level.RESTART,
-    FindingKind.MISMATCH: Level.ORDER,
     FindingKind.MISSING: Level.INCOMPLETE,
 }
 

@@ -6,7 +6,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,6 @@ class RunListener:
 
     def validated(self, validated: Validated) -> None:
         """Note the scores of a validation."""
-
-    def mismatched(self, text: str, hosts: Sequence[str]) -> None:
-        """Note what an audit has found, and on which hosts."""
 
     def ended(self, reason: str, *, interruption: str | None) -> None:
         """Note why training has ended, or by what it was interrupted."""

@@ -40,8 +40,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "missing": (dict,),
     "claims": (list,),
     "ledger": (dict, type(None)),
-    "mismatches": (list,),
-    "rewinds": (list,),
     "best": (dict, type(None)),
     "averages": (list,),
     "step": (int, type(None)),
@@ -50,8 +48,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
 # Keys that are not written where there is nothing to say.
 _OPTIONAL: dict[str, Any] = {
     "ledger": None,
-    "mismatches": [],
-    "rewinds": [],
     "best": None,
     "averages": [],
     "step": None,
@@ -83,8 +79,6 @@ class Sidecar:
         missing: what training has changed and the checkpoint lacks: path and reason.
         claims: components that the level takes at their word.
         ledger: length and hash of the run's ledger up to here; ``None`` without one.
-        mismatches: what audits have found, which lowers the level.
-        rewinds: the rewinds that the run has carried out, the oldest first.
         best: the best validation of the run so far; ``None`` if there is none.
         averages: ids of the plugins whose averages of the weights have the scores.
         step: optimizer steps at the safe point; ``None`` if unknown.
@@ -109,8 +103,6 @@ class Sidecar:
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     claims: list[str] = dataclasses.field(default_factory=list)
     ledger: dict[str, Any] | None = None
-    mismatches: list[str] = dataclasses.field(default_factory=list)
-    rewinds: list[Any] = dataclasses.field(default_factory=list)
     best: dict[str, Any] | None = None
     averages: list[str] = dataclasses.field(default_factory=list)
     step: int | None = None
@@ -162,8 +154,6 @@ class Sidecar:
             missing=record.findings.missing,
             claims=record.findings.names(FindingKind.CLAIM),
             ledger=record.ledger,
-            mismatches=record.findings.names(FindingKind.MISMATCH),
-            rewinds=record.rewinds,
             best=None if best is None else best.as_plain(),
             averages=averages,
             step=record.counters[1],

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -352,17 +353,31 @@ class RunFolder:
         """
         return remove_leftovers(self._path)
 
-    def move_aside(self, clock_text: str, *, keep: Path | None = None) -> Path | None:
-        """Move all checkpoints, damaged files and evidence to ``before-<clock_text>/``.
-
-        Args:
-            clock_text: date and time, as part of a file name.
-            keep: a checkpoint that is not moved.
+    def move_aside(self) -> Path | None:
+        """Move all checkpoints, damaged files and evidence to ``before-<date>/``.
 
         Returns:
             The new folder, or ``None`` if there was nothing to move.
         """
-        return move_aside(self._path, clock_text, keep=keep)
+        moved = _with_sidecars(file_names.list_checkpoints(self._path)) + find_damaged(self._path)
+        if not moved:
+            return None
+        moved += [path for each in _EVIDENCE for path in sorted(self._path.glob(each))]
+        return _move_to_new_folder(self._path, moved)
+
+    def move_newer_aside(self, iteration: int) -> Path | None:
+        """Move checkpoints after an iteration, and copy the ledger, to ``before-<date>/``.
+
+        Returns:
+            The new folder, or ``None`` if there was nothing to move.
+        """
+        present = file_names.list_checkpoints(self._path)
+        # The newest first: after a kill, what is left is still one run.
+        newer = [path for path in reversed(present) if file_names.iteration_of(path) > iteration]
+        if not newer:
+            return None
+        copied = self._path.glob("ledger.jsonl")
+        return _move_to_new_folder(self._path, _with_sidecars(newer), copied)
 
 
 def _seal(sidecar: Sidecar, digest: str) -> Sidecar:
@@ -427,34 +442,25 @@ def _is_orphan(path: Path) -> bool:
 # What a run records of itself, also of earlier starts.
 _EVIDENCE = (
     *("ledger*.jsonl", "lineage.jsonl", "timing.jsonl"),
-    *("run.json", "run.before-*.json", "rewinds*.json", "stacks-rank-*.txt"),
+    *("run.json", "run.before-*.json", "stacks-rank-*.txt"),
 )
 
 
-def move_aside(folder: Path, clock_text: str, *, keep: Path | None) -> Path | None:
-    """Move all checkpoints, damaged files and evidence to ``before-<clock_text>/``.
+def _with_sidecars(checkpoints: Iterable[Path]) -> list[Path]:
+    # The sidecar first: on its own, the next start would take it for the rest of a killed save.
+    pairs = [(file_names.sidecar_path(path), path) for path in checkpoints]
+    return [path for pair in pairs for path in pair if path.exists()]
 
-    Args:
-        folder: the folder of the run.
-        clock_text: date and time, as part of a file name.
-        keep: a checkpoint that is not moved.
 
-    Returns:
-        The new folder, or ``None`` if there was nothing to move.
-    """
-    kept = None if keep is None else keep.resolve()
-    present = [path for path in file_names.list_checkpoints(folder) if path.resolve() != kept]
-    pairs = [(path, file_names.sidecar_path(path)) for path in present]
-    moved = [path for pair in pairs for path in pair if path.exists()]
-    moved += find_damaged(folder)
-    if not moved:
-        return None
-    moved += [path for pattern in _EVIDENCE for path in sorted(folder.glob(pattern))]
-    target, number = folder / f"before-{clock_text}", 1
+def _move_to_new_folder(folder: Path, moved: Iterable[Path], copied: Iterable[Path] = ()) -> Path:
+    first = f"before-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    target, number = folder / first, 1
     while target.exists():
         number += 1
-        target = folder / f"before-{clock_text}-{number}"
+        target = folder / f"{first}-{number}"
     files.make_folder(target)
+    for path in copied:
+        files.copy_durably(path, target / path.name)
     for path in moved:
         files.replace(path, target / path.name)
     files.fsync_folder(target)

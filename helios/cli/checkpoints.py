@@ -346,7 +346,6 @@ def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
         "level": sidecar.level,
         "lacks": list_missing(sidecar.missing),
         "rests on": "; ".join(map(str, sidecar.claims)),
-        "audit": "; ".join(map(str, sidecar.mismatches)),
         "finished": sidecar.finished or "",
         "replicas": str(sidecar.num_replicas),
         "resumed from": sidecar.resumed_from or "",
@@ -481,7 +480,7 @@ def _hash_buffers(folder: Path, name: str, buffers: Collection[str]) -> dict[str
         return {}
     # What reads text only starts without PyTorch.
     from helios.checkpoint.export import find_network_tensors
-    from helios.ledger.tensor_digests import hash_buffer
+    from helios.ledger.weight_digests import hash_buffer
 
     status, tree = look_into(folder / name)
     found = find_network_tensors(tree, buffers) if status.is_good else {}

@@ -99,8 +99,6 @@ def _show_difference(found: Difference) -> list[str]:
     lines = []
     if not found.has_same_definition:
         lines.append("The runs have different definitions: options, seed or data differ.")
-    if found.levels[0] != found.levels[1]:
-        lines.append("Only one of the ledgers is full: what both hold is compared.")
     end = with_step(found.num_equal, found.steps.get("num_equal"))
     if found.is_equal:
         lines.append(f"equal: iterations {found.begins_after + 1} to {end}")
@@ -147,9 +145,6 @@ def _show_first_difference(found: LineComparison) -> list[str]:
     lines = [f"{begin} from iteration {place} on, first in: {found.what[0]}"]
     if found.what[1:]:
         lines.append(f"then in: {', '.join(found.what[1:])}")
-    if found.tensors:
-        rest = len(found.tensors) - 1
-        lines.append(f"first tensor: {found.tensors[0]}" + (f", and {rest} more" if rest else ""))
     lines += [
         f"  {name}: {_show_value(one)} | {_show_value(other)}"
         for name, (one, other) in found.details.items()

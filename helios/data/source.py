@@ -403,6 +403,39 @@ class Source(ABC):
         """
         return None
 
+    @final
+    def skip_numbers(self, numbers: Sequence[int]) -> None:
+        """Skip batches by their numbers in the run: a function of these and of the epoch's length.
+
+        Args:
+            numbers: numbers of batches, from 1, over all epochs, with skipped ones.
+
+        Raises:
+            ArgumentError: if the source cannot skip, or if nothing would be left of an epoch.
+        """
+        if not numbers:
+            return
+        length = self.num_batches()
+        if length is None and not self.is_endless:
+            raise ArgumentError(
+                "Trainer(skip_batches=...) must be omitted with data of unknown length: the length "
+                "of an epoch says which batch has a number. Give the batch sampler a __len__."
+            )
+        places = [self.place_of(number) for number in numbers]
+        self.skip(places)
+        for epoch, _ in places:
+            if self.count_skipped(epoch) == length:
+                raise ArgumentError(
+                    "Trainer(skip_batches=...) must leave at least one batch of each epoch, but "
+                    f"names all {length} of epoch {epoch + 1}. Skip fewer."
+                )
+
+    @final
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Return epoch and number in it, from 0, of a batch that is counted over all epochs."""
+        length = self.num_batches()
+        return divmod(number - 1, length) if length else (0, number - 1)
+
     def skip(self, places: Sequence[tuple[int, int]]) -> None:
         """Skip batches in all passes: they are neither fetched nor returned.
 

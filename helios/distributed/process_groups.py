@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -378,21 +378,6 @@ def open_store() -> Any:
     if isinstance(store, dist.FileStore):  # type: ignore[attr-defined]
         return dist.FileStore(store.path, dist.get_world_size())  # type: ignore[attr-defined]
     return None
-
-
-def count_collectives() -> int:
-    """Return a number that grows with each exchange of this process, in any group.
-
-    Only differences mean anything. An exchange of a backend that does not count is not seen.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        return 0
-    total = 0
-    groups: Any = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - torch has no public list
-    for group in groups:
-        with suppress(RuntimeError):
-            total += group._get_sequence_number_for_group()  # noqa: SLF001 - nor a public counter
-    return total
 
 
 @contextmanager

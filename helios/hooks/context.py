@@ -160,7 +160,7 @@ class Context(Generic[RunModel]):
 
     @property
     def went_back(self) -> bool:
-        """Whether this start went back on purpose: by a rewind, or to ``Trainer(resume=<path>)``.
+        """Whether this start went back on purpose: to ``Trainer(resume=<path>)``.
 
         What follows may differ from what followed before.
         """

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO, TypeVar, final
 import helios.ledger.line as line
 from helios.errors import LedgerError
 from helios.ledger.line import (
-    STEPS,
     VERSION,
     end_of,
     is_scores,
@@ -43,19 +42,17 @@ class Book:
     Args:
         folder: the run's folder.
         run: hash of the run's definition.
-        level: what a line holds, ``"steps"`` or ``"full"``.
 
     Attributes:
         every: the number of steps between two hashes of the weights, as at the first start.
         loss: why the ledger of a checkpoint could not be continued; ``None`` if it was.
     """
 
-    def __init__(self, folder: Path, *, run: str, level: str = STEPS) -> None:
+    def __init__(self, folder: Path, *, run: str) -> None:
         self.every = EVERY
         self.loss: str | None = None
         self._path = folder / FILE_NAME
         self._run = run
-        self._level = {} if level == STEPS else {"level": level}
         self._is_open = False
         self._lock = threading.Lock()
         self._chain = ""
@@ -88,7 +85,7 @@ class Book:
                 return
         self._chain, self._size, self._waiting = "", 0, (0, [])
         head: dict[str, Any] = {"ledger": line.VERSION, "run": self._run, "every": self.every}
-        head |= {"after": after, **self._level}
+        head |= {"after": after}
         if mark is not None:
             head["lost"] = True
         self.append(json.dumps(head, separators=(",", ":"))[:-1])
@@ -145,7 +142,7 @@ class Book:
     def mark(self) -> dict[str, Any]:
         """Return the size and hash of the ledger so far, for a checkpoint."""
         self._try_write()
-        found = {"size": self._size, "hash": self._chain, "every": self.every, **self._level}
+        found = {"size": self._size, "hash": self._chain, "every": self.every}
         if self._tail != self._chain:
             found["tail"] = self._tail
         return found

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from helios.errors import LedgerError
 from helios.ledger.book import find_ledger, parse_header, read_lines
-from helios.ledger.line import STEPS, TAIL_BYTES, has_buffers, match_buffers, read_float, step_of
+from helios.ledger.line import TAIL_BYTES, has_buffers, match_buffers, read_float, step_of
 from helios.ledger.manifest_file import ManifestChange, compare_facts, read_manifest
 from helios.ledger.validation_scores import RunScores, ScoreComparison, compare_scores, read_scores
 from helios.text import with_step
@@ -23,23 +23,12 @@ from helios.text import with_step
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
 NUMERICS, WEIGHTS, COUNTERS = "losses", "weights and optimizers", "counters"
 END, SCORES, BUFFERS = "end of the run", "scores of the validation", "buffers"
-GENERATORS, INITIAL, GRADIENTS = "generators before the step", "initial weights", "gradients"
 _KEYS = (
-    (GENERATORS, ("generators",)),
-    (INITIAL, ("initial",)),
     (RATES, ("lr",)),
     (NUMERICS, ("loss", "norm", "skipped")),
-    (GRADIENTS, ("gradients",)),
-    (WEIGHTS, ("weights", "optimizer", "parameters")),
+    (WEIGHTS, ("weights", "optimizer")),
 )
 _END = b',"end":1'
-_TENSORS: Mapping[str, str] = {
-    "batch": "",
-    "generators": "generator ",
-    "initial": "initial value of ",
-    "gradients": "gradient of ",
-    "parameters": "parameter ",
-}
 NO_BUFFERS = "buffers were not compared"
 _FIRST = "another random_seed, or other code that makes the first weights"
 _NUMERIC = (
@@ -57,17 +46,11 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "other code or random numbers of the augmentation",
         "another version of a library that reads or transforms samples",
     ),
-    GENERATORS: (
-        "another random_seed",
-        "hooks or code before the step that draw other random numbers",
-    ),
-    INITIAL: (_FIRST, "other layers, or other sizes of layers"),
     RATES: ("other options of the optimizer or scheduler, or code that sets the rate",),
     NUMERICS: (
         "other code or options of the model, the loss or the optimizer",
         *_NUMERIC,
     ),
-    GRADIENTS: ("other code or options of the model or the loss", *_NUMERIC),
     WEIGHTS: (
         "code that changes weights without effect on the losses so far",
         "another number of threads, library version, processor or GPU",
@@ -97,8 +80,6 @@ class LineComparison:
         iteration: the first iteration that differs; ``None`` if there is none.
         what: the parts of it that differ, in the order in which an iteration computes them.
         details: the differing values of both runs, by name.
-        tensors: if both ledgers are full, the tensors that differ in that iteration, the first to
-            be computed first.
         causes: what may have caused the first part to differ.
         has_same_definition: whether both runs have the same definition: options, data and seed.
         weights_at: the last iteration at which the weights of both runs were found to be equal;
@@ -116,7 +97,6 @@ class LineComparison:
     iteration: int | None = None
     what: list[str] = field(default_factory=list)
     details: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    tensors: list[str] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     has_same_definition: bool = True
     weights_at: int | None = None
@@ -129,15 +109,14 @@ class LineComparison:
     @property
     def may_begin_earlier(self) -> bool:
         """Whether what differs first is not compared in each iteration, so it may differ before."""
-        is_rare = self.what[:1] in ([SCORES], [WEIGHTS], [BUFFERS])
-        return is_rare and not self.tensors
+        return self.what[:1] in ([SCORES], [WEIGHTS], [BUFFERS])
 
     def add_line(self, body: bytes, *, is_end: bool) -> None:
         """Count a line that is equal in both runs, given without its hash."""
         self.num_equal += not is_end
         self._set_step("num_equal", step_of(body))
         # A loss may have the name of a digest.
-        if b',"parameters":{' in body or (b',"weights":"' in body and "weights" in _load(body)):
+        if b',"weights":"' in body and "weights" in _load(body):
             self.weights_at = self.num_equal
             self._set_step("weights_at", step_of(body))
         if is_end and has_buffers(body):
@@ -167,7 +146,7 @@ class LineComparison:
             self.iteration, self.num_equal = number, number - 1
             self._set_step("num_equal", None)
             self._set_step("iteration", scores.step)
-            self.what, self.tensors, self.causes = [], [], []
+            self.what, self.causes = [], []
         if self.iteration == number and SCORES not in self.what:
             self.what.append(SCORES)
             self.details["scores"] = scores.details
@@ -203,8 +182,6 @@ class Difference(LineComparison):
         first, second: the two ledgers.
         lengths: the last iteration of each ledger.
         have_ended: whether each ledger has the line of the end of its run.
-        levels: what each ledger holds, ``"steps"`` or ``"full"``; if they differ, what is only in
-            the full one is not compared.
         manifest: what differs between the newest starts of both runs, the strongest effect first;
             empty if one of them has no manifest.
     """
@@ -214,7 +191,6 @@ class Difference(LineComparison):
     lengths: tuple[int, int] = (0, 0)
     have_ended: tuple[bool, bool] = (False, False)
     manifest: list[ManifestChange] = field(default_factory=list)
-    levels: tuple[str, str] = (STEPS, STEPS)
 
     @property
     def is_equal(self) -> bool:
@@ -247,9 +223,6 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         for lines, path in ((left, found.first), (right, found.second))
     ]
     found.has_same_definition = heads[0]["run"] == heads[1]["run"]
-    found.levels = (heads[0].get("level", STEPS), heads[1].get("level", STEPS))
-    if found.levels[0] != found.levels[1]:
-        left, right = map(_without_tensors, left), map(_without_tensors, right)
     begins = [head["after"] for head in heads]
     start = max(begins)
     found.begins_after = found.num_equal = start
@@ -323,7 +296,7 @@ def describe_difference(
             f"{one[1]} and {other[1]} differ in iteration {found.iteration} in nothing that a "
             "ledger holds. `helios verify` names lines that were changed."
         )
-    found.causes = causes_of(found, shows_first="initial" in left)
+    found.causes = causes_of(found)
 
 
 def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
@@ -333,14 +306,10 @@ def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str,
         found.what.append(ORDER)
     if data[0][1:] != data[1][1:]:
         found.what.append(CONTENT)
-    found.tensors = _name_tensors("batch", left, right)
     for what, keys in _KEYS:
         changed = [key for key in keys if left.get(key) != right.get(key)]
         for key in changed:
-            if key in _TENSORS:
-                found.tensors += _name_tensors(key, left, right)
-            else:
-                found.details[key] = (_read(key, left), _read(key, right))
+            found.details[key] = (_read(key, left), _read(key, right))
         if changed:
             found.what.append(what)
     if "buffers" in left:
@@ -350,15 +319,10 @@ def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str,
         found.details["at"] = (left["at"], right["at"])
 
 
-def causes_of(found: LineComparison, *, shows_first: bool = False) -> list[str]:
-    """Return what may have caused the part that differs first.
-
-    Args:
-        found: the parts that differ.
-        shows_first: whether the ledger shows that the first weights are equal.
-    """
+def causes_of(found: LineComparison) -> list[str]:
+    """Return what may have caused the part that differs first."""
     first = found.what[0]
-    may_be_first = first == NUMERICS and found.num_equal == 0 and not shows_first
+    may_be_first = first == NUMERICS and found.num_equal == 0
     return [*([_FIRST] if may_be_first else []), *_CAUSES[first]]
 
 
@@ -375,28 +339,6 @@ def _compare_buffers(
         found.what.append(BUFFERS)
         left, right = ({name: side.get(name) for name in names} for side in (one, other))
         found.details["buffers"] = (left, right)
-
-
-def _without_tensors(data: bytes) -> bytes:
-    """Return a line without what only a full ledger holds."""
-    body, mark, _ = data.partition(b',"batch":[')
-    return body + data[-TAIL_BYTES:] if mark else data
-
-
-def _name_tensors(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the tensors that differ in an entry of two lines, in the order of the lines."""
-    found = []
-    parts = [line.get(key, {}) for line in (one, other)]
-    by_replica = [part if isinstance(part, list) else [part] for part in parts]
-    for replica, tables in enumerate(zip_longest(*by_replica, fillvalue=dict[str, Any]())):
-        left, right = tables
-        place = f" of replica {replica}" if len(by_replica[0]) > 1 else ""
-        for name in {**left, **right}:
-            if left.get(name) != right.get(name):
-                text = f"{_TENSORS[key]}{name}{place}"
-                forms = [table[name][1] for table in tables if key == "batch" and name in table]
-                found.append(f"{text}, {' | '.join(dict.fromkeys(forms))}" if forms else text)
-    return found
 
 
 def _read(key: str, line: Mapping[str, Any]) -> Any:

@@ -20,11 +20,8 @@ key            content
 ``h``          the hash
 =============  ============================================================================
 
-With ``ledger="full"`` the digests of :mod:`helios.ledger.tensor_digests` come before the hash.
-
 The first line is the header: the version of the format, the run's definition, n, and the last
-iteration before the ledger begins, which is not zero if the ledger was lost or switched on later,
-and ``level`` if it is full.
+iteration before the ledger begins, which is not zero if the ledger was lost or switched on later.
 The last line of a run that has ended has the key ``end``, and ``buffers``: the
 hash of each persistent buffer by name, ``null`` where its content cannot be read.
 
@@ -55,7 +52,6 @@ from helios.errors import LedgerError
 
 VERSION = 2
 """The version of the format."""
-STEPS, FULL = "steps", "full"
 _DIGITS = 16
 _HASH = b',"h":"'
 _SCORES = b'{"scores":'

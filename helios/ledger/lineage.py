@@ -102,7 +102,6 @@ FILE_NAME = "lineage.jsonl"
 START, RESUME, BRANCH = "start", "resume", "branch"
 CHANGE, FALLBACK, MIGRATION, LOST_LEDGER = "change", "fallback", "migration", "lost ledger"
 SAVE, FAILED_SAVE = "save", "failed save"
-REWIND, MISMATCH = "rewind", "mismatch"
 INTERRUPTION, ERROR, END = "interruption", "error", "end"
 STARTS = (START, RESUME, BRANCH)
 """The events with which a process begins to train."""

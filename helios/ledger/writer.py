@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from helios.ledger.line import write_float, write_floats, write_hash
-from helios.ledger.tensor_digests import TensorDigests, WeightDigests
 from helios.ledger.timing import Timing
+from helios.ledger.weight_digests import WeightDigests
 from helios.listeners import IterationListener
 from helios.state import TrainingState
 from helios.storage.content_hash import Content, hash_bytes, hash_content, look_safely, pack_indices
@@ -58,6 +58,7 @@ class LineReceiver(Protocol):
         ...
 
 
+@final
 class LedgerWriter(IterationListener):
     """Writes the lines of the ledger; on ranks other than 0 it only makes fingerprints.
 
@@ -312,72 +313,6 @@ class LedgerWriter(IterationListener):
         with self._guard("weights"):
             return self._weights.describe()
         return ""
-
-
-@final
-class FullLedgerWriter(LedgerWriter):
-    """Writes lines that hold the digests of all tensors, too.
-
-    Args:
-        tensors: takes the digests.
-        book: as for the base, and so are the others.
-    """
-
-    def __init__(
-        self, tensors: TensorDigests, book: LineReceiver | None, block: range, **rest: Any
-    ) -> None:
-        super().__init__(book, block, **rest)
-        self._tensors = tensors
-
-    def batches_fetched(
-        self,
-        batches: Sequence[Any],
-        indices: Sequence[Any] | None,
-        contents: Sequence[Content] | None,
-    ) -> SeenBatches:
-        """Take the digests of the batches, too."""
-        seen = super().batches_fetched(batches, indices, contents)
-        with self._guard("batches"):
-            self._tensors.see(batches)
-        return seen
-
-    def open(self) -> None:
-        """Begin to watch the steps of optimizers, also of those that the model makes itself."""
-        super().open()
-        self._tensors.open(self._before_step)
-
-    def close(self) -> None:
-        """Stop watching; may be called twice."""
-        super().close()
-        self._tensors.close()
-
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        with self._guard("gradients"):
-            self._tensors.before_step(optimizer)
-
-    def turn_begun(self, iteration: int) -> None:
-        """Note the generators before the step of a replica."""
-        with self._guard("generators"):
-            self._tensors.begin_turn(iteration)
-
-    def gradients_averaged(self, optimizer: Optimizer) -> None:
-        """Note the gradients."""
-        with self._guard("gradients"):
-            self._tensors.take_gradients(optimizer)
-
-    def line_due(
-        self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
-    ) -> None:
-        """Note the line of an iteration; a collective call."""
-        self._tensors.exchange()
-        super().line_due(state, totals, norm=norm)
-
-    def _describe_update(self, state: TrainingState) -> str:
-        rest = super()._describe_update(state)
-        if self._tensors.reads_weights:
-            with self._guard("weights"):
-                rest += self._tensors.describe(state)
-        return rest
 
 
 def _mark_time() -> Any:

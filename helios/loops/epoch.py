@@ -170,8 +170,6 @@ class EpochLoop(Loop):
                 turns.begin(replica, opens_window=opens_window)
                 if not turns.is_first:
                     session.batch = session.raw_batch = batch
-                for hear in listening.turn_begun:
-                    hear(state.global_iteration)
                 turns.has_collected = False
                 train(batch)
                 if not turns.has_collected and not session.is_manual:

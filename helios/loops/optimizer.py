@@ -17,6 +17,7 @@ from helios.errors import UsageError
 from helios.hooks.bus import check_call
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.override_checks import EarlierGradients, OwnRound, StepsMade
+from helios.loops.repeated_steps import PaddingTurns
 from helios.loops.step import (
     end_forward,
     find_loss,
@@ -28,7 +29,6 @@ from helios.loops.step import (
 )
 from helios.loops.updates import Updates
 from helios.model.model import Model
-from helios.protocols import GradientAudit
 
 _LOGGER = logging.getLogger(__name__)
 _SECOND_BACKWARD = (
@@ -64,8 +64,8 @@ class OptimizerLoop(Loop):
     """
 
     _internals: ClassVar[str] = (
-        "_attribute _audit _has_begun _is_counted _is_done _is_weighted _optimizer _own_backward "
-        "_round _shown _unused _updated_in _updates"
+        "_attribute _has_begun _is_counted _is_done _is_weighted _optimizer _own_backward "
+        "_padding _round _shown _unused _updated_in _updates"
     )
 
     def __init__(self) -> None:
@@ -73,7 +73,8 @@ class OptimizerLoop(Loop):
         self._is_done = False
         self._optimizer: Optimizer | None = None
         self._attribute: tuple[str, Any] = ("", None)
-        self._audit: GradientAudit | None = None
+        # In a process that has a turn without a replica.
+        self._padding: PaddingTurns | None = None
         self._has_begun = False
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
@@ -161,11 +162,11 @@ class OptimizerLoop(Loop):
             self._keep_shown()
             is_own = redefines(session.model, Model, "backward")
             self._own_backward = session.model.backward if is_own else None
+            self._padding = PaddingTurns(session) if session.gradients.has_idle_turn else None
         watch = turns.begin_step()
         if turns.begins_window and session.is_manual is False and self._round is None:
             session.gradients.drop_old(self._find_optimizer())
-        audit = self._audit = None if session.audit is None else session.audit.if_due()
-        take = take_step if audit is None else audit.take_step
+        take = take_step if self._padding is None else self._padding.take_step
         made = (
             None if self._has_begun else StepsMade(*session.model.discovery.optimizers().values())
         )
@@ -209,7 +210,7 @@ class OptimizerLoop(Loop):
         Raises:
             UsageError: before :meth:`forward`, or after :meth:`update`.
         """
-        session, audit, inputs = self._session, self._audit, None
+        session, inputs = self._session, None
         engine, hooks = session.engine, session.hooks
         if self._round is not None:
             is_sharded = session.replicas.is_sharded
@@ -226,15 +227,15 @@ class OptimizerLoop(Loop):
         if "on_backward_start" in hooks.active:
             hooks.emit("on_backward_start", loss)
             record_changes(session, "on_backward_start")
-        if audit is None and self._own_backward is None and not retain_graph:
+        if self._own_backward is None and not retain_graph:
             engine.backward_loss(loss, inputs)
         else:
             self._compute_otherwise(losses, inputs)
         if "on_backward_end" in hooks.active:
             hooks.emit("on_backward_end")
             record_changes(session, "on_backward_end")
-        if audit is not None:
-            audit.end_backward()
+        if self._padding is not None:
+            self._padding.end_backward()
         if self._round is not None:
             self._round.end_backward()
 
@@ -291,23 +292,17 @@ class OptimizerLoop(Loop):
 
     def _may_send_early(self) -> bool:
         """Whether gradients may leave during backward: each is then computed once, and kept."""
-        is_own = self._own_backward is not None or self._audit is not None
-        return not is_own and self._session.agreement.frees_gradients
+        return self._own_backward is None and self._session.agreement.frees_gradients
 
     def _compute_otherwise(self, losses: Any, inputs: Sequence[Tensor] | None) -> None:
-        """Compute gradients by the model's own backward, in an audit, or keeping the graph.
+        """Compute gradients by the model's own backward, or keeping the graph.
 
         Raises:
             UsageError: if the model has left no gradients.
         """
         session = self._session
         if self._own_backward is None:
-            loss = find_loss(losses)
-            if self._audit is not None:
-                # Nothing is sent early here: gradients are compared before they are summed.
-                self._audit.backward(loss, inputs)
-            else:
-                session.engine.backward_loss(loss, inputs, retain_graph=True)
+            session.engine.backward_loss(find_loss(losses), inputs, retain_graph=True)
             return
         optimizers = session.model.discovery.optimizers().values()
         earlier = EarlierGradients(optimizers)
@@ -370,9 +365,6 @@ class OptimizerLoop(Loop):
             for optimizer in optimizers.values():
                 session.gradients.drop_old(optimizer)
         self._is_counted = False
-        # Where a process has a turn without a replica, it stands in the place of an audit.
-        if session.audit is not None and not session.gradients.has_idle_turn:
-            self._refuse_audit(f"{name}.advance")
         self._round = OwnRound(name, optimizers)
 
     def _end_round(self) -> None:
@@ -485,16 +477,6 @@ class OptimizerLoop(Loop):
                 f'{place} must not be overridden with sharding="full", whose gradients are summed '
                 'during backward. Return one loss, or use sharding="none".'
             )
-        if session.audit is not None:
-            self._refuse_audit(place)
-
-    def _refuse_audit(self, place: str) -> None:
-        self._session.audit = self._audit = None
-        _LOGGER.warning(
-            "Trainer(audit=...) has no effect: %s computes gradients in a way of its own, which is "
-            "not repeated.",
-            place,
-        )
 
     def _make_lost_error(self) -> UsageError:
         return UsageError(
@@ -515,9 +497,6 @@ class OptimizerLoop(Loop):
         ignored = session.engine._automatic_options
         if session.schedulers is not None and session.schedulers.has_intervals_but_step:
             ignored = [*ignored, "Model.scheduler_interval"]
-        if session.audit is not None:
-            session.audit = None
-            ignored = [*ignored, "Trainer(audit=...)"]
         if ignored:
             _LOGGER.warning(
                 "%s has no effect: train_step returns None, so the model clips and steps itself. "
@@ -554,7 +533,7 @@ class OptimizerLoop(Loop):
         self._has_begun = False
         self._shown = {}
         self._updated_in = 0
-        self._audit = self._round = self._own_backward = None
+        self._padding = self._round = self._own_backward = None
         vars(self).pop("_updates", None)
         self._unused = set()
         super().teardown()

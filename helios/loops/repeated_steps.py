@@ -1,20 +1,17 @@
-"""Computes a step a second time: what it starts from, and what is put back after it.
+"""Repeats a step without a trace, in turns in which a process has no replica.
 
-A step is repeated for an audit, and for turns in which a process has no replica, because sharding
-needs everybody: the others do not look at its gradients then, and it leaves no trace.
+Sharding needs all processes in each turn; the others do not look at the gradients of such a one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from helios.core import rng
 from helios.core.generators import (
@@ -23,17 +20,16 @@ from helios.core.generators import (
     load_generator,
     state_of_generator,
 )
-from helios.distributed import pickling
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.model.model import Model
 from helios.session import Session
 from helios.state import TrainingState
 from helios.state_graph.consistency import TurnWatch
-from helios.state_graph.rollback import BufferPlaces, Copies, Rollback
+from helios.state_graph.rollback import Rollback
 from helios.terminal import root_logger as log
 
 
-def read_generators(model: Model, device: torch.device) -> dict[str, Any]:
+def _read_generators(model: Model, device: torch.device) -> dict[str, Any]:
     """Return the states of all generators, of this process's device only."""
     state = rng.get_rng_state_dict() | {"legacy": np.random.get_state()}
     state["global"] = [state_of_generator(each) for each in _find_global(model)]
@@ -42,8 +38,8 @@ def read_generators(model: Model, device: torch.device) -> dict[str, Any]:
     return state
 
 
-def set_generators(model: Model, state: Mapping[str, Any]) -> None:
-    """Set all generators, as :func:`read_generators` has found them, here or in another process."""
+def _set_generators(model: Model, state: Mapping[str, Any]) -> None:
+    """Set all generators, as :func:`_read_generators` has found them."""
     state = dict(state)
     np.random.set_state(state.pop("legacy"))
     for generator, each in zip(_find_global(model), state.pop("global"), strict=False):
@@ -66,126 +62,31 @@ def _find_global(model: Model) -> list[Generator]:
     return list({id(each): each for each in found}.values())
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """What a step of a replica starts from, apart from the weights.
+@contextmanager
+def without_trace(session: Session) -> Iterator[None]:
+    """Run a step in a block that leaves no trace.
 
-    Attributes:
-        replica: its number.
-        batch: the batch, as ``train_step`` receives it.
-        losses: the model's table of losses.
-        buffers: the buffers of the networks, in order.
-        generators: the states of the generators.
+    Generators, buffers, losses and requests are as before afterwards, and no scalars are logged
+    meanwhile.
     """
-
-    replica: int
-    batch: Any
-    losses: dict[str, Any]
-    buffers: list[Tensor | None]
-    generators: dict[str, Any]
-
-    @classmethod
-    def copy(cls, session: Session, batch: Any) -> bytes:
-        """Return the inputs of the step that begins now, as bytes.
-
-        Raises:
-            Exception: the error of ``pickle`` if the batch cannot be pickled.
-        """
-        losses = {
-            name: value.detach() if isinstance(value, Tensor) else value
-            for name, value in session.model.loss_items.items()
-        }
-        buffers = BufferPlaces(session.model.discovery.modules().values()).present()
-        return pickling.dumps(
-            (
-                session.turns.replica,
-                batch,
-                losses,
-                [value if value is None else value.detach() for value in buffers],
-                read_generators(session.model, session.engine.device),
-            )
-        )
-
-    @classmethod
-    def read(cls, content: bytes, device: torch.device) -> StepInputs:
-        """Return what :meth:`copy` has copied, with its tensors on this process's device."""
-        return cls(*pickling.loads(content, device))
-
-    def put(self, session: Session) -> None:
-        """Put everything in place, within :meth:`StepTrace.erased`."""
-        session.turns.replica = self.replica
-        session.batch = self.batch
-        session.model.loss_items.clear()
-        session.model.loss_items.update(self.losses)
-        BufferPlaces(session.model.discovery.modules().values()).put(
-            Copies(self.buffers, self.buffers)
-        )
-        set_generators(session.model, self.generators)
-
-
-@final
-class StepTrace:
-    """What a repeated step changes that a step may change, and puts it back.
-
-    Args:
-        session: the run.
-        parameters: the parameters whose gradients the step computes.
-    """
-
-    def __init__(self, session: Session, parameters: Iterable[Tensor]) -> None:
-        self._session = session
-        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.hold_gradients(parameters)
-
-    def hold_gradients(self, leaves: Iterable[Tensor]) -> None:
-        """Put back the gradients of these tensors, too."""
-        for leaf in leaves:
-            self._gradients.setdefault(id(leaf), (leaf, leaf.grad))
-
-    @contextmanager
-    def erased(self) -> Iterator[None]:
-        """Run a block that leaves no trace.
-
-        Generators, buffers, losses, gradients and requests are as before afterwards, and no scalars
-        are logged meanwhile.
-        """
-        session = self._session
-        replica, batch = session.turns.replica, session.batch
-        generators = read_generators(session.model, session.engine.device)
-        networks = session.model.discovery.modules().values()
-        parts = [part for network in networks for part in network.modules()]
-        held = [*session.model.tables.values(), *(vars(part)["_buffers"] for part in parts)]
-        held += (buffer for part in parts for buffer in part.buffers(recurse=False))
-        before = Rollback(held, on_host=False)
-        requests = session.agreement.remember()
-        session.is_repeating = True
-        try:
-            with log.muted_tensorboard():
-                yield
-        finally:
-            session.is_repeating = False
-            session.agreement.take_back(requests)
-            before.put_back()
-            for leaf, gradient in self._gradients.values():
-                leaf.grad = gradient
-            session.turns.replica, session.batch = replica, batch
-            set_generators(session.model, generators)
-
-
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the tensors that a backward from a loss gives gradients to, as far as it is known."""
-    found: list[Tensor] = []
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        waiting += [following for following, _ in node.next_functions]
-    return found
+    replica, batch = session.turns.replica, session.batch
+    generators = _read_generators(session.model, session.engine.device)
+    networks = session.model.discovery.modules().values()
+    parts = [part for network in networks for part in network.modules()]
+    held = [*session.model.tables.values(), *(vars(part)["_buffers"] for part in parts)]
+    held += (buffer for part in parts for buffer in part.buffers(recurse=False))
+    before = Rollback(held, on_host=False)
+    requests = session.agreement.remember()
+    session.is_repeating = True
+    try:
+        with log.muted_tensorboard():
+            yield
+    finally:
+        session.is_repeating = False
+        session.agreement.take_back(requests)
+        before.put_back()
+        session.turns.replica, session.batch = replica, batch
+        _set_generators(session.model, generators)
 
 
 @final
@@ -204,18 +105,10 @@ class PaddingTurns:
         self._batch: Any = None
         self._keeps_attributes = True
 
-    def if_due(self) -> PaddingTurns:
-        """Return this object: every iteration has such a turn."""
-        return self
-
     def take_step(self, session: Session, step: str, batch: Any, state: TrainingState) -> Any:
         """Run a step, as :func:`helios.loops.step.take_step` does, and keep its batch."""
         self._batch = begin_forward(session, batch)
         return take_step(session, step, self._batch, state, has_begun=True)
-
-    def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None) -> None:
-        """Do backward of a replica."""
-        self._session.engine.backward_loss(loss, inputs)
 
     def end_backward(self) -> None:
         """After the last replica of this process, repeat its step for the others."""
@@ -247,7 +140,7 @@ class PaddingTurns:
 
     def _repeat(self, batch: Any) -> None:
         session = self._session
-        with StepTrace(session, ()).erased():
+        with without_trace(session):
             loss = loss_of(take_step(session, "train_step", batch, session.state, has_begun=True))
             assert loss is not None, "a step is automatic or manual, never both"
             session.engine.backward_loss(loss)

@@ -143,8 +143,6 @@ class Updates:
             engine.average_gradients(optimizer)
             if session.turns.has_message:
                 session.turns.receive()
-            for hear in self._listening.gradients_averaged:
-                hear(optimizer)
         for optimizer in group:
             session.stepping_optimizer = optimizer
             if "on_optimizer_step_start" in session.hooks.active:

@@ -93,7 +93,8 @@ def continue_best(
 ) -> BestSoFar:
     """Return the best validations before a start, by the rule of this start.
 
-    The checkpoint has them, so that those which a rewind undid are forgotten. Under another rule
+    The checkpoint has them, so that those after it are forgotten when a run goes
+    back. Under another rule
     they are found again in the scores that the run has written.
 
     Args:

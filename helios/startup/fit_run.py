@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from helios.audit.step_audit import StepAudit
 from helios.best import BestSoFar
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import apply, choose_trained
@@ -29,16 +28,9 @@ from helios.findings import Findings
 from helios.hooks.live_run import find_none
 from helios.ledger.scrubbing import scrub_table
 from helios.listeners import Listening
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
-from helios.loops.evaluation import EvaluationLoop
-from helios.loops.fit import FitLoop
-from helios.loops.loop import Loop, LoopStates
-from helios.loops.optimizer import OptimizerLoop
-from helios.loops.repeated_steps import PaddingTurns
+from helios.loops.loop import LoopStates
 from helios.model.new_settings import NewSettings, steps_of_epochs
 from helios.model.schedulers import Schedulers
-from helios.protocols import GradientAudit
 from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
 from helios.startup import run_identity, run_log
@@ -61,12 +53,12 @@ from helios.startup.reproducibility_level import (
     determine_trust,
     find_reproducibility,
 )
-from helios.startup.resume_point import Start, find_start, lock_folder, require_writable
-from helios.startup.rewinding import (
-    apply_rewinds,
-    check_order,
-    rewind_folder,
-    settle,
+from helios.startup.resume_point import (
+    Start,
+    find_start,
+    lock_folder,
+    require_writable,
+    set_newer_aside,
 )
 from helios.startup.run_evidence import Evidence, make_evidence
 from helios.startup.run_identity import find_cursor
@@ -75,7 +67,6 @@ from helios.startup.run_manifest import describe_topic, manifest_facts, report_c
 from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
 from helios.startup.state_owners import find_stranded_generators
-from helios.startup.trainer_options import Audit
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import with_step
@@ -251,15 +242,11 @@ class Training:
         run.set_up(is_inference=False, is_resumed=record is not None)
         session = self._build()
         run.take_session(session)
-        # A step that yields has its loop now.
-        session.audit = make_audit(run.options.audit, session, run.loop)
         log_order(run.plugins, run.hooks)
         if record is not None:
             self._load(session, record)
             on_first(run.replicas, lambda: self._compare_start(record))
-        folder, plans = self._start.folder, self._start.plans
-        if folder is not None and plans:
-            on_first(run.replicas, lambda: rewind_folder(folder, plans))
+        on_first(run.replicas, lambda: set_newer_aside(self._start))
         run_log.cut_logs()
         if record is None or self._start.is_branch:
             params = stored_params(self._params.options)
@@ -316,6 +303,7 @@ class Training:
             self._name, loaded, reason, is_passed=is_passed, changes=changes
         )
         self._params.report()
+        on_first(run.replicas, lambda: set_newer_aside(self._start))
 
     def compare_params(self, *, is_finished: bool) -> None:
         """Compare what rank 0 declares with the checkpoint, before anything is built."""
@@ -423,7 +411,7 @@ class Training:
         folder = self._start.folder
         session.is_replay = self._make_evidence is not None
         session.run_folder = None if folder is None else folder.path
-        session.went_back = self._start.is_branch or bool(self._start.plans)
+        session.went_back = self._start.is_branch or self._start.goes_back
         return session
 
     def _check_record(self, record: Record) -> None:
@@ -533,9 +521,7 @@ class Training:
         check_training_source(
             source, can_save=self._can_save, is_by_epoch=run.options.schedule.is_by_epoch
         )
-        start = self._start
-        start.rewinds, start.plans = settle(start.rewinds, start.plans, source)
-        apply_rewinds(start.rewinds, source)
+        source.skip_numbers(run.options.skip_batches)
         return source
 
     def _load(self, session: Session, record: Record) -> None:
@@ -555,13 +541,13 @@ class Training:
             cursor=cursor,
         )
         self._start.is_shortened = run_identity.is_shortened(run.options, record.options)
-        check_order(self._start.rewinds, changes, cursor)
+        skipped = (record.options.get("skip_batches", ()), run.options.skip_batches)
+        run_identity.check_skipped(*skipped, source, cursor)
         self._start.changes += changes
         self._start.changes += self._params.report()
         # What held at the end of a stage that the run has passed is not known.
         if not (self._start.is_shortened and has_ended(run.options, record)):
             self._start.changes += self._given.report()
-        self._start.changes += [str(each.rewind) for each in self._start.plans]
         renamed = run_identity.note_fingerprint(source.description, record.options)
         self._start.changes += renamed
         if record.options.get("length") == identity["length"]:
@@ -659,35 +645,3 @@ class Training:
         if newest is not None:
             return f"Run the same command again to resume from {newest.name}."
         return "No checkpoint was saved."
-
-
-def make_audit(options: Audit | None, session: Session, loop: Loop) -> GradientAudit | None:
-    """Return the audit of a run, or what computes along for others; ``None`` if there is neither.
-
-    Args:
-        options: which steps are audited; ``None`` for none.
-        session: the run.
-        loop: the root of all loops.
-    """
-    if session.gradients.has_idle_turn:
-        return PaddingTurns(session)
-    if options is None:
-        return None
-    own = sorted({type(part).__name__ for part in _other_loops(loop)})
-    if own:
-        _LOGGER.warning(
-            "Trainer(audit=...) has no effect: %s takes the place of Helios' own BatchLoop or "
-            "OptimizerLoop, so Helios does not know how to compute a gradient a second time.",
-            ", ".join(own),
-        )
-        return None
-    return StepAudit(session, every=options.every, is_strict=options.on_mismatch == "raise")
-
-
-def _other_loops(loop: Loop) -> Iterator[Loop]:
-    """Yield the loops that may compute gradients in another way."""
-    is_outer = isinstance(loop, FitLoop | EpochLoop | EvaluationLoop)
-    if not is_outer and type(loop) not in (BatchLoop, OptimizerLoop):
-        yield loop
-    for child in loop._children().values():
-        yield from _other_loops(child)

@@ -21,7 +21,6 @@ from helios.startup.fit_run import Training
 from helios.startup.replay_start import Stretch, require_restart
 from helios.startup.reproducibility_level import Reproducibility
 from helios.startup.resume_point import Start
-from helios.startup.rewinding import join_rewinds
 from helios.startup.run_evidence import (
     Evidence,
     LedgerFile,
@@ -57,10 +56,7 @@ def _load_start(run: Run, stretch: Stretch, types: list[Any]) -> Start:
     path, loaded = stretch.checkpoint, None
     if path is not None:
         loaded, _ = GivenCheckpoint(path, types, run.replicas).run()
-    # A branch that has saved nothing yet has the rewinds of its origin.
-    stored = [] if loaded is None else loaded.record.rewinds
-    rewinds = join_rewinds(stored, stretch.rewinds)
-    return Start(loaded=loaded, is_branch=True, rewinds=rewinds)
+    return Start(loaded=loaded, is_branch=True)
 
 
 def _load_witness(stretch: Stretch, types: list[Any]) -> Record | None:
@@ -100,7 +96,7 @@ class _Comparison:
             )
         every = None if self._follower is None else self._follower.every
         every, *_ = replicas.gather_objects(every)
-        writer = make_writer(self._follower, model, replicas, stretch.kind, every=every)
+        writer = make_writer(self._follower, model, replicas, every=every)
         self._writer = writer
         listeners: list[RunListener] = [LedgerFile(run, writer)]
         if self._follower is not None:

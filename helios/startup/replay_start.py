@@ -13,9 +13,8 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.reproducibility import Level
 from helios.errors import ArgumentError, CheckpointError, LedgerError, UsageError
 from helios.ledger.book import FILE_NAME, parse_header, read_lines
-from helios.ledger.line import STEPS, step_of
+from helios.ledger.line import step_of
 from helios.startup.checkpoint_search import open_folder
-from helios.startup.rewinding import Rewind, find_rewinds
 from helios.startup.trainer_options import Options
 from helios.text import with_step
 
@@ -64,8 +63,6 @@ class Stretch:
         meets_end: whether the replay must end by itself where the run has ended.
         witness: a checkpoint that knows how the run began; ``None`` without one.
         level: the lowest level that a checkpoint of this part states; ``None`` if unknown.
-        kind: what the lines of the ledger hold, ``"steps"`` or ``"full"``.
-        rewinds: the rewinds of the run, with the batches that it has skipped.
     """
 
     ledger: Path
@@ -75,15 +72,12 @@ class Stretch:
     meets_end: bool
     witness: Path | None
     level: Level | None
-    kind: str
-    rewinds: list[Rewind]
 
 
 @dataclass(frozen=True)
 class _Extent:
     """The iterations that a ledger holds: those above ``after``, up to ``last`` with its step."""
 
-    kind: str
     after: int
     last: int
     step: int | None
@@ -146,8 +140,6 @@ def find_stretch(
         meets_end=asked.stop is None and extent.has_ended,
         witness=checkpoint or (present[0] if present else None),
         level=level,
-        kind=extent.kind,
-        rewinds=find_rewinds(folder.path),
     )
 
 
@@ -164,7 +156,7 @@ def _measure(path: Path) -> _Extent:
             last, step = last + 1, step_of(line)
     if last == after:
         raise LedgerError(f"The ledger {path} holds no iteration yet. Train first.")
-    return _Extent(header.get("level", STEPS), after, last, step, has_ended)
+    return _Extent(after, last, step, has_ended)
 
 
 def _check(asked: ReplayOptions, extent: _Extent, path: Path) -> int:

@@ -98,8 +98,6 @@ def find_reproducibility(
     bound = list(_find_bound(engine.replicas, model, loop, record))
     level, text = _find_level(numerics, engine, source, find_compiled(model), bound)
     stored = Findings() if record is None else record.findings
-    if stored.of(FindingKind.MISMATCH) and level.height > Level.ORDER.height:
-        level, text = Level.ORDER, "an audit has found a gradient that differed when repeated"
     findings = Findings(stored.of(FindingKind.MISSING))
     findings.extend(known)
     return Reproducibility(level, text, findings, _find_requested(numerics, engine))

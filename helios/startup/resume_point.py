@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -27,7 +26,6 @@ from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.checkpoint_search import SHARING, Search, check_run_name, open_folder
 from helios.startup.processes import Stored
-from helios.startup.rewinding import FILE_NAME, Rewind, RewindPlan, find_course
 from helios.startup.trainer_options import Options
 from helios.storage import files
 from helios.storage.folder_lock import FolderLock
@@ -109,25 +107,24 @@ class Start:
         folder: the run's folder; ``None`` without ``chkpt_root``.
         loaded: the checkpoint to continue from; ``None`` for a first start.
         origin: the path of ``resume=<path>`` from which the run was started, if any.
-        is_branch: whether this is the first start from that path.
+        is_branch: whether this is the first start from that path, which is another run's.
+        goes_back: whether that path is an older checkpoint of this run; what is newer is to be set
+            aside before training continues.
         changes: changes that were allowed, in all starts of the run.
         is_shortened: whether this run is shorter than the one that wrote the checkpoint.
         lock: keeps a second run out of the folder during the call; rank 0 holds it.
         definition: what defines the run and what ends it, once its data is known.
-        rewinds: all rewinds of the run, with the batches that it skips.
-        plans: rewinds to carry out before training continues.
     """
 
     folder: RunFolder | None = None
     loaded: Loaded | None = None
     origin: str | None = None
     is_branch: bool = False
+    goes_back: bool = False
     changes: list[str] = field(default_factory=list)
     is_shortened: bool = False
     lock: FolderLock | None = None
     definition: dict[str, Any] = field(default_factory=dict)
-    rewinds: list[Rewind] = field(default_factory=list)
-    plans: list[RewindPlan] = field(default_factory=list)
 
     def forget_payload(self) -> None:
         """Release the checkpoint's content, once it is loaded."""
@@ -275,25 +272,16 @@ def _choose_start(
     """Find the start, and move or delete files as ``resume`` requires; runs in one process."""
     listed = folder.clean()
     if options.resume == "never":
-        _move_aside(folder, keep=None)
-        _put_rewinds_aside(folder)
+        _move_aside(folder)
         return Start(folder)
     if options.resume_path is None:
         start = Start(folder, folder.load_newest(safe_types, listed=listed))
     else:
         start = _start_from_path(folder, options.resume_path, safe_types, listed)
-    if start.loaded is None or start.is_branch:
-        _put_rewinds_aside(folder)
-    if start.loaded is None and options.rewind_to is not None:
-        raise CheckpointError(
-            f"Trainer(rewind_to={options.rewind_to}) needs a checkpoint at or before that "
-            f"iteration, but there is none in {folder.path}. Omit it to start the run."
-        )
+        start.goes_back &= options.can_save
     if start.loaded is not None:
         if not start.is_branch:
             check_run_name(start.loaded, run_name, folder)
-        course = find_course(folder, start.loaded, options, safe_types)
-        start.loaded, start.rewinds, start.plans = course
         _inherit(start, start.loaded)
     if start.origin is not None:
         # The user's command names it: without it, the same command would fail.
@@ -301,18 +289,22 @@ def _choose_start(
     return start
 
 
-def _put_rewinds_aside(folder: RunFolder) -> None:
-    """Rename the rewinds of a run whose checkpoints are gone: they do not concern a new one."""
-    path = folder.path / FILE_NAME
-    if path.exists():
-        target = files.rename_aside(path)
-        _LOGGER.warning("%s is of an earlier run, and was renamed to %s.", path, target.name)
-
-
-def _move_aside(folder: RunFolder, *, keep: Path | None) -> None:
-    moved = folder.move_aside(f"{datetime.now():%Y-%m-%d_%H-%M-%S}", keep=keep)
+def _move_aside(folder: RunFolder) -> None:
+    moved = folder.move_aside()
     if moved is not None:
         _LOGGER.warning("Moved the existing checkpoints of the run to %s.", moved)
+
+
+def set_newer_aside(start: Start) -> None:
+    """Move what is newer than the checkpoint that a run goes back to, before training continues."""
+    if start.goes_back and start.folder is not None and start.loaded is not None:
+        moved = start.folder.move_newer_aside(start.loaded.record.place[1])
+        if moved is not None:
+            _LOGGER.warning(
+                "The run goes back to %s. Moved newer checkpoints and a copy of the ledger to %s.",
+                start.loaded.path.name,
+                moved,
+            )
 
 
 def _start_from_path(
@@ -336,7 +328,9 @@ def _start_from_path(
             f"file at {path}. Correct the path, or omit resume to continue from the newest."
         )
     loaded = folder.load(path, safe_types)
-    _move_aside(folder, keep=path)
+    if path.resolve().parent == folder.path.resolve():
+        return Start(folder, loaded, origin, goes_back=True)
+    _move_aside(folder)
     return Start(folder, loaded, origin, is_branch=True)
 
 

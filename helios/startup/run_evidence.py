@@ -6,38 +6,31 @@ The ledger joins its file to the loops and to the checkpoints.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 import helios.ledger.lineage as lineage
 from helios.checkpoint.run_listener import RunListener, Validated
 from helios.checkpoint.sidecar import Sidecar
-from helios.core import rng
 from helios.core.utils import find_peak_memory
-from helios.errors import LedgerError
 from helios.ledger.book import EVERY, Book
-from helios.ledger.line import FULL, STEPS, hash_of
+from helios.ledger.line import hash_of
 from helios.ledger.lineage import Lineage
 from helios.ledger.scrubbing import scrub
-from helios.ledger.tensor_digests import TensorDigests, WeightDigests
 from helios.ledger.timing import Timing
-from helios.ledger.writer import FullLedgerWriter, LedgerWriter, LineReceiver
+from helios.ledger.weight_digests import WeightDigests
+from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.listeners import IterationListener
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.startup.resume_point import Start
-from helios.startup.rewinding import RewindPlan, find_events
 from helios.startup.run_manifest import RunManifest
 from helios.startup.trainer_options import Options
 from helios.state_graph.network_parts import name_buffers, name_weights
 
-_LOGGER = logging.getLogger(__name__)
 _MOST_CHARACTERS = 300
 
 
@@ -121,7 +114,6 @@ def make_ledger(
     replicas: Replicas,
     definition: Mapping[str, Any],
     *,
-    level: str,
     timing: Timing | None,
 ) -> LedgerFile:
     """Return the ledger of a run; its file is not opened yet.
@@ -131,18 +123,15 @@ def make_ledger(
         model: the model.
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
-        level: ``"steps"`` or ``"full"``; a ledger that continues keeps its own.
         timing: the times of the run; ``None`` on ranks other than 0.
     """
     assert start.folder is not None
     record = None if start.loaded is None else start.loaded.record
     run = hash_definition(definition, replicas)
     found = None if record is None or start.is_branch else record.ledger
-    if found is not None:
-        level = _continue_level(found.get("level", STEPS), level, is_first=replicas.rank == 0)
-    book = Book(start.folder.path, run=run, level=level) if replicas.rank == 0 else None
+    book = Book(start.folder.path, run=run) if replicas.rank == 0 else None
     every = EVERY if found is None else found["every"]
-    writer = make_writer(book, model, replicas, level, timing, every=every)
+    writer = make_writer(book, model, replicas, timing, every=every)
     return LedgerFile(
         run,
         writer,
@@ -163,7 +152,6 @@ def make_writer(
     book: LineReceiver | None,
     model: Model,
     replicas: Replicas,
-    level: str,
     timing: Timing | None = None,
     *,
     every: int = EVERY,
@@ -174,7 +162,6 @@ def make_writer(
         book: takes the lines; ``None`` on ranks other than 0.
         model: the model.
         replicas: the replicas of the run.
-        level: ``"steps"`` or ``"full"``.
         timing: the times of the run; ``None`` where nothing is written.
         every: the number of steps between two hashes of the weights.
     """
@@ -184,16 +171,7 @@ def make_writer(
     def find_weights() -> dict[str, Tensor]:
         return name_weights(discovery.modules(), discovery.moved()[0])
 
-    make: Callable[..., LedgerWriter] = LedgerWriter
-    if level == FULL:
-        tensors = TensorDigests(
-            reads_weights=reads_weights,
-            find_weights=find_weights,
-            read_generators=lambda: _read_generators(replicas.device),
-            gather=replicas.gather_replicas,
-        )
-        make = partial(FullLedgerWriter, tensors)
-    return make(
+    return LedgerWriter(
         book,
         replicas.local_replicas,
         weights=WeightDigests(
@@ -207,29 +185,6 @@ def make_writer(
         attributes=vars(model),
         timing=timing,
     )
-
-
-def _continue_level(found: str, asked: str, *, is_first: bool) -> str:
-    """Return the level of a ledger that continues, and warn if another one is set."""
-    if found != asked and is_first:
-        _LOGGER.warning(
-            'Trainer(ledger="%s") has no effect: the ledger of this run was begun with "%s", and '
-            'all of its lines are of one kind. Pass ledger="%s", or resume=<checkpoint> with '
-            "another chkpt_root, which begins a new ledger.",
-            asked,
-            found,
-            found,
-        )
-    return found
-
-
-def _read_generators(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators that are seeded for each iteration."""
-    found = rng.get_rng_state_dict()
-    states = {"torch": found["torch"], "random": found["rand"], "numpy": found["numpy"]}
-    if device.type == "cuda" and "cuda" in found:
-        states["cuda"] = found["cuda"][device.index or 0]
-    return states
 
 
 class RunLineage(RunListener):
@@ -259,8 +214,6 @@ class RunLineage(RunListener):
         self._is_open = True
         for path in [] if start.folder is None else start.folder.damaged:
             add(lineage.FALLBACK, checkpoint=path.name, cause="the file is damaged")
-        for plan in start.plans:
-            self._add_rewind(plan)
         if loaded is None:
             add(lineage.START, **self._begin)
         else:
@@ -274,15 +227,6 @@ class RunLineage(RunListener):
         if book is not None and book.loss is not None:
             add(lineage.LOST_LEDGER, cause=book.loss)
 
-    def _add_rewind(self, plan: RewindPlan) -> None:
-        """Add a rewind, unless a killed start has added it."""
-        folder = self._start.folder
-        assert folder is not None
-        with contextlib.suppress(LedgerError):
-            if any(event.get("folder") == plan.folder for event in find_events(folder.path)):
-                return
-        self._events.add(lineage.REWIND, **plan.as_event())
-
     def committed(self, path: Path, sidecar: Sidecar) -> None:
         """Add a checkpoint."""
         self._events.add(lineage.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
@@ -290,10 +234,6 @@ class RunLineage(RunListener):
     def save_failed(self, path: Path, error: Exception) -> None:
         """Add a checkpoint that could not be written."""
         self._events.add(lineage.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
-
-    def mismatched(self, text: str, hosts: Sequence[str]) -> None:
-        """Add what an audit has found."""
-        self._events.add(lineage.MISMATCH, cause=scrub(text), hosts=sorted({*hosts}))
 
     def ended(self, reason: str, *, interruption: str | None) -> None:
         """Add the end of the training, or its interruption."""
@@ -388,7 +328,7 @@ def make_evidence(
             unscored=model.unscored,
             find_memory=find_peak_memory,
         )
-    ledger = make_ledger(start, model, replicas, definition, level=options.ledger, timing=timing)
+    ledger = make_ledger(start, model, replicas, definition, timing=timing)
     if timing is None:
         return Evidence([ledger.writer], [ledger])
     iteration = 0 if loaded is None else loaded.record.place[1]

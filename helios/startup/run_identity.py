@@ -7,12 +7,13 @@ this is recorded.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from helios.checkpoint.record import Record
 from helios.checkpoint.store import Loaded
+from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.errors import RunMismatchError
 from helios.replicas.replicas import Replicas
@@ -35,6 +36,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "accumulation_order": "replicas",
     "norm": "whole",
     "init": "setup",
+    "skip_batches": (),
 }
 """What holds where the description of a run does not name it."""
 
@@ -201,6 +203,24 @@ def reconcile(
     for text in changed.values():
         _LOGGER.warning("Changed since the checkpoint, as allowed: %s.", text)
     return list(changed.values())
+
+
+def check_skipped(
+    stored: Sequence[int], present: Sequence[int], source: Source, cursor: Cursor
+) -> None:
+    """Refuse to skip, or to train on, batches that the run has passed already.
+
+    Raises:
+        RunMismatchError: if ``skip_batches`` was changed for any of these.
+    """
+    place = (cursor.epoch, cursor.batch)
+    passed = sorted(n for n in {*stored} ^ {*present} if source.place_of(n) < place)
+    if passed:
+        raise RunMismatchError(
+            f"skip_batches must not change for batches that the run has passed, but changed for "
+            f"{', '.join(map(str, passed))}. Go back first, with Trainer(resume=<path of a "
+            "checkpoint before them>), or undo the change."
+        )
 
 
 def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replicas) -> Cursor:

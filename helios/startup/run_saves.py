@@ -93,7 +93,6 @@ class RunSaves:
             "options": start.definition,
             "machine": self._machine,
             "resumed_from": start.origin,
-            "rewinds": [each.as_plain() for each in start.rewinds],
             "ledger": None,
         }
         for listener in self._listeners:

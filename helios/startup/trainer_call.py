@@ -312,11 +312,10 @@ class ReplayRequest:
 
 
 def _adapt(options: Options, asked: ReplayOptions) -> Options:
-    """Return the options of a replay: signals end it, and nothing is saved or audited."""
+    """Return the options of a replay: signals end it, and nothing is saved."""
     return dataclasses.replace(
         options,
         signals=Signals(()),
-        audit=None,
         nproc=options.nproc if asked.nproc is None else asked.nproc,
         enable_progress_bar=options.enable_progress_bar or asked.has_bars,
         resume="auto" if options.resume == "never" else options.resume,

@@ -43,6 +43,7 @@ Change: TypeAlias = Literal[
     "norm",
     "init",
     "limit_batches",
+    "skip_batches",
     "is_distributed",
     "mixture",
     "precision",
@@ -69,39 +70,6 @@ PARAMS = "params."
 def allows(allowed: str, param: str) -> bool:
     """Whether a name in ``allow_changes`` allows another value of a parameter, or of its group."""
     return f"{PARAMS}{param}.".startswith(f"{allowed}.")
-
-
-@dataclass(frozen=True)
-class Audit:
-    """Which steps are audited, and what a mismatch leads to: ``Trainer(audit=Audit(...))``.
-
-    In an audited step the gradient of one replica is computed a second time, before the update,
-    from the same weights, buffers, batch and random numbers, and compared on bytes. With several
-    processes another one than that of the replica does it, in rotation. The bits of the training
-    do not change.
-
-    Attributes:
-        every: audit every n-th optimizer step of the run.
-        on_mismatch: ``"warn"`` to log a warning and continue with the first gradient; ``"raise"``
-            to raise ``AuditError`` on all processes.
-
-    Raises:
-        ArgumentError: if ``every`` is not a positive int, or ``on_mismatch`` is neither.
-    """
-
-    every: int = 1000
-    on_mismatch: Literal["warn", "raise"] = "warn"
-
-    def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise ArgumentError(
-                f"Audit(every=...) must be a positive int, got {self.every!r}. Pass e.g. 1000."
-            )
-        if self.on_mismatch not in ("warn", "raise"):
-            raise ArgumentError(
-                'Audit(on_mismatch=...) must be "warn" or "raise", got '
-                f"{self.on_mismatch!r}. Omit it for a warning."
-            )
 
 
 def refusal(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
@@ -190,11 +158,6 @@ _STORE = _must_be(
     "Pass CheckpointStore(...).",
     lambda value: value is None or isinstance(value, CheckpointStore),
 )
-_AUDIT = _must_be(
-    "None or an Audit",
-    "Pass e.g. Audit(every=1000).",
-    lambda value: value is None or isinstance(value, Audit),
-)
 
 
 def _as_given(name: str, value: Any) -> Any:
@@ -275,11 +238,11 @@ def _resume(name: str, value: object) -> str | Path:
     return as_local_path("Trainer(resume=...)", value)
 
 
-def _iterations(name: str, given: Any) -> tuple[int, ...]:
+def _batch_numbers(name: str, given: Any) -> tuple[int, ...]:
     is_series = isinstance(given, list | tuple | set | frozenset | range)
     if not is_series or not all(map(_is_count, given)):
         rule = "a tuple of positive ints"
-        raise refusal(name, rule, given, "Pass iterations, such as (812, 813).")
+        raise refusal(name, rule, given, "Pass numbers of batches, such as (812, 813).")
     return tuple(sorted(set(given)))
 
 
@@ -348,26 +311,6 @@ def _require_evidence(it: Options) -> None:
         raise refusal("reproducibility", rule, "strict", "Omit ledger.")
 
 
-def _require_rewindable(it: Options) -> None:
-    if it.rewind_to is None:
-        return
-    if not it.can_save:
-        rule, remedy = "None for a run without checkpoints", "Set chkpt_root, chkpt_frequency."
-        raise refusal("rewind_to", rule, it.rewind_to, remedy)
-    if it.resume != "auto":
-        rule = f"None with resume={str(it.resume)!r}"
-        raise refusal("rewind_to", rule, it.rewind_to, "Omit one of them.")
-
-
-def _require_rewind(it: Options) -> None:
-    if it.skip_batches and it.rewind_to is None:
-        remedy = "Pass rewind_to=..., an iteration before them."
-        raise refusal("skip_batches", "empty without rewind_to", it.skip_batches, remedy)
-    if it.skip_batches and it.ledger == "off":
-        rule = 'empty with ledger="off": the ledger says which batches they are'
-        raise refusal("skip_batches", rule, it.skip_batches, "Omit ledger.")
-
-
 def _require_declared(it: Options) -> None:
     """Refuse to allow changes of parameters that are not declared."""
     for name in it.allow_changes:
@@ -409,9 +352,6 @@ def _refuse_unsharded(it: Options) -> None:
     if precision is Precision.FP16:
         remedy = 'Pass "bf16".'
         raise refusal("precision", 'not fp16 with sharding="full"', precision.value, remedy)
-    if it.audit is not None:
-        remedy = "Omit it: a process cannot compute the gradient of another one alone."
-        raise refusal("audit", 'None with sharding="full"', it.audit, remedy)
 
 
 def _require_a_later_end(it: Options) -> None:
@@ -557,9 +497,7 @@ class Options:
     )
     ledger: str = field(
         metadata=_row(
-            _one_of("steps", "full", "off", remedy="Omit it for a line per iteration."),
-            without=_SAVES,
-            is_idle=lambda it: it.ledger == "full" and not it.can_save,
+            _one_of("steps", "off", remedy="Omit it for a line per iteration."),
         )
     )
     reproducibility: str = field(
@@ -570,9 +508,8 @@ class Options:
             is_idle=lambda it: it.reproducibility == "strict" and it.chkpt_root is None,
         )
     )
-    rewind_to: int | None = field(metadata=_row(_COUNT, needs=_require_rewindable, is_alike=True))
     skip_batches: tuple[int, ...] = field(
-        metadata=_row(_iterations, needs=_require_rewind, is_alike=True)
+        metadata=_row(_batch_numbers, is_alike=True, defines_run=True)
     )
     signals: Signals = field(metadata=_row(_signals))
     engine: Engine | None = field(
@@ -594,7 +531,6 @@ class Options:
     hang_timeout: float | None = field(
         metadata=_row(_POSITIVE, needs=_require_a_later_end, is_alike=True)
     )
-    audit: Audit | None = field(metadata=_row(_AUDIT, is_alike=True))
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:

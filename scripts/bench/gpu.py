@@ -244,7 +244,6 @@ MODES: dict[str, Callable[[Network, torch.device], float]] = {
     "Helios, deterministic": lambda *where: run_helios(*where, enable_deterministic=True),
     "Helios, a folder without ledger": lambda *where: run_with_folder(*where, "off"),
     "Helios, a folder with ledger": lambda *where: run_with_folder(*where, "steps"),
-    "Helios, a full ledger": lambda *where: run_with_folder(*where, "full"),
 }
 
 

@@ -117,7 +117,7 @@ def repair(root: Path) -> None:
     folder = RunFolder(root / "model")
     folder.clean()
     folder.load_newest()
-    folder.move_aside("now")
+    folder.move_aside()
 
 
 Scene = Callable[[Path], None]

@@ -136,7 +136,7 @@ def test_when_all_are_damaged_no_start_begins_afresh_in_silence(
     for _ in range(2):
         with pytest.raises(DamagedCheckpointError, match=r"run_epoch_1_iter_3\.pth.*never"):
             folder.load_newest(renames_damaged=renames)
-    folder.move_aside("now")
+    folder.move_aside()
     assert folder.load_newest() is None
 
 

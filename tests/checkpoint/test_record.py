@@ -120,7 +120,6 @@ class Run:
             [
                 Finding(FindingKind.OBSTACLE, text="an obstacle"),
                 Finding(FindingKind.UNSHARED, "meter"),
-                Finding(FindingKind.MISMATCH, text="a gradient"),
                 Finding(FindingKind.MISSING, "data: Own", "a trial"),
                 Finding(FindingKind.CLAIM, text="claimed by Own"),
             ]
@@ -161,7 +160,7 @@ def test_what_was_captured_is_applied() -> None:
     assert KEYS[:3] == ("schema", "version", "training_state")
     apply(Record.from_payload(payload), fresh, state=run.state, cursor=run.cursor)
     assert (fresh.state, fresh.cursor, fresh.is_resumed) == (run.state, run.cursor, True)
-    own = {FindingKind.OBSTACLE, FindingKind.UNSHARED, FindingKind.MISMATCH}
+    own = {FindingKind.OBSTACLE, FindingKind.UNSHARED}
     assert [*fresh.findings] == [each for each in run.findings if each.kind in own]
     assert fresh.is_manual is False
     assert fresh.model.loaded == (run.model.state, False)
@@ -254,11 +253,11 @@ def test_a_file_that_says_little_gets_defaults() -> None:
 
 
 def test_keys_that_say_nothing_are_not_written() -> None:
-    absent = {"log_path", "run_path", "events", "ledger", "mismatches", "migrated_from"}
-    absent |= {"rewinds", "best_validations", "loss_means"}
+    absent = {"log_path", "run_path", "events", "ledger", "migrated_from"}
+    absent |= {"best_validations", "loss_means"}
     assert set(KEYS) - Record.from_payload(LEAST).to_payload().keys() == absent
     says = {"log_path": "a", "run_path": "b", "events": None, "ledger": {}, "migrated_from": ""}
-    says |= {"mismatches": ["a gradient"], "rewinds": [{}], "best_validations": {}}
+    says |= {"best_validations": {}}
     says |= {"loss_means": {}}
     assert set(KEYS) == Record.from_payload(LEAST | says).to_payload().keys()
 

@@ -302,7 +302,7 @@ def test_the_folder_is_moved_and_found_like_a_file(folder: RunFolder) -> None:
     sidecar = loading.read_sidecar(path)
     assert sidecar is not None
     assert sidecar.finished == "stopped"
-    aside = folder.move_aside("now")
+    aside = folder.move_aside()
     assert aside is not None
     assert is_whole(loading.load(aside / path.name).payload, 4)
 

@@ -177,14 +177,15 @@ def test_where_all_are_damaged_no_fresh_start_is_promised(tmp_path: Path) -> Non
 def test_runs_below_a_folder_are_found_and_so_is_what_was_moved_aside(tmp_path: Path) -> None:
     make_folder(tmp_path / "b")
     run = make_folder(tmp_path / "a" / "deep")
-    run.move_aside("2026-01-01")
+    aside = run.move_aside()
+    assert aside is not None
     save(run, 1, 1)
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "epoch.pth").write_text("not ours")
     found = list(status.survey(tmp_path))
     assert [folder.path.relative_to(tmp_path).as_posix() for folder in found] == [
         "a/deep",
-        "a/deep/before-2026-01-01",
+        f"a/deep/{aside.name}",
         "b",
     ]
     assert [folder.is_moved_aside for folder in found] == [False, True, False]

@@ -52,7 +52,7 @@ def test_a_new_folder_has_no_checkpoint(folder: RunFolder) -> None:
     assert folder.load_newest() is None
     assert folder.entries() == []
     folder.clean()
-    assert folder.move_aside("x") is None
+    assert folder.move_aside() is None
     assert not folder.path.exists()
 
 
@@ -306,30 +306,33 @@ def test_everything_of_the_run_is_moved_aside_and_nothing_else(folder: RunFolder
     (folder.path / "notes.txt").touch()
     moved = names(folder.path)
     moved.remove("notes.txt")
-    target = folder.move_aside("2024-01-02_03-04-05")
-    assert target == folder.path / "before-2024-01-02_03-04-05"
+    target = folder.move_aside()
+    assert target is not None
+    assert target.name.startswith("before-")
     assert names(target) == moved
-    assert names(folder.path) == ["before-2024-01-02_03-04-05", "notes.txt"]
+    assert names(folder.path) == [target.name, "notes.txt"]
     assert folder.load_newest() is None
     assert RunFolder(target).load(target / "run_epoch_1_iter_2.pth").sidecar is not None
 
 
 def test_a_second_move_in_the_same_second_takes_another_name(folder: RunFolder) -> None:
     save(folder, 1, 1)
-    first = folder.move_aside("now")
+    first = folder.move_aside()
     save(folder, 1, 1)
-    second = folder.move_aside("now")
+    second = folder.move_aside()
     assert first != second
     assert first is not None
     assert second is not None
     assert names(first) == names(second)
 
 
-def test_the_checkpoint_to_start_from_can_stay(folder: RunFolder) -> None:
-    kept = save(folder, 1, 1)
+def test_the_checkpoint_to_start_from_stays(folder: RunFolder) -> None:
+    save(folder, 1, 1)
     save(folder, 1, 2)
-    folder.move_aside("now", keep=kept)
-    assert names(folder.path) == ["before-now", "run_epoch_1_iter_1.json", "run_epoch_1_iter_1.pth"]
+    target = folder.move_newer_aside(1)
+    assert target is not None
+    stay = ["run_epoch_1_iter_1.json", "run_epoch_1_iter_1.pth"]
+    assert names(folder.path) == [target.name, *stay]
 
 
 def test_without_digest_the_file_is_checked_by_its_own_sums(tmp_path: Path) -> None:

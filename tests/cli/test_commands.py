@@ -108,7 +108,7 @@ def test_ls_reads_bytes_only_when_asked_to(root: Path, capsys: pytest.CaptureFix
 @pytest.mark.shows("S29")
 def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunFolder(root / "run")
-    run.move_aside("2026")
+    run.move_aside()
     save(run, 1, 7)
     document = Ran(capsys, "ls", root, "--json").json
     now, before = document["folders"]

@@ -142,7 +142,7 @@ def test_a_stock_all_reduce_gives_other_bits_on_three_ranks(tmp_path: Path) -> N
         assert_same(read_bits(tmp_path / "stock"), alone)
 
 
-@pytest.mark.shows("H7", "P4", "P38")
+@pytest.mark.shows("H7", "P4")
 @pytest.mark.parametrize(
     ("unit", "order"),
     [
@@ -155,7 +155,7 @@ def test_each_start_may_have_another_number_of_processes(
     tmp_path: Path, unit: str, order: tuple[int, ...]
 ) -> None:
     steps = 12 if unit == "iteration" else 3
-    setting = Elastic(num_replicas=4, unit=unit, total_steps=steps, options={"ledger": "full"})
+    setting = Elastic(num_replicas=4, unit=unit, total_steps=steps)
     alone = run_to_end(tmp_path / "alone", 1, setting)
     for number, num_processes in enumerate(order):
         asker = number % num_processes

@@ -53,7 +53,6 @@ def assert_kill_changes_nothing(folder: Path, run: TokenRun, expected: dict[str,
 
 _RUNS = {
     "fp32": make_run(),
-    "fp32, a full ledger": make_run(ledger="full"),
     "bf16, saves that block": make_run(
         precision="bf16", store=helios.CheckpointStore(is_async=False)
     ),

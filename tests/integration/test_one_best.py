@@ -184,10 +184,12 @@ def test_a_run_that_was_stopped_has_the_best_of_an_undisturbed_one(tmp_path: Pat
 
 
 @pytest.mark.shows("P122")
-def test_a_rewind_forgets_what_it_undid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_going_back_forgets_the_best_of_what_it_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options: dict[str, Any] = {"store": store(1, "min", keep_every=1), "total_steps": 4}
     fit(tmp_path, model=Graded([3.0, 2.0, 1.0, 4.0]), **options)
-    back = {**options, "rewind_to": 2 * STEPS}
+    back = {**options, "resume": tmp_path / "line" / f"line_epoch_2_iter_{2 * STEPS}.pth"}
     fit(tmp_path, model=Graded([3.0, 2.0, 2.5, 2.25]), **back)
     summary = capsys.readouterr().err.rpartition("best scores")[2].splitlines()[0]
     assert "quality 2 (iteration 8; line_epoch_2_iter_8.pth)" in summary

@@ -14,7 +14,6 @@ import pytest
 import torch._dynamo  # noqa: F401 - optimizers import it: once here, not in every child
 
 from helios.ledger import diff, verify
-from helios.ledger.line import FULL
 from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
 from tests.distributed.test_elastic import run
@@ -44,11 +43,10 @@ _EPOCHS = {"unit": "epoch", "scheduler": "epoch", "valid_frequency": 1, "request
 
 SETTINGS = {
     "steps": Setting(total_steps=STEPS),
-    "full": Setting(total_steps=STEPS, options={"ledger": FULL}),
     "windows": Setting(total_steps=STEPS, accumulation=2),
     "epochs": Setting(total_steps=STEPS // 3 + 1, accumulation=2, **_EPOCHS),
     "manual": Setting(total_steps=STEPS, is_manual=True),
-    "overflows": Setting(total_steps=STEPS, options={"precision": SMALL, "ledger": FULL}),
+    "overflows": Setting(total_steps=STEPS, options={"precision": SMALL}),
 }
 
 
@@ -57,7 +55,7 @@ def _train_gan(folder: Path, *plugins: Plugin, **options: Any) -> Outcome:
         trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())
 
     options |= {"total_steps": STEPS, "train_unit": "iteration", "random_seed": 7}
-    return record(folder, Gan(), Samples(), *plugins, prepare=connect, ledger=FULL, **options)
+    return record(folder, Gan(), Samples(), *plugins, prepare=connect, **options)
 
 
 @pytest.mark.shows("P41")
@@ -98,7 +96,7 @@ def _disturb(folder: Path, start: Callable[..., Outcome], chance: random.Random)
 
 @pytest.mark.full
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_a_full_ledger_is_the_same_on_any_number_of_processes(unit: str, tmp_path: Path) -> None:
+def test_a_ledger_is_the_same_on_any_number_of_processes(unit: str, tmp_path: Path) -> None:
     """Four processes, two, one and three, of which each start but the last is disturbed."""
     chance = random.Random(unit)
     setting = Elastic(
@@ -106,7 +104,6 @@ def test_a_full_ledger_is_the_same_on_any_number_of_processes(unit: str, tmp_pat
         unit=unit,
         total_steps=STEPS if unit == "iteration" else STEPS // 2,
         accumulation=2,
-        options={"ledger": FULL},
     )
     run(tmp_path / "alone", 1, setting)
     folder = tmp_path / "several"

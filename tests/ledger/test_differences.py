@@ -17,8 +17,7 @@ import helios
 from helios.errors import LedgerError
 from helios.ledger import diff
 from helios.ledger.book import FILE_NAME
-from helios.ledger.differences import CONTENT, INITIAL, NUMERICS, ORDER, RATES
-from helios.ledger.line import FULL, STEPS
+from helios.ledger.differences import CONTENT, NUMERICS, ORDER, RATES
 from helios.state import TrainingState
 from tests.support.synthetic_run import write_ledger
 
@@ -95,7 +94,7 @@ class Net(helios.Model):
         return self.plan.forward(state.global_iteration, self.net(batch)).square().mean()
 
 
-def run(folder: Path, plan: Plan | None = None, level: str = STEPS) -> Path:
+def run(folder: Path, plan: Plan | None = None) -> Path:
     plan = plan or Plan()
     trainer = helios.Trainer(
         train_unit="iteration",
@@ -104,7 +103,7 @@ def run(folder: Path, plan: Plan | None = None, level: str = STEPS) -> Path:
         random_seed=plan.seed,
         print_banner=False,
         use_cpu=True,
-        **{"chkpt_frequency": 5, "ledger": level, **plan.options},
+        **{"chkpt_frequency": 5, **plan.options},
     )
     trainer.fit(Net(plan), Data(plan))
     return folder
@@ -114,12 +113,6 @@ def run(folder: Path, plan: Plan | None = None, level: str = STEPS) -> Path:
 def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run without any difference."""
     return run(tmp_path_factory.mktemp("known") / "run")
-
-
-@pytest.fixture(scope="module")
-def known_in_full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the same with a full ledger."""
-    return run(tmp_path_factory.mktemp("known") / "full", level=FULL)
 
 
 def _change_one(index: int, sample: torch.Tensor) -> torch.Tensor:
@@ -199,109 +192,80 @@ class Planted:
     Attributes:
         plan: the run that differs.
         iteration: the first one that differs.
-        steps: what is first in it, with the ledger as it is by default.
-        tensor: the first tensor in full ledgers; empty if no tensor differs.
+        what: what is first in it.
         cause: words of one of the causes.
-        full: as ``steps`` with full ledgers; ``None`` if it is the same part.
     """
 
     plan: Plan
     iteration: int
-    steps: str
-    tensor: str
+    what: str
     cause: str
-    full: str | None = None
 
 
-OUTPUT = "gradient of net.1.bias"
 PLANTED = {
-    "another seed": Planted(Plan(seed=4), 1, ORDER, "batch, float32 (4, 5)", "random_seed"),
-    "another augmentation": Planted(
-        Plan(sample=_augment), 1, CONTENT, "batch, float32 (4, 5)", "augmentation"
-    ),
-    "a rate off by one ulp": Planted(Plan(rate=_slower), 5, RATES, "", "rate"),
-    "another layer": Planted(
-        Plan(width=7), 1, NUMERICS, "initial value of net.0.weight", "weights", full=INITIAL
-    ),
-    "an unkeyed dropout": Planted(Plan(forward=_drop), 6, NUMERICS, OUTPUT, "generators"),
-    "a keyed dropout": Planted(Plan(forward=_draw), 6, NUMERICS, OUTPUT, "code"),
+    "another seed": Planted(Plan(seed=4), 1, ORDER, "random_seed"),
+    "another augmentation": Planted(Plan(sample=_augment), 1, CONTENT, "augmentation"),
+    "a rate off by one ulp": Planted(Plan(rate=_slower), 5, RATES, "rate"),
+    "another layer": Planted(Plan(width=7), 1, NUMERICS, "weights"),
+    "an unkeyed dropout": Planted(Plan(forward=_drop), 6, NUMERICS, "generators"),
+    "a keyed dropout": Planted(Plan(forward=_draw), 6, NUMERICS, "code"),
 }
 
 
 @pytest.mark.shows("P12", "P40")
-@pytest.mark.parametrize("level", [STEPS, FULL])
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_difference_is_found(
-    name: str, level: str, known: Path, known_in_full: Path, tmp_path: Path
-) -> None:
+def test_a_planted_difference_is_found(name: str, known: Path, tmp_path: Path) -> None:
     planted = PLANTED[name]
-    base = known if level == STEPS else known_in_full
-    _check(planted, level, base, run(tmp_path, planted.plan, level))
+    _check(planted, known, run(tmp_path, planted.plan))
 
 
-def _check(planted: Planted, level: str, base: Path, other: Path) -> None:
+def _check(planted: Planted, base: Path, other: Path) -> None:
     found = diff(base, other)
-    first = planted.full if level == FULL and planted.full else planted.steps
     assert not found.is_equal
-    assert (found.what[0], found.iteration) == (first, planted.iteration)
+    assert (found.what[0], found.iteration) == (planted.what, planted.iteration)
     assert found.num_equal == planted.iteration - 1
     assert any(planted.cause in text for text in found.causes)
-    assert found.tensors[:1] == ([planted.tensor] if level == FULL and planted.tensor else [])
 
 
 @pytest.mark.shows("P40")
-@pytest.mark.parametrize("level", [STEPS, FULL])
-def test_a_flipped_bit_of_a_loaded_weight_is_found(
-    level: str, known: Path, known_in_full: Path, tmp_path: Path
-) -> None:
-    run(tmp_path, Plan(steps=5), level)
-    planted = Planted(Plan(loaded=_flip), 6, NUMERICS, OUTPUT, "weights that were changed")
-    base = known if level == STEPS else known_in_full
-    _check(planted, level, base, run(tmp_path, planted.plan, level))
-    if level == FULL:
-        assert "parameter net.0.weight" in diff(base, tmp_path).tensors
+def test_a_flipped_bit_of_a_loaded_weight_is_found(known: Path, tmp_path: Path) -> None:
+    run(tmp_path, Plan(steps=5))
+    planted = Planted(Plan(loaded=_flip), 6, NUMERICS, "weights that were changed")
+    _check(planted, known, run(tmp_path, planted.plan))
 
 
 @pytest.mark.shows("P40")
-@pytest.mark.parametrize("level", [STEPS, FULL])
-def test_another_number_of_threads_is_found_where_it_changes_bits(
-    level: str, tmp_path: Path
-) -> None:
+def test_another_number_of_threads_is_found_where_it_changes_bits(tmp_path: Path) -> None:
     plan, count = Plan(forward=_add_up, steps=4), torch.get_num_threads()
     folders = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            folders.append(run(tmp_path / str(threads), plan, level))
+            folders.append(run(tmp_path / str(threads), plan))
     finally:
         torch.set_num_threads(count)
-    _check(Planted(plan, 3, NUMERICS, OUTPUT, "number of threads"), level, *folders)
+    _check(Planted(plan, 3, NUMERICS, "number of threads"), *folders)
 
 
 @pytest.mark.shows("P40")
-@pytest.mark.parametrize("level", [STEPS, FULL])
 @pytest.mark.parametrize(
-    ("plan", "what", "tensor"),
-    [
-        (Plan(forward=_scale), NUMERICS, OUTPUT),
-        (Plan(sample=_scale_sample), CONTENT, "batch, float32 (4, 5)"),
-    ],
+    ("plan", "what"),
+    [(Plan(forward=_scale), NUMERICS), (Plan(sample=_scale_sample), CONTENT)],
     ids=["in the step", "in the data"],
 )
 def test_another_version_of_a_library_is_found(
-    plan: Plan, what: str, tensor: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Plan, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = run(tmp_path / "before", plan, level)
+    before = run(tmp_path / "before", plan)
     monkeypatch.setattr(Library, "version", 2)
-    after = run(tmp_path / "after", plan, level)
-    _check(Planted(plan, 1, what, tensor, "version"), level, before, after)
+    after = run(tmp_path / "after", plan)
+    _check(Planted(plan, 1, what, "version"), before, after)
 
 
 @pytest.mark.shows("P12", "P40")
-@pytest.mark.parametrize("level", [STEPS, FULL])
 @pytest.mark.parametrize("sample", [_change_one, _swap], ids=["one value by one ulp", "swapped"])
 def test_a_changed_sample_is_found_where_it_is_seen_first(
-    sample: Any, level: str, known: Path, known_in_full: Path, tmp_path: Path
+    sample: Any, known: Path, tmp_path: Path
 ) -> None:
     seen: list[int] = []
 
@@ -309,10 +273,10 @@ def test_a_changed_sample_is_found_where_it_is_seen_first(
         seen.append(index)
         return sample(index, value)  # type: ignore[no-any-return]
 
-    other = run(tmp_path, Plan(sample=note), level)
+    other = run(tmp_path, Plan(sample=note))
     place = seen.index(7) // BATCH + 1
-    planted = Planted(Plan(), place, CONTENT, "batch, float32 (4, 5)", "changed values")
-    _check(planted, level, known if level == STEPS else known_in_full, other)
+    planted = Planted(Plan(), place, CONTENT, "changed values")
+    _check(planted, known, other)
 
 
 def test_the_same_run_is_equal_whatever_its_frequencies(known: Path, tmp_path: Path) -> None:
@@ -394,27 +358,6 @@ def test_a_damaged_ledger_is_refused(harm: Any, known: Path, tmp_path: Path) -> 
     bad.write_bytes(b"".join(harm(ledger.read_bytes().splitlines(keepends=True))))
     with pytest.raises(LedgerError, match="helios verify"):
         diff(known, bad)
-
-
-@pytest.mark.parametrize(
-    ("entry", "harm"),
-    [
-        (b'"batch":[', b'"batch":[7,'),
-        (b'"generators":[', b'"generators":[[],'),
-        (b'"gradients":{', b'"gradients":7,"x":{'),
-    ],
-)
-def test_a_damaged_full_ledger_is_refused(
-    entry: bytes, harm: bytes, known_in_full: Path, tmp_path: Path
-) -> None:
-    (ledger,) = known_in_full.glob(f"*/{FILE_NAME}")
-    lines = ledger.read_bytes().splitlines(keepends=True)
-    assert entry in lines[4]
-    lines[4] = lines[4].replace(entry, harm)
-    bad = tmp_path / "bad.jsonl"
-    bad.write_bytes(b"".join(lines))
-    with pytest.raises(LedgerError, match="helios verify"):
-        diff(known_in_full, bad)
 
 
 def test_a_ledger_that_is_none_is_refused(known: Path, tmp_path: Path) -> None:

@@ -544,14 +544,3 @@ def test_a_finished_replay_leaves_the_trainer_as_it_was(whole: Path, tmp_path: P
     assert replay(folder, dataclasses.replace(STEPS, options={"resume": "never"}))[0].is_equal
     assert train(folder, STEPS).records == {}
     assert [path.name for path in folder.iterdir()] == ["small"]
-
-
-def test_a_replay_of_a_full_ledger_names_the_first_tensor(tmp_path: Path) -> None:
-    full = dataclasses.replace(WINDOWS, options={"ledger": "full"})
-    train(tmp_path, full)
-    # The trainer of the replay need not ask for it: its lines are those of the ledger.
-    assert replay(tmp_path, WINDOWS, start=2)[0].is_equal
-    planted = _at(6, lambda plugin: plugin.trainer.model.net[4].bias.data.add_(1.0))
-    found, _ = replay(tmp_path, WINDOWS, planted, start=2)
-    assert found.iteration == 6
-    assert found.tensors[0] == "gradient of net.4.bias"

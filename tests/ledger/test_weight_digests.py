@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from helios.ledger.tensor_digests import WeightDigests
+from helios.ledger.weight_digests import WeightDigests
 
 NAMED = "net.weight"
 

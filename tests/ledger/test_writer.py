@@ -11,7 +11,7 @@ import torch
 
 from helios.ledger.book import EVERY, FILE_NAME, Book
 from helios.ledger.line import read_float
-from helios.ledger.tensor_digests import WeightDigests
+from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter, describe_batches
 from helios.state import TrainingState
 

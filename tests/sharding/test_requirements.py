@@ -180,7 +180,6 @@ def test_the_members_of_a_list_of_networks_are_units() -> None:
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sharding": "half"}, 'must be "none" or "full"'),
     ({"sharding": "full", "precision": "fp16"}, "precision"),
-    ({"sharding": "full", "audit": helios.Audit(every=2)}, "audit"),
 ]
 
 

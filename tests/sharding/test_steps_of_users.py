@@ -166,7 +166,6 @@ def fit(rank: int, folder: Path, model: helios.Model, sharding: str, *plugins: P
         chkpt_root=folder,
         chkpt_frequency=1,
         plugins=plugins,
-        ledger="full",
         use_cpu=True,
         print_banner=False,
     )

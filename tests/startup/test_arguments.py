@@ -66,8 +66,6 @@ DEFAULTS: dict[str, Any] = {
     "on_incomplete": "warn",
     "ledger": "steps",
     "reproducibility": "warn",
-    "audit": None,
-    "rewind_to": None,
     "skip_batches": (),
     "sanity_steps": 0,
     "batch_limits": None,
@@ -204,37 +202,15 @@ def test_a_model_is_initialized_by_setup_or_by_keys(value: Any) -> None:
     assert make(init="keyed").init == "keyed"
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "8"])
-def test_a_rewind_goes_to_an_iteration(value: Any, tmp_path: Path) -> None:
-    check_refusal("rewind_to", value, rewind_to=value, chkpt_root=tmp_path, chkpt_frequency=1)
-
-
 @pytest.mark.shows("P60")
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ({"skip_batches": (3,)}, "skip_batches"),
-        ({"rewind_to": 2, "skip_batches": 3}, "skip_batches"),
-        ({"rewind_to": 2, "skip_batches": (3, 0)}, "skip_batches"),
-        ({"rewind_to": 2, "skip_batches": (3, 4.0)}, "skip_batches"),
-        ({"rewind_to": 2, "skip_batches": (3,), "ledger": "off"}, "skip_batches"),
-        ({"rewind_to": 2, "resume": "never"}, "rewind_to"),
-        ({"rewind_to": 2, "resume": "a.pth"}, "rewind_to"),
-        ({"rewind_to": 2, "chkpt_frequency": None}, "rewind_to"),
-    ],
-    ids=str,
-)
-def test_a_rewind_needs_checkpoints_and_what_it_skips_a_ledger(
-    given: dict[str, Any], name: str, tmp_path: Path
-) -> None:
-    options = {"chkpt_root": tmp_path, "chkpt_frequency": 1, **given}
-    check_refusal(name, given[name], **options)
+@pytest.mark.parametrize("value", [3, (3, 0), (3, 4.0), "8"], ids=str)
+def test_batches_to_skip_are_numbers_from_one(value: Any) -> None:
+    check_refusal("skip_batches", value, skip_batches=value)
 
 
-def test_skipped_batches_are_sorted_and_named_once(tmp_path: Path) -> None:
-    more = {"chkpt_root": tmp_path, "chkpt_frequency": 1, "rewind_to": 2}
+def test_skipped_batches_are_sorted_and_named_once() -> None:
     for given in ([9, 5, 5, 7], {5, 7, 9}, range(5, 10, 2)):
-        assert make(**more, skip_batches=given).skip_batches == (5, 7, 9)
+        assert make(skip_batches=given).skip_batches == (5, 7, 9)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -571,8 +547,6 @@ def test_the_gpus_of_an_engine_are_those_of_its_device(device: str, ids: list[in
         ({"resume": "never"}, "resume"),
         ({"allow_changes": ("seed",)}, "allow_changes"),
         ({"on_incomplete": "raise"}, "on_incomplete"),
-        ({"ledger": "full"}, "ledger"),
-        ({"ledger": "full", "chkpt_root": "folder"}, "ledger"),
         ({"reproducibility": "strict"}, "reproducibility"),
     ],
 )
@@ -678,7 +652,6 @@ def test_every_option_has_its_own_name(tmp_path: Path) -> None:
         "on_incomplete": "raise",
         "ledger": "off",
         "reproducibility": "warn",
-        "rewind_to": None,
         "skip_batches": (),
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},
@@ -688,7 +661,6 @@ def test_every_option_has_its_own_name(tmp_path: Path) -> None:
     }
     apart: dict[str, Any] = {"train_unit": TrainingUnit.ITERATION, "plugins": ()}
     apart["signals"] = Signals(())
-    apart["audit"] = audit = helios.Audit(every=3)
     parameters = inspect.signature(helios.Trainer).parameters
     assert list(DEFAULTS) == list(parameters)
     assert {name: each.default for name, each in parameters.items()} == DEFAULTS
@@ -697,7 +669,6 @@ def test_every_option_has_its_own_name(tmp_path: Path) -> None:
     assert set(ROWS) | {"plugins"} == set(parameters)
     assert {name: getattr(options, name) for name in given} == given
     assert (options.train_unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))
-    assert options.audit is audit
 
 
 MEANT = {

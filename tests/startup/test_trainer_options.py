@@ -24,12 +24,12 @@ BAD: dict[str, Any] = {
     **dict.fromkeys(("src_root", "chkpt_root", "log_path", "run_path"), 3),
     **dict.fromkeys(("enable_deterministic", "enable_cudnn_benchmark", "enable_tensorboard"), 1),
     **dict.fromkeys(("enable_file_logging", "capture_warnings", "enable_progress_bar"), None),
-    **dict.fromkeys(("valid_frequency", "chkpt_frequency", "print_frequency", "rewind_to"), 0),
+    **dict.fromkeys(("valid_frequency", "chkpt_frequency", "print_frequency"), 0),
     **dict.fromkeys(("accumulation_steps", "num_replicas", "nproc"), 0),
     **dict.fromkeys(("clip_norm", "clip_value", "hang_warning", "hang_timeout"), -1.0),
     **dict.fromkeys(("init", "on_incomplete", "ledger", "reproducibility", "sharding"), "maybe"),
     **dict.fromkeys(("early_stop_cycles", "sanity_steps", "random_seed"), -1),
-    **dict.fromkeys(("store", "engine", "audit", "signals"), "one"),
+    **dict.fromkeys(("store", "engine", "signals"), "one"),
     "run_name": "a/b",
     "params": 3,
     "import_prefix": None,
@@ -74,10 +74,9 @@ OTHER: dict[str, dict[str, Any]] = {
     "resume": {**_SAVES, "resume": "never"},
     "allow_changes": {**_SAVES, "allow_changes": ("seed",)},
     "on_incomplete": {**_SAVES, "on_incomplete": "raise"},
-    "ledger": {**_SAVES, "ledger": "full"},
+    "ledger": {**_SAVES, "ledger": "off"},
     "reproducibility": {**_SAVES, "reproducibility": "strict"},
-    "rewind_to": {**_SAVES, "rewind_to": 1},
-    "skip_batches": {**_SAVES, "rewind_to": 1, "skip_batches": (2,)},
+    "skip_batches": {"skip_batches": (200,)},
     "signals": {"signals": helios.Signals(())},
     "engine": {"engine": helios.Engine(torch.device("cpu")), "use_cpu": None},
     "use_cpu": {"use_cpu": None},
@@ -92,13 +91,12 @@ OTHER: dict[str, dict[str, Any]] = {
     "batch_limits": {"batch_limits": {Phase.VALIDATION: 3}},
     "hang_warning": {"hang_warning": 3.0},
     "hang_timeout": {"hang_timeout": 300.0},
-    "audit": {"audit": helios.Audit(every=3)},
 }
 """Another value of each option, with what it needs."""
 
 REFUSED_BY_NAME = {"run_name", "params"}
 """They define a run, too, but are compared in ways of their own."""
-LEAVES_THE_RUN = {"chkpt_root", "resume", "rewind_to", "skip_batches"}
+LEAVES_THE_RUN = {"chkpt_root", "resume"}
 """Another value does not continue the run from its newest checkpoint."""
 ELSEWHERE = {
     *("num_replicas", "nproc", "sharding", "gpus", "reproducibility"),
@@ -164,10 +162,10 @@ def test_ranks_that_differ_are_told_by_the_name_of_the_option(name: str) -> None
 def test_a_manifest_holds_what_the_rows_say() -> None:
     every = {name: value for options in OTHER.values() for name, value in options.items()}
     every |= {"engine": None, "sharding": "none", "clip_norm": None, "use_cpu": True}
-    every |= {"resume": "auto", "enable_cudnn_benchmark": False, "audit": None}
+    every |= {"resume": "auto", "enable_cudnn_benchmark": False, "ledger": "steps"}
     found = manifest_options(make(**{**every, "nproc": 1}))
     recorded = {name for name, row in ROWS.items() if row.is_recorded}
-    unset = {"engine", "clip_norm", "audit"}
+    unset = {"engine", "clip_norm"}
     assert set(found) == recorded - unset
 
 

@@ -353,7 +353,11 @@ SITUATIONS = {
         ),
         before=LAST,
     ),
-    "rewind": Situation("A rewind", before=0, options={"rewind_to": SAVED}),
+    "back": Situation(
+        "Going back to an older checkpoint",
+        before=0,
+        options={"resume": f"net/net_epoch_1_iter_{SAVED}.pth"},
+    ),
     "finished": Situation(
         "A run that has ended",
         (
@@ -400,6 +404,8 @@ def _make_trainer(folder: Path, *plugins: Plugin, **options: Any) -> helios.Trai
         "plugins": list(plugins),
         "store": helios.CheckpointStore(is_async=False),
     }
+    if "resume" in options:
+        options["resume"] = folder / "runs" / options["resume"]
     return helios.Trainer(**{**given, **options})
 
 

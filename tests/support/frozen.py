@@ -46,7 +46,7 @@ RUNS: Mapping[str, tuple[int, ...]] = {
     "full_state/sharded-on_3": (3, 1, 2),
     "full_state/sharded-on_1": (1, 3),
     **{
-        f"full_state/ledgers-{variant}_{level}": counts
+        f"full_state/ledgers-{variant}": counts
         for variant, counts in {
             "v1_fp32": (1,),
             "v1_bf16": (1,),
@@ -54,7 +54,6 @@ RUNS: Mapping[str, tuple[int, ...]] = {
             "v2_fp32": (1, 2),
             "v4_fp64": (2, 1, 3, 4),
         }.items()
-        for level in ("steps", "full")
     },
 }
 """The runs, each a script of a folder, ``script`` or ``script-variant`` for one with variants, and

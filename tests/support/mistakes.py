@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from helios import Audit, DataLoaderParams, DataModule, Engine, Model, Plugin, Trainer
+from helios import DataLoaderParams, DataModule, Engine, Model, Plugin, Trainer
 from helios.loops import BatchLoop, EpochLoop, OptimizerLoop, YieldLoop
 from helios.model import BatchProcessor
 from helios.plugins import HookContext, PipelineHooks
@@ -545,7 +545,6 @@ mistake(
     lambda: fit(Pair("pair"), loop=YieldLoop(["optimizer_a"])),
 )
 mistake("yields: a plain step with a YieldLoop", lambda: fit(loop=YieldLoop()))
-yielding("with an audit", _step(_a, _b), audit=Audit())
 
 
 @model("a generator without an optimizer")

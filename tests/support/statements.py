@@ -42,7 +42,7 @@ _HEADINGS = {
     "S1": "Saving, interruptions, old checkpoints, tools",
     "S41": "What is state",
     "U2": "What users of trainers ask for",
-    "P1": "Proof\n\nThe [ledger](ledger.md) of a run, and its [audits](audit.md).",
+    "P1": "Proof\n\nThe [ledger](ledger.md) of a run.",
 }
 _HEAD = """# Coverage
 

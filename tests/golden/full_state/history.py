@@ -1,4 +1,4 @@
-"""A run that branches off another one, is rewound, and writes logs, rows and event files."""
+"""A run that branches off another one, goes back, and writes logs, rows and event files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.golden.today.exact import Exact, ExactModel, Numbers, Record, Recorde
 NAME = "history"
 TOTAL = 10
 SAVED = (6, 8)
-KEPT = ("ledger.jsonl", "rewinds.json", "rows.csv", "rows.jsonl")
-BRANCH, REWOUND = 3, 6
+KEPT = ("ledger.jsonl", "rows.csv", "rows.jsonl")
+BRANCH, LEFT = 3, 6
 
 
 class Learner(ExactModel):
@@ -57,7 +57,7 @@ def start(root: Path, record: Record, total_steps: int, **options: Any) -> None:
 
 
 def train(root: Path) -> dict[str, list[str]]:
-    """Train what is not yet there: the other run, the branch, the branch after a rewind."""
+    """Train what is not yet there: the other run, the branch, the branch after going back."""
     record = Record()
     files = {
         "enable_file_logging": True,
@@ -73,12 +73,14 @@ def train(root: Path) -> dict[str, list[str]]:
         start(root / "other", Record(), BRANCH)
         other = helios.find_last_checkpoint(root / "other" / "history")
         options = {"resume": other, **files}
-        start(root, record, REWOUND, plugins=[*_loggers(root), Recorder(record)], **options)
-    elif number < REWOUND:
-        start(root, record, REWOUND, plugins=[*_loggers(root), Recorder(record)], **files)
+        start(root, record, LEFT, plugins=[*_loggers(root), Recorder(record)], **options)
+    elif number < LEFT:
+        start(root, record, LEFT, plugins=[*_loggers(root), Recorder(record)], **files)
     record.end.clear()
-    rewind = {"rewind_to": REWOUND - 1, "skip_batches": (REWOUND,)} if number < REWOUND else {}
-    start(root, record, TOTAL, plugins=[*_loggers(root), Recorder(record)], **rewind, **files)
+    skips: dict[str, Any] = {"skip_batches": (LEFT,), "allow_changes": ("skip_batches",)}
+    if number < LEFT:
+        (skips["resume"],) = (root / "history").glob(f"*_iter_{LEFT - 1}.pth")
+    start(root, record, TOTAL, plugins=[*_loggers(root), Recorder(record)], **skips, **files)
     for name in ("rows.csv", "rows.jsonl"):
         text = (root / "history" / name).read_text("utf-8")
         record.end += [f"{name} {line}" for line in text.splitlines()]

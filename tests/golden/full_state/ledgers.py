@@ -1,4 +1,4 @@
-"""Ledgers of both levels for 1, 2 and 4 replicas, with losses of three types."""
+"""Ledgers for 1, 2 and 4 replicas, with losses of three types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOTAL = 6
 SAVED = (4,)
 KEPT = ("ledger.jsonl",)
 VARIANTS = {
-    f"v{replicas}_{name}_{level}": (replicas, dtype, level)
+    f"v{replicas}_{name}": (replicas, dtype)
     for replicas, name, dtype in (
         (1, "fp32", torch.float32),
         (1, "bf16", torch.bfloat16),
@@ -25,7 +25,6 @@ VARIANTS = {
         (2, "fp32", torch.float32),
         (4, "fp64", torch.float64),
     )
-    for level in ("steps", "full")
 }
 
 
@@ -64,7 +63,7 @@ class Data(helios.DataModule):
 
 
 def train(root: Path, variant: str, **options: Any) -> dict[str, list[str]]:
-    replicas, dtype, level = VARIANTS[variant]
+    replicas, dtype = VARIANTS[variant]
     record = Record()
     trainer = helios.Trainer(
         train_unit="iteration",
@@ -75,7 +74,6 @@ def train(root: Path, variant: str, **options: Any) -> dict[str, list[str]]:
         # For the norm: nothing is clipped.
         clip_norm=2.0**20,
         num_replicas=replicas,
-        ledger=level,
         random_seed=15,
         print_banner=False,
         use_cpu=True,

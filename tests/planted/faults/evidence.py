@@ -1,4 +1,4 @@
-"""Faults in what proves a run: its ledger, replays, audits, and the points of trackers."""
+"""Faults in what proves a run: its ledger, replays, and the points of trackers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ SCORES = "tests/ledger/test_validation_scores.py"
 BUFFERS = "tests/ledger/test_buffers.py"
 VERIFICATION = "tests/ledger/test_verification.py"
 REPLAY = "tests/ledger/test_replay.py"
-AUDIT = "tests/audit/test_step_audit.py"
 ONLINE = "tests/tracking/test_online_runs.py"
 POINTS = "tests/tracking/test_point_store.py"
 
@@ -69,7 +68,7 @@ def the_hash_of_a_batch_leaves_out_its_elements(read_tensor, reader, tensor):
     read_tensor(reader, tensor.new_zeros(tensor.shape))
 
 
-@fault("helios.ledger.tensor_digests:WeightDigests.describe", WRITER)
+@fault("helios.ledger.weight_digests:WeightDigests.describe", WRITER)
 def a_line_leaves_out_the_state_of_optimizers(describe, digests):
     import dataclasses
 
@@ -120,38 +119,6 @@ def a_replay_goes_on_after_a_difference(ask, comparison):
 
 
 @fault(
-    "helios.audit.gradient_copies:GradientCopy.difference",
-    "tests/audit/test_step_audit.py::test_a_mismatch_lowers_the_level_of_all_later_checkpoints",
-)
-def an_audit_compares_nothing(difference, copy, other):
-    return None
-
-
-@fault(
-    "helios.audit.step_audit:find_turn",
-    "tests/distributed/test_audit.py::test_the_rank_that_computes_wrongly_each_time_is_found_and_named",
-)
-def each_process_audits_its_own_gradients(find_turn, number, **more):
-    import dataclasses
-
-    turn = find_turn(number, **more)
-    return dataclasses.replace(turn, auditor=turn.owner)
-
-
-@fault(
-    "helios.loops.repeated_steps:StepInputs.put",
-    "tests/audit/test_step_audit.py::test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from",
-)
-def an_audit_repeats_a_step_with_the_buffers_that_it_has_left(put, inputs, session):
-    import dataclasses
-
-    from helios.state_graph.rollback import BufferPlaces
-
-    places = BufferPlaces(session.model.discovery.modules().values())
-    put(dataclasses.replace(inputs, buffers=places.copies().values), session)
-
-
-@fault(
     "helios.tracking.point_store:PointFile.keep_stored",
     "tests/plugins/test_tracker.py::test_killed_runs_show_the_points_of_the_undisturbed_one",
 )
@@ -168,41 +135,6 @@ def points_count_as_sent_before_the_server_has_them(drain, sender, name, send, *
         return len(rows)
 
     drain(sender, name, send_late, is_finished=is_finished)
-
-
-@fault(
-    "helios.audit.gradient_copies:_bytes_of",
-    "tests/audit/test_gradient_copies.py::test_any_other_bit_is_a_difference",
-)
-def an_audit_takes_a_negative_zero_for_zero(bytes_of, part):
-    return bytes_of(part + 0 if part.is_floating_point() else part)
-
-
-@fault(
-    "helios.audit.step_audit:describe_verdict",
-    "tests/distributed/test_audit.py"
-    "::test_the_rank_that_computes_wrongly_each_time_is_found_and_named",
-)
-def an_audit_takes_a_fault_of_the_auditor_for_one_of_the_owner(
-    describe_verdict, turn, digests, third, places
-):
-    return describe_verdict(turn, digests[::-1], third, places)
-
-
-@fault(
-    "helios.audit.step_audit:StepAudit._report",
-    f"{AUDIT}::test_a_mismatch_lowers_the_level_of_all_later_checkpoints",
-)
-def the_lineage_lacks_what_an_audit_has_found(report, audit, text, hosts):
-    return None
-
-
-@fault(
-    "helios.state_graph.rollback:Rollback.put_back",
-    f"{AUDIT}::test_attributes_that_a_step_changes_are_put_back",
-)
-def attributes_that_an_audited_step_changes_are_not_put_back(put_back, rollback):
-    return None
 
 
 @fault(
@@ -354,7 +286,7 @@ def scores_of_parts_of_the_data_are_compared(find_partial, one, other):
     return {}
 
 
-@fault("helios.ledger.tensor_digests:hash_buffer", BUFFERS)
+@fault("helios.ledger.weight_digests:hash_buffer", BUFFERS)
 def the_hash_of_a_buffer_is_that_of_its_form(hash_buffer, buffer):
     return hash_buffer(buffer * 0)
 
@@ -401,4 +333,12 @@ def scores_come_before_the_line_of_their_iteration(validated, ledger, validation
     "tests/integration/test_moved_data.py::test_a_start_that_must_be_complete_is_refused",
 )
 def a_resume_does_not_fetch_the_last_batch_again(before_load, check):
+    return None
+
+
+@fault(
+    "helios.state_graph.rollback:Rollback.put_back",
+    "tests/loops/test_sanity_validation.py::test_what_a_trial_has_changed_is_put_back",
+)
+def attributes_that_a_trial_changes_are_not_put_back(put_back, rollback):
     return None

@@ -1,0 +1,446 @@
+"""Going back: ``resume=`` takes an older checkpoint of the run, and batches can be skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import helios
+from helios.cli.commands import main
+from helios.errors import ArgumentError, RunMismatchError
+from helios.ledger import diff
+from helios.plugins import CSVLogger
+from tests.support import elastic, tier
+from tests.support.elastic import Elastic, KillRank
+from tests.support.kills import KillAt, KillAtFileOperation, run_in_child, train_in_child
+from tests.support.quiet import Quiet
+from tests.support.ranks import RankError, run_ranks
+from tests.support.resume import assert_equal, assert_equal_ledgers, copy_checkpoint, iteration_of
+from tests.support.runs import (
+    NUM_SAMPLES,
+    WIDTH,
+    IndexModule,
+    Outcome,
+    Setting,
+    digest,
+    replay,
+    train,
+)
+
+STEPS = Setting(total_steps=14, chkpt_frequency=4)
+EPOCHS = Setting(unit="epoch", total_steps=3, valid_frequency=1, accumulation=4)
+WINDOWS = Setting(total_steps=5, chkpt_frequency=1, accumulation=4)
+
+
+def skipping(setting: Setting, *numbers: int, **options: Any) -> Setting:
+    """Return a setting that skips batches, which may be another set than the run had before."""
+    options |= {"skip_batches": numbers, "allow_changes": ("skip_batches",)}
+    return dataclasses.replace(setting, options={**setting.options, **options})
+
+
+def going_back(root: Path, iteration: int, setting: Setting, *numbers: int) -> Setting:
+    """Return a setting that goes back to a checkpoint of the run, and skips batches."""
+    (path,) = (each for each in _checkpoints(root) if iteration_of(each) == iteration)
+    return skipping(setting, *numbers, resume=path)
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    return sorted((root / "small").glob("*.pth"), key=iteration_of)
+
+
+def _iterations(folder: Path) -> list[int]:
+    return sorted(map(iteration_of, folder.glob("*.pth")))
+
+
+def _aside(root: Path) -> list[Path]:
+    return sorted((root / "small").glob("before-*"))
+
+
+def _copy(root: Path, target: Path) -> Path:
+    return Path(shutil.copytree(root, target))
+
+
+def _contents(root: Path) -> dict[Path, bytes]:
+    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def spiked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """Return the folder and the outcome of a run that never goes back."""
+    root = tmp_path_factory.mktemp("spiked") / "run"
+    return root, train(root, STEPS)
+
+
+@pytest.fixture(scope="module")
+def again(
+    spiked: tuple[Path, Outcome], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Outcome]:
+    """Return the same run, which went back to iteration 4, without batches 6, 7 and 12."""
+    root = _copy(spiked[0], tmp_path_factory.mktemp("again") / "run")
+    return root, train(root, going_back(root, 4, STEPS, 6, 7, 12))
+
+
+@pytest.mark.shows("P52")
+@pytest.mark.parametrize("keeps_path", [False, True], ids=["resume=auto", "resume=path"])
+def test_a_run_that_went_back_stays_on_its_new_branch_over_three_kills(
+    keeps_path: bool, spiked: tuple[Path, Outcome], again: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    root = _copy(spiked[0], tmp_path / "run")
+    back = going_back(root, 4, STEPS, 6, 7, 12)
+    back.options["store"] = helios.CheckpointStore(is_async=False)
+    later = back if keeps_path else skipping(STEPS, 6, 7, 12, store=back.options["store"])
+    # Before its first checkpoint, after it, and after its second one.
+    for setting, iteration in ((back, 7), (later, 10), (later, 14)):
+        assert train_in_child(root, setting, KillAt("on_training_batch_start", iteration)) == -9
+    assert train(root, later).bits() == again[1].bits()
+    assert_equal_ledgers(root, again[0])
+    assert train(root, later).records == {}
+    assert _iterations(root / "small") == [4, 8, 12, 14]
+    assert len(_aside(root)) == 1
+    assert main(["verify", str(root)]) == 0
+
+
+@pytest.mark.shows("P52")
+def test_nothing_that_a_run_goes_back_from_is_lost(
+    spiked: tuple[Path, Outcome], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = _copy(spiked[0], tmp_path / "run")
+    found = train(root, going_back(root, 8, STEPS))
+    assert "goes back to small_epoch_2_iter_8.pth" in capsys.readouterr().err
+    assert min(found.records) == 9
+    assert found.bits() == spiked[1].bits()
+    assert_equal_ledgers(root, spiked[0])
+    (aside,) = _aside(root)
+    before = _contents(spiked[0] / "small")
+    kept = {each for each in before if "_iter_1" in each.name or each.name == "ledger.jsonl"}
+    assert len(kept) == 5
+    assert _contents(aside) == {each: before[each] for each in kept}
+    older = {each: data for each, data in before.items() if "_iter_4" in each.name}
+    assert _contents(root / "small").items() >= older.items()
+    assert main(["verify", str(aside)]) == 0
+
+
+@pytest.mark.shows("P52")
+def test_a_finished_run_goes_back_to_where_a_shorter_one_was_finished(tmp_path: Path) -> None:
+    short = dataclasses.replace(STEPS, total_steps=4)
+    train(tmp_path, short)
+    whole = train(tmp_path, STEPS)
+    back = going_back(tmp_path, 4, short)
+    assert train(tmp_path, back).records == {}
+    assert _iterations(tmp_path / "small") == [4]
+    assert train(tmp_path, STEPS).bits() == whole.bits()
+
+
+@pytest.mark.shows("P52")
+def test_a_start_without_saves_leaves_newer_checkpoints(
+    spiked: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    root = _copy(spiked[0], tmp_path / "run")
+    back = dataclasses.replace(going_back(root, 4, STEPS), chkpt_frequency=None)
+    assert min(train(root, back).records) == 5
+    assert _contents(root) == _contents(spiked[0])
+
+
+class _Plain(Dataset):
+    """Samples without augmentation."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        # A planted spike: these samples have values that no other one has.
+        scale = 100.0 if index in (0, 1) else 1.0
+        return index, scale * torch.sin(torch.arange(WIDTH) * (index + 1.0))
+
+
+class _Windows(Quiet):
+    """Notes the number of each batch in its window, by iteration."""
+
+    unsaved = ("found",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, int] = {}
+
+    def on_training_batch_start(self, state: Any) -> None:
+        self.found[state.global_iteration] = self.context.window_index
+
+
+class _Batches:
+    """Batches in another order each epoch, some of which may never have existed."""
+
+    def __init__(self, size: int, missing: set[tuple[int, int]]) -> None:
+        self.size = size
+        self.missing = missing
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __iter__(self) -> Any:
+        order = [(7 * i + 5 * self.epoch) % NUM_SAMPLES for i in range(NUM_SAMPLES)]
+        firsts = range(0, NUM_SAMPLES, self.size)
+        batches = [order[first : first + self.size] for first in firsts]
+        left = [b for n, b in enumerate(batches) if (self.epoch, n) not in self.missing]
+        return iter(left)
+
+
+class _ListedModule(IndexModule):
+    """The data of a setting, in batches listed by hand."""
+
+    missing: set[tuple[int, int]] = set()  # noqa: RUF012 - replaced, never changed
+
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(
+            batch_sampler=_Batches(self.setting.batch_size, self.missing)
+        )
+        self._train_dataset = self._create_dataset(_Plain(), params)
+        if self.setting.validates:
+            params = helios.DataLoaderParams(batch_size=4)
+            self._valid_dataset = self._create_dataset(_Plain(), params)
+
+
+@pytest.mark.shows("P50")
+@pytest.mark.parametrize(
+    ("setting", "to", "skip", "missing"),
+    [
+        pytest.param(STEPS, 4, (6,), {(0, 5)}, id="the last one of an epoch"),
+        pytest.param(STEPS, 4, (7, 8, 13), {(1, 0), (1, 1), (2, 0)}, id="the first of an epoch"),
+        pytest.param(STEPS, 4, (5, 6), {(0, 4), (0, 5)}, id="the rest of an epoch"),
+        pytest.param(EPOCHS, 6, (8, 18), {(1, 1), (2, 5)}, id="epochs with windows"),
+        pytest.param(WINDOWS, 4, (6, 9), {(0, 5), (1, 2)}, id="steps with windows"),
+    ],
+)
+def test_a_run_that_skips_has_the_bits_of_one_that_never_had_the_batches(
+    setting: Setting,
+    to: int,
+    skip: tuple[int, ...],
+    missing: set[tuple[int, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.support.runs.IndexModule", _ListedModule)
+    windows, expected_windows = _Windows(), _Windows()
+    root = tmp_path / "back"
+    train(root, setting, windows)
+    found = train(root, going_back(root, to, setting, *skip), windows)
+    at_once = train(tmp_path / "at once", skipping(setting, *skip))
+    monkeypatch.setattr(_ListedModule, "missing", missing)
+    expected = train(tmp_path / "without", setting, expected_windows)
+    tail = {number: each for number, each in expected.records.items() if number > to}
+    assert found.records == tail
+    assert found.bits() == at_once.bits() == expected.bits()
+    assert windows.found.items() >= expected_windows.found.items()
+    assert_equal_ledgers(root, tmp_path / "without")
+
+
+@pytest.mark.shows("P51")
+def test_other_batches_keep_their_samples_and_skipped_ones_are_not_fetched(
+    spiked: tuple[Path, Outcome], again: tuple[Path, Outcome]
+) -> None:
+    whole, found = spiked[1], again[1]
+    left = [number for number in range(5, 15) if number not in (6, 7, 12)]
+    ids = {number: ids for number, (ids, _) in found.records.items()}
+    assert [ids[number] for number in range(5, 12)] == [whole.records[n][0] for n in left]
+    assert found.records[5] == whole.records[5]
+    trained = [index for number in sorted(ids) for index in ids[number]]
+    # The last batch before is fetched again, to compare the data.
+    assert found.fetched == [*whole.records[4][0], *trained]
+
+
+@pytest.mark.shows("P51")
+@pytest.mark.parametrize("changes", [{"num_workers": 2}, {"chkpt_frequency": 2}], ids=str)
+def test_what_changes_no_bit_changes_no_line_of_a_run_that_skips(
+    changes: dict[str, Any],
+    spiked: tuple[Path, Outcome],
+    again: tuple[Path, Outcome],
+    tmp_path: Path,
+) -> None:
+    root = _copy(spiked[0], tmp_path / "run")
+    train(root, going_back(root, 4, dataclasses.replace(STEPS, **changes), 6, 7, 12))
+    assert_equal_ledgers(root, again[0])
+
+
+@pytest.mark.shows("P52")
+@pytest.mark.parametrize("setting", [STEPS, EPOCHS, WINDOWS], ids=["steps", "epochs", "windows"])
+def test_a_run_that_skips_resumes_from_each_of_its_checkpoints(
+    setting: Setting, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    setting = skipping(dataclasses.replace(setting, requests=True), 6, 8, 12)
+    whole = train(root, setting)
+    checkpoints = _checkpoints(root)
+    assert len(checkpoints) >= 3
+    for path in checkpoints:
+        resumed = train(copy_checkpoint(path, tmp_path / path.stem), setting)
+        if resumed.has_ended:
+            assert_equal(resumed, whole, since=iteration_of(path))
+        assert_equal_ledgers(tmp_path / path.stem, root)
+
+
+@pytest.mark.parametrize("start", [0, 4, pytest.param(8, marks=pytest.mark.full), 12])
+def test_a_replay_skips_what_the_run_has_skipped(start: int, again: tuple[Path, Outcome]) -> None:
+    found, repeated = replay(again[0], skipping(STEPS, 6, 7, 12), start=start)
+    assert (found.is_equal, found.begins_after, found.num_equal) == (True, start, 14)
+    assert repeated.bits() == again[1].bits()
+
+
+def test_a_diff_names_the_first_iteration_after_a_skipped_batch(
+    again: tuple[Path, Outcome],
+) -> None:
+    assert diff(again[0] / "small", _aside(again[0])[0]).iteration == 6
+
+
+@pytest.mark.shows("P52")
+def test_rows_of_loggers_are_cut_back(tmp_path: Path) -> None:
+    setting, path = Setting(total_steps=6, chkpt_frequency=2, print_frequency=1), tmp_path / "rows"
+    train(tmp_path / "run", setting, CSVLogger(path))
+    before = path.read_text().splitlines()
+    train(tmp_path / "run", going_back(tmp_path / "run", 2, setting, 4), CSVLogger(path))
+    found = path.read_text().splitlines()
+    numbers = [int(row.split(",")[1]) for row in found[1:] if ",train/" in row]
+    assert numbers == [1, 2, 3, 4, 5, 6]
+    is_equal = [one == other for one, other in zip(found, before, strict=True)]
+    assert is_equal.index(False) > 3
+
+
+@pytest.mark.shows("P52")
+@pytest.mark.parametrize(
+    "is_after",
+    [pytest.param(False, id="before"), pytest.param(True, id="after", marks=pytest.mark.full)],
+)
+def test_a_kill_at_any_file_operation_of_going_back_costs_nothing(
+    is_after: bool, tmp_path: Path
+) -> None:
+    whole, short = tmp_path / "whole", Setting(total_steps=4, chkpt_frequency=1, validates=False)
+    short.options["store"] = helios.CheckpointStore(is_async=False)
+    train(whole, short)
+    expected = _copy(whole, tmp_path / "expected")
+    train(expected, going_back(expected, 2, short, 3))
+    number, code, committed = 0, -9, False
+    # Once a new checkpoint is there, kills are those of any run.
+    while code == -9 and not (committed and not tier.is_full()):
+        number += 1
+        root = _copy(whole, tmp_path / f"run-{number}")
+        setting = going_back(root, 2, short, 3)
+
+        def work(number: int = number, root: Path = root, setting: Setting = setting) -> None:
+            KillAtFileOperation(number, is_after=is_after).install()
+            train(root, setting)
+
+        code = run_in_child(work, root.with_suffix(".outcome"))
+        assert code in (-9, 0)
+        committed = _iterations(root / "small") == [1, 2, 3]
+        train(root, setting)
+        assert_equal_ledgers(root, expected)
+        assert _iterations(root / "small") == [1, 2, 3, 4]
+        # A kill between two moves leaves them in two folders.
+        aside = {each.name: data for at in _aside(root) for each, data in _contents(at).items()}
+        aside.pop("ledger.jsonl.tmp", None)
+        before = _contents(whole / "small")
+        moved = {each.name: data for each, data in before.items() if each.match("*_iter_[34].*")}
+        assert aside == moved | {"ledger.jsonl": before[Path("ledger.jsonl")]}
+    assert number > 15
+
+
+@pytest.mark.parametrize(
+    ("iteration", "numbers", "error", "text"),
+    [
+        (4, (3, 6), RunMismatchError, "has passed, but changed for 3"),
+        (8, (5, 8), RunMismatchError, "has passed, but changed for 5, 8"),
+        (4, tuple(range(7, 13)), ArgumentError, "at least one batch of each epoch"),
+    ],
+    ids=str,
+)
+@pytest.mark.shows("P60")
+def test_a_refused_start_changes_nothing(
+    iteration: int,
+    numbers: tuple[int, ...],
+    error: type[Exception],
+    text: str,
+    spiked: tuple[Path, Outcome],
+    tmp_path: Path,
+) -> None:
+    logs = {"run_path": tmp_path / "events", "enable_tensorboard": True}
+    setting = dataclasses.replace(STEPS, print_frequency=1, options=logs)
+    train(tmp_path / "run", setting)
+    before = _contents(tmp_path)
+    with pytest.raises(error, match=text):
+        train(tmp_path / "run", going_back(tmp_path / "run", iteration, setting, *numbers))
+    # A start opens an event file before the checkpoint is loaded.
+    assert _contents(tmp_path).items() >= before.items()
+
+
+def test_another_set_of_skipped_batches_must_be_allowed(
+    again: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    root = _copy(again[0], tmp_path / "run")
+    for numbers in ((), (6, 7), (6, 7, 12, 20)):
+        changed = skipping(dataclasses.replace(STEPS, total_steps=20), *numbers)
+        changed.options["allow_changes"] = ()
+        with pytest.raises(RunMismatchError, match="skip_batches"):
+            train(root, changed)
+    train(root, skipping(dataclasses.replace(STEPS, total_steps=20), 6, 7, 12, 20))
+    sidecar = json.loads(_checkpoints(root)[-1].with_suffix(".json").read_text())
+    assert "skip_batches: (6, 7, 12) -> (6, 7, 12, 20)" in sidecar["changes"]
+
+
+class _Unsized(IndexModule):
+    """Batches whose number is unknown."""
+
+    def setup(self) -> None:
+        batches = _Batches(self.setting.batch_size, set())
+        sampler = type("Unsized", (), {"__iter__": lambda self: iter(batches)})()
+        params = helios.DataLoaderParams(batch_sampler=sampler)
+        self._train_dataset = self._create_dataset(_Plain(), params)
+
+
+def test_batches_of_an_unknown_number_have_no_numbers_to_skip(tmp_path: Path) -> None:
+    setting = dataclasses.replace(STEPS, make_data=_Unsized, validates=False, valid_frequency=None)
+    with pytest.raises(ArgumentError, match="data of unknown length"):
+        train(tmp_path, skipping(setting, 8))
+
+
+def _train_elastic(rank: int, folder: Path, setting: Elastic, *plugins: Any) -> None:
+    elastic.train(folder, setting, *plugins)
+
+
+@pytest.mark.shows("P51")
+@pytest.mark.parametrize("num_processes", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_any_number_of_processes_stays_on_the_same_branch(
+    num_processes: int, tmp_path: Path
+) -> None:
+    setting = Elastic(num_replicas=2, total_steps=11, chkpt_frequency=3, length=13)
+    elastic.train(tmp_path / "one", setting)
+    other = _copy(tmp_path / "one", tmp_path / "other")
+    setting.options.update({"skip_batches": (5, 7, 10), "allow_changes": ("skip_batches",)})
+
+    def go_back(root: Path) -> Elastic:
+        (path,) = (root / "elastic").glob("*_iter_3.pth")
+        return dataclasses.replace(setting, options={**setting.options, "resume": path})
+
+    elastic.train(tmp_path / "one", go_back(tmp_path / "one"))
+    for start, iteration in ((go_back(other), 5), (setting, 7), (setting, 10)):
+        kill = KillRank("on_training_batch_start", iteration, None)
+        with pytest.raises(RankError):
+            run_ranks(_train_elastic, num_processes, other, start, kill)
+    run_ranks(_train_elastic, num_processes, other, setting)
+    found, expected = (root / "elastic/ledger.jsonl" for root in (other, tmp_path / "one"))
+    assert found.read_bytes() == expected.read_bytes()
+    weights = [
+        digest(helios.load_checkpoint(helios.find_last_checkpoint(each.parent))["model"])
+        for each in (found, expected)
+    ]
+    assert weights[0] == weights[1]
+    before = next((tmp_path / "one" / "elastic").glob("before-*"))
+    assert diff(found, before).iteration == 5
