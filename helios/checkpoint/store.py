@@ -441,7 +441,7 @@ def _is_orphan(path: Path) -> bool:
 
 # What a run records of itself, also of earlier starts.
 _EVIDENCE = (
-    *("ledger*.jsonl", "lineage.jsonl", "timing.jsonl"),
+    *("ledger*.jsonl", "run.jsonl", "timing.jsonl"),
     *("run.json", "run.before-*.json", "stacks-rank-*.txt"),
 )
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import helios.ledger.book as book
-import helios.ledger.lineage as lineage
 import helios.ledger.manifest_file as manifest_file
 import helios.ledger.timing as timing
 from helios.best import BestValidation
+from helios.ledger import run_file
 from helios.ledger.line import read_float
 from helios.ledger.verification import LedgerStatus, verify
 from helios.storage.local_paths import as_local_path
 
-FILE_NAMES = (book.FILE_NAME, lineage.FILE_NAME, manifest_file.FILE_NAME, timing.FILE_NAME)
-_ENDS = (lineage.END, lineage.INTERRUPTION, lineage.ERROR)
+FILE_NAMES = (book.FILE_NAME, run_file.FILE_NAME, manifest_file.FILE_NAME, timing.FILE_NAME)
+_ENDS = (run_file.END, run_file.INTERRUPTION, run_file.ERROR)
 
 
 @dataclass
@@ -117,15 +117,17 @@ def read_run(place: str | Path) -> RunFacts:
 
 def _read_starts(folder: Path) -> list[RunStart]:
     found: list[RunStart] = []
-    for event in lineage.read_lineage(folder):
+    for event in run_file.read_run_file(folder):
         cause = str(event.get("cause", ""))
-        if event["event"] in lineage.STARTS:
+        if event["event"] in run_file.STARTS:
             time, host, count = (str(event.get(x, "-")) for x in ("time", "host", "processes"))
             found.append(RunStart(time, host, count, int(event.get("iteration", 0))))
-        elif found and event["event"] == lineage.CHANGE:
+        elif found and event["event"] == run_file.CHANGE:
             found[-1].changes.append(cause)
         elif found and event["event"] in _ENDS:
-            found[-1].end = cause if event["event"] == lineage.END else f"{event['event']}: {cause}"
+            found[-1].end = (
+                cause if event["event"] == run_file.END else f"{event['event']}: {cause}"
+            )
     for start in found:
         start.end = start.end or ("no end so far" if start is found[-1] else "killed")
     return found

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, final
 
 from helios.best import BestValidation
-from helios.ledger.lineage import AppendOnlyLog, host, now, read_event_file
+from helios.ledger.run_file import AppendOnlyLog, host, now, read_event_file
 from helios.protocols import Clock
 
 FILE_NAME = "timing.jsonl"

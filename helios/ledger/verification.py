@@ -11,7 +11,7 @@ from typing import Any
 from helios.errors import LedgerError
 from helios.ledger.book import find_ledger, parse_header, read_all_lines
 from helios.ledger.line import is_scores, stated_hash, unseal, write_float
-from helios.ledger.lineage import read_lineage
+from helios.ledger.run_file import read_run_file
 from helios.ledger.validation_scores import RunScores, parse_scores
 from helios.text import with_step
 
@@ -155,7 +155,7 @@ def _check_buffers(
 def _check_digests(folder: Path, digests: Mapping[str, str]) -> Iterator[str]:
     """Yield what differs from the lineage, which names each checkpoint that was saved or loaded."""
     known: dict[str, set[str]] = {}
-    for event in read_lineage(folder):
+    for event in read_run_file(folder):
         if "digest" in event:
             known.setdefault(str(event.get("checkpoint")), set()).add(event["digest"])
     for name, digest in sorted(digests.items()):

@@ -34,7 +34,7 @@ from helios.core.utils import flush_outputs
 from helios.data.workers import find_worker_stacks
 from helios.distributed.heartbeats import Heard, Heartbeats
 from helios.distributed.process_groups import DistributedInfo
-from helios.ledger.lineage import host, now
+from helios.ledger.run_file import host, now
 from helios.storage import files
 
 _LOGGER = logging.getLogger(__name__)

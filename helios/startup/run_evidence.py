@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-import helios.ledger.lineage as lineage
 from helios.checkpoint.run_listener import RunListener, Validated
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.utils import find_peak_memory
+from helios.ledger import run_file
 from helios.ledger.book import EVERY, Book
 from helios.ledger.line import hash_of
-from helios.ledger.lineage import Lineage
+from helios.ledger.run_file import RunFile
 from helios.ledger.scrubbing import scrub
 from helios.ledger.timing import Timing
 from helios.ledger.weight_digests import WeightDigests
@@ -187,7 +187,7 @@ def make_writer(
     )
 
 
-class RunLineage(RunListener):
+class RunEvents(RunListener):
     """What happens to a run, as a line for each event, on rank 0.
 
     Args:
@@ -198,7 +198,7 @@ class RunLineage(RunListener):
     """
 
     def __init__(
-        self, events: Lineage, start: Start, ledger: LedgerFile, begin: Mapping[str, Any]
+        self, events: RunFile, start: Start, ledger: LedgerFile, begin: Mapping[str, Any]
     ) -> None:
         self._events = events
         self._start = start
@@ -213,39 +213,39 @@ class RunLineage(RunListener):
         start, loaded, add = self._start, self._start.loaded, self._events.add
         self._is_open = True
         for path in [] if start.folder is None else start.folder.damaged:
-            add(lineage.FALLBACK, checkpoint=path.name, cause="the file is damaged")
+            add(run_file.FALLBACK, checkpoint=path.name, cause="the file is damaged")
         if loaded is None:
-            add(lineage.START, **self._begin)
+            add(run_file.START, **self._begin)
         else:
-            add(lineage.BRANCH if start.is_branch else lineage.RESUME, **self._begin)
+            add(run_file.BRANCH if start.is_branch else run_file.RESUME, **self._begin)
             origin = loaded.record.migrated_from
             if origin is not None:
-                add(lineage.MIGRATION, cause=f"helios-ml {origin}")
+                add(run_file.MIGRATION, cause=f"helios-ml {origin}")
         for text in start.changes[self._num_known :]:
-            add(lineage.CHANGE, cause=text)
+            add(run_file.CHANGE, cause=text)
         book = self._ledger.book
         if book is not None and book.loss is not None:
-            add(lineage.LOST_LEDGER, cause=book.loss)
+            add(run_file.LOST_LEDGER, cause=book.loss)
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
         """Add a checkpoint."""
-        self._events.add(lineage.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
+        self._events.add(run_file.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
 
     def save_failed(self, path: Path, error: Exception) -> None:
         """Add a checkpoint that could not be written."""
-        self._events.add(lineage.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
+        self._events.add(run_file.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
 
     def ended(self, reason: str, *, interruption: str | None) -> None:
         """Add the end of the training, or its interruption."""
         if interruption is None:
-            self._events.add(lineage.END, cause=reason)
+            self._events.add(run_file.END, cause=reason)
         else:
-            self._events.add(lineage.INTERRUPTION, cause=interruption)
+            self._events.add(run_file.INTERRUPTION, cause=interruption)
 
     def failed(self, error: BaseException) -> None:
         """Add an error that ends the training; a start that is refused adds none."""
         if self._is_open:
-            self._events.add(lineage.ERROR, cause=_describe(error))
+            self._events.add(run_file.ERROR, cause=_describe(error))
 
 
 class RunTimes(RunListener):
@@ -332,7 +332,7 @@ def make_evidence(
     if timing is None:
         return Evidence([ledger.writer], [ledger])
     iteration = 0 if loaded is None else loaded.record.place[1]
-    begin: dict[str, Any] = {"host": lineage.host(), "processes": processes}
+    begin: dict[str, Any] = {"host": run_file.host(), "processes": processes}
     begin |= {"iteration": iteration}
     if loaded is not None:
         digest = None if loaded.sidecar is None else loaded.sidecar.digest
@@ -347,6 +347,6 @@ def make_evidence(
         has_stepped=lambda: ledger.writer.has_noted,
         is_strict=options.reproducibility == "strict",
     )
-    events = RunLineage(Lineage(folder), start, ledger, begin)
+    events = RunEvents(RunFile(folder), start, ledger, begin)
     times = RunTimes(timing, iteration, processes)
     return Evidence([ledger.writer], [ledger, events, manifest, times])

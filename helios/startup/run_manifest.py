@@ -27,7 +27,6 @@ from helios.ledger.environment import (
     describe_switches,
     describe_variables,
 )
-from helios.ledger.lineage import now
 from helios.ledger.manifest_file import (
     FILE_NAME,
     Effect,
@@ -38,6 +37,7 @@ from helios.ledger.manifest_file import (
     read_manifest,
     write_manifest,
 )
+from helios.ledger.run_file import now
 from helios.ledger.scrubbing import scrub, scrub_arguments
 from helios.ledger.source_files import (
     describe_git,

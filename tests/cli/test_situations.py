@@ -24,7 +24,7 @@ from helios.cli import main, output
 from helios.storage.folder_lock import FolderLock
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.checkpoint.sharded_helpers import save_sharded
-from tests.support.synthetic_run import write_lineage, write_run
+from tests.support.synthetic_run import write_run, write_run_file
 from tests.support.terminals import run_on_terminal
 
 READ = {
@@ -48,7 +48,7 @@ def make_empty(folder: Path) -> None:
 
 def make_run(folder: Path) -> RunFolder:
     write_run(folder, {"options": {"a": 1}}, scores={"error": [2.0, 1.0]})
-    write_lineage(folder, {"event": "start", "iteration": 0})
+    write_run_file(folder, {"event": "start", "iteration": 0})
     run = RunFolder(folder)
     for iteration in (1, 2):
         save(run, 1, iteration)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from helios.ledger.lineage import STARTS, read_lineage
+from helios.ledger.run_file import STARTS, read_run_file
 from tests.support import elastic_script
 from tests.support.elastic import Bits, assert_same, read_bits
 from tests.support.scripts import call
@@ -101,7 +101,7 @@ class Agents:
 
 def starts_of(folder: Path) -> list[int]:
     """Return on how many processes each start of the run was made."""
-    events = read_lineage(folder / "elastic")
+    events = read_run_file(folder / "elastic")
     return [event["processes"] for event in events if event["event"] in STARTS]
 
 

@@ -18,8 +18,7 @@ import helios
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import RunFolder
 from helios.errors import ArgumentError, RunMismatchError
-from helios.ledger import diff, lineage, timing, verify
-from helios.ledger.lineage import read_lineage
+from helios.ledger import diff, run_file, timing, verify
 from helios.ledger.manifest_file import (
     FILE_NAME,
     Manifest,
@@ -27,6 +26,7 @@ from helios.ledger.manifest_file import (
     read_manifest,
     write_manifest,
 )
+from helios.ledger.run_file import read_run_file
 from helios.plugins import Plugin
 from helios.startup import run_manifest
 from helios.state import TrainingState
@@ -50,7 +50,7 @@ def _manifest(folder: Path) -> Manifest:
 
 
 def _events(folder: Path) -> list[str]:
-    return [event["event"] for event in read_lineage(folder / "small")]
+    return [event["event"] for event in read_run_file(folder / "small")]
 
 
 def _strict(setting: Setting, **options: Any) -> Setting:
@@ -95,7 +95,7 @@ def test_without_checkpoints_or_with_ledger_off_there_is_no_evidence(tmp_path: P
     train(tmp_path, dataclasses.replace(SETTING, options={"ledger": "off"}))
     train(tmp_path, dataclasses.replace(SETTING, chkpt_frequency=None))
     names = {path.name for path in (tmp_path / "small").iterdir()}
-    assert not names & {FILE_NAME, lineage.FILE_NAME, timing.FILE_NAME}
+    assert not names & {FILE_NAME, run_file.FILE_NAME, timing.FILE_NAME}
 
 
 @pytest.mark.parametrize("is_strict", [False, True])
@@ -232,7 +232,7 @@ def test_a_change_that_defines_the_run_and_is_allowed_passes_a_strict_start(tmp_
     changed = dataclasses.replace(LONGER, seed=6)
     train(tmp_path, _strict(changed, allow_changes=("random_seed", "seed")))
     assert "random_seed: 5 -> 6" in [
-        event["cause"] for event in read_lineage(tmp_path / "small") if event["event"] == "change"
+        event["cause"] for event in read_run_file(tmp_path / "small") if event["event"] == "change"
     ]
 
 
@@ -333,7 +333,7 @@ def test_the_lineage_says_what_happened(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         train(tmp_path, longer, Leave(5, KeyError("token = 'abcdefgh'")))
     train(tmp_path, longer)
-    events = list(read_lineage(tmp_path / "small"))
+    events = list(read_run_file(tmp_path / "small"))
     two, three, four, six = (f"small_epoch_1_iter_{number}.pth" for number in (2, 3, 4, 6))
     assert [(each["event"], each.get("checkpoint"), each.get("cause")) for each in events] == [
         ("start", None, None),
@@ -362,7 +362,9 @@ def test_a_damaged_checkpoint_and_a_lost_ledger_are_events(tmp_path: Path) -> No
     (tmp_path / "small" / "ledger.jsonl").unlink()
     train(tmp_path, LONGER)
     events = [
-        event for event in read_lineage(tmp_path / "small") if event["event"] not in ("save", "end")
+        event
+        for event in read_run_file(tmp_path / "small")
+        if event["event"] not in ("save", "end")
     ]
     assert [event["event"] for event in events][1:] == [
         "fallback",
@@ -386,7 +388,7 @@ def test_a_save_that_fails_is_an_event(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(files, "replace", refuse)
     train(tmp_path, SETTING)
-    (failed,) = [e for e in read_lineage(tmp_path / "small") if e["event"] == "failed save"]
+    (failed,) = [e for e in read_run_file(tmp_path / "small") if e["event"] == "failed save"]
     assert failed["checkpoint"] == "small_epoch_1_iter_2.pth"
     assert "Input/output error" in failed["cause"]
 
@@ -401,7 +403,7 @@ def test_a_branch_and_a_new_run_keep_the_evidence_apart(tmp_path: Path) -> None:
     assert len(_manifest(tmp_path / "second").sections) == 1
     train(tmp_path / "first", dataclasses.replace(SETTING, options={"resume": "never"}))
     (aside,) = (tmp_path / "first" / "small").glob("before-*")
-    for name in (FILE_NAME, lineage.FILE_NAME, timing.FILE_NAME):
+    for name in (FILE_NAME, run_file.FILE_NAME, timing.FILE_NAME):
         assert (aside / name).read_bytes() == before[name]
     assert _events(tmp_path / "first")[0] == "start"
 
@@ -457,7 +459,7 @@ def _start_strictly(rank: int, folder: Path, total_steps: int) -> str:
 def test_all_processes_refuse_what_rank_0_has_found(tmp_path: Path) -> None:
     assert run_ranks(_start_strictly, 2, tmp_path, 2) == ["", ""]
     assert all(VARIABLE in text for text in run_ranks(_start_strictly, 2, tmp_path, 3))
-    (events,) = (list(read_lineage(path.parent)) for path in tmp_path.glob("*/lineage.jsonl"))
+    (events,) = (list(read_run_file(path.parent)) for path in tmp_path.glob("*/run.jsonl"))
     assert [event["processes"] for event in events if "processes" in event] == [2]
 
 
@@ -531,9 +533,9 @@ def test_a_start_is_compared_with_the_one_that_has_written_the_checkpoint(
 
 def test_names_that_are_no_text_stop_no_training(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")
-    events = lineage.Lineage(tmp_path)
-    events.add(lineage.SAVE, checkpoint=name)
-    (event,) = read_lineage(tmp_path)
+    events = run_file.RunFile(tmp_path)
+    events.add(run_file.SAVE, checkpoint=name)
+    (event,) = read_run_file(tmp_path)
     assert event["checkpoint"] == name
     manifest = Manifest("run", [Section({}, {"command": {"script": name}})])
     write_manifest(tmp_path, manifest)
@@ -550,7 +552,7 @@ class SilentError(Exception):
 def test_an_error_without_a_text_stays_the_error_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(SilentError):
         train(tmp_path, SETTING, Leave(2, SilentError()))
-    (cause,) = [each["cause"] for each in read_lineage(tmp_path / "small") if "cause" in each]
+    (cause,) = [each["cause"] for each in read_run_file(tmp_path / "small") if "cause" in each]
     assert cause == "SilentError"
 
 

@@ -18,7 +18,7 @@ import torch
 import helios
 from helios.cli import main
 from helios.plugins import EarlyStopping
-from tests.support.synthetic_run import write_ledger, write_lineage, write_lines, write_run
+from tests.support.synthetic_run import write_ledger, write_lines, write_run, write_run_file
 
 STEPS, BATCH = 12, 4
 X = torch.linspace(-1, 1, 24)
@@ -195,7 +195,7 @@ def test_throughput_is_without_validations(
     assert (speed["first"], speed["last"]) == (4.0, 1.0)
     assert facts["summary"]["Throughput"].startswith("2 iterations per second")
     assert facts["summary"]["Training time"] == "8.0 s"
-    for name in ("ledger.jsonl", "lineage.jsonl", "run.json"):
+    for name in ("ledger.jsonl", "run.jsonl", "run.json"):
         assert name in Page(page).words.partition("Not in the folder")[2]
 
 
@@ -204,7 +204,7 @@ def test_a_start_without_an_end_was_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_ledger(tmp_path, [1.0] * 9)
-    write_lineage(
+    write_run_file(
         tmp_path,
         {"event": "start", "iteration": 0},
         {"event": "resume", "iteration": 4},
@@ -240,7 +240,9 @@ def test_texts_of_a_run_are_never_markup(
     facts = {"options": {bad: bad}, "command": {"words": [bad]}, "level": {"text": bad}}
     write_run(tmp_path / "run", facts, scores={bad: [1.0, 0.5]})
     write_ledger(tmp_path / "run", [1.0, 2.0], names=[bad])
-    write_lineage(tmp_path / "run", {"event": "start", "host": bad}, {"event": "end", "cause": bad})
+    write_run_file(
+        tmp_path / "run", {"event": "start", "host": bad}, {"event": "end", "cause": bad}
+    )
     text, _ = make_page(tmp_path / "run", capsys)
     assert "<script" not in text
     assert bad in unescape(text)

@@ -22,7 +22,7 @@ import torch
 
 import helios
 from helios.checkpoint import file_names
-from helios.ledger import book, lineage, manifest_file, timing
+from helios.ledger import book, manifest_file, run_file, timing
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from helios.storage import files
@@ -67,7 +67,9 @@ class Operation:
         return f"{self.name} {self.about}"
 
 
-EVIDENCE = frozenset((book.FILE_NAME, lineage.FILE_NAME, timing.FILE_NAME, manifest_file.FILE_NAME))
+EVIDENCE = frozenset(
+    (book.FILE_NAME, run_file.FILE_NAME, timing.FILE_NAME, manifest_file.FILE_NAME)
+)
 """What a run records of itself, beside its checkpoints."""
 
 

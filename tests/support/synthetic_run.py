@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.best import BestRule, BestSoFar, Validation
-from helios.ledger import book, lineage, timing
+from helios.ledger import book, run_file, timing
 from helios.ledger.line import VERSION, seal, write_float
 from helios.ledger.manifest_file import Manifest, Section, write_manifest
 
@@ -67,6 +67,6 @@ def write_run(
     return folder
 
 
-def write_lineage(folder: Path, *events: Mapping[str, Any]) -> None:
+def write_run_file(folder: Path, *events: Mapping[str, Any]) -> None:
     """Write the lineage of a run."""
-    write_lines(folder / lineage.FILE_NAME, events)
+    write_lines(folder / run_file.FILE_NAME, events)

@@ -97,7 +97,7 @@ def read_event_file(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
         yield found
 
 
-FILE_NAME = "lineage.jsonl"
+FILE_NAME = "run.jsonl"
 
 START, RESUME, BRANCH = "start", "resume", "branch"
 CHANGE, FALLBACK, MIGRATION, LOST_LEDGER = "change", "fallback", "migration", "lost ledger"
@@ -113,7 +113,7 @@ def host() -> str:
 
 
 @final
-class Lineage:
+class RunFile:
     """Appends events to the lineage of a run; several threads may do so.
 
     A failure is logged once, and stops nothing.
@@ -136,7 +136,7 @@ class Lineage:
         self._file.append({"time": now(), "event": event, **given})
 
 
-def read_lineage(folder: Path) -> Iterator[dict[str, Any]]:
+def read_run_file(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a run, the oldest first; nothing if there is no lineage.
 
     A line that a kill has cut off is left out.
