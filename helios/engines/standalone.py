@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helios.core.assigned import assigned
 from helios.core.wrappers import BareNames, bare_state_dict
 from helios.distributed.collectives import get_dist_info, home_of, safe_barrier
 from helios.distributed.process_groups import (
@@ -82,10 +81,7 @@ class StandaloneEngine:
 
     _internals: ClassVar[str] = "_has_joined _means device"
 
-    device: torch.device = assigned(
-        "{kind}.__init__ must call super().__init__(device): without it the engine has neither a "
-        "device nor a precision. Add the call as its first line."
-    )
+    device: torch.device
 
     _replicas: Replicas
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import final
 
-from helios.core.assigned import assigned
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.overrides import (
     check_arguments,
@@ -32,7 +31,6 @@ _LOGGER = logging.getLogger(__name__)
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
 _TAKING = ("on_run_start", "on_advance_start", "advance")
-_UNATTACHED = "{kind}.session is not set: a loop has a session only while the trainer runs it."
 _PARTS = (
     *("reset", "on_run_start", "on_advance_start", "advance", "on_advance_end", "on_run_end"),
     *("skip", "on_skip", "done"),
@@ -80,8 +78,8 @@ class Loop(ABC):
             may take any role.
         role_arguments: what a loop passes to its child in a role; nothing if it is not named.
         unsaved: names of attributes that training changes and that need not be saved.
-        session: what the loop may access; a ``UsageError`` before it is attached. Helios' own loops
-            access all of it, under another name.
+        session: what the loop may access, while a trainer runs it. Helios' own loops access all of
+            it, under another name.
         has_left: of an epoch loop, whether the run ends after it; by default, whether all processes
             have agreed on a stop.
     """
@@ -92,8 +90,8 @@ class Loop(ABC):
     roles: ClassVar[tuple[str, ...]] = ()
     _role_types: ClassVar[Mapping[str, type[Loop]]] = {}
     _role_arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    session: SessionView = assigned(_UNATTACHED)
-    _session: Session = assigned(_UNATTACHED)
+    session: SessionView
+    _session: Session
     has_left: bool = _StopAgreed()  # type: ignore[assignment]
     _overridden: ClassVar[frozenset[str]] = frozenset()
     _has_own: ClassVar[Mapping[str, bool]] = {}

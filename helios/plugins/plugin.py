@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 
 import torch
 
-from helios.core.assigned import assigned
 from helios.core.registry import Registry
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import naming
@@ -91,10 +90,7 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
     monitor: bool = False
     unsaved: tuple[str, ...] = ()
     _plug_id: str = ""
-    context: Context[RunModel] = assigned(
-        "{kind} has no context yet: a run sets it after setup(). Use it in events, such as "
-        "on_fit_start."
-    )
+    context: Context[RunModel]
 
     def __init__(self, plug_id: str) -> None:
         if not isinstance(plug_id, str):

@@ -260,14 +260,14 @@ def test_a_session_is_seen_only_while_the_trainer_runs_the_loop() -> None:
     leaf, side = Leaf(), Leaf()
     top = Top(Middle(leaf), side)
     session = make_session(Stepper())
-    with pytest.raises(UsageError, match=r"Top\.session is not set.*only while the trainer runs"):
+    with pytest.raises(AttributeError, match="session"):
         _ = top.session
     top._attach(session)
     for loop in (top, top.middle_loop, leaf, side):
         assert loop is not None
         assert loop.session is session
     top._attach(None)
-    with pytest.raises(UsageError, match=r"Leaf\.session is not set"):
+    with pytest.raises(AttributeError, match="session"):
         _ = leaf.session
 
 
