@@ -1,16 +1,14 @@
 """The bus: the receivers of every event, found once, so that unused events cost nothing.
 
 ``emit`` calls all receivers, ``ask`` returns True if any of them does, and ``transform`` passes a
-batch through the one plugin that processes it. A note in a traceback names the plugin and event.
+batch through the one plugin that processes it.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -65,26 +63,6 @@ def _find_dynamically(owner: object, name: str) -> Callable[..., Any] | None:
     except AttributeError:
         return None
     return None if method is None or is_silent(method) else method
-
-
-@contextmanager
-def naming(owner: object, event: str) -> Iterator[None]:
-    """Note in the traceback of exceptions which plugin raised them, and in which event."""
-    try:
-        yield
-    except BaseException as error:
-        _note(error, owner, event)
-        raise
-
-
-def _note(error: BaseException, owner: object, event: str) -> None:
-    if not isinstance(owner, HasId):
-        return
-    text = f"Raised by {owner_name(owner)} in {event}."
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
-    else:
-        _LOGGER.error("%s", text)
 
 
 def signature_of(name: str, method: object, *, may_yield: bool = False) -> inspect.Signature:
@@ -267,13 +245,8 @@ class Bus:
 
     def emit(self, event: str, *args: Any) -> None:
         """Call all receivers of an event."""
-        receivers = self._receivers[event]
-        try:
-            for receiver in receivers:
-                receiver(*args)
-        except BaseException as error:
-            self._note(error, event, receivers.index(receiver))
-            raise
+        for receiver in self._receivers[event]:
+            receiver(*args)
 
     def emit_to_all(self, event: str, *args: Any) -> None:
         """Call all receivers of an event, even if one of them raises; log what is raised.
@@ -288,16 +261,9 @@ class Bus:
 
     def ask(self, event: str) -> bool:
         """Ask all receivers of an event; returns True if any of them does."""
-        receivers = self._receivers[event]
-        if not receivers:
-            return False
         says_yes = False
-        try:
-            for receiver in receivers:
-                says_yes |= bool(receiver())
-        except BaseException as error:
-            self._note(error, event, receivers.index(receiver))
-            raise
+        for receiver in self._receivers[event]:
+            says_yes |= bool(receiver())
         return says_yes
 
     def call(self, event: str, *args: Any) -> Any:
@@ -312,11 +278,7 @@ class Bus:
             UsageError: if it returns nothing.
         """
         for receiver in self._receivers[event]:
-            try:
-                mapped = receiver(batch, *args)
-            except BaseException as error:
-                self._note(error, event, 0)
-                raise
+            mapped = receiver(batch, *args)
             if mapped is None and batch is not None:
                 owner = self._owners[event][0]
                 raise UsageError(
@@ -325,10 +287,6 @@ class Bus:
                 )
             batch = mapped
         return batch
-
-    def _note(self, error: BaseException, event: str, place: int) -> None:
-        """Note in the error's traceback which plugin raised it, and in which event."""
-        _note(error, self._owners[event][place], event)
 
 
 def check_receiver(plugin: object) -> None:

@@ -28,7 +28,7 @@ from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError, Interrupted
-from helios.hooks.bus import Bus, naming
+from helios.hooks.bus import Bus
 from helios.launch.ipc import pickle_value
 from helios.loops.loop import Loop, LoopStates
 from helios.model.model import Model
@@ -422,8 +422,7 @@ class Run:
             update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
         self._set_places()
         for plugin in self.plugins.values():
-            with naming(plugin, "setup"):
-                plugin.setup()
+            plugin.setup()
         self.datamodule.setup()
 
     def open_saved_source(self, trained: Trained | None) -> Source | None:
