@@ -70,10 +70,6 @@ class EpochLoop(Loop):
         """
         return self._batches
 
-    def _find_progress(self) -> object:
-        # A subclass may pass batches over, until the last one.
-        return self._num_done, self._batches.num_samples, self._batches.is_last
-
     @property
     def has_left(self) -> bool:  # type: ignore[override]
         """Whether the run ends, at a safe point: the only place where it may."""
