@@ -338,18 +338,15 @@ class Session(LiveRun):
                 gather=self.replicas.gather_objects,
             )
 
-    def follow_idle_steps(self) -> None:
-        """Look whether an iteration has learned something, until one has."""
-        if self.idle_watch is not None and not self.idle_watch.follow(
-            self.state.global_iteration,
-            is_manual=bool(self.is_manual),
-            ends_window=self.state.is_step_boundary,
-        ):
-            self.idle_watch = None
+    def refuse_idle_steps(self, *, at: int = 0) -> None:
+        """Raise ``UsageError`` if nothing was learned so far, before a save or after an epoch.
 
-    def refuse_idle_steps(self) -> None:
-        """Raise ``UsageError`` if nothing was learned so far, before a save or after an epoch."""
-        if self.idle_watch is not None:
+        Args:
+            at: the iteration to look in at the earliest.
+        """
+        if self.is_manual is False:
+            self.idle_watch = None
+        if self.idle_watch is not None and self.state.global_iteration >= at:
             self.idle_watch.refuse(self.state.global_iteration)
             self.idle_watch = None
 

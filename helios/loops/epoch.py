@@ -20,6 +20,7 @@ from helios.session import Session
 _LOGGER = logging.getLogger(__name__)
 _NONE = NoBatches("EpochLoop.batches")
 _END = object()
+_IDLE_BATCHES = 100
 
 
 class EpochLoop(Loop):
@@ -443,7 +444,7 @@ class EpochLoop(Loop):
         self._num_done += 1
         state.average_iter_time = self._timer.record()
         if session.idle_watch is not None:
-            session.follow_idle_steps()
+            session.refuse_idle_steps(at=_IDLE_BATCHES)
 
     def _validate(self) -> bool:
         try:

@@ -16,7 +16,7 @@ from helios.data import DataLoaderParams
 from helios.errors import UsageError
 from helios.plugins import Plugin
 
-FORGOTTEN = "did you forget `return loss`?"
+FORGOTTEN = "Did you forget `return loss`?"
 
 
 class Points(helios.DataModule):
@@ -64,15 +64,12 @@ def fit(model: helios.Model, folder: Path | None = None, length: int = 8, **opti
 
 
 @pytest.mark.shows("U35")
-def test_a_forgotten_loss_is_an_error_before_anything_is_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_forgotten_loss_is_an_error_before_anything_is_saved(tmp_path: Path) -> None:
     for unit in ("epoch", "iteration"):
         folder = tmp_path / unit
         with pytest.raises(UsageError, match=r"in all \d batches.*Did you forget `return loss`\?"):
             fit(Net(forget), folder, train_unit=unit, total_steps=3)
         assert not list(folder.rglob("*.pth"))
-        assert capsys.readouterr().err.count(FORGOTTEN) == 1
 
 
 _SEEN: list[int] = []
