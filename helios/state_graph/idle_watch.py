@@ -6,7 +6,6 @@ that the owners of state hold is compared with what it was before the first step
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, final
 
@@ -15,7 +14,6 @@ from helios.state_graph.discovery import Discovery
 from helios.state_graph.owner_states import Owners
 from helios.state_graph.step_effects import mark_of_tensor
 
-_LOGGER = logging.getLogger(__name__)
 # BatchNorm counts and averages in every forward, also in one whose loss is forgotten.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -45,7 +43,7 @@ class IdleWatch:
         self._buffers = self._mark_buffers()
 
     def refuse(self, iteration: int) -> None:
-        """Refuse a run that has learned nothing so far; warn if only BatchNorm has averaged.
+        """Refuse a run that has learned nothing so far.
 
         Raises:
             UsageError: in all processes, if nothing has changed in any of them.
@@ -56,18 +54,12 @@ class IdleWatch:
         for network in self._discovery.modules().values():
             found += [name for name, each in network.named_parameters() if each.grad is not None]
         changed = [path for paths in self._gather(found) for path in paths]
-        if not all(path.endswith(_STATISTICS) for path in changed):
-            return
-        text = (
-            f"{self._name}.train_step has returned None in all {iteration} batches, and nothing "
-            "was learned: no optimizer has stepped, and no parameter has a gradient or has "
-            "changed. Did you forget `return loss`?"
-        )
-        if changed:
-            _LOGGER.warning("%s", text)
-        else:
+        if all(path.endswith(_STATISTICS) for path in changed):
             raise UsageError(
-                f"{text} If it collects data, keep it in an attribute of the model, which is saved."
+                f"{self._name}.train_step has returned None in all {iteration} batches, and "
+                "nothing was learned: no optimizer has stepped, and no parameter has a gradient or "
+                "has changed. Did you forget `return loss`? If it collects data, keep it in an "
+                "attribute of the model, which is saved."
             )
 
     def _mark_buffers(self) -> dict[str, bytes]:
