@@ -9,9 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from types import FunctionType, MethodType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
-from weakref import WeakKeyDictionary
 
 from helios.core.utils import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -23,9 +21,6 @@ _WHATEVER = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _Form: TypeAlias = tuple[int, tuple[str, ...]] | None
 """How many arguments of an event a method takes by position, and the names of all that it takes;
 ``None`` if it takes all of them by position."""
-
-# Reading a signature is slow, and each start reads those of all receivers several times.
-_FORMS: WeakKeyDictionary[FunctionType, dict[str, _Form]] = WeakKeyDictionary()
 
 
 @runtime_checkable
@@ -116,11 +111,7 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
     Raises:
         ArgumentTypeError: as :func:`_find_form`.
     """
-    function = method.__func__ if isinstance(method, MethodType) else None
-    known = _FORMS.setdefault(function, {}) if isinstance(function, FunctionType) else {}
-    if event.name not in known:
-        known[event.name] = _find_form(owner, method, event)
-    form = known[event.name]
+    form = _find_form(owner, method, event)
     if form is None:
         return method
     count, taken = form
