@@ -1,10 +1,8 @@
-"""Checks what users write in place of a micro-batch's calls, of an engine or of a step.
+"""Checks what users write in place of a micro-batch's calls.
 
 In an ``advance`` of the user's a missing call is an error: a forgotten update would count as a
 step, and a second one would divide by a wrong number of micro-batches; neither would show in the
-losses. An engine that computes no gradient, makes no step or keeps gradients trains something else,
-in silence; so does a step that updates the weights itself and returns its loss, too. These are
-found in the first update.
+losses.
 """
 
 from __future__ import annotations
