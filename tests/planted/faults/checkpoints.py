@@ -26,7 +26,8 @@ def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *
     from helios.storage import codec, files
     from helios.storage.digest import DigestWriter
 
-    with files.create(path) as handle, DigestWriter(handle, hashes=hashes) as writer:
+    with files.create(path) as handle:
+        writer = DigestWriter(handle, hashes=hashes)
         codec.write_encoded(writer, tree)
         return writer.digest()
 
