@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import helios
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.loops import OptimizerLoop
 from helios.model import BatchProcessor
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -196,17 +195,6 @@ def test_a_batch_processor_may_return_one_in_training_and_validation() -> None:
     assert model.metrics["loss"] == float(expected.detach())
 
 
-class _Sum(OptimizerLoop):
-    def advance(self, batch: Any) -> None:
-        self.backward(self.forward(batch).sum)
-        self.update()
-
-
-class _Backward(_Model):
-    def backward(self, losses: Any) -> None:
-        self.engine.backward_loss(losses["a"])
-
-
 _BAD = {
     "negative": (
         lambda total, _: helios.WeightedLoss(total, -1),
@@ -254,22 +242,3 @@ def test_losses_with_and_without_weights_do_not_mix(num_replicas: int, first: in
 
     with pytest.raises(UsageError, match="must all be a WeightedLoss, or none"):
         _fit(_Model(make), num_replicas=num_replicas, accumulation_steps=1 + first % 2)
-
-
-def test_the_remedy_for_a_mixture_is_a_weight_of_1() -> None:
-    model = _Model(lambda total, weight: helios.WeightedLoss(sum=total, weight=1))
-    plain = _Model(lambda total, weight: total)
-    _fit(model)
-    _fit(plain)
-    assert torch.equal(model.net.weight, plain.net.weight)
-
-
-def test_a_loop_of_ones_own_passes_the_weight_to_backward() -> None:
-    with pytest.raises(UsageError, match="backward must get a WeightedLoss"):
-        _fit(_Model(), loop=_Sum())
-
-
-def test_a_weight_stands_under_the_name_of_the_loss() -> None:
-    model = _Backward(lambda total, _: {"a": helios.WeightedLoss(total, 1), "b": total})
-    with pytest.raises(UsageError, match="must be under 'loss', got it under 'a'"):
-        _fit(model)

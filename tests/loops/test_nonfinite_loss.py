@@ -88,20 +88,3 @@ def test_a_loss_of_an_accelerator_is_named_where_its_sum_is_read() -> None:
     assert means.pop_means(Viewer.FILES) == {"loss": math.inf}
     means.add({"loss": torch.tensor(2.0).as_subclass(_Elsewhere)}, 8)
     assert means.pop_means(Viewer.FILES) == {"loss": 2.0}
-
-
-@pytest.mark.shows("U36")
-def test_one_of_an_accelerator_is_said_at_the_end_of_the_epoch_at_the_latest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Elsewhere(Diverging):
-        def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
-            loss = super().train_step(batch, state)
-            self._loss_items["far"] = loss.detach().as_subclass(_Elsewhere)
-            return loss
-
-    said = fit(Elsewhere(2, math.nan), capsys, total_steps=3)
-    text = r"far is nan in epoch 1, iteration 3 or earlier, after iteration 0"
-    assert len(re.findall(rf"WARNING - {text}, and no", said)) == 1
-    (line,) = re.findall(r"not finite +the first loss: (.*)", said)
-    assert line == "far was nan (epoch 1, iteration 3 or earlier, after iteration 0)"

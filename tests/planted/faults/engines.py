@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from tests.planted.planting import fault
 
-LOOP = "tests/loops/test_loop.py"
-SCALER = "tests/engines/test_scaler.py"
-AVERAGES = "tests/plugins/test_averaging.py"
-STOPPING = "tests/plugins/test_early_stopping.py"
-
-
-@fault(
-    "helios.engines.engine:redefines",
-    "tests/loops/test_loop.py::test_a_method_that_is_put_on_an_engine_is_called",
-)
-def a_method_of_the_engine_that_a_user_has_overridden_is_bypassed(redefines, owner, base, name):
-    return False
-
 
 @fault(
     "helios.engines.engine:Engine.optimizer_step",
@@ -153,7 +140,7 @@ def a_loop_of_the_users_updates_once_for_each_replica(update, loop, optimizer=No
 
 @fault(
     "helios.loops.override_checks:OwnRound.end",
-    f"{ROUNDS}::test_a_call_that_is_missing_or_made_twice_is_an_error_at_the_first_batch",
+    f"{ROUNDS}::test_a_call_that_is_missing_is_an_error_at_the_first_batch",
 )
 def a_loop_of_the_users_may_forget_the_update(end, own):
     return None
@@ -173,15 +160,6 @@ def a_loop_of_the_users_sees_the_gradients_of_the_whole_window(init, earlier, op
 )
 def gradients_of_earlier_micro_batches_are_lost(add_back, earlier, optimizer=None):
     earlier._found = []
-
-
-@fault(
-    "helios.replicas.turns:SharedTurns._compare_updates",
-    "tests/loops/test_replicas.py"
-    "::test_processes_that_update_unequally_often_end_with_an_error_and_do_not_wait",
-)
-def processes_that_update_unequally_often_wait_for_each_other(compare_updates, turns, *, is_update):
-    return None
 
 
 @fault(
