@@ -78,35 +78,6 @@ def test_what_is_around_a_view_is_not_saved_unless_it_changes(
     assert bits(third.net.mean) == bits(again.net.mean)
 
 
-def test_tensors_that_overlap_as_setup_lets_them_load_where_they_are(tmp_path: Path) -> None:
-    def make() -> Any:
-        owner = _make()
-        owner.net.other = owner.table[3:5]
-        return owner
-
-    owner = make()
-    discovery = started(owner)
-    owner.net.mean += 1
-    owner.net.other += 2
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    again = resumed(make, state)
-    assert again.table[:6].tolist() == [0, 0, 1, 3, 2, 0]
-    again.net.other += 1
-    assert again.net.mean.tolist() == [1, 4]
-
-
-def test_what_has_changed_is_saved_again_after_a_resume(tmp_path: Path) -> None:
-    owner = _make()
-    discovery = started(owner)
-    discovery.begin_training()
-    owner.table[-1] = 5
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    discovery = started(owner)
-    discovery.restore(state)
-    third = resumed(_make, through_a_file(discovery.capture(), tmp_path / "state"))
-    assert third.table[-1] == 5
-
-
 def _write(owner: Any) -> None:
     owner.table[-1] += 1
 

@@ -108,33 +108,3 @@ def test_what_changes_an_untouched_module_is_seen(
         assert captured[-1] != before
     assert captured[0] == captured[1]
     assert texts[0] == texts[1]
-
-
-def test_modules_that_have_not_changed_are_untouched() -> None:
-    owner = _made()
-    discovery = started(owner)
-    baseline = discovery.baseline
-    assert baseline is not None
-    untouched = [
-        name
-        for name, part in owner.net.named_modules()
-        if baseline.made.untouched(f"net.{name}".rstrip("."), part) is not None
-    ]
-    assert untouched == ["", "0", "1", "3", "3.0", "3.1"]
-
-
-def test_what_a_second_start_restores_in_an_untouched_module_is_saved_again() -> None:
-    owner = _made()
-    discovery = started(owner)
-    discovery.begin_training()
-    owner.net[0].sizes = (3, 4)
-    del owner.net[1].count
-    state = discovery.capture()
-    # This setup finds what the first training has left.
-    again = started(owner)
-    again.restore(state)
-    assert bits(again.capture()["values"]) == bits(state["values"])
-    owner.net[0].sizes = None
-    nodes = again.capture()["values"]["nodes"]
-    assert nodes["net.0"]["set"] == {"sizes": None}
-    assert nodes["net.1"]["deleted"] == ["count"]

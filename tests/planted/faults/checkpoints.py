@@ -6,11 +6,6 @@ from tests.planted.planting import fault
 
 STORE = "tests/checkpoint/test_store.py"
 COMMIT = f"{STORE}::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk"
-KILLS = "tests/checkpoint/test_kills.py"
-LOADING = "tests/checkpoint/test_loading.py"
-RETENTION = "tests/checkpoint/test_retention.py"
-SHARDED = "tests/checkpoint/test_sharded_folders.py"
-TWO_RUNS = "tests/integration/test_two_runs.py"
 
 
 @fault(
@@ -277,14 +272,6 @@ def a_clock_decides_what_is_saved(compare, discovery, graph, *args):
 )
 def what_makes_saves_slow_is_not_named(end, times):
     return {}
-
-
-@fault(
-    "helios.core.memory:_bits",
-    "tests/state_graph/test_partial_optimizers.py::test_a_zero_gets_the_sign_that_it_had",
-)
-def zeros_of_both_signs_are_the_same(bits, tensor):
-    return tensor
 
 
 @fault(

@@ -468,15 +468,6 @@ def a_plateau_forgets_its_reductions(reduce, plateau, times):
 
 
 @fault(
-    "helios.state_graph.save_times:SaveTimes.end",
-    "tests/state_graph/test_save_times.py::test_one_slow_save_names_nothing",
-)
-def one_slow_look_names_an_attribute(end, times):
-    times._slow_before = set(times._seconds)
-    return end(times)
-
-
-@fault(
     "helios.state_graph.saved_layouts:_registered",
     f"{GRAPH}::test_what_a_load_state_dict_of_the_owner_assigns_is_what_its_optimizer_updates",
 )
