@@ -145,37 +145,6 @@ def test_each_replica_has_its_own_in_a_window(
             assert found[-1, iteration] == shown[iteration]
 
 
-def test_the_test_has_contents_that_differ() -> None:
-    first, second = (expected_contents(replica, 1, 1)[1] for replica in (0, 1))
-    untouched = Networks().contents()
-    same = {name for name, value in first.items() if second[name] == value}
-    # Counts are those of samples and batches; what was taken away is gone everywhere.
-    counts = {"num_batches_tracked", "count", "is_warm", "never", "gone"}
-    assert {name.rpartition(".")[2] for name in same} == counts
-    assert untouched["0.1.gone"] is not None
-    assert first["0.1.gone"] is None
-    assert untouched["0.1.last"] is None
-    assert first["0.1.last"] is not None
-
-
-def test_a_module_that_is_used_twice_is_exchanged_once() -> None:
-    networks = Networks()
-    buffers = ReplicaBuffers(Replicas(2))
-    buffers.find(networks.all())
-    buffers.begin_window()
-    norm = networks.first[0]
-    for replica in range(2):
-        buffers.enter(replica)
-        assert norm.num_batches_tracked == 0
-        networks.step(replica, 0)
-        assert norm.num_batches_tracked == 2, "both networks have used it"
-        buffers.leave(replica)
-    buffers.commit()
-    buffers.exchange()
-    assert norm is networks.second[0]
-    assert norm.num_batches_tracked == 2
-
-
 def test_a_buffer_that_two_modules_hold_stays_one() -> None:
     shared = torch.zeros(2)
     networks = [nn.Module(), nn.Module()]
@@ -193,78 +162,6 @@ def test_a_buffer_that_two_modules_hold_stays_one() -> None:
     buffers.exchange()
     assert networks[0].shared is networks[1].shared is shared
     assert shared.tolist() == [1.0, 1.0]
-
-
-def test_buffers_keep_their_memory() -> None:
-    """Whoever holds one, an average of weights say, still holds the present one."""
-    networks = Networks()
-    held = dict(networks.first.named_buffers())
-    buffers = ReplicaBuffers(Replicas(3))
-    buffers.find(networks.all())
-    buffers.begin_window()
-    for replica in range(3):
-        buffers.enter(replica)
-        networks.step(replica, 0)
-        buffers.leave(replica)
-    buffers.commit()
-    buffers.exchange()
-    present = dict(networks.first.named_buffers())
-    for name in ("0.running_mean", "0.num_batches_tracked", "1.mean", "1.count"):
-        assert held[name] is present[name], name
-
-
-def test_what_a_replica_has_computed_with_a_buffer_may_keep_its_graph() -> None:
-    """An in-place exchange must not break the backward of the replica that had its turn."""
-    network = nn.Module()
-    network.register_buffer("scale", torch.ones(2))
-    weight = nn.Parameter(torch.ones(2))
-    buffers = ReplicaBuffers(Replicas(2))
-    buffers.find([network])
-    buffers.begin_window()
-    for replica in range(2):
-        buffers.enter(replica)
-        (weight * network.scale).sum().backward()
-        network.scale = (network.scale * weight).detach() * (replica + 2)
-        buffers.leave(replica)
-    buffers.commit()
-    buffers.exchange()
-    assert network.scale.tolist() == [2.0, 2.0]
-    assert weight.grad is not None
-    assert weight.grad.tolist() == [2.0, 2.0]
-
-
-def test_a_window_without_a_turn_commits_what_is_there() -> None:
-    networks = Networks()
-    buffers = ReplicaBuffers(Replicas(2))
-    buffers.find(networks.all())
-    before = networks.contents()
-    buffers.commit()
-    buffers.exchange()
-    assert networks.contents() == before
-    # And what one window has left is no part of the next one.
-    buffers.begin_window()
-    buffers.enter(0)
-    networks.step(0, 0)
-    buffers.leave(0)
-    buffers.commit()
-    buffers.exchange()
-    after = networks.contents()
-    buffers.begin_window()
-    buffers.enter(1)
-    assert networks.contents() == after
-
-
-def test_networks_without_buffers_are_left_alone() -> None:
-    network = nn.Linear(2, 2)
-    buffers = ReplicaBuffers(Replicas(2))
-    buffers.find([network])
-    buffers.begin_window()
-    for replica in range(2):
-        buffers.enter(replica)
-        buffers.leave(replica)
-    buffers.commit()
-    buffers.exchange()
-    assert dict(network.named_buffers()) == {}
 
 
 class Growing(nn.Module):

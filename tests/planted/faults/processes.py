@@ -75,15 +75,6 @@ def a_signal_ends_an_interpreter_that_is_being_torn_down(stay, receiver):
     receiver._stays = True
 
 
-@fault(
-    "helios.core.signal_watch:SignalReceiver._give_back",
-    f"{WATCH}::test_a_handler_of_the_user_is_restored_in_such_a_process_too",
-)
-def a_process_that_is_to_exit_keeps_the_handler_of_the_user_away(give_back, receiver, number):
-    if not receiver._stays:
-        give_back(receiver, number)
-
-
 HANGS = "tests/startup/test_hang_watch.py"
 
 
@@ -218,14 +209,6 @@ def loader_workers_do_not_show_where_they_hang(find_worker_stacks, seconds):
     f"{HANG_ENDS}::test_ranks_that_got_a_signal_say_who_waits_for_whom",
 )
 def ranks_that_got_a_signal_do_not_ask_where_the_others_are(hurry, watch, seconds):
-    return None
-
-
-@fault(
-    "helios.startup.hangs:write_to_stderr",
-    f"{HANG_ENDS}::test_an_end_without_a_safe_point_needs_no_lock_of_the_log",
-)
-def a_process_ends_in_silence_that_holds_the_lock_of_the_log(write_to_stderr, text):
     return None
 
 
