@@ -161,34 +161,6 @@ def test_it_gives_up_after_the_grace_and_says_on_what() -> None:
     assert len(numbers) == 1
 
 
-@pytest.mark.parametrize("is_before", [True, False])
-def test_who_makes_progress_has_all_the_time(is_before: bool) -> None:
-    numbers: list[int] = []
-    receiver = SignalReceiver([signal.SIGUSR2], grace=0.1, give_up=numbers.append)
-    with receiver.installed():
-        if is_before:
-            receiver.wait_without_end()
-        send(signal.SIGUSR2)
-        receiver.wait_without_end()
-        pass_time(0.3)
-    assert not numbers
-
-
-def test_a_forked_process_obeys_and_wakes_nobody_here(found: Callable[..., Any]) -> None:
-    """A pool, for one, ends its processes by SIGTERM, and waits for that."""
-    numbers: list[int] = []
-    receiver = SignalReceiver([signal.SIGUSR1, signal.SIGUSR2], grace=0.05, give_up=numbers.append)
-    with receiver.installed():
-        child = FORK.Process(target=send, args=(signal.SIGUSR1,))
-        child.start()
-        child.join()
-        code = child.exitcode
-        child.close()
-        pass_time(0.2)
-    assert code == -signal.SIGUSR1
-    assert (receiver.first, numbers) == ("", [])
-
-
 class Sender(Dataset):
     """A sample sends signals to the process that fetches it."""
 

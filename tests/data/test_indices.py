@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -140,21 +139,6 @@ def test_looking_aside_moves_no_generator_and_no_sampler(case: str) -> None:
     assert not loader.keyed_dataset.dataset.counts.any()
 
 
-class Counting(ResumableSampler):
-    """Its order follows from the passes that it has made: a state that it tells nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        return iter([self.passes, 0])
-
-    def __len__(self) -> int:
-        return 2
-
-
 class Settable(ResumableSampler):
     """Its order is a state that is set from outside, perhaps after the epoch has begun."""
 
@@ -197,28 +181,13 @@ class Uncopyable(ResumableSampler):
         return iter(range(3))
 
 
-class Broken(ResumableSampler):
-    """Fails where it is asked a second time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = [3]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.left.pop()))
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: Remembering(5),
-        Counting,
         Settable,
         Uncopyable,
-        Broken,
         lambda: Alone(torch.Generator()),
-        lambda: Alone(random.Random(3)),
-        lambda: Alone(np.random.default_rng(3)),
     ],
 )
 def test_what_cannot_be_known_is_not_told(make: Callable[[], ResumableSampler]) -> None:

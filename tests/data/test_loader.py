@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import signal
 from typing import Any
 
 import pytest
@@ -23,7 +20,6 @@ from helios.data.samplers import (
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
-from helios.data.workers import WorkerInit
 from helios.errors import ArgumentError, ArgumentTypeError
 from tests.data.datasets import Indices, as_lists
 
@@ -191,37 +187,3 @@ def test_workers_are_seeded_before_the_function_of_the_user_runs() -> None:
     assert worker_id == 0
     assert number == random.random()
     assert numpy_number == rng.get_default_numpy_rng().generator.random()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
-@pytest.mark.parametrize("is_orphan", [True, False])
-def test_a_worker_whose_training_was_killed_while_it_started_ends_by_itself(
-    is_orphan: bool,
-) -> None:
-    alive_read, alive_write = os.pipe()
-    told_read, told_write = os.pipe()
-
-    def work() -> None:
-        os.close(alive_write)
-        if is_orphan:
-            os.read(alive_read, 1)
-            # Its files are closed a moment before its children are given to another process.
-            while os.getppid() == trainings[0]:
-                os.sched_yield()
-        WorkerInit(None)(0)
-        os.write(told_write, b"it lives")
-
-    trainings: list[int] = []
-    training = os.fork()
-    if training == 0:
-        trainings.append(os.getpid())
-        worker = multiprocessing.get_context("fork").Process(target=work)
-        worker.start()
-        if not is_orphan:
-            worker.join()
-        os.kill(os.getpid(), signal.SIGKILL)
-    for end in (alive_read, alive_write, told_write):
-        os.close(end)
-    os.waitpid(training, 0)
-    assert os.read(told_read, 100) == (b"" if is_orphan else b"it lives")
-    os.close(told_read)

@@ -168,20 +168,6 @@ def test_a_state_that_nobody_takes_or_that_is_missing_is_an_error() -> None:
         with_state.load_state_dict({})
 
 
-def test_a_user_sampler_that_overrides_a_built_in_one_is_followed() -> None:
-    class Halved(ResumableRandomSampler):
-        def __iter__(self) -> Iterator[int]:
-            return iter(list(super().__iter__())[:5])
-
-        def __len__(self) -> int:
-            return 5
-
-    source = open_with(10, sampler=Halved(range(10)))
-    plain = as_lists(walk(open_with(10, sampler=ResumableRandomSampler(range(10))), 0))
-    assert as_lists(walk(source, 0)) == plain[:5]
-    assert as_lists(walk(source, 0, batch=2, sample=2)) == plain[2:5]
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("cut", [0, 1, 5])

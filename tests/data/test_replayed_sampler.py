@@ -33,13 +33,6 @@ def test_generators_are_found_in_samplers_inside_samplers() -> None:
     assert find_generators([[0, 1]]) == {}
 
 
-@pytest.mark.shows("S66")
-def test_generators_are_found_in_containers_and_objects_of_a_sampler() -> None:
-    one, other = torch.Generator(), random.Random(1)
-    around = Around(tools={"draw": [0, one]}, holder=SimpleNamespace(draw=other))
-    assert find_generators(around) == {"tools.draw.1": one, "holder.draw": other}
-
-
 class Slotted:
     __slots__ = ("draw",)
 

@@ -187,20 +187,6 @@ def test_data_that_is_not_shared_goes_to_each_replica_whole(how: dict[str, Any])
         assert description.get("is_distributed") is (False if num_replicas > 1 else None)
 
 
-@pytest.mark.parametrize("case", _ORDERS)
-def test_the_indices_of_an_iteration_are_those_of_all_replicas(case: str) -> None:
-    for num_processes, num_replicas in [(1, 1), (1, 3), (2, 3), (3, 3)]:
-        run = Run(opener(range(101), **_fit(case, num_replicas)), num_processes, num_replicas)
-        full = run.indices(1)
-        for (batch, sample), turn in zip(_places(full, run.told), full, strict=False):
-            found = run.sources[-1].indices(1, batch=batch, sample=sample)
-            assert found == (turn if case == "single" else join(turn))
-        assert run.sources[0].indices(1, batch=len(full), sample=1_000 * num_replicas) is None
-        assert run.indices(1) == full
-    stateful = opener(range(23), sampler=Remembering(23))(Shard(2, range(1), pads=True))
-    assert stateful.indices(0) is None
-
-
 @pytest.mark.parametrize("limit", [1, 2, 9])
 def test_a_limit_counts_iterations_of_the_run(limit: int) -> None:
     for num_processes in (1, 2, 4):

@@ -11,7 +11,7 @@ import torch
 from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
-from helios.data.source import ByPosition, Shard, Source
+from helios.data.source import Shard, Source
 from helios.errors import UsageError
 from helios.storage.content_hash import fingerprint, hash_content
 from tests.data.datasets import (
@@ -165,25 +165,6 @@ def test_a_changed_batch_size_goes_on_at_the_stored_sample() -> None:
     source = open_with(Indices(LENGTH), batch_size=5, shuffle=True)
     assert source.num_batches(batch=2, sample=4) == 4
     assert as_lists(walk(source, 0, batch=2, sample=4)) == [order[4:9], order[9:]]
-
-
-def test_the_description_names_what_defines_the_data() -> None:
-    source = open_with(Indices(LENGTH), random_seed=4, batch_size=2, shuffle=True)
-    assert source.description == {
-        "length": LENGTH,
-        "batch_size": 2,
-        "shuffle": True,
-        "drop_last": False,
-        "seed": 4,
-        "sampler": "ResumableRandomSampler",
-        "dataset": "Indices",
-        "fingerprint": None,
-        "num_workers": 0,
-    }
-    listed = open_with(Indices(4), batch_sampler=[[0, 1], [2, 3]]).description
-    assert (listed["sampler"], listed["batch_size"]) == ("list", None)
-    assert source.resumes_by == ByPosition()
-    assert source.state_dict() == {}
 
 
 @pytest.mark.shows("P70")

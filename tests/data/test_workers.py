@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import multiprocessing
 import os
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import _utils
 
-from helios.core.utils import collector_at_rest
 from helios.data import create_dataloader, workers
 from helios.data.phase_sources import open_source
 from helios.errors import WorkerError
@@ -82,9 +80,7 @@ def replaced(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("acts", "num_workers", "options"),
     [
-        ({1: stuck_workers.hang}, 1, {}),
         ({2: stuck_workers.hang}, 2, {}),
-        ({3: stuck_workers.hang, 4: stuck_workers.hang}, 2, {}),
         ({2: stuck_workers.stop, 5: stuck_workers.die}, 4, {}),
         ({2: stuck_workers.hang}, 2, {"persistent_workers": True}),
     ],
@@ -189,32 +185,3 @@ def test_a_worker_that_ends_only_by_a_kill_leaves_no_process(
 
 def list_children() -> set[int]:
     return {each.pid for each in multiprocessing.active_children() if each.pid is not None}
-
-
-class Dropped:
-    """Something in a cycle, which only the collector frees, and which notes who has done so."""
-
-    def __init__(self, marks: Path) -> None:
-        self.cycle, self.marks = self, marks
-
-    def __del__(self) -> None:
-        (self.marks / str(os.getpid())).touch()
-
-
-class Collecting(Augmented):
-    """Samples that let the collector run where they are fetched."""
-
-    def __getitem__(self, index: int) -> Any:
-        gc.collect()
-        return super().__getitem__(index)
-
-
-@pytest.mark.shows("P144")
-def test_a_worker_frees_nothing_that_the_training_process_has_dropped(tmp_path: Path) -> None:
-    """Tensors on a GPU cannot be freed in a fork: the worker would be ended."""
-    gc.collect()
-    with collector_at_rest():
-        Dropped(tmp_path)
-        read(Collecting(LENGTH))
-    gc.collect()
-    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]

@@ -256,20 +256,6 @@ def test_only_the_master_writes(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["file.pth"]
 
 
-@pytest.mark.shows("E33")
-def test_a_compiled_model_packs_and_unpacks_under_its_own_names() -> None:
-    engine = Engine("cpu")
-    network = Net()
-    compiled = torch.compile(network, backend="eager")
-    checkpoint = engine.pack_checkpoint(compiled)
-    assert checkpoint["model_state_dict"].keys() == network.state_dict().keys()
-    for target in (Net(), torch.compile(Net(), backend="eager")):
-        engine.unpack_checkpoint(checkpoint, target, strict=True)
-        assert digest(engine.pack_checkpoint(target)) == digest(checkpoint)
-    # What another program has saved with the names of a wrapper is understood as well.
-    engine.unpack_checkpoint({"model_state_dict": compiled.state_dict()}, compiled, strict=True)  # type: ignore[attr-defined]
-
-
 @pytest.mark.shows("E37")
 def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """E37: an error while writing leaves the old file."""

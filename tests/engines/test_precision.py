@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import helios
-from helios.engines.engine import Engine
 from helios.engines.precision import Precision, ScalerOptions
 from helios.errors import ArgumentError
 from helios.hooks.context import Context
@@ -167,15 +166,6 @@ def test_every_step_computes_in_bf16_and_all_state_stays_in_full_precision() -> 
     assert len(hooks.heard) == 5
     tensors = [*model.net.parameters(), *model.net.buffers()]
     assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {FULL}
-
-
-@pytest.mark.shows("E2")
-def test_the_precision_of_an_engine_of_ones_own_counts() -> None:
-    """E40."""
-    model = Probe()
-    engine = Engine(CPU, precision=Precision.BF16)
-    helios.Trainer(total_steps=1, engine=engine, print_banner=False).fit(model, Rows())
-    assert model.dtypes == {"train": {LOW}}
 
 
 @pytest.mark.shows("E22")

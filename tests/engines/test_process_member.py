@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helios.distributed import process_groups
-from helios.distributed.process_groups import DistributedInfo
 from helios.engines.device import device_of_rank, sync_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, ArgumentTypeError, RankError, UsageError
@@ -249,24 +247,6 @@ def test_a_process_joins_and_leaves_by_hand(num_ranks: int, tmp_path: Path) -> N
     for rank, found in enumerate(results):
         place = (rank, rank, num_ranks, "gloo", True, rank == 0, rank > 0)
         assert found == (-1, place, total, -1, rank)
-
-
-@pytest.mark.shows("E19", "E31")
-def test_a_group_of_one_is_made_where_it_is_asked_for() -> None:
-    engine = Engine("cpu")
-    engine.setup_process(0, 1)
-    assert describe(engine) == (0, 0, 1, "gloo", True, True, False)
-    assert engine.sync_tensor(torch.tensor(3), "mean").item() == 3.0
-    assert [part.item() for part in engine.sync_tensor(torch.tensor(3), "all")] == [3]
-    assert engine.sync_metrics({"loss": 2}) == {"loss": 2.0}
-    first = engine._means
-    engine.deinit_components(is_failing=True)
-    assert not engine.is_ddp
-    with process_groups.membership(DistributedInfo(), backend="gloo"):
-        engine.sync_metrics({"loss": 2})
-        assert engine._means is not first
-        engine.cleanup_process()
-        assert engine.is_ddp
 
 
 @pytest.mark.shows("E31")

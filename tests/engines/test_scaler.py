@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 import helios
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import UsageError
-from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.resume import resume_everywhere
@@ -250,88 +249,3 @@ def test_a_run_with_planted_infinities_resumes_everywhere(
     assert all(len(set(found)) == 1 for found in scales.values()), scales
     assert len({found[0] for found in scales.values()}) >= 4
     assert max(map(len, scales.values())) > 2
-
-
-class Pair(helios.Model):
-    """Two networks and an optimizer for each; the loss of the first one is infinite at times."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.nets = nn.ModuleDict({"a": nn.Linear(5, 4), "b": nn.Linear(4, 1)})
-        self.first = AdamW(self.nets["a"].parameters(), lr=0.1)
-        self.second = AdamW(self.nets["b"].parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: TrainingState) -> Any:
-        _, features = batch
-        hidden = self.nets["a"](features)
-        assert hidden.dtype is torch.float16
-        factor = float("inf") if state.global_iteration == 2 else 1.0
-        yield hidden.float().square().mean() * factor
-        yield self.nets["b"](hidden.detach()).float().square().mean()
-
-
-@pytest.mark.shows("L28")
-def test_a_generator_step_leaves_out_the_update_of_one_optimizer_only() -> None:
-    """L28, R26: the other one's is made, so the window counts."""
-
-    class Told(Counts):
-        def __init__(self) -> None:
-            super().__init__()
-            self.committed: list[bool] = []
-
-        def on_optimizer_step_end(self, optimizer: Any, committed: bool) -> None:
-            self.committed.append(committed)
-
-    told = Told()
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=3,
-        print_banner=False,
-        engine=Engine(CPU, precision=SMALL),
-        plugins=[told],
-    )
-    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())
-    trainer.fit(Pair("pair"), IndexModule(Setting()))
-    assert told.committed == [True, True, False, True, True, True]
-    assert [step[1] for step in told.steps] == [1, 2, 3]
-
-
-class ByHand(helios.Model):
-    """Steps its two optimizers itself, through the engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__("by-hand")
-        self.engine = engine
-        self.committed: list[tuple[bool, bool]] = []
-
-    unsaved = ("engine", "committed")
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.nets = nn.ModuleDict({"a": nn.Linear(5, 4), "b": nn.Linear(4, 1)})
-        self.first = AdamW(self.nets["a"].parameters(), lr=0.1)
-        self.second = AdamW(self.nets["b"].parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: TrainingState) -> None:
-        _, features = batch
-        factor = float("inf") if state.global_iteration == 2 else 1.0
-        hidden = self.nets["a"](features).float()
-        losses = (hidden.square().mean() * factor, self.nets["b"](hidden.detach()).float().mean())
-        self.committed.append(tuple(map(self.update, losses, (self.first, self.second))))  # type: ignore[arg-type]
-        self.engine.close_window()
-
-    def update(self, loss: Tensor, optimizer: Any) -> bool:
-        self.engine.backward_loss(loss)
-        self.engine.unscale_gradients(optimizer)
-        nn.utils.clip_grad_norm_(self.nets.parameters(), 1.0)
-        is_committed = self.engine.optimizer_step(optimizer)
-        self.engine.zero_grad(optimizer)
-        return is_committed
-
-
-@pytest.mark.shows("E25")
-def test_manual_steps_use_the_engine_and_close_their_windows() -> None:
-    engine = Engine(CPU, precision=SMALL)
-    model = ByHand(engine)
-    helios.Trainer(train_unit="iteration", total_steps=3, print_banner=False, engine=engine).fit(
-        model, IndexModule(Setting())
-    )
-    assert model.committed == [(True, True), (False, True), (True, True)]

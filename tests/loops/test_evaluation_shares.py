@@ -278,23 +278,6 @@ def test_each_of_several_loaders_has_its_scores_and_numbers(num_processes: int) 
     assert sorted(calls) == sorted(expected)
 
 
-def test_a_replica_without_a_batch_is_passed_over() -> None:
-    rows = [[torch.tensor([1.0]), torch.tensor([2.0])], [torch.tensor([3.0]), NO_BATCH]]
-    model, watcher = Scorer(), Watcher()
-    evaluate(ValidationLoop(), model, Replicas(2), [ListSource(rows)], watcher)
-    assert [call[:2] for call in model.calls] == [([1.0], 0), ([2.0], 0), ([3.0], 1)]
-    assert model.metrics["score"] == float(
-        by_definition(
-            [
-                float(score_of(torch.tensor([1.0])) + score_of(torch.tensor([3.0]))),
-                float(score_of(torch.tensor([2.0]))),
-            ]
-        )
-        / 3
-    )
-    assert [event for event, *_ in watcher.seen].count("batch start") == 2
-
-
 @pytest.mark.parametrize("rows", [[], [[NO_BATCH, NO_BATCH]]])
 def test_no_data_is_an_error_and_no_batch_is_none(rows: list[Any]) -> None:
     model = Scorer()

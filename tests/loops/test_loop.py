@@ -114,17 +114,6 @@ def test_a_run_resets_and_advances_until_it_is_done() -> None:
     assert loop.calls == [("reset",), ("on_run_start", "a", 1), *rounds * 3, ("on_run_end",)]
 
 
-@pytest.mark.shows("L31")
-def test_a_loop_may_run_again() -> None:
-    """L31."""
-    loop = Counted()
-    loop.run()
-    first = list(loop.calls)
-    loop.calls.clear()
-    loop.run()
-    assert loop.calls == first
-
-
 @pytest.mark.shows("L2")
 def test_a_run_that_is_skipped_does_nothing_but_say_so() -> None:
     """L2."""
@@ -157,26 +146,6 @@ def test_other_exceptions_leave_at_once(place: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         loop.run()
     assert [name for name, *_ in loop.calls][-1] == place
-
-
-@pytest.mark.shows("L30")
-def test_stop_iteration_of_a_child_ends_the_child_only() -> None:
-    """L30."""
-
-    class Parent(Counted):
-        roles = ("child_loop",)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.child_loop = Counted({"advance": StopIteration()})
-
-        def advance(self) -> None:
-            assert self.child_loop.run() == "the end"
-            super().advance()
-
-    loop = Parent()
-    assert loop.run() == "the end"
-    assert loop.count == 3
 
 
 @pytest.mark.shows("L30")
@@ -291,19 +260,6 @@ def test_a_role_takes_loops_only(other: Any) -> None:
     with pytest.raises(ArgumentError, match=r"connect\(side_loop=\.\.\.\) must be a Loop instance"):
         top.connect(side_loop=other)
     assert top.side_loop is side
-
-
-@pytest.mark.shows("L8")
-def test_a_child_that_is_connected_while_running_sees_the_session() -> None:
-    """L10, L8."""
-    session = make_session(Stepper())
-    leaf = Leaf()
-    top = Top(Middle(leaf), Leaf())
-    top._attach(session)
-    new = Middle()
-    top.connect(middle_loop=new)
-    assert new.session is session
-    assert leaf.session is session
 
 
 @pytest.mark.parametrize(
@@ -542,22 +498,6 @@ def test_an_automatic_step_needs_exactly_one_optimizer(count: int) -> None:
     found = r"\['optimizer0', 'optimizer1'\]" if count else "none"
     with pytest.raises(UsageError, match=f"exactly one optimizer.*{found}.*YieldLoop"):
         train_on(loop, session, 2.0)
-
-
-@pytest.mark.shows("R26")
-def test_a_step_that_is_not_committed_moves_no_scheduler() -> None:
-    """E26, DESIGN section 5."""
-
-    class Skipping(Engine):
-        def optimizer_step(self, optimizer: Any) -> bool:
-            return False
-
-    model = Stepper()
-    watcher = Watcher(model)
-    session = make_session(model, watcher, engine=Skipping(torch.device("cpu")))
-    assert train_on(attached(OptimizerLoop(), session), session, 2.0) is False
-    assert watcher.seen[-1] == ("step done", False, 0.0, None, 1.0)
-    assert model.scheduler.last_epoch == 0
 
 
 @pytest.mark.shows("R26")

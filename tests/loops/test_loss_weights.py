@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import helios
-from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.model import BatchProcessor
 from helios.plugins import Plugin
@@ -159,17 +158,6 @@ def test_each_optimizer_of_a_yield_loop_has_weights_of_its_own() -> None:
         second = second - 0.01 * (torch.tensor(float(sum(pair))) / 2)
     assert torch.equal(model.net.weight, first)
     assert torch.equal(model.other.weight, second)
-
-
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.fp16(init_scale=8.0)], ids=str)
-def test_gradients_of_half_precision_are_divided_too(precision: Precision) -> None:
-    def train(make: Any) -> Tensor:
-        model = _Model(make)
-        _fit(model, precision=precision, clip_norm=1e6)
-        return model.net.weight
-
-    weighted = train(lambda total, weight: helios.WeightedLoss(total * 4, 4))
-    assert torch.equal(weighted, train(lambda total, weight: total))
 
 
 class _Processed(helios.Model):

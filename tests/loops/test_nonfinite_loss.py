@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import helios
-from helios.core.loss_means import LossMeans, Viewer
 from tests.typed.user_script import Line, Numbers
 
 
@@ -66,25 +64,3 @@ def test_finite_losses_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     said = fit(Diverging(1, 1.0), capsys)
     assert "not finite" not in said
     assert "WARNING" not in said
-
-
-class _Elsewhere(torch.Tensor):
-    """A loss that is read like one of an accelerator."""
-
-
-@pytest.mark.shows("U36")
-def test_a_loss_of_an_accelerator_is_named_where_its_sum_is_read() -> None:
-    found: list[tuple[str, float, int]] = []
-    means = LossMeans(lambda *what: found.append(what))
-    means.serve([Viewer.FILES, Viewer.LINE])
-    for iteration in range(1, 8):
-        value = math.inf if iteration == 6 else 1.0
-        means.add({"loss": torch.tensor(value).as_subclass(_Elsewhere)}, iteration)
-        if iteration == 4:
-            assert means.pop_means(Viewer.LINE) == {"loss": 1.0}
-    assert not found, "nobody has waited"
-    means.report_nonfinite()
-    assert found[0] == ("loss", math.inf, 5), "after the last look of anybody"
-    assert means.pop_means(Viewer.FILES) == {"loss": math.inf}
-    means.add({"loss": torch.tensor(2.0).as_subclass(_Elsewhere)}, 8)
-    assert means.pop_means(Viewer.FILES) == {"loss": 2.0}

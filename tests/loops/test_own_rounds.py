@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from helios.engines.engine import Engine
 from helios.errors import UsageError
@@ -82,23 +80,6 @@ def test_a_step_of_public_words_is_the_default_one(num_replicas: int, accumulati
     assert len(found.seen) == 4 // accumulation
 
 
-def test_each_round_begins_without_the_gradients_of_earlier_micro_batches() -> None:
-    """What a loop projects or replaces must be the gradient of one micro-batch."""
-    seen: list[float | None] = []
-
-    def doubled(loop: Any, batch: Any) -> None:
-        model = loop.session.model
-        seen.append(model.gradient)
-        loop.backward(loop.forward(batch))
-        model.net.weight.grad = 2 * model.net.weight.grad
-        loop.update()
-
-    watch = Steps()
-    run(doubled, None, watch, accumulation=2)
-    assert seen == [None] * 4
-    assert watch.seen == [[2 * 1.5], [2 * 6.0]]
-
-
 def nothing(loop: Any, batch: Any) -> None:
     """Forgets all."""
 
@@ -131,42 +112,6 @@ def test_a_call_that_is_missing_is_an_error_at_the_first_batch(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         run(advance)
-
-
-class Pair(Stepper):
-    """Two weights with an optimizer each, and a loss that reaches both."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup()
-        self.other = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.zeros_(self.other.weight)
-        self.second = torch.optim.SGD(self.other.parameters(), lr=1.0)
-
-    def train_step(self, batch: Any, state: Any) -> Any:
-        return {"first": (self.net.weight * batch).sum(), "both": self._both(batch)}
-
-    def _both(self, batch: Any) -> Tensor:
-        return ((self.net.weight + self.other.weight) * batch).sum()
-
-
-def alternate(loop: Any, batch: Any) -> None:
-    model = loop.session.model
-    losses = loop.forward(batch)
-    loop.backward(losses["first"], model.optimizer)
-    loop.backward(losses["both"], model.second)
-    loop.update(model.optimizer)
-    loop.update(model.second)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_each_loss_reaches_the_parameters_of_its_optimizer_only(
-    num_replicas: int, accumulation: int
-) -> None:
-    watch, mean = Steps(), (num_replicas + 1) / 2
-    run(alternate, Pair(), watch, num_replicas=num_replicas, accumulation=accumulation)
-    gradients = [1.0, 2.0, 4.0, 8.0] if accumulation == 1 else [1.5, 6.0]
-    assert watch.seen == [[mean * each] for each in gradients for _ in range(2)]
 
 
 class Surgeon(Stepper):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from helios.core import rng
 from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.loops.epoch import EvenBatches
-from helios.loops.evaluation import ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
@@ -718,64 +716,6 @@ def test_an_epoch_ends_where_the_shortest_data_ends(unit: Any, iterations: int, 
     data = [{"length": 3}, {"length": 5}]
     expected = (-3.0 * iterations, iterations, epoch, data)
     assert run_ranks(_train_unevenly, 2, unit) == [expected] * 2
-
-
-class _Scored(Sums):
-    """Writes its scores itself, when a validation ends."""
-
-    def __init__(self, scores: dict[str, Any]) -> None:
-        super().__init__()
-        self.scores = scores
-
-    def valid_step(self, batch: Any, step: int) -> None:
-        """Return no scores."""
-
-    def on_validation_end(self, validation_cycle: int) -> None:
-        self.metrics.update(self.scores)
-
-
-def _compare(rank: int, tables: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    messages: list[str] = []
-
-    class Listening(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logger, handler = logging.getLogger("helios.loops.evaluation"), Listening()
-    logger.addHandler(handler)
-    try:
-        with replicas_on(rank, len(tables), len(tables)) as here:
-            source = ListSource([[1.0]])
-            session = make_session(
-                _Scored(tables[rank]), replicas=here, sources={Phase.VALIDATION: [source]}
-            )
-            loop = ValidationLoop()
-            loop._attach(session)
-            for _ in range(2):
-                loop.run()
-    finally:
-        logger.removeHandler(handler)
-    return named(session, FindingKind.OBSTACLE), messages
-
-
-@pytest.mark.parametrize(
-    ("tables", "names"),
-    [
-        ([{"a": 1.0, "b": math.nan}, {"a": 1.0, "b": math.nan}], []),
-        ([{"a": 0.1 + 0.2, "b": 1.0}, {"a": 0.3, "b": 1.0}], ["a"]),
-        ([{"a": 1.0, "z": 0.0}, {"a": 1.0}, {"a": 2.0, "z": 0.0}], ["a", "z"]),
-    ],
-)
-def test_scores_that_differ_between_processes_are_named_once(
-    tables: list[dict[str, Any]], names: list[str]
-) -> None:
-    for obstacles, messages in run_ranks(_compare, len(tables), tables):
-        if not names:
-            assert (obstacles, messages) == ([], [])
-        else:
-            assert obstacles == [f"scores that differ between processes: {', '.join(names)}"]
-            (message,) = messages
-            assert f"The scores {', '.join(names)} differ between processes" in message
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from helios.hooks.context import Context
 from helios.loops.optimizer import OptimizerLoop
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
-from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.state import Phase, TrainingState
@@ -303,15 +302,6 @@ def test_shared_parameters_are_trained_by_each_of_their_optimizers() -> None:
     assert (model.weights, model.gradients) == ((-1.0, -5.0), (None, None))
 
 
-def test_shared_parameters_are_refused_where_windows_hold_several_batches() -> None:
-    """Both optimizers would gather their gradients in one place."""
-    model = Pair()
-    model.left.add_param_group({"params": [model.b]})
-    loop, session = prepared(model, accumulation=2)
-    with pytest.raises(UsageError, match=r"'right' and 'left' share some.*without accumulation"):
-        train_on(loop, session, 1.0, is_boundary=False)
-
-
 @pytest.mark.parametrize("has_graph", [True, False])
 def test_a_frozen_optimizer_gets_no_backward_and_its_step_changes_nothing(has_graph: bool) -> None:
     """Its loss needs no graph then; its events and its scheduler go on as in a loop by hand."""
@@ -330,30 +320,6 @@ def test_a_frozen_optimizer_gets_no_backward_and_its_step_changes_nothing(has_gr
     events = [name for name, *_ in watcher.seen]
     assert events[:4] == ["forward", "forward done", "step", "step done"]
     assert model.loss_items["loss_right"].item() == 7.0
-
-
-@pytest.mark.parametrize("kind", ["freed", "changed"])
-def test_a_graph_of_an_earlier_yield_is_hinted_at(kind: str) -> None:
-    """The class stays RuntimeError; the message says what to do."""
-
-    def freed(model: Pair, batch: Any) -> Iterator[Tensor]:
-        middle = (model.a * model.b).sin()
-        yield middle * 1.0
-        yield middle * 2.0
-
-    def changed(model: Pair, batch: Any) -> Iterator[Tensor]:
-        late = model.a * model.b
-        yield model.b * 1.0
-        yield late
-
-    model = Pair({"freed": freed, "changed": changed}[kind])
-    loop, session = prepared(model)
-    with pytest.raises(RuntimeError, match=r"(?s)backward|inplace.*'left'.*detach it") as caught:
-        train_on(loop, session, 1.0)
-    assert type(caught.value) is RuntimeError
-    assert "The loss yielded for 'left' depends on" in str(caught.value)
-    said = {"freed": "a second time", "changed": "modified by an inplace operation"}
-    assert said[kind] in str(caught.value)
 
 
 class Skipper(Quiet):
@@ -408,26 +374,6 @@ def test_a_step_may_leave_out_the_update_of_an_optimizer(accumulation: int) -> N
         assert model.weights == weights
         assert model.gradients == (None, None)
     assert model.moves == (1, 2)
-
-
-@pytest.mark.shows("L45")
-def test_a_skip_between_two_yields_belongs_to_the_first() -> None:
-    def body(model: Pair, batch: Any) -> Iterator[Any]:
-        yield model.b * batch
-        if batch == 4.0:
-            session.context.skip_step("test")
-        yield model.a * batch
-
-    model = Pair(body)
-    loop, session = prepared(model, accumulation=2)
-    train_on(loop, session, 4.0, is_boundary=False)
-    train_on(loop, session, 2.0)
-    assert model.weights == (-3.0, 0.0)
-    train_on(loop, session, 2.0, is_boundary=False)
-    with pytest.raises(
-        UsageError, match=r"but that of 'right' is made at its yield.*YieldLoop\.SKI"
-    ):
-        train_on(loop, session, 4.0)
 
 
 def test_losses_are_put_into_an_empty_table_under_their_optimizers() -> None:
@@ -495,25 +441,6 @@ def test_new_weights_are_seen_in_low_precision_too() -> None:
     train_on(loop, session, torch.ones(1, 4))
     assert [tensor.dtype for tensor in seen] == [torch.bfloat16] * 2
     assert not torch.equal(seen[0], seen[1])
-
-
-@pytest.mark.shows("R31")
-def test_transforms_of_a_processor_are_applied_once() -> None:
-    """R31: all yields see the batch that the first part of the step got."""
-    batches: list[Any] = []
-
-    class Reader(Quiet):
-        def on_forward_start(self, context: Context) -> None:
-            batches.append(context.batch)
-
-    model = Pair()
-    model.batch_processor = BatchProcessor.from_callable(
-        lambda model, batch: (None, None), transforms=lambda batch: batch + 1.0
-    )
-    loop, session = prepared(model, Reader())
-    train_on(loop, session, 2.0)
-    assert batches == [3.0, 3.0]
-    assert model.weights == (-3.0, -3.0)
 
 
 def test_only_the_schedulers_of_the_optimizer_that_steps_move() -> None:

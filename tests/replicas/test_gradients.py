@@ -14,7 +14,6 @@ from torch.optim import SGD
 
 from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
-from helios.errors import UsageError
 from helios.replicas.flat_gradients import FlatBuffer
 from helios.replicas.gradients import GradientSum
 from helios.replicas.replicas import Replicas
@@ -196,19 +195,6 @@ def test_the_mean_counts_micro_batches_and_replicas() -> None:
         }
 
 
-def test_a_group_that_came_between_windows_is_added_too() -> None:
-    run = Engines(4, "weight")
-    run.iterate()
-    assert run.end().keys() == {"weight"}
-    run.optimizer.add_param_group({"params": [run.model.branch]})
-    run.names = ("weight", "branch")
-    for _ in range(2):
-        run.iterate()
-        found = run.end()
-        assert found["branch"] == mean_of(4, 1, torch.zeros(4))
-        assert found["weight"] == mean_of(4, 1, torch.zeros(3, 5))
-
-
 @pytest.mark.parametrize("num_done", [1, 2, 3, 4, 5])
 def test_a_window_that_is_dropped_leaves_nothing_behind(num_done: int) -> None:
     """It may end after any iteration of the window."""
@@ -259,22 +245,6 @@ def test_few_buffers_are_alive(num_replicas: int) -> None:
         summed.finish()
         # None is freed, so these are all that were needed at any time.
         assert count_buffers() - found == math.floor(math.log2(num_replicas)) + 1
-
-
-def _differ(rank: int) -> str:
-    with joined(rank, 2) as info:
-        model = nn.Linear(2, 2 + rank)
-        summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(2, info), {"net": model})
-        model(torch.ones(1, 2)).sum().backward()
-        summed.add_micro_batch(rank, ends_window=True)
-        with pytest.raises(UsageError) as caught:
-            summed.finish()
-        return str(caught.value)
-
-
-def test_processes_with_other_parameters_are_told_so() -> None:
-    for text in run_ranks(_differ, 2):
-        assert "net.weight of shape (2, 2)" in text
 
 
 def _use_elsewhere(rank: int) -> Found:

@@ -145,25 +145,6 @@ def test_each_replica_has_its_own_in_a_window(
             assert found[-1, iteration] == shown[iteration]
 
 
-def test_a_buffer_that_two_modules_hold_stays_one() -> None:
-    shared = torch.zeros(2)
-    networks = [nn.Module(), nn.Module()]
-    for network in networks:
-        network.register_buffer("shared", shared)
-    buffers = ReplicaBuffers(Replicas(2))
-    buffers.find(networks)
-    buffers.begin_window()
-    for replica in range(2):
-        buffers.enter(replica)
-        assert shared.tolist() == [0.0, 0.0]
-        networks[0].shared += replica + 1
-        buffers.leave(replica)
-    buffers.commit()
-    buffers.exchange()
-    assert networks[0].shared is networks[1].shared is shared
-    assert shared.tolist() == [1.0, 1.0]
-
-
 class Growing(nn.Module):
     """A memory that grows by what a replica sees, and may be emptied or thrown away."""
 

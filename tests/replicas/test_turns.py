@@ -179,37 +179,6 @@ def test_nothing_depends_on_who_carries_whom(num_processes: int) -> None:
             assert after == from_key(3, "train", iteration, "after")
 
 
-def test_what_a_replica_draws_does_not_depend_on_what_others_have_drawn() -> None:
-    def numbers(num_draws: int) -> list[Draw]:
-        turns = turns_of(Replicas(3), 1)
-        turns.begin_iteration(1)
-        found = []
-        for replica in range(3):
-            [draw() for _ in range(num_draws)]
-            turns.begin(replica, opens_window=True)
-            found.append(draw())
-            [draw() for _ in range(num_draws)]
-            turns.end(ends_window=True)
-        return [*found, draw()]
-
-    assert numbers(0) == numbers(1) == numbers(4)
-
-
-def test_an_update_ends_the_turns_and_the_end_of_the_batch_does_not_again() -> None:
-    """What hooks draw behind the update goes on behind the batch."""
-    turns = turns_of(Replicas(2), 4)
-    turns.begin_iteration(6)
-    for replica in range(2):
-        turns.begin(replica, opens_window=True)
-        if turns.is_last:
-            update(turns)
-            found = [draw()]
-        turns.end(ends_window=True)
-    found.append(draw())
-    with rng.stream(rng.key(4, "train", 6, "after")):
-        assert found == [draw(), draw()]
-
-
 @pytest.mark.shows("H7")
 def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
     run = turns_of(Replicas(3), 9)

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import hanging
 from tests.support.hanging import list_workers, run_forked, survives
-from tests.support.signals import environment
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
 
@@ -129,55 +124,3 @@ def test_an_end_without_a_safe_point_says_where_the_run_stood(tmp_path: Path) ->
     assert codes == [143]
     said = rf"ERROR - step 2: {STUCK}\. No safe point was reached within 1 s after SIGTERM, "
     assert re.search(said, log)
-
-
-def test_ranks_that_got_a_signal_say_who_waits_for_whom(tmp_path: Path) -> None:
-    codes, logs = run_forked(
-        tmp_path, 2, act="end_all_softly", late=1, grace=1.0, timeout=None, warning=30.0
-    )
-    assert codes == [143, 143]
-    said = (
-        r"step 2: rank 0 waits in the exchange of gradients for rank 1, which is in train_step "
-        rf"\(hanging\.py\) since {CLOCK}\. No safe point was reached within 1 s after SIGTERM"
-    )
-    assert re.search(said, "".join(logs))
-
-
-def _launch(
-    folder: Path, *arguments: object, torchrun: bool = False, act: Callable[[Any], object] = bool
-) -> tuple[int, str]:
-    """Start the script; returns its exit code and what it says."""
-    line = [hanging.__file__, folder, "--timeout", 6, *arguments]
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    front = ["-m", *launcher] if torchrun else []
-    words = [sys.executable, *front, *map(str, line)]
-    options: dict[str, Any] = {"env": environment(), "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, start_new_session=True, **options) as process:
-        try:
-            act(process)
-            _, log = process.communicate(timeout=hanging.SECONDS)
-        finally:
-            process.kill()
-    return process.returncode, log
-
-
-def _list_ranks(folder: Path) -> list[int]:
-    return [int(path.name.partition("-")[2]) for path in folder.glob("rank-*")]
-
-
-@slow
-@pytest.mark.parametrize(
-    ("act", "late"), [("wait_in_user_code", 1), ("be_stopped", 0), ("be_stopped", 1)]
-)
-def test_spawned_ranks_end_with_their_launcher(act: str, late: int, tmp_path: Path) -> None:
-    arguments = ("--act", act, "--late", late, "--nproc", 2)
-    code, log = _launch(tmp_path, *arguments)
-    assert code == 75, log
-    assert "so all ranks end now, with exit code 75" in log
-    assert "Traceback" not in log
-    assert len(_list_ranks(tmp_path)) == 2
-    assert not any(map(survives, _list_ranks(tmp_path)))
-    # The launcher raises an error of its own.
-    code, log = _launch(tmp_path, *arguments)
-    assert code == 1, log
-    assert "so all ranks end now, with exit code 1" in log

@@ -167,21 +167,6 @@ def test_every_owner_goes_on_where_it_was(
     assert "incomplete" not in capsys.readouterr().err
 
 
-@pytest.mark.shows("S42")
-def test_a_plugin_that_is_gone_leaves_its_attributes_in_the_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Parts(tmp_path, 2).run()
-    middle = Parts(tmp_path, 4)
-    middle.trainer = helios.Trainer(
-        total_steps=4, chkpt_frequency=1, chkpt_root=tmp_path, train_unit="iteration"
-    )
-    middle.run()
-    assert "attributes of plugin 'counting'" in capsys.readouterr().err
-    last = Parts(tmp_path, 5).run()
-    assert last.plugin.count == 3
-
-
 @pytest.mark.shows("S74")
 def test_a_data_set_declares_what_need_not_be_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

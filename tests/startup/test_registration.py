@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,8 @@ import pytest
 
 import helios
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
-from helios.hooks.bus import Bus
 from helios.plugins import Plugin
-from helios.startup.objects import PluginTable, log_order
+from helios.startup.objects import PluginTable
 from helios.state import TrainingState
 from tests.support.event_logs import Linear, Numbers
 from tests.support.quiet import Quiet
@@ -124,35 +122,6 @@ def test_all_checks_run_again_when_fit_starts() -> None:
     plugin.process_training_batch = lambda batch, state: batch  # type: ignore[method-assign]
     with pytest.raises(ArgumentError, match=r"plugin 'one' \(Owner\) and plugin 'late' \(Quiet\)"):
         trainer.fit(Linear(), Numbers())
-
-
-class Loud(Quiet):
-    """Hears the end of an epoch."""
-
-    def on_training_epoch_end(self, current_epoch: int) -> None: ...
-
-
-@pytest.mark.shows("K2", "C14")
-def test_the_order_of_receivers_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """C8, C14: for the run, and event by event."""
-    monitor, plain = Loud("watcher"), Loud("plain")
-    monitor.monitor = True
-    table = PluginTable()
-    table.update({"watcher": monitor, "plain": plain})
-    with caplog.at_level(logging.DEBUG):
-        log_order(table, Bus(plugins=[monitor, plain], monitors=[monitor]))
-    lines = [(record.levelno, record.getMessage()) for record in caplog.records]
-    assert lines == [
-        (
-            logging.DEBUG,
-            "Hook order: the plugins watcher, plain, the model, the engine.",
-        ),
-        (logging.DEBUG, "Called after the model at the ends of validations and epochs: watcher."),
-        (
-            logging.DEBUG,
-            "on_training_epoch_end: plugin 'plain' (Loud), plugin 'watcher' (Loud).",
-        ),
-    ]
 
 
 @pytest.mark.shows("S70")

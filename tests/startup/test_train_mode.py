@@ -165,25 +165,6 @@ def test_a_run_says_once_what_it_has_put_into_training_mode(nproc: int, tmp_path
     assert "Nothing to do" in shown
 
 
-def test_a_loop_by_hand_that_calls_train_gives_the_same_weights(tmp_path: Path) -> None:
-    def make() -> nn.Sequential:
-        net = nn.Sequential(nn.Linear(2, 3), Doubling(), nn.Linear(3, 1))
-        for parameter in net.parameters():
-            nn.init.constant_(parameter, 0.1)
-        return net.eval()
-
-    model, _ = fit(tmp_path, make)
-    net = make().train()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
-    for _ in range(3):
-        for inputs in (torch.arange(24.0).reshape(12, 2) / 24).split(2):
-            optimizer.zero_grad()
-            (net(inputs) - 1).square().mean().backward()
-            optimizer.step()
-    pairs = zip(model.net.parameters(), net.parameters(), strict=True)
-    assert all(torch.equal(found, expected) for found, expected in pairs)
-
-
 @pytest.mark.parametrize("make", [all_resting, lambda: Net().with_lora(), sleeping_dropout])
 def test_a_killed_run_goes_on_in_its_modes_and_warns_once(
     make: Callable[[], Any], tmp_path: Path

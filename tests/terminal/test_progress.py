@@ -298,15 +298,3 @@ def test_only_rank_0_shows_anything() -> None:
         assert isinstance(create_display(False), NullDisplay)
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.mark.shows("U26")
-@pytest.mark.parametrize("unit", TrainingUnit)
-def test_scores_stay_in_the_bar(unit: TrainingUnit, terminal: Screen, time: Time) -> None:
-    display = ProgressDisplay(True, terminal, time)
-    start(display, unit)
-    display.note_scores("error 0.25 (best)")
-    advance(display, time, 1, seconds=60.0)
-    row = next(row for row in terminal.rows() if " left" in row)
-    assert row.endswith(" left, error 0.25 (best)")
-    display.close()
