@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +42,6 @@ class Numbers(helios.DataModule):
     def _make(self, length: int) -> Any:
         numbers = torch.arange(1.0, length + 1).unsqueeze(1)
         return self._create_dataset(numbers, helios.DataLoaderParams(batch_size=1))
-
-
-class Watch(Plugin):
-    """Notes what :attr:`look` returns at some events."""
-
-    unsaved = ("seen",)
-
-    def __init__(self, look: Callable[[Any], Any], *events: str) -> None:
-        super().__init__("watch")
-        self.seen: dict[str, list[Any]] = {event: [] for event in events}
-        for event in events:
-            setattr(self, event, self._note(event, look))
-
-    def _note(self, event: str, look: Callable[[Any], Any]) -> Callable[..., None]:
-        return lambda *args: self.seen[event].append(look(self.context))
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 def make_trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
@@ -225,37 +206,6 @@ def test_a_processor_trains_as_a_step_does(unit: str, accumulation: int) -> None
     assert set(models[0].loss_items) == {"loss"}
     updates = {"iteration": {1: 2, 3: 2}, "epoch": {1: 8, 3: 4}}[unit][accumulation]
     assert [model.scheduler.last_epoch for model in models] == [updates, updates]
-
-
-@pytest.mark.shows("C12")
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_without_backward_a_training_step_is_a_manual_one(unit: str, accumulation: int) -> None:
-    """R33, C12: no backward, no update, no zero_grad, no scheduler; the counters go on."""
-    processor = BatchProcessor.from_callable(forward, need_backward=False)
-    events = "on_backward_start", "on_optimizer_step_start", "on_before_zero_grad"
-    watch = Watch(
-        lambda context: (context.loss, context.model_outputs is None, context.state.global_step),
-        *events,
-        "on_forward_end",
-    )
-    model = OneLayer(processor)
-    trainer = make_trainer(watch, train_unit=unit, total_steps=2, accumulation_steps=accumulation)
-    before: list[list[Tensor]] = []
-
-    def keep() -> None:
-        before.append([weight.clone() for weight in weights_of(model)])
-        model.net.weight.grad = torch.ones(1, 1)
-
-    model.on_training_start = keep
-    trainer.fit(model, Numbers(3))
-    assert are_equal(weights_of(model), before[0])
-    assert torch.equal(model.net.weight.grad, torch.ones(1, 1))
-    assert model.scheduler.last_epoch == 0
-    assert [watch.seen[event] for event in events] == [[], [], []]
-    batches = 6 if unit == "epoch" else 2 * accumulation
-    steps = {"epoch": range(6), "iteration": [n // accumulation for n in range(batches)]}[unit]
-    assert watch.seen["on_forward_end"] == [(None, False, step) for step in steps]
 
 
 @pytest.mark.shows("R28")

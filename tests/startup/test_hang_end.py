@@ -5,7 +5,6 @@ Real processes: forks of this one, whose ranks meet in a store of rank 0, and la
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -100,22 +99,6 @@ def test_all_ranks_write_their_stacks_and_end_together(late: int, tmp_path: Path
         stacks = read_stacks(tmp_path, rank)
         assert (" in wait_in_user_code" in stacks) == (rank == late)
         assert f", rank {rank}, process " in stacks
-
-
-@pytest.mark.shows("P139")
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("is_async", [True, False])
-def test_a_save_on_a_stopped_disk_is_named(is_async: bool, num_ranks: int, tmp_path: Path) -> None:
-    (tmp_path / "net").mkdir()
-    # Nobody reads, so that whoever opens it for writing waits.
-    os.mkfifo(tmp_path / "net" / "net_epoch_1_iter_3.pth.tmp")
-    codes, logs = run_forked(tmp_path, num_ranks, is_async=is_async, **QUICK)
-    assert codes == [75] * num_ranks
-    # A thread that writes is waited for at the next save.
-    step, what = (7, "waits for the save under way") if is_async else (4, "saves")
-    who = "the training" if num_ranks == 1 else "rank 1 waits in an agreement for rank 0, which"
-    assert re.search(rf"WARNING - step {step}: {who} {what} since {CLOCK}\.\n", logs[0])
-    assert "in write_file" in read_stacks(tmp_path)
 
 
 @pytest.mark.shows("S15")

@@ -117,9 +117,6 @@ def plan(capsys: pytest.CaptureFixture[str], data: DataModule, **options: object
     return line.removeprefix("plan: ")
 
 
-BY_STEPS = {"train_unit": "iteration", "total_steps": 5000}
-
-
 @pytest.mark.parametrize(
     ("options", "params", "text"),
     [
@@ -140,20 +137,10 @@ BY_STEPS = {"train_unit": "iteration", "total_steps": 5000}
             "1 epoch of 3 steps (batch 3), fp32, validated every epoch, saved every epoch",
         ),
         (
-            {**BY_STEPS, "valid_frequency": 500, "chkpt_frequency": 20, "chkpt_root": "runs"},
-            {},
-            "5000 steps (batch 2), fp32, validated every 500 steps, saved every 20 steps",
-        ),
-        (
             {"total_steps": math.inf, "early_stop_cycles": 2, "valid_frequency": 3},
             {},
             "unlimited epochs of 5 steps (batch 2), fp32, validated every 3 epochs, nothing is "
             "saved (chkpt_root)",
-        ),
-        (
-            {"total_steps": 2, "chkpt_root": "runs"},
-            {"batch_size": None},
-            "2 epochs of 10 steps, fp32, not validated, nothing is saved (chkpt_frequency)",
         ),
     ],
 )

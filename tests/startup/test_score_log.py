@@ -77,17 +77,6 @@ def test_each_validation_is_a_line_with_the_best_so_far(
 
 
 @pytest.mark.shows("U26")
-def test_the_model_may_say_which_is_the_best(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    show(make_log()[0], BestSoFar(BestRule()), [0.5, 0.75])
-    assert "; best: error 0.5, hits 3 (iteration 8); training" in caplog.messages[1]
-    silent, shown = make_log()
-    show(silent, BestSoFar(), [0.5, 0.75])
-    assert shown == ["error 0.5, hits 3", "error 0.75, hits 3"]
-    assert list(silent.summarize(None)) == ["last scores"]
-
-
-@pytest.mark.shows("U26")
 def test_the_end_says_how_far_and_where() -> None:
     state = TrainingState(global_epoch=3, global_iteration=24, global_step=24)
     newest = Path("runs") / "line" / "line_epoch_3_iter_24.pth"

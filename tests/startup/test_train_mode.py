@@ -189,7 +189,6 @@ def overridden_on_the_instance() -> Net:
         Net,
         frozen_norms,
         lambda: KeepsBody().train(),
-        lambda: nn.Sequential(KeepsBody().train(), nn.Linear(1, 1)),
         overridden_on_the_instance,
     ],
 )
@@ -212,21 +211,12 @@ class WithOthers(Trained):
         self.alias = self.net.head
 
 
-class OwnTrain(WithOthers):
-    """Decides about the modes by itself."""
-
-    def train(self) -> None:
-        super().train()
-        self.net.head.train()
-
-
 @pytest.mark.parametrize(
     ("kind", "mode", "expected", "num_warnings"),
     [
         (WithOthers, None, [True, True, False, False], 1),
         (WithOthers, "keep", [False, False, False, False], 0),
         (WithOthers, "all", [True, True, True, True], 0),
-        (OwnTrain, None, [False, True, False, False], 0),
     ],
 )
 def test_what_is_not_trained_rests_unless_the_model_says_otherwise(

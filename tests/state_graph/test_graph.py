@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -197,30 +196,6 @@ def test_a_submodule_that_is_exchanged_for_a_sibling_is_exchanged_again(tmp_path
     train(again, 3)
     assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
     assert bits(again.optimizer.state_dict()) == bits(owner.optimizer.state_dict())
-
-
-class Caller:
-    """Has a method that setup hands on."""
-
-    def __init__(self) -> None:
-        self.calls: list[int] = []
-
-    def call(self) -> None:
-        self.calls.append(len(self.calls))
-
-
-def test_what_partials_and_bound_methods_refer_to_comes_back(said: list[str]) -> None:
-    def make() -> Any:
-        return Owner(call=Caller().call, partial=functools.partial(list.append, []))
-
-    owner = make()
-    discovery = started(owner)
-    owner.call()
-    owner.partial(7)
-    again = resumed(make, discovery.capture())
-    assert again.call.__self__.calls == [0]
-    assert again.partial.args == ([7],)
-    assert not said
 
 
 def test_what_loading_replaces_is_linked_again() -> None:

@@ -56,29 +56,6 @@ def test_a_checkpoint_of_a_compiled_module_is_that_of_the_module(make: Any, rema
     assert bits(started(again).capture()) == bits(state)
 
 
-def test_finding_and_restoring_a_compiled_module_compiles_nothing() -> None:
-    runs: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        runs.append(1)
-        return graph.forward
-
-    owner = Owner(net=torch.compile(network(), backend=backend))
-    state = started(owner).capture()
-    started(owner).restore(state)
-    assert not runs
-
-
-def test_frozen_parameters_and_modes_come_back_after_the_weights() -> None:
-    owner = _small()
-    owner.net[0].requires_grad_(False)
-    owner.net[1].eval()
-    again = resumed(_small, started(owner).capture())
-    assert [p.requires_grad for p in again.net.parameters()] == [False] * 2 + [True] * 4
-    assert [part.training for part in again.net] == [True, False, True, True]
-    assert again.net.training
-
-
 def test_a_layer_unfrozen_in_training_resumes_unfrozen() -> None:
     def make() -> Any:
         owner = _small()

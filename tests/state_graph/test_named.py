@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
 
 from tests.state_graph.owners import Owner, network, started
 
@@ -41,15 +40,6 @@ def test_hooks_that_are_registered_after_the_start_are_named(said: list[str]) ->
         "optimizer (optimizer step post hook)",
     ]
     assert len(said) == 1
-
-
-@pytest.mark.shows("S62")
-def test_hooks_of_pytorch_itself_are_not_named() -> None:
-    owner = _owner()
-    discovery = started(owner)
-    owner.schedule = StepLR(owner.optimizer, 1)
-    torch.nn.utils.parametrizations.spectral_norm(owner.net[0])
-    assert not any("hook" in name for name in discovery.capture()["missing"])
 
 
 class Counting(nn.Linear):

@@ -222,16 +222,6 @@ def test_an_optimizer_inside_of_another_gets_the_order_too() -> None:
     assert bits(again.nets.state_dict()) == bits(owner.nets.state_dict())
 
 
-def test_parameters_that_nobody_names_are_matched_by_position(tmp_path: Path) -> None:
-    def make() -> Any:
-        hidden = [torch.full((2,), number, requires_grad=True) for number in (1.0, 2.0)]
-        nets = _nets()
-        optimizer = torch.optim.Adam([hidden[0], *nets["a"].parameters(), hidden[1]], lr=0.1)
-        return Owner(nets=nets, optimizer=optimizer)
-
-    _check(make, make, tmp_path)
-
-
 def _two(*, is_named: bool = False, backbone: str = "backbone") -> Any:
     torch.manual_seed(4)
     owner = Owner(head=nn.Linear(2, 1), **{backbone: nn.Linear(2, 2)})

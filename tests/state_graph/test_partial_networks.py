@@ -149,24 +149,6 @@ def test_a_frozen_backbone_is_neither_saved_nor_named(
     assert not said
 
 
-def test_weights_that_a_state_rounds_come_back_whole(tmp_path: Path) -> None:
-    class Halved(Headed):
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            state = super().state_dict(*args, **kwargs)
-            return {k: v.half() if v.is_floating_point() else v for k, v in state.items()}
-
-        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().load_state_dict(state_dict)
-
-    owner = Owner(net=Halved())
-    discovery = started(owner)
-    _train(owner, 1)
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    again = Owner(net=Halved())
-    started(again).restore(state)
-    assert bits(dict(again.net.named_parameters())) == bits(dict(owner.net.named_parameters()))
-
-
 def test_a_state_that_lacks_a_name_that_was_saved_is_refused() -> None:
     owner = Owner(net=OnlyHead())
     discovery = started(owner)

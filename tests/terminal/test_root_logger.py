@@ -116,19 +116,6 @@ def test_python_warnings_are_logged_on_request_only(capsys: pytest.CaptureFixtur
     assert " - WARNING - " in capsys.readouterr().err
 
 
-def test_a_closed_logger_leaves_nothing_behind(tmp_path: Path) -> None:
-    loggers = [standard.getLogger("helios"), standard.getLogger("py.warnings")]
-    before = [(list(item.handlers), item.level, item.propagate) for item in loggers]
-    root = logging.RootLogger(capture_warnings=True)
-    root.setup(tmp_path / "run.log")
-    root.close()
-    loggers[0].setLevel(standard.DEBUG)
-    root.close()
-    assert loggers[0].level == standard.DEBUG, "a second close changes nothing"
-    loggers[0].setLevel(before[0][1])
-    assert [(list(item.handlers), item.level, item.propagate) for item in loggers] == before
-
-
 @pytest.mark.shows("H43")
 def test_names_hold_the_run_and_the_time() -> None:
     name = logging.get_default_log_name("my_run")

@@ -133,22 +133,6 @@ def test_a_null_handler_silences_the_screen(
         assert say(tmp_path, capsys) == ([], _ALL)
 
 
-@pytest.mark.shows("P130")
-@pytest.mark.parametrize("is_heard", [False, True])
-def test_warnings_of_python_are_written_once(
-    is_heard: bool, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
-    with as_it_was():
-        handler = Lines()
-        if is_heard:
-            logging.getLogger().addHandler(handler)
-        root = RootLogger(capture_warnings=True)
-        logging.getLogger("py.warnings").warning("%s", "old")
-        root.close()
-        lines = [message for _, message in handler.lines]
-        assert (lines, capsys.readouterr().err.count("old")) == (["old"] * is_heard, not is_heard)
-
-
 class Line(helios.Model):
     """Fits a line."""
 
