@@ -7,7 +7,6 @@ losses.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import final
 
@@ -20,7 +19,6 @@ from helios.errors import ArgumentError, UsageError
 from helios.model.processor import Processed
 from helios.replicas.gradients import make_mixed_error
 
-_LOGGER = logging.getLogger(__name__)
 _DEFAULT = "super().advance(batch)"
 
 

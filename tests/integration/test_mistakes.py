@@ -43,7 +43,7 @@ class Vector(Line):
 
 class Counting(Line):
     def train_step(self, batch: Any, state: Any) -> Any:
-        state.current_iteration = 0
+        state.current_iteration = 9
         return super().train_step(batch, state)
 
 
@@ -105,7 +105,7 @@ def fit(kind: type[helios.Model] = Line, loop: Any = None, **options: Any) -> No
     [
         (lambda: fit(Detached), ("train_step", "requires_grad=False", "do not detach")),
         (lambda: fit(Vector), ("scalar loss", "shape (2, 1)", "loss.mean()")),
-        (lambda: fit(Counting), ("counters", "current_iteration from 1 to 0", "in self")),
+        (lambda: fit(Counting), ("counters", "current_iteration from 1 to 9", "in self")),
         (lambda: fit(TwoOptimizers), ("one optimizer", "'optimizer', 'other'", "YieldLoop")),
         (lambda: fit(Processed), ("(outputs, loss)", "(2, 1)", "exchanged")),
         (lambda: fit(plugins=[Late("late")]), ("(state, should_log)", "takes (state", "Correct")),
