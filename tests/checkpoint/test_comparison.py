@@ -62,17 +62,6 @@ def test_not_a_number_is_equal_to_itself(tmp_path: Path) -> None:
     assert _compare(tmp_path, nan, nan.clone()).is_equal
 
 
-def test_a_tensor_of_one_file_only_is_named(tmp_path: Path) -> None:
-    one = _write(tmp_path / "one.pth", {"a": torch.ones(2), "b": torch.ones(2)})
-    other = _write(tmp_path / "other.pth", {"b": torch.ones(2), "c": torch.ones(2)})
-    found = compare_checkpoints(one, other)
-    assert found.num_tensors == 1
-    assert {each.path: each.what for each in found.tensors} == {
-        "model.a": f"only in {one}",
-        "model.c": f"only in {other}",
-    }
-
-
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     one = _write(tmp_path / "one.pth", {"a": torch.ones(2)})
     (tmp_path / "bad.pth").write_bytes(b"no checkpoint")

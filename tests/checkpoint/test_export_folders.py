@@ -180,29 +180,6 @@ def test_an_export_is_replaced_only_if_asked_for(kind: str, tmp_path: Path) -> N
     assert names(tmp_path) == ["out"]
 
 
-@pytest.mark.shows("P99")
-def test_nothing_but_an_export_is_ever_replaced(tmp_path: Path) -> None:
-    path, layout = tmp_path / "out", LAYOUTS["huggingface"]
-    path.mkdir()
-    (path / "thesis.tex").write_text("mine")
-    with pytest.raises(ArgumentError, match="not a folder that Helios has exported"):
-        write_folder(path, small(), layout, metadata={}, replaces=True)
-    (path / "thesis.tex").rename(tmp_path / "file")
-    with pytest.raises(ArgumentError, match="not a folder that Helios has exported"):
-        write_folder(tmp_path / "file", small(), layout, metadata={}, replaces=True)
-    path.rmdir()
-    write_folder(path, small(), layout, metadata={})
-    (path / "tokenizer.json").write_text("mine")
-    with pytest.raises(ArgumentError, match=r"also holds tokenizer\.json"):
-        write_folder(path, small(), layout, metadata={}, replaces=True)
-    assert names(path) == [NOTE_NAME, "model.safetensors", "tokenizer.json"]
-    (tmp_path / "link").symlink_to(path)
-    with pytest.raises(ArgumentError, match="not a folder that Helios has exported"):
-        write_folder(tmp_path / "link", small(), layout, metadata={}, replaces=True)
-    assert names(tmp_path) == ["file", "link", "out"]
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_full_disk_leaves_the_old_folder_and_no_other(kind: str, tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")

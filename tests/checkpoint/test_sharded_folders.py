@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from helios.checkpoint.outline import outline
 from helios.checkpoint.rank_part import PartWriter
 from helios.checkpoint.shard_index import INDEX_NAME, RECORD_NAME
 from helios.checkpoint.sharded_commit import RankParts
-from helios.checkpoint.status import examine, examine_folder, look_into
+from helios.checkpoint.status import examine, look_into
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.core.sharded_tensors import RowShare, is_deferred, read_deferred
 from helios.errors import (
@@ -29,7 +28,6 @@ from helios.errors import (
     IncompatibleCheckpointError,
     SaveError,
 )
-from helios.storage import files
 from helios.storage.digest import BLOCK_BYTES
 from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import names, save
@@ -176,25 +174,6 @@ def test_a_pickle_whose_digests_were_forged_is_not_executed(
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.shows("P96")
-def test_a_damaged_folder_is_renamed_and_the_next_older_one_is_taken(folder: RunFolder) -> None:
-    save(folder, 1, 2)
-    save_sharded(folder, 1, 3)
-    damage(save_sharded(folder, 1, 4) / "rank-00001-of-00003.safetensors", 99)
-    loaded = folder.load_newest()
-    assert loaded is not None
-    assert is_whole(loaded.payload, 3)
-    damaged = ["run_epoch_1_iter_4.ckpt.damaged", "run_epoch_1_iter_4.json.damaged"]
-    assert [name for name in names(folder.path) if "iter_4" in name] == damaged
-    aside = examine_folder(folder.path).files[-1]
-    assert aside.condition is Condition.ASIDE
-    assert aside.size > 0
-    assert [each.name for each in folder.clean()] == [
-        "run_epoch_1_iter_2.pth",
-        "run_epoch_1_iter_3.ckpt",
-    ]
-
-
 @pytest.mark.shows("P97")
 def test_retention_deletes_folders_of_both_forms(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, CheckpointStore(keep_last=2))
@@ -240,35 +219,6 @@ def test_rank_0_does_not_wait_for_ever(folder: RunFolder, is_lost: bool, limit: 
     assert names(folder.path) == [kept.name, "run_epoch_1_iter_3.json"]
 
 
-@pytest.mark.shows("P95")
-def test_a_part_that_cannot_be_written_costs_the_save_at_once(
-    folder: RunFolder, full_disk: list[str]
-) -> None:
-    own, other, last = make_parts(make_plan(folder, 1, 4, 3), 4)
-    other.publish()
-    full_disk.append("rank-00002-of")
-    with pytest.raises(SaveError, match=r"rank 2 could not write .*No space left") as own_error:
-        last.publish()
-    with pytest.raises(SaveError) as error:
-        commit(folder, 1, 4, RankParts(own, lambda: False))
-    assert str(error.value) == str(own_error.value)
-    assert names(folder.path) == []
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of files that cannot be written."""
-    create, refused = files.create, list[str]()
-
-    def check(path: Path) -> Any:
-        if any(name in path.name for name in refused):
-            raise OSError(28, "No space left on device", str(path))
-        return create(path)
-
-    monkeypatch.setattr(files, "create", check)
-    return refused
-
-
 @pytest.mark.shows("P94")
 def test_notes_of_an_earlier_save_to_the_same_path_do_not_count(folder: RunFolder) -> None:
     plan = make_plan(folder, 1, 4, 2)
@@ -310,15 +260,6 @@ def test_what_training_changes_after_the_copy_is_not_in_the_file(
 
 def lead_nowhere(*arguments: Any) -> None:
     raise MemoryError("no host memory")
-
-
-@pytest.mark.shows("P94")
-def test_leftovers_of_a_killed_save_are_removed(folder: RunFolder) -> None:
-    for part in make_parts(make_plan(folder, 1, 4, 3), 4)[1:]:
-        part.publish()
-    assert names(folder.path) == ["run_epoch_1_iter_4.ckpt.tmp"]
-    assert folder.clean() == []
-    assert names(folder.path) == []
 
 
 @pytest.mark.shows("P97")

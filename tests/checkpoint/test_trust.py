@@ -192,16 +192,8 @@ def fit_from_path(root: Path, path: Path) -> None:
     make_trainer(root / "branch", resume=path).fit(SmallModel(SETTING), IndexModule(SETTING))
 
 
-def validate(root: Path, path: Path) -> None:
-    make_trainer(root).validate(SmallModel(SETTING), IndexModule(SETTING))
-
-
 def evaluate(root: Path, path: Path) -> None:
     make_trainer(root).test(SmallModel(SETTING), IndexModule(SETTING))
-
-
-def predict(root: Path, path: Path) -> None:
-    make_trainer(root).predict(SmallModel(SETTING), IndexModule(SETTING))
 
 
 def load_checkpoint(root: Path, path: Path) -> None:

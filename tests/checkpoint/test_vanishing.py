@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 
 from helios.checkpoint import contents, file_names, loading
 from helios.checkpoint.store import CheckpointStore, RunFolder
-from helios.cli import main
 from helios.storage import codec
 from tests.checkpoint.helpers import is_same, make_payload, save
 
@@ -103,18 +101,3 @@ def test_a_checkpoint_deleted_while_it_is_loaded_is_no_error_and_the_newer_one_i
     assert training.count == 4
     assert loaded.path == training.newest
     assert is_same(loaded.payload, make_payload(1, training.count))
-
-
-@pytest.mark.parametrize("command", ["ls", "verify"])
-def test_the_tools_look_again_at_the_folder_of_a_run_that_goes_on(
-    training: Training,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-) -> None:
-    training.saves_before(monkeypatch, "sidecar", times=2)
-    assert main([command, str(training.folder.path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    files = document["files"] if command == "verify" else document["folders"][0]["files"]
-    state = "good" if command == "verify" else "not verified"
-    assert [(part["path"], part["state"]) for part in files] == [(str(training.newest), state)]
