@@ -40,9 +40,9 @@ class Tracker(Plugin):
     """Send what is logged to MLflow or Weights & Biases, or write an offline run of the latter.
 
     A run on the server has every logged number, pictures, hyper-parameters, the options of the
-    trainer, the manifest of the run and a summary. Another process sends them, so no step waits for
-    a server. Points are kept in ``folder`` until they are acknowledged, and a server that does not
-    answer is a warning. See ``docs/plugins/trackers.md`` for what is exact.
+    trainer, and a summary. Another process sends them, so no step waits for a server. Points are
+    kept in ``folder`` until they are acknowledged, and a server that does not answer is a warning.
+    See ``docs/plugins/trackers.md`` for what is exact.
 
     Args:
         folder: folder for the points; created if missing, one for each run. A relative path is

@@ -8,7 +8,6 @@ what is not sent is sent by the next start. What the server has acknowledged is 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -22,12 +21,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-import helios.ledger.manifest_file as manifest_file
 import helios.version
 from helios.best import BestValidation
 from helios.errors import FolderInUseError, LedgerError, UsageError
-from helios.ledger.manifest_file import Manifest, flatten, read_manifest
-from helios.ledger.run_facts import read_run
+from helios.ledger.run_facts import RunFacts, read_run
 from helios.storage.folder_lock import FolderLock
 from helios.tracking.targets import Delivery, Destination, MLflow, Rows, from_plain
 from helios.tracking.tracker_folder import SEALED, TrackedRun, TrackerFolder
@@ -293,7 +290,7 @@ def connect(folder: TrackerFolder, run: TrackedRun) -> Destination:
     return WandBRun(folder, run, target)
 
 
-_TOPICS = ("params", "found", "options", "seeds", "parameters")
+_TOPICS = ("params", "given", "definition", "options")
 
 
 class SupersededError(Exception):
@@ -322,8 +319,6 @@ class Sender:
             self._progress.sent[SEALED] = sent.get(SEALED, 0)
         self._is_open = False
         self._has_params = False
-        self._manifest: Manifest | None = None
-        self._stamp: tuple[int, int] | None = None
 
     @property
     def num_sent(self) -> int:
@@ -331,7 +326,7 @@ class Sender:
         return max(self._num_sent.values(), default=0)
 
     def flush(self, *, is_finished: bool = False) -> None:
-        """Send all rows that are stored, and the manifest; a failure can be repeated.
+        """Send all rows that are stored, and the options; a failure can be repeated.
 
         Args:
             is_finished: whether training is finished, so that its last iteration is complete.
@@ -340,19 +335,18 @@ class Sender:
             SupersededError: if the points belong to another run now.
             Exception: if the server cannot be reached, or refuses something.
         """
-        manifest = self._read_manifest()
         if not self._is_open:
-            self._destination.open(self._run.params | _list_options(manifest))
+            facts = self._read_facts()
+            self._destination.open(self._run.params | _list_options(facts))
             self._is_open = True
-            self._has_params = manifest is not None
+            self._has_params = facts is not None
         for name, send in self._destination.channels().items():
             self._drain(name, send, is_finished=is_finished)
         self._destination.confirm()
-        if manifest is not None:
-            if not self._has_params:
-                self._destination.add_params(_list_options(manifest))
-                self._has_params = True
-            self._add_document(Path(self._run.run_folder) / manifest_file.FILE_NAME)
+        facts = None if self._has_params else self._read_facts()
+        if facts is not None:
+            self._destination.add_params(_list_options(facts))
+            self._has_params = True
 
     def _drain(self, name: str, send: Callable[[Rows], int], *, is_finished: bool) -> None:
         progress = self._progress
@@ -381,30 +375,15 @@ class Sender:
         if run is None or run.key != self._run.key:
             raise SupersededError
 
-    def _add_document(self, path: Path) -> None:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        if self._progress.documents.get(path.name) != digest:
-            self._destination.add_document(path)
-            self._progress.documents[path.name] = digest
-            self._folder.write_progress(self._progress)
-
-    def _read_manifest(self) -> Manifest | None:
-        """Return the manifest, once the newest start is in it."""
-        folder = Path(self._run.run_folder)
-        path = folder / manifest_file.FILE_NAME
-        if not self._run.run_folder or not path.exists():
+    def _read_facts(self) -> RunFacts | None:
+        """Return what is known of the run, once its newest start is written."""
+        if not self._run.run_folder:
             return None
-        stamp = (path.stat().st_mtime_ns, path.stat().st_size)
-        if stamp != self._stamp:
-            try:
-                found = read_manifest(folder)
-            except LedgerError:
-                # The training has warned of it.
-                return None
-            self._stamp = stamp
-            is_new = found is not None and found.sections[-1].start["time"] >= self._run.since
-            self._manifest = found if is_new else None
-        return self._manifest
+        try:
+            found = read_run(Path(self._run.run_folder))
+        except LedgerError:
+            return None
+        return found if found.newest.get("time", "") >= self._run.since else None
 
     def finish(self, outcome: str) -> None:
         """Send the summary with the best validation, and how the run has ended."""
@@ -415,12 +394,8 @@ class Sender:
 
     def _find_best(self) -> BestValidation | None:
         """Return the best validation, as the run's folder says; ``None`` if it does not."""
-        if self._read_manifest() is None:
-            return None
-        try:
-            return read_run(self._run.run_folder).best
-        except LedgerError:
-            return None
+        facts = self._read_facts()
+        return None if facts is None else facts.best
 
     def _iterate(self) -> Iterator[Mapping[str, Any]]:
         position = 0
@@ -431,15 +406,13 @@ class Sender:
             yield from rows
 
 
-def _list_options(manifest: Manifest | None) -> dict[str, Any]:
-    """Return the options of the first start, which resumes do not change."""
-    if manifest is None:
-        return {}
-    facts = manifest.sections[0].facts
-    entries = flatten({topic: facts[topic] for topic in _TOPICS if topic in facts})
+def _list_options(facts: RunFacts | None) -> dict[str, Any]:
+    """Return the options of the newest start."""
+    settings = {} if facts is None else facts.settings
     return {
-        name: value if isinstance(value, str | int | float) else json.dumps(value)
-        for name, value in entries
+        f"{topic}.{name}": value if isinstance(value, str | int | float) else json.dumps(value)
+        for topic in _TOPICS
+        for name, value in settings.get(topic, {}).items()
     }
 
 

@@ -32,8 +32,8 @@ class TrackedRun:
         target: where it is sent to, as plain values.
         params: the hyper-parameters.
         created: when the run began, in milliseconds since 1970.
-        run_folder: the folder with the run's manifest; empty without one.
-        since: when the newest start began, in UTC; an older manifest is not of this run.
+        run_folder: the folder with the run's file of events; empty without one.
+        since: when the newest start began, in UTC; an older start is not of this run.
         outcome: how the newest start ended: finished, failed or killed; empty while it trains.
         cut: the size that ``points.jsonl`` is being truncated to; ``None`` at other times.
     """

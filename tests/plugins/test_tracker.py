@@ -107,7 +107,7 @@ def test_killed_runs_show_the_points_of_the_undisturbed_one(tmp_path: Path, uri:
     assert run.data.params["lr"] == "0.05"
     assert run.data.params["options.total_steps"] == "14"
     files = tmp_path / "server.files" / run.info.run_id
-    assert sorted(path.name for path in files.iterdir()) == ["pictures", "run.json", "summary.json"]
+    assert sorted(path.name for path in files.iterdir()) == ["pictures", "summary.json"]
     assert len([*files.glob("pictures/shade/*/*.png")]) == 4
 
 

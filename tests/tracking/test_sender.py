@@ -13,7 +13,6 @@ import pytest
 
 from helios import cli
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.ledger.manifest_file import Manifest, Section, write_manifest
 from helios.tracking.mlflow_run import clean
 from helios.tracking.point_store import PointStore, as_pixels, store_picture
 from helios.tracking.sender_process import Sender, SupersededError, connect, summarize
@@ -166,52 +165,13 @@ def test_a_sender_of_an_earlier_course_sends_nothing_of_the_new_one(
     assert [len(_read(uri, run)["loss"]) for run in tracked.find_runs(uri)] == [0, 1]
 
 
-def _manifest(steps: int, time: str) -> Manifest:
-    facts: dict[str, Any] = {"options": {"total_steps": steps}}
-    facts |= {"seeds": {"random_seed": 5}, "params": {"net.width": 8}}
-    facts |= {"found": {"optimizer.betas": [0.9, 0.99]}}
-    return Manifest("r", [Section({"time": time}, facts)])
-
-
-@pytest.mark.shows("P68")
-def test_options_are_those_of_the_first_start_and_the_manifest_is_the_newest(
-    tmp_path: Path, uri: str
-) -> None:
-    runs = tmp_path / "runs"
-    write_manifest(runs, _manifest(3, "2026-01-01T00:00:00"))
-    since = "2026-01-02T00:00:00"
-    folder = _store(tmp_path, MLflow(uri), run_folder=str(runs), since=since)
-    sender = _sender(folder)
-    sender.flush()
-    # The manifest of an earlier run: that of this one is not written yet.
-    assert tracked.find_runs(uri)[0].data.params == {"lr": "0.1"}
-    manifest = _manifest(8, since)
-    write_manifest(runs, manifest)
-    sender.flush()
-    manifest.sections.append(Section({"time": since}, {"options": {"total_steps": 9}}))
-    write_manifest(runs, manifest)
-    sender.flush()
-    _sender(folder).flush()
-    (run,) = tracked.find_runs(uri)
-    assert run.data.params == {
-        "lr": "0.1",
-        "options.total_steps": "8",
-        "params.net.width": "8",
-        "found.optimizer.betas": "[0.9, 0.99]",
-        "seeds.random_seed": "5",
-    }
-    sent = tmp_path / "server.files" / run.info.run_id / "run.json"
-    assert sent.read_bytes() == (runs / "run.json").read_bytes()
-
-
 @pytest.mark.shows("P123")
 @pytest.mark.parametrize("server", ["mlflow", "wandb"])
 def test_a_summary_has_the_best_validation_of_the_run(
     server: str, tmp_path: Path, uri: str
 ) -> None:
-    runs, since = tmp_path / "runs", "2026-01-02T00:00:00"
+    runs, since = tmp_path / "runs", "2026-01-01T00:00:00"
     write_run(runs, {}, scores={"error": [3.0, 1.0, math.nan], "hits": [5.0, 6.0, math.inf]})
-    write_manifest(runs, _manifest(3, since))
     target = MLflow(uri) if server == "mlflow" else WandB("project")
     folder = _store(tmp_path, target, run_folder=str(runs), since=since)
     sender = _sender(folder)
