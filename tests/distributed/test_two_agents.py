@@ -129,20 +129,6 @@ def test_both_agents_restart_their_ranks_if_one_is_killed(
     assert_same(read_bits(tmp_path / "run"), alone)
 
 
-@pytest.mark.parametrize("first", [1, 2])
-def test_the_first_agent_waits_for_another_one_in_place_of_a_killed_one(
-    first: int, alone: Bits, tmp_path: Path
-) -> None:
-    second = 3 - first
-    with Agents(tmp_path / "run", *OPTIONS, "--kill-agent", 4) as agents:
-        survivor, doomed = agents.start_both(first, doomed=second)
-        assert doomed.wait(SECONDS) == -signal.SIGKILL, agents.read_logs()
-        codes = [agent.wait(SECONDS) for agent in (survivor, agents.start(second))]
-        assert codes == [0, 0], agents.read_logs()
-    assert starts_of(tmp_path / "run") == [4, 4]
-    assert_same(read_bits(tmp_path / "run"), alone)
-
-
 def test_without_the_agent_that_serves_the_store_both_are_started_again(
     alone: Bits, tmp_path: Path
 ) -> None:

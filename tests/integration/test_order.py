@@ -44,7 +44,3 @@ def test_the_first_of_two_refusals_counts_and_no_file_of_the_run_changes(
         assert WRONGS[wrong].says in played.error, wrong
         assert _read(folder / "runs") == files, wrong
         assert events.items() <= _read(folder / "tb").items(), wrong
-
-
-def test_everything_that_can_be_wrong_is_refused_by_some_call() -> None:
-    assert {name for each in SITUATIONS.values() for name in each.refuses} == set(WRONGS)
