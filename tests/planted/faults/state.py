@@ -216,15 +216,15 @@ def what_an_optimizer_leaves_out_of_its_state_is_lost(restore_tables, *args):
     "helios.state_graph.optimizers:arrange",
     "tests/state_graph/test_optimizers.py::test_networks_that_are_built_in_another_order_keep_their_moments",
 )
-def the_state_of_an_optimizer_follows_positions(arrange, found, state, parameters):
+def the_state_of_an_optimizer_follows_positions(arrange, found, state, parameters, unfit=None):
     return None
 
 
 @fault(
     "helios.state_graph.changes:Changes.refuse",
-    "tests/state_graph/test_limits.py::test_what_is_too_large_is_missing_at_every_capture_and_named_once",
+    "tests/state_graph/test_shared_view_sizes.py::test_memory_beyond_the_limit_is_named_and_tensors_resume",
 )
-def what_is_too_large_to_save_is_not_named(refuse, changes, slots, limit):
+def what_is_too_large_to_save_is_not_named(refuse, changes, places, limit):
     return None
 
 
