@@ -159,12 +159,17 @@ class Context(Generic[RunModel]):
         return self._run.run_folder
 
     @property
-    def went_back(self) -> bool:
-        """Whether this start went back on purpose: to ``Trainer(resume=<path>)``.
+    def has_changed(self) -> bool:
+        """Whether this start may compute other values than the last one, on purpose.
 
-        What follows may differ from what followed before.
+        It went back to ``Trainer(resume=<path>)``, or values changed that define it.
         """
-        return self._run.went_back
+        return self._run.has_changed
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """What the run was given, by name: ``Trainer(params=...)``, arguments and options."""
+        return self._run.params
 
     @property
     def loss(self) -> Tensor | None:

@@ -63,7 +63,12 @@ from helios.startup.resume_point import (
 from helios.startup.run_evidence import Evidence, make_evidence
 from helios.startup.run_identity import find_cursor
 from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
-from helios.startup.run_manifest import describe_topic, manifest_facts, report_changed_start
+from helios.startup.run_manifest import (
+    describe_topic,
+    manifest_facts,
+    manifest_options,
+    report_changed_start,
+)
 from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
 from helios.startup.state_owners import find_stranded_generators
@@ -411,7 +416,13 @@ class Training:
         folder = self._start.folder
         session.is_replay = self._make_evidence is not None
         session.run_folder = None if folder is None else folder.path
-        session.went_back = self._start.is_branch or self._start.goes_back
+        session.has_changed = self._start.is_branch or self._start.goes_back
+        options = manifest_options(run.options)
+        session.params = (
+            stored_params(self._params.options)
+            | self._given.all
+            | {f"options.{name}": value for name, value in options.items()}
+        )
         return session
 
     def _check_record(self, record: Record) -> None:
@@ -543,11 +554,14 @@ class Training:
         self._start.is_shortened = run_identity.is_shortened(run.options, record.options)
         skipped = (record.options.get("skip_batches", ()), run.options.skip_batches)
         run_identity.check_skipped(*skipped, source, cursor)
+        num_known = len(self._start.changes)
         self._start.changes += changes
         self._start.changes += self._params.report()
         # What held at the end of a stage that the run has passed is not known.
         if not (self._start.is_shortened and has_ended(run.options, record)):
             self._start.changes += self._given.report()
+        session.has_changed |= len(self._start.changes) > num_known
+        session.has_changed |= bool(self._given.new_arguments)
         renamed = run_identity.note_fingerprint(source.description, record.options)
         self._start.changes += renamed
         if record.options.get("length") == identity["length"]:

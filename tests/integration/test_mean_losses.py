@@ -21,12 +21,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 import helios
-from helios import cli
 from helios.core.loss_means import LossMeans, Viewer
 from helios.data import DataLoaderParams
-from helios.plugins import CSVLogger, MLflow, Plugin, Tracker, WandB
+from helios.plugins import CSVLogger, Plugin
 from helios.state import TrainingState
-from tests.support import tracked
 from tests.support.ranks import RankError, run_ranks
 
 _LENGTH = 20
@@ -159,37 +157,6 @@ def test_what_is_logged_are_means_since_the_last_point(
         assert float(shown) == pytest.approx(expected["train/loss"], rel=1e-3)
         for name, value in rows[point].items():
             assert events[name, point] == pytest.approx(value, rel=1e-6)
-
-
-@pytest.mark.shows("P138")
-@pytest.mark.usefixtures("stand_in_libraries")
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("frequency", [1, 3])
-def test_trackers_show_means_since_their_last_point(
-    frequency: int, accumulation: int, tmp_path: Path, uri: str
-) -> None:
-    model, folders = _Model(), [tmp_path / "mlflow", tmp_path / "wandb"]
-    trackers = [
-        Tracker(folder, target, sends=False, plug_id=folder.name)
-        for folder, target in zip(folders, [MLflow(uri), WandB("p")], strict=True)
-    ]
-    options = {"num_replicas": 2, "accumulation_steps": accumulation, "total_steps": 7}
-    _fit(model, *trackers, print_frequency=frequency, valid_frequency=5, **options)
-    for folder in folders:
-        assert cli.main(["send", str(folder)]) == 0
-    (run,) = tracked.find_runs(uri)
-    names = ["train/loss", "train/beside", "train/rare"]
-    shown = tracked.without_times(tracked.read_mlflow(uri, run.info.run_id, names))
-    (offline,) = folders[1].glob("wandb/offline-run-*")
-    history = tracked.history_curves(tracked.read_wandb(offline))
-    assert {name: history[name] for name in names} == shown
-    window = frequency * accumulation
-    points = [*range(window, 7 * accumulation + 1, window)]
-    assert [step for step, _ in shown["train/loss"]] == points
-    for name, curve in shown.items():
-        for last, bits in curve:
-            mean = model.mean(name.removeprefix("train/"), last - window + 1, last)
-            assert float.fromhex(bits) == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.shows("P138")
