@@ -25,7 +25,6 @@ from helios.errors import (
     UsageError,
 )
 from helios.ledger.differences import Difference, LineComparison, diff
-from helios.ledger.manifest_file import Effect, ManifestChange
 from helios.ledger.run_facts import find_run, read_run
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 
 _MOST_TENSORS = 20
-_MOST_CHANGES = 20
 _MOST_SHOWN = 20
 
 
@@ -115,19 +113,17 @@ def _show_difference(found: Difference) -> list[str]:
             *_show_comparison(found),
         ]
     lines += _show_first_difference(found)
-    return [*lines, *_manifest_lines(found.manifest)]
+    return [*lines, *_show_starts(found.starts)]
 
 
-def _manifest_lines(changes: list[ManifestChange]) -> list[str]:
-    shown = [each for each in changes if each.effect is not Effect.NONE]
-    if not shown:
+def _show_starts(differences: Mapping[str, Sequence[Any]]) -> list[str]:
+    if not differences:
         return []
-    lines = ["the newest starts of both runs differ in:"]
-    lines += [f"  - {each} ({each.effect.value}: {each.reason})" for each in shown[:_MOST_CHANGES]]
-    rest = len(shown) - _MOST_CHANGES
-    lines += [f"  and {rest} more, see --json"] if rest > 0 else []
-    harmless = len(changes) - len(shown)
-    return [*lines, f"  and {harmless} harmless differences"] if harmless else lines
+    lines = [
+        f"  - {name}: {_show_value(one)} | {_show_value(other)}"
+        for name, (one, other) in differences.items()
+    ]
+    return ["the newest starts of both runs differ in:", *lines]
 
 
 def _show_comparison(found: LineComparison) -> list[str]:

@@ -53,7 +53,7 @@ def stored_params(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters that a run has declared; empty if it has declared none.
 
     Args:
-        table: the options of a checkpoint or of its sidecar, or the facts of a manifest.
+        table: the options of a checkpoint or of its sidecar.
     """
     return dict(table.get("params", {}))
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from helios.core.assigned import assigned
 from helios.core.declared_values import KeepsArguments
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.params import DataLoaderParams
@@ -100,10 +99,6 @@ class DataModule(KeepsArguments, ABC):
     num_replicas: int | None = None
     if TYPE_CHECKING:  # Where annotations are evaluated, the trainer is not known.
         trainer: Trainer
-    else:
-        trainer = assigned(
-            "DataModule.trainer is not set yet: fit, validate, test and predict set it."
-        )
     global_rank: int = 0
     local_rank: int = 0
 

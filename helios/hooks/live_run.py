@@ -109,7 +109,6 @@ class LiveRun:
         run_folder: folder of the run's checkpoints and records.
         training_batches: the pass over the training data; ``None`` outside one.
         has_changed: whether this start may compute other values than the last one, on purpose.
-        params: what the run was given, by name.
         is_logging: whether numbers are being logged.
     """
 
@@ -150,7 +149,6 @@ class LiveRun:
     run_folder: Path | None = None
     training_batches: BatchIterator | None = None
     has_changed: bool = False
-    params: Mapping[str, Any] = field(default_factory=dict)
     is_logging: bool = False
     plugin_states: States = field(init=False)
     replicas: Replicas = field(init=False)

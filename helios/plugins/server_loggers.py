@@ -27,7 +27,7 @@ from helios.distributed.collectives import get_global_rank
 from helios.errors import UsageError
 from helios.hooks.events import asks_nothing
 from helios.ledger.line import hash_of
-from helios.ledger.run_file import RunFile, read_run_file
+from helios.ledger.run_file import START, RunFile, read_run_file
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
 
@@ -86,20 +86,21 @@ class ServerLogger(Plugin):
         self._start = self.context.state.global_iteration
         self._has_changed = self.context.has_changed
         # Without a checkpoint, the folder may have been another run's. Most options are free.
-        fixed = {x: y for x, y in self._params.items() if x == _SEED or not x.startswith(_OPTIONS)}
-        digest = hash_of(fixed)
+        names = [name for name in self._params if name == _SEED or not name.startswith(_OPTIONS)]
+        digest = hash_of({name: self._params[name] for name in names})
         if not self._line or (self._start == 0 and self._line["params"] != digest):
             self._write_line(run_id=uuid.uuid4().hex, params=digest, shift=0)
         self._open()
         self._is_open = True
 
     def _find_line(self) -> None:
-        """Read the newest line of this logger in ``run.jsonl``."""
-        self._folder = self.context.run_folder
-        self._params = dict(self.context.params)
-        self._run_name = self.context.model.save_name
+        """Read the newest line of this logger in ``run.jsonl``, and what the run was given."""
+        self._folder, self._run_name = self.context.run_folder, self.context.model.save_name
         for event in () if self._folder is None else read_run_file(self._folder):
-            if event["event"] == _EVENT and event.get("plugin") == self.plug_id:
+            if event["event"] == START:
+                options = {f"{_OPTIONS}{name}": value for name, value in event["options"].items()}
+                self._params = event["params"] | event["given"] | options
+            elif event["event"] == _EVENT and event.get("plugin") == self.plug_id:
                 self._line = {name: event[name] for name in ("run_id", "params", "shift")}
 
     def _write_line(self, **changed: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,16 +18,17 @@ from helios.best import BestSoFar
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import apply, choose_trained
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import list_missing
+from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.checkpoint.run_listener import RunListener
 from helios.core.declared_values import arguments_of
 from helios.core.stored_values import stored_params
 from helios.data.source import Source
 from helios.engines.numerics import numerics
-from helios.errors import ArgumentError, Interrupted, StateError
+from helios.errors import ArgumentError, Interrupted, RunMismatchError, StateError
 from helios.findings import Findings
 from helios.hooks.live_run import find_none
-from helios.ledger.scrubbing import scrub_table
+from helios.ledger.environment import describe_machine
+from helios.ledger.run_file import without_secret_words, without_secrets
 from helios.listeners import Listening
 from helios.loops.loop import LoopStates
 from helios.model.new_settings import NewSettings, steps_of_epochs
@@ -63,18 +65,14 @@ from helios.startup.resume_point import (
 from helios.startup.run_evidence import Evidence, make_evidence
 from helios.startup.run_identity import find_cursor
 from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
-from helios.startup.run_manifest import (
-    describe_topic,
-    manifest_facts,
-    manifest_options,
-    report_changed_start,
-)
 from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
 from helios.startup.state_owners import find_stranded_generators
+from helios.startup.trainer_options import ROWS
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import with_step
+from helios.version import __version__
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -159,6 +157,7 @@ class Training:
         self._given = GivenValues()
         self._stranded: dict[str, str] = {}
         self._begun_at = 0 if self._record is None else self._record.place[1]
+        self._machine: dict[str, str] = {}
         self._seconds = 0.0
 
     def train(self, *, known: Record | None = None) -> str:
@@ -250,7 +249,7 @@ class Training:
         log_order(run.plugins, run.hooks)
         if record is not None:
             self._load(session, record)
-            on_first(run.replicas, lambda: self._compare_start(record))
+            on_first(run.replicas, lambda: self._compare_machine(record))
         on_first(run.replicas, lambda: set_newer_aside(self._start))
         run_log.cut_logs()
         if record is None or self._start.is_branch:
@@ -260,12 +259,20 @@ class Training:
         for listener in self._listeners:
             listener.opened()
 
-    def _compare_start(self, record: Record) -> None:
-        """Warn once of all that differs from the start that wrote the checkpoint, or refuse."""
-        machine = run_log.describe_other_machine(record.machine, self._run.engine)
-        others = [listener.checked() for listener in self._listeners]
-        if text := " ".join(filter(None, (machine, *others))):
-            _LOGGER.warning("%s", text)
+    def _compare_machine(self, record: Record) -> None:
+        """Warn once of versions, devices and settings other than those of the checkpoint."""
+        changes = [
+            f"{name}: {before} -> {self._machine[name]}"
+            for name, before in record.machine.items()
+            if self._machine.get(name, before) != before
+        ]
+        if changes:
+            _LOGGER.warning(
+                "The run resumes where equal bits are not guaranteed: %s. Order and randomness "
+                "stay exact; arithmetic may differ in the last bits.",
+                ", ".join(changes),
+            )
+            self._start.changes += changes
 
     @property
     def _record(self) -> Record | None:
@@ -297,13 +304,6 @@ class Training:
         keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
         is_passed = run_identity.is_shortened(options, record.options)
         changes = "" if is_passed else self._compare_given().changes
-        if not is_passed and run.replicas.rank == 0 and options.writes_ledger:
-            report_changed_start(
-                loaded.path.parent,
-                lambda: manifest_facts(run.call, None),
-                after=record.place[1],
-                allowed=options.allow_changes,
-            )
         run_identity.report_finished(
             self._name, loaded, reason, is_passed=is_passed, changes=changes
         )
@@ -315,7 +315,7 @@ class Training:
         options, loaded = self._run.options, self._start.loaded
 
         def compare() -> DeclaredParams:
-            params = scrub_table(options.params)
+            params = without_secrets(options.params)
             if loaded is None:
                 return begin_params(params)
             return compare_params(
@@ -344,11 +344,13 @@ class Training:
                 if value != model.save_name
             }
             parts = {**model.discovery.optimizers(), **model.discovery.schedulers()}
-            settings = scrub_table(run.constructor_calls.settings(parts))
+            settings = without_secrets(run.constructor_calls.settings(parts))
             allowed = options.allow_changes
             stored = None if record is None else record.options
             is_over = record is not None and has_ended(options, record)
-            return compare_given(scrub_table(arguments), settings, stored, allowed, is_over=is_over)
+            return compare_given(
+                without_secrets(arguments), settings, stored, allowed, is_over=is_over
+            )
 
         return on_first(run.replicas, compare)
 
@@ -417,12 +419,6 @@ class Training:
         session.is_replay = self._make_evidence is not None
         session.run_folder = None if folder is None else folder.path
         session.has_changed = self._start.is_branch or self._start.goes_back
-        options = manifest_options(run.options)
-        session.params = (
-            stored_params(self._params.options)
-            | self._given.all
-            | {f"options.{name}": value for name, value in options.items()}
-        )
         return session
 
     def _check_record(self, record: Record) -> None:
@@ -447,6 +443,8 @@ class Training:
             record=self._record,
             known=known,
         )
+        self._require_level(reproducibility)
+        self._machine = describe_machine(run.engine.device)
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         limits = run_identity.limits(run.options)
         self._start.definition = identity | limits
@@ -456,7 +454,7 @@ class Training:
         if self._make_evidence is not None:
             self._evidence = self._make_evidence(identity, reproducibility)
         elif self._start.folder is not None and run.options.writes_ledger:
-            self._evidence = self._make_files(source, identity, reproducibility)
+            self._evidence = self._make_files(identity, reproducibility)
         if self._evidence is not None:
             run.listeners = self._evidence.run
             self._listeners += self._evidence.run
@@ -468,6 +466,7 @@ class Training:
             run.model,
             self._start,
             reproducibility=reproducibility,
+            machine=self._machine,
             engine=run.engine,
             schedule=run.options.schedule,
             listeners=self._listeners,
@@ -492,29 +491,34 @@ class Training:
         )
         return saves
 
-    def _make_files(
-        self, source: Source, identity: dict[str, Any], reproducibility: Reproducibility
-    ) -> Evidence:
+    def _make_files(self, identity: dict[str, Any], reproducibility: Reproducibility) -> Evidence:
         """Return what the run records of itself, in files."""
-        run = self._run
+        run, options = self._run, self._run.options
+        given = {name: options.plain(name) for name in ROWS if name != "params"}
+        facts = {
+            "helios": __version__,
+            "machine": self._machine,
+            "level": str(reproducibility),
+            "command": without_secret_words(sys.argv),
+            "params": stored_params(self._params.options),
+            "given": self._given.all,
+            "options": {name: value for name, value in given.items() if value is not None},
+        }
+        return make_evidence(self._start, run.model, run.replicas, identity, facts)
 
-        def describe() -> dict[str, Any]:
-            return {
-                **manifest_facts(run.call, source),
-                "processes": {"number": run.replicas.num_processes},
-                "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
-                **describe_topic("params", stored_params(self._params.options)),
-                **describe_topic("found", self._given.all),
-            }
-
-        return make_evidence(
-            self._start,
-            run.model,
-            run.replicas,
-            identity,
-            describe=describe,
-            options=run.options,
-        )
+    def _require_level(self, reproducibility: Reproducibility) -> None:
+        """Refuse a lower level than that of the checkpoint, if the user demands it."""
+        loaded = self._start.loaded
+        sidecar = None if loaded is None or self._start.is_branch else loaded.sidecar
+        if self._run.options.on_incomplete != "raise" or sidecar is None or not sidecar.level:
+            return
+        level = level_of(reproducibility.findings, reproducibility.level)
+        if level.height < Level(sidecar.level).height:
+            raise RunMismatchError(
+                f'Trainer(on_incomplete="raise") requires the level {sidecar.level!r}, which the '
+                f"run had so far, but this start reaches {reproducibility}. Undo what has changed, "
+                "or omit on_incomplete to go on at the lower level."
+            )
 
     def _identify(self, source: Source) -> dict[str, Any]:
         """Return what defines the run, by name."""

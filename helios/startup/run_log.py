@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -27,7 +26,7 @@ from helios.core.wrappers import class_of
 from helios.data.source import Source
 from helios.data.steps import StepsSource
 from helios.engines.engine import Engine
-from helios.ledger.scrubbing import scrub_arguments
+from helios.ledger.run_file import without_secret_words
 from helios.model.model import Model
 from helios.model.new_settings import steps_of_epochs
 from helios.model.schedulers import Schedulers, find_epoch_like
@@ -42,28 +41,6 @@ from helios.text import count_text, number_text, size_text, with_step
 _LOGGER = logging.getLogger(__name__)
 # What a resume does not repeat: it is that of the first start, or named where it differs.
 _ONCE = ("plan", "model", "data")
-
-
-def machine(engine: Engine) -> dict[str, str]:
-    """Return what the bits of the arithmetic depend on, besides the run."""
-    device = engine.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"torch": str(torch.__version__), "device": name}
-
-
-def describe_other_machine(stored: dict[str, str], engine: Engine) -> str:
-    """Return a sentence if hardware or PyTorch have changed, so that bits may differ; else ""."""
-    changed = [
-        f"{name} {stored[name]} -> {value}"
-        for name, value in machine(engine).items()
-        if name in stored and stored[name] != value
-    ]
-    if not changed:
-        return ""
-    return (
-        f"The run resumes where equal bits are not guaranteed: {', '.join(changed)}. Order and "
-        "randomness stay exact; arithmetic may differ in the last bits."
-    )
 
 
 def say_what_does_not_seed(torch_seed: int, seed: int) -> None:
@@ -308,7 +285,7 @@ KEY = "command"
 
 def read_arguments() -> list[str]:
     """Return the arguments of the command line, without secrets."""
-    return scrub_arguments(sys.argv[1:])
+    return without_secret_words(sys.argv[1:])
 
 
 def report_arguments(stored: Mapping[str, Any], told: Iterable[ValueChange]) -> None:

@@ -18,7 +18,6 @@ from helios.checkpoint.capture import Trained, apply_trained, capture_trained, d
 from helios.checkpoint.record import Record
 from helios.checkpoint.run_listener import RunListener
 from helios.core import rng
-from helios.core.assigned import is_assigned_later
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
 from helios.data.datamodule import DataModule
@@ -29,7 +28,7 @@ from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError, Interrupted
-from helios.hooks.bus import Bus, naming
+from helios.hooks.bus import Bus
 from helios.launch.ipc import pickle_value
 from helios.loops.loop import Loop, LoopStates
 from helios.model.model import Model
@@ -372,8 +371,7 @@ class Run:
         self.call.show(session)
         for plugin in self.plugins.values():
             plugin.context = session.context
-        if is_assigned_later(type(self.model), "context"):
-            vars(self.model)["context"] = session.context
+        vars(self.model)["_run_context"] = session.context
         self.loop._attach(session)
 
     def make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
@@ -393,9 +391,9 @@ class Run:
         )
 
     def _forget_session(self) -> None:
-        for owner in (*self.plugins.values(), self.model):
-            if is_assigned_later(type(owner), "context"):
-                vars(owner).pop("context", None)
+        vars(self.model)["_run_context"] = None
+        for plugin in self.plugins.values():
+            vars(plugin).pop("context", None)
         # A user's engine outlives the run; a process group does not.
         self.engine.replicas.close()
         self.team.close()
@@ -425,8 +423,7 @@ class Run:
             update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
         self._set_places()
         for plugin in self.plugins.values():
-            with naming(plugin, "setup"):
-                plugin.setup()
+            plugin.setup()
         self.datamodule.setup()
 
     def open_saved_source(self, trained: Trained | None) -> Source | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from helios.ledger.run_file import STARTS, read_run_file
+from helios.ledger.run_file import START, read_run_file
 from tests.support import elastic_script
 from tests.support.elastic import Bits, assert_same, read_bits
 from tests.support.scripts import call
@@ -102,7 +102,7 @@ class Agents:
 def starts_of(folder: Path) -> list[int]:
     """Return on how many processes each start of the run was made."""
     events = read_run_file(folder / "elastic")
-    return [event["processes"] for event in events if event["event"] in STARTS]
+    return [event["processes"] for event in events if event["event"] == START]
 
 
 @pytest.mark.parametrize("first", [1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -16,13 +15,10 @@ from helios.loops.evaluation import ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
-from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.state import Phase
-from helios.trainer import Trainer
 from tests.loops.sessions import ListSource, Stepper, fit, make_session
-from tests.support.runs import IndexModule, Setting, SmallModel
 
 
 def nothing(self: Any) -> None: ...
@@ -105,35 +101,6 @@ def test_a_method_in_the_place_of_an_attribute_is_refused(base: Any, name: str) 
         start(engine=owner("cpu")) if base is Engine else start(owner())
 
 
-def decorated(method: Any) -> Any:
-    @functools.wraps(method)
-    def inside(*args: Any) -> Any:
-        return method(*args)
-
-    return inside
-
-
-def test_what_a_decorator_surrounds_may_call_its_base(caplog: pytest.LogCaptureFixture) -> None:
-    class Kept(Engine):
-        @decorated
-        def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "own": 1}
-
-        @decorated
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict(state_dict)
-
-    class Lost(Kept):
-        def state_dict(self) -> dict[str, Any]:
-            return {"own": 1}
-
-    start(engine=Kept("cpu"))
-    assert not caplog.records
-    start(engine=Lost("cpu"))
-    (text,) = [record.getMessage() for record in caplog.records]
-    assert text.startswith("Lost.state_dict does not call super().state_dict(...), which has")
-
-
 class Choosy(BatchLoop):
     """Leaves out batches that are negative."""
 
@@ -188,12 +155,6 @@ def test_an_engine_whose_method_takes_something_else_is_refused_at_the_start(
     assert str(caught.value).startswith(f"OwnEngine.{name} must take {wanted}, but takes")
 
 
-def test_an_engine_without_the_constructor_of_its_base_is_refused() -> None:
-    engine = make(Engine, __init__=nothing)
-    with pytest.raises(UsageError, match=r"OwnEngine\.__init__ must call super\(\)\.__init__\(dev"):
-        Trainer(engine=engine())
-
-
 @pytest.mark.shows("L47")
 @pytest.mark.parametrize(
     ("base", "name", "meant"),
@@ -219,36 +180,6 @@ def test_a_name_that_is_almost_one_of_ours_is_named(
 def test_what_an_engine_receives_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     start(engine=make(Engine, on_training_epoch_start=with_batch)("cpu"))
     assert not caplog.records
-
-
-@pytest.mark.shows("K44")
-@pytest.mark.parametrize("calls", [True, False])
-def test_a_model_that_loses_what_a_method_of_its_base_does_is_told_once(
-    calls: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Kept(SmallModel):
-        def on_training_batch_end(self, state: Any, should_log: bool = False) -> None:
-            super().on_training_batch_end(state, should_log)
-
-    class Direct(SmallModel):
-        def on_training_batch_end(self, state: Any, should_log: bool = False) -> None:
-            Model.on_training_batch_end(self, state, should_log)
-
-    class Lost(SmallModel):
-        def on_training_batch_end(self, state: Any, should_log: bool = False) -> None: ...
-
-    setting = Setting(unit="iteration", total_steps=3)
-    for kind in (Kept, Direct) if calls else (Lost,):
-        trainer = Trainer(train_unit="iteration", total_steps=3, use_cpu=True, print_banner=False)
-        with caplog.at_level(logging.WARNING):
-            trainer.fit(kind(setting), IndexModule(setting))
-    found = [text for record in caplog.records if "super()" in (text := record.getMessage())]
-    assert len(found) == (0 if calls else 1)
-    if found:
-        assert found[0] == (
-            "Lost.on_training_batch_end does not call super().on_training_batch_end(...), so "
-            "_running_losses gets no losses."
-        )
 
 
 class Mapping(Plugin):

@@ -291,34 +291,6 @@ def test_a_branch_is_compared_with_the_file_that_it_starts_from(tmp_path: Path) 
     assert fit(tmp_path / "b", 5, {"lr": 0.2}, name="other", **options) == [5]
 
 
-def test_secrets_are_stored_nowhere(tmp_path: Path) -> None:
-    secret = "hunter2-hunter2"
-    params = {
-        "api_key": secret,
-        "db": {"password": secret, "url": f"https://me:{secret}@host/x"},
-        "credentials": {"user": secret, "more": [secret]},
-        "urls": [f"https://me:{secret}@host/x"],
-        "token": {"dropout": 0.1},
-        "max_tokens": 5,
-    }
-    fit(tmp_path, 2, params)
-    stored = stored_params(newest_options(tmp_path))
-    assert stored["api_key"] == stored["db.password"] == "***"
-    assert stored["credentials.user"] == stored["credentials.more"] == "***"
-    assert stored["max_tokens"] == 5
-    assert stored["token.dropout"] == 0.1
-    for path in tmp_path.rglob("*"):
-        if path.is_file():
-            assert secret.encode() not in path.read_bytes(), path
-
-
-def test_the_manifest_has_the_parameters(tmp_path: Path) -> None:
-    fit(tmp_path, 2, {"lr": 0.1, "note": None})
-    manifest = json.loads((tmp_path / "line" / "run.json").read_text())
-    facts = manifest["sections"][0]["facts"] if "sections" in manifest else manifest
-    assert '"params": {"lr": 0.1, "note": "None"}' in json.dumps(facts)
-
-
 @pytest.mark.parametrize("given", [argparse.Namespace(a=1), {"a": 1}, types.SimpleNamespace(a=1)])
 def test_mappings_and_namespaces_are_flattened(given: Any) -> None:
     assert flatten_params(given) == {"a": 1}

@@ -211,7 +211,7 @@ def test_another_rule_judges_the_validations_before_too(
     said = capsys.readouterr().err
     assert "quality (max) decides which validation is the best; before, nothing did." in said
     assert "best scores  quality 4 (iteration 12; line_epoch_3_iter_12.pth)" in said
-    (tmp_path / "line" / "timing.jsonl").unlink()
+    (tmp_path / "line" / "run.jsonl").unlink()
     fit(tmp_path, stopping(), model=Graded([*scores, 2.5]), total_steps=5)
     said = capsys.readouterr().err
     assert "quality (min) decides which validation is the best; before, quality (max) did." in said

@@ -27,14 +27,6 @@ def test_a_call_does_to_files_what_the_page_shows(name: str, tmp_path: Path) -> 
     played = play(folder, situation)
     assert played.error == ""
     assert render(situation, played.lines) in f"{PAGE.read_text('utf-8')}\n"
-    commits = [
-        place
-        for place, line in enumerate(played.lines)
-        if line.startswith("rename") and line.endswith(".pth") and "before-" not in line
-    ]
-    if commits:
-        assert played.manifest_at is not None
-        assert played.manifest_at <= commits[0]
 
 
 @pytest.mark.shows("P148")

@@ -77,15 +77,6 @@ def test_a_model_must_define_its_setup() -> None:
         Model("net")  # type: ignore[abstract]
 
 
-def test_before_a_trainer_comes_its_properties_say_so() -> None:
-    model = Net()
-    with pytest.raises(UsageError, match=r"Model\.device is not set yet.*a trainer sets it"):
-        _ = model.device
-    with pytest.raises(UsageError, match=r"Model\.trainer is not set yet.*a trainer sets it"):
-        _ = model.trainer
-    assert (model.is_distributed, model.map_loc, model.rank) == (False, "", 0)
-
-
 def test_the_historical_properties_can_be_set() -> None:
     """API sections 12 and 13."""
     model = Net()
@@ -473,18 +464,7 @@ def test_a_model_sees_the_run_and_logs_a_number_of_its_own() -> None:
     ]
     assert [iteration for iteration, _ in heard.numbers] == [1, 2, 3, 4]
     assert heard.numbers[-1][1] == model.net.weight.sum().item()
-    with pytest.raises(UsageError, match="Watched has no context yet: a run sets it after setup"):
+    with pytest.raises(UsageError, match="Watched has no context here: a run sets it after setup"):
         model.context  # noqa: B018 - a property that raises
     trainer.validate(model, Numbers())
     assert model.seen[-1] == ("validation", 4, True)
-
-
-@pytest.mark.shows("U30")
-def test_the_context_of_a_model_cannot_be_replaced_by_an_attribute() -> None:
-    class Clashing(Line):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup(fast_init)
-            self.context = torch.nn.Linear(1, 1)  # type: ignore[assignment]
-
-    with pytest.raises(UsageError, match=r"Clashing.context must not be assigned.*another name"):
-        Trainer(total_steps=1, use_cpu=True, print_banner=False).fit(Clashing("line"), Numbers())

@@ -65,7 +65,6 @@ DEFAULTS: dict[str, Any] = {
     "allow_changes": (),
     "on_incomplete": "warn",
     "ledger": "steps",
-    "reproducibility": "warn",
     "skip_batches": (),
     "sanity_steps": 0,
     "batch_limits": None,
@@ -547,7 +546,6 @@ def test_the_gpus_of_an_engine_are_those_of_its_device(device: str, ids: list[in
         ({"resume": "never"}, "resume"),
         ({"allow_changes": ("seed",)}, "allow_changes"),
         ({"on_incomplete": "raise"}, "on_incomplete"),
-        ({"reproducibility": "strict"}, "reproducibility"),
     ],
 )
 def test_an_option_without_effect_is_warned_of_by_its_name(
@@ -651,7 +649,6 @@ def test_every_option_has_its_own_name(tmp_path: Path) -> None:
         "allow_changes": ("seed",),
         "on_incomplete": "raise",
         "ledger": "off",
-        "reproducibility": "warn",
         "skip_batches": (),
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},

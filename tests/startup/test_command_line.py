@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from helios.core.stored_values import ABSENT, ValueChange
-from helios.ledger.manifest_file import Effect, compare_facts
 from helios.startup.run_log import KEY, as_change, parse_words, report_arguments
 from tests.integration.test_declared_params import fit
 
@@ -80,9 +79,3 @@ def test_a_changed_word_is_one_line_and_no_warning(
     assert [line.partition(" - ")[2] for line in lines] == [
         "INFO - The command line has changed since the checkpoint: --workers 2 -> 4."
     ]
-
-
-def test_variables_of_launchers_are_harmless() -> None:
-    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "OMP_NUM_THREADS": "1"}
-    found = compare_facts({"environment": {}}, {"environment": variables})
-    assert {each.effect for each in found} == {Effect.NONE}

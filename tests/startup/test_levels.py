@@ -17,7 +17,7 @@ from torch import nn
 import helios
 from helios.checkpoint.reproducibility import Level, list_missing
 from helios.cli import main
-from helios.errors import ArgumentError, StateError
+from helios.errors import ArgumentError, RunMismatchError, StateError
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.distributed.train_script import Module, parse
@@ -377,6 +377,25 @@ def test_inductor_lowers_the_level_and_is_named_where_exact_bits_were_asked_for(
     assert (f"reproducibility: {level} (" in shown) is (level == "order")
     assert "WARNING" not in shown
     assert {each["level"] for each in sidecars(tmp_path)} == {level}
+
+
+@pytest.mark.shows("P25")
+@IMPORTS_INDUCTOR
+def test_a_start_that_must_be_complete_refuses_a_lower_level(tmp_path: Path) -> None:
+    def train(backend: str, total_steps: int, **options: Any) -> None:
+        model = Compiled()
+        model.backend = backend
+        fit(tmp_path, model=model, total_steps=total_steps, **options)
+
+    train("eager", 4)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "net").iterdir()}
+    with pytest.raises(RunMismatchError, match=r"'restart'.* order"):
+        train("inductor", 6, on_incomplete="raise")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "net").iterdir()} == before
+    train("eager", 6, on_incomplete="raise")
+    train("inductor", 8)
+    # The run has had the lower level since then.
+    train("inductor", 10, on_incomplete="raise")
 
 
 @pytest.mark.shows("S47")

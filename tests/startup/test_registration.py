@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,14 +297,3 @@ def test_a_hook_that_setup_has_put_in_place_is_heard() -> None:
     trainer.fit(model, Numbers(2))
     assert plugin.seen == [1, 2]
     assert model.calls == 2
-
-
-def test_an_error_in_a_setup_names_the_plugin() -> None:
-    class Failing(Quiet):
-        def setup(self) -> None:
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken") as caught:
-        make_trainer(Failing("failing")).fit(Linear(), Numbers())
-    if sys.version_info >= (3, 11):
-        assert caught.value.__notes__ == ["Raised by plugin 'failing' (Failing) in setup."]

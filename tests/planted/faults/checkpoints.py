@@ -26,7 +26,8 @@ def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *
     from helios.storage import codec, files
     from helios.storage.digest import DigestWriter
 
-    with files.create(path) as handle, DigestWriter(handle, hashes=hashes) as writer:
+    with files.create(path) as handle:
+        writer = DigestWriter(handle, hashes=hashes)
         codec.write_encoded(writer, tree)
         return writer.digest()
 
@@ -381,9 +382,10 @@ def of_a_folder_the_oldest_checkpoint_is_taken(find_checkpoint, place, *, takes_
 
 
 @fault(
-    "helios.startup.fit_run:Training._compare_start",
+    "helios.startup.fit_run:Training._load",
     "tests/integration/test_order.py::test_the_first_of_two_refusals_counts_and_no_file_of_the_run_changes",
 )
-def a_start_cuts_its_ledger_before_it_may_be_refused(compare_start, training, record):
-    training._evidence.open(training._start)
-    return compare_start(training, record)
+def a_start_cuts_its_ledger_before_it_may_be_refused(load, training, session, record):
+    for listener in training._listeners:
+        listener.opened()
+    load(training, session, record)

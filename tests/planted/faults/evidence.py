@@ -91,7 +91,7 @@ def a_checkpoint_is_committed_without_its_lines(sync, book):
 
 @fault(
     "helios.ledger.verification:_check_digests",
-    "tests/ledger/test_starts.py::test_a_replaced_checkpoint_is_found_though_its_sidecar_matches",
+    "tests/ledger/test_run_file.py::test_a_replaced_checkpoint_is_found_though_its_sidecar_matches",
 )
 def a_replaced_checkpoint_is_good(check_digests, folder, digests):
     return ()
@@ -115,11 +115,11 @@ def a_replay_goes_on_after_a_difference(ask, comparison):
 
 
 @fault(
-    "helios.startup.run_manifest:RunManifest.checked",
-    "tests/ledger/test_starts.py::test_what_may_change_the_training_is_said_before_the_first_step",
+    "helios.startup.fit_run:Training._compare_machine",
+    "tests/ledger/test_run_file.py::test_another_machine_than_that_of_the_checkpoint_is_one_warning",
 )
-def a_resume_says_nothing_of_what_differs(check, manifest):
-    return ""
+def a_resume_says_nothing_of_another_machine(compare, training, record):
+    return None
 
 
 @fault("helios.ledger.validation_scores:compare_scores", SCORES)

@@ -129,11 +129,6 @@ def a_hook_may_count_for_the_run(refuse_other_counts, loop, counted):
     return
 
 
-@fault("helios.loops.override_checks:FirstUpdate.of", MISTAKES)
-def an_engine_may_do_nothing(of, engine):
-    return None
-
-
 @fault("helios.loops.override_checks:OwnRound.end_backward", MISTAKES)
 def gradients_may_vanish_before_an_update(end_backward, own):
     return

@@ -9,6 +9,7 @@ import numpy as np
 from tests.planted.planting import fault
 
 TOTALS = "tests/loops/test_totals.py"
+TIMES = "tests/ledger/test_run_file.py::test_iterations_have_their_own_time"
 
 
 @fault(
@@ -86,12 +87,12 @@ def the_peak_of_memory_is_that_of_the_process_before(find_process_peak):
     return {"vm_hwm": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-@fault("helios.ledger.timing:Timing.end_pause", "tests/ledger/test_timing.py")
-def the_throughput_has_validations(end_pause, timing):
+@fault("helios.ledger.run_file:RunFile.end_pause", TIMES)
+def the_throughput_has_validations(end_pause, file):
     pass
 
 
-@fault("helios.core.utils:AverageTimer.start", "tests/ledger/test_timing.py")
+@fault("helios.core.utils:AverageTimer.start", TIMES)
 def the_time_of_an_iteration_has_the_validation_before_it(start, timer):
     pass
 
@@ -102,11 +103,6 @@ def the_time_of_an_iteration_has_the_validation_before_it(start, timer):
 )
 def training_metrics_count_the_padding_of_an_epoch(drop_padding, intake, arguments):
     return arguments
-
-
-@fault("helios.ledger.timing:Timing.trace_rates", "tests/ledger/test_used_rates.py")
-def a_report_shows_the_rates_of_the_next_update(trace_rates, timing, *rates, before):
-    return True
 
 
 @fault(
@@ -122,7 +118,7 @@ def a_chart_loses_the_peaks_between_its_points(thin, curve):
     "tests/reports/test_run_report.py::test_throughput_is_without_validations",
 )
 def a_report_counts_validations_in_its_throughput(read_speeds, run):
-    for line in run.times.lines:
+    for line in run.stretches:
         yield line["iteration"], line["iterations"] / line["seconds"]
 
 

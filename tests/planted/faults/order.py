@@ -48,14 +48,6 @@ def positions_beyond_the_end_are_not_enciphered_again(walk, network, values, rou
 
 
 @fault(
-    "helios.data.permutation:_walk_one",
-    "tests/data/test_permutation.py::test_single_positions_have_the_samples_that_they_have_among_many",
-)
-def a_single_position_beyond_the_end_is_not_enciphered_again(walk_one, word, parts, rounds):
-    return word % int(parts[0])
-
-
-@fault(
     "helios.data.permutation:Permutation.blocks",
     "tests/data/test_permutation.py::test_indices_from_any_start_are_the_tail_of_the_whole_order",
 )

@@ -10,7 +10,6 @@ ALIASES = "tests/state_graph/test_aliases.py::test_an_attribute_names_the_networ
 VIEWS = "tests/state_graph/test_shared_views.py"
 GRAPH = "tests/state_graph/test_graph.py"
 HIDDEN = "tests/state_graph/test_hidden_state.py"
-UNTOUCHED = "tests/state_graph/test_untouched.py"
 
 
 @fault("helios.session:Session.capture", RESUMED)
@@ -212,14 +211,6 @@ def classes_of_helpers_are_passed_over(user_classes, owner, found, kinds):
 )
 def only_objects_collate(holders_in, name, call):
     return [(name, call)] if type(call).__name__ == "Tally" else []
-
-
-@fault(
-    "helios.state_graph.changes:Made.untouched",
-    f"{UNTOUCHED}::test_what_changes_an_untouched_module_is_seen[an attribute]",
-)
-def modules_are_taken_to_be_as_setup_made_them(untouched, made, name, module):
-    return made.tables[name].slots if name in made.tables else None
 
 
 @fault(
