@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 import helios
 from helios.data import DataLoaderParams, Stream
 from helios.data.phase_sources import open_source
-from helios.data.worker_messages import naming_culprits
 from helios.errors import UsageError
 from tests.typed.user_script import Line
 
@@ -87,12 +86,3 @@ def test_functions_streams_and_own_loaders_are_named() -> None:
     source = open_source(loader, run_seed=4, purpose="fetch")
     with pytest.raises(UsageError, match=r"Images\.lock is"):
         next(source.batches(0))
-
-
-@pytest.mark.shows("U33")
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_another_error_stays_what_it_is(context: Any) -> None:
-    options = DataLoaderParams(num_workers=1, multiprocessing_context=context)
-    fine = Images(lock=threading.Lock()) if context == "fork" else Images()
-    with pytest.raises(LookupError, match="another"), naming_culprits(fine, options):
-        raise LookupError("another")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import logging
 import multiprocessing
 import os
@@ -13,21 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, _utils
+from torch.utils.data import _utils
 
-from helios.core.signal_watch import SignalReceiver
-from helios.core.utils import collector_at_rest
-from helios.data import Stream, create_dataloader, workers
+from helios.data import create_dataloader, workers
 from helios.data.phase_sources import open_source
 from helios.errors import WorkerError
 from helios.ledger.book import FILE_NAME
-from tests.data.datasets import FETCH, Augmented, Indices
+from tests.data.datasets import FETCH, Augmented
 from tests.support import elastic, stuck_workers
 from tests.support.elastic import Elastic
 from tests.support.ranks import FORKSERVER, run_ranks
 from tests.support.stuck_workers import (
     HangsWhenSent,
-    count_files,
     count_files_at_rest,
     forks,
 )
@@ -84,9 +80,7 @@ def replaced(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("acts", "num_workers", "options"),
     [
-        ({1: stuck_workers.hang}, 1, {}),
         ({2: stuck_workers.hang}, 2, {}),
-        ({3: stuck_workers.hang, 4: stuck_workers.hang}, 2, {}),
         ({2: stuck_workers.stop, 5: stuck_workers.die}, 4, {}),
         ({2: stuck_workers.hang}, 2, {"persistent_workers": True}),
     ],
@@ -106,16 +100,6 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
     assert count_files_at_rest() == before
 
 
-def test_the_line_says_what_was_seen(caplog: pytest.LogCaptureFixture) -> None:
-    with forks({1: stuck_workers.hang, 2: stuck_workers.stop, 3: stuck_workers.die}):
-        read(num_workers=1)
-    hung, stopped, killed = replaced(caplog)
-    assert "did not answer for 0." in hung
-    assert "(sleeping" in hung
-    assert "(stopped" in stopped
-    assert "was ended by SIGKILL" in killed
-
-
 @pytest.mark.shows("P140")
 @pytest.mark.parametrize("method", [FORKSERVER, pytest.param("spawn", marks=pytest.mark.full)])
 def test_a_worker_that_hangs_where_it_gets_its_data_is_replaced(
@@ -125,12 +109,6 @@ def test_a_worker_that_hangs_where_it_gets_its_data_is_replaced(
         found = read(Sent(HangsWhenSent(tmp_path, stuck_workers.hang)), method=method)
     assert found == read(num_workers=0)
     assert len(replaced(caplog)) == 1
-
-
-def test_a_worker_that_fails_twice_is_an_error(tmp_path: Path) -> None:
-    data = Sent(HangsWhenSent(tmp_path, stuck_workers.fail, times=9))
-    with pytest.raises(WorkerError, match=r"but 2 processes.*exit code 1.*Read its error above"):
-        read(data, method="forkserver")
 
 
 @pytest.mark.shows("P140")
@@ -162,73 +140,6 @@ def test_ctrl_c_ends_the_wait() -> None:
         signal.signal(signal.SIGINT, found)
     del caught
     assert count_files_at_rest() == before
-
-
-@pytest.mark.shows("P140")
-def test_sigterm_is_noted_during_the_wait(caplog: pytest.LogCaptureFixture) -> None:
-    receiver = SignalReceiver([signal.SIGTERM])
-    with receiver.installed(), forks({2: stuck_workers.end_parent}):
-        assert read(num_workers=2) == read(num_workers=0)
-    assert receiver.first == "SIGTERM"
-    assert len(replaced(caplog)) == 1
-
-
-def test_a_worker_that_makes_progress_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    with forks({1: stuck_workers.compute}):
-        read(num_workers=1)
-    assert replaced(caplog) == []
-
-
-def test_after_a_slow_worker_the_patience_is_longer() -> None:
-    context = workers.WorkerContext("fork")
-    assert context.patience == workers.FORKED_PATIENCE
-    context.record_start(100 * workers.FORKED_PATIENCE)
-    assert context.patience > 100 * workers.FORKED_PATIENCE
-    assert workers.WorkerContext("spawn").patience == workers.FRESH_PATIENCE
-
-
-def test_workers_inherit_no_pipe_of_another_one() -> None:
-    """Each inherits PyTorch's queues of those before it, as without us, and nothing else."""
-    growth = []
-    for context in ("fork", workers.WorkerContext("fork")):
-        count_files_at_rest()
-        loader = DataLoader(Files(3), num_workers=3, multiprocessing_context=context)
-        first, second, third = (int(batch) for batch in loader)
-        growth.append((second - first, third - second))
-    assert growth[0] == growth[1]
-
-
-class Files(Indices):
-    def __getitem__(self, index: int) -> int:
-        return count_files()
-
-
-def read_part(index: int, count: int) -> Any:
-    return iter(torch.arange(8.0))
-
-
-@pytest.mark.shows("P140")
-def test_streams_and_loaders_of_the_user_are_healed(caplog: pytest.LogCaptureFixture) -> None:
-    stream, _ = create_dataloader(
-        Stream(read_part), batch_size=4, num_workers=2, multiprocessing_context="fork"
-    )
-    own = DataLoader(Indices(8), 4, num_workers=2, multiprocessing_context="fork")
-    context = own.multiprocessing_context
-    for loader in (stream, own):
-        source = open_source(loader, None, run_seed=7, purpose=FETCH)
-        caplog.clear()
-        with forks({1: stuck_workers.hang}):
-            found = [batch for (batch,) in source.batches(0)]
-        assert torch.cat(found).tolist() == list(range(8))
-        assert len(replaced(caplog)) == 1
-    assert own.multiprocessing_context is context
-
-
-def test_a_loop_of_the_users_is_healed(caplog: pytest.LogCaptureFixture) -> None:
-    loader, _ = create_dataloader(Indices(8), num_workers=2, multiprocessing_context="fork")
-    with forks({2: stuck_workers.hang}):
-        assert [int(batch) for batch in loader] == list(range(8))
-    assert len(replaced(caplog)) == 1
 
 
 @pytest.mark.shows("P140")
@@ -274,32 +185,3 @@ def test_a_worker_that_ends_only_by_a_kill_leaves_no_process(
 
 def list_children() -> set[int]:
     return {each.pid for each in multiprocessing.active_children() if each.pid is not None}
-
-
-class Dropped:
-    """Something in a cycle, which only the collector frees, and which notes who has done so."""
-
-    def __init__(self, marks: Path) -> None:
-        self.cycle, self.marks = self, marks
-
-    def __del__(self) -> None:
-        (self.marks / str(os.getpid())).touch()
-
-
-class Collecting(Augmented):
-    """Samples that let the collector run where they are fetched."""
-
-    def __getitem__(self, index: int) -> Any:
-        gc.collect()
-        return super().__getitem__(index)
-
-
-@pytest.mark.shows("P144")
-def test_a_worker_frees_nothing_that_the_training_process_has_dropped(tmp_path: Path) -> None:
-    """Tensors on a GPU cannot be freed in a fork: the worker would be ended."""
-    gc.collect()
-    with collector_at_rest():
-        Dropped(tmp_path)
-        read(Collecting(LENGTH))
-    gc.collect()
-    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]

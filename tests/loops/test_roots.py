@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -118,41 +118,3 @@ def test_a_loop_of_another_kind_is_refused() -> None:
             setattr(trainer, name, object())
     with pytest.raises(ArgumentTypeError, match="prediction"):
         trainer.predict_loop = TestingLoop()
-
-
-@pytest.mark.shows("L5")
-def test_an_advance_of_ones_own_ends_with_a_done_of_ones_own() -> None:
-    class Own(ValidationLoop):
-        rounds: ClassVar[list[int]] = []
-
-        def advance(self) -> None:
-            self.rounds.append(1)
-
-        @property
-        def done(self) -> bool:
-            return len(self.rounds) == 5
-
-    trainer, loop = _trainer(), Own()
-    trainer.validate_loop = loop
-    trainer.validate(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
-    assert len(loop.rounds) == 5
-
-
-@pytest.mark.shows("L5")
-def test_batches_may_be_passed_over() -> None:
-    """Who reads the batches reaches their end, whatever becomes of them."""
-
-    class EveryThird(EpochLoop):
-        num_seen = 0
-
-        def advance(self) -> None:
-            self.num_seen += 1
-            if self.num_seen % 3:
-                next(self.batches)
-            else:
-                super().advance()
-
-    trainer, loop = _trainer(), EveryThird()
-    trainer.fit_loop.connect(epoch_loop=loop)
-    trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert loop.num_seen == 6

@@ -35,17 +35,3 @@ def test_one_changed_bit_changes_the_digest(tmp_path: Path) -> None:
     before = digest.digest_file(path)
     path.write_bytes(bytes(4999) + b"\x01")
     assert digest.digest_file(path) != before
-
-
-def test_no_chunk_is_held_on_to(tmp_path: Path) -> None:
-    memory = bytearray(1 << 20)
-    with files.create(tmp_path / "file") as handle:
-        writer = digest.DigestWriter(handle)
-        writer.write(memoryview(memory))
-        # Refused while anybody looks at it.
-        memory.clear()
-
-
-def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        digest.digest_file(tmp_path / "gone")

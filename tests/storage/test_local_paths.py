@@ -75,13 +75,6 @@ def test_commands_refuse_urls(words: tuple[str, ...], capsys: pytest.CaptureFixt
 
 
 @pytest.mark.shows("U31")
-@pytest.mark.parametrize("url", ["gs://b/x", "hf://b", "S3:/b", "https://host/x", "file://host/x"])
-def test_every_scheme_of_two_letters_or_more_is_a_url(url: str) -> None:
-    with pytest.raises(ArgumentError, match="got the URL"):
-        as_local_path("folder", url)
-
-
-@pytest.mark.shows("U31")
 def test_files_and_drives_are_paths(tmp_path: Path) -> None:
     folder = tmp_path / "two words"
     assert as_local_path("folder", folder.as_uri()) == folder

@@ -6,8 +6,6 @@ from tests.planted.planting import fault
 
 LAUNCHER = "tests/launch/test_launcher.py"
 SIGNALS = "tests/distributed/test_signals.py"
-WATCH = "tests/core/test_signal_watch.py"
-WORKERS = "tests/data/test_workers.py"
 
 
 @fault(
@@ -16,14 +14,6 @@ WORKERS = "tests/data/test_workers.py"
 )
 def a_launcher_that_is_interrupted_kills_its_ranks(end_all, supervisor, first=None):
     return None
-
-
-@fault(
-    "helios.launch.supervisor:choose_cause",
-    f"{LAUNCHER}::test_the_first_cause_wins_over_what_follows_from_it",
-)
-def the_lowest_rank_in_trouble_is_taken_for_the_cause(choose_cause, ranks):
-    return next((rank for rank in ranks if rank.has_trouble), None)
 
 
 @fault(
@@ -67,77 +57,6 @@ def an_echo_of_ctrl_c_ends_the_run(count_press, receiver):
     count_press(receiver)
 
 
-@fault(
-    "helios.core.signal_watch:SignalReceiver.stay",
-    f"{WATCH}::test_a_process_that_is_to_exit_by_itself_is_ended_by_no_signal",
-)
-def a_signal_ends_an_interpreter_that_is_being_torn_down(stay, receiver):
-    receiver._stays = True
-
-
-@fault(
-    "helios.core.signal_watch:SignalReceiver._give_back",
-    f"{WATCH}::test_a_handler_of_the_user_is_restored_in_such_a_process_too",
-)
-def a_process_that_is_to_exit_keeps_the_handler_of_the_user_away(give_back, receiver, number):
-    if not receiver._stays:
-        give_back(receiver, number)
-
-
-HANGS = "tests/startup/test_hang_watch.py"
-
-
-@fault(
-    "helios.startup.hangs:_find_known",
-    f"{HANGS}::test_a_loader_that_hangs_is_named_again_and_again",
-)
-def a_rank_that_waits_is_in_helios(find_known, module):
-    return None
-
-
-@fault(
-    "helios.distributed.heartbeats:Heartbeats._post",
-    f"{HANGS}::test_ranks_that_wait_name_the_one_that_they_wait_for",
-)
-def ranks_that_wait_do_not_speak_with_each_other(post, heartbeats, words):
-    return None
-
-
-WORKERS = "tests/data/test_workers.py"
-
-
-@fault(
-    "helios.data.workers:_Glance.may_advance",
-    f"{WORKERS}::test_a_worker_that_makes_progress_is_waited_for",
-)
-def a_worker_that_computes_is_taken_for_one_that_hangs(may_advance, look, before):
-    return False
-
-
-@fault(
-    "helios.data.workers:WorkerContext.record_start",
-    f"{WORKERS}::test_after_a_slow_worker_the_patience_is_longer",
-)
-def a_slow_worker_makes_nobody_wait_longer(record_start, context, seconds):
-    return None
-
-
-@fault(
-    "helios.data.workers:_describe_end",
-    f"{WORKERS}::test_the_line_says_what_was_seen",
-)
-def it_is_not_said_which_signal_ended_a_worker(describe_end, process):
-    return describe_end(process)._replace(text=f"process {process.pid} has ended")
-
-
-@fault(
-    "helios.data.workers:_end_begun",
-    f"{WORKERS}::test_ctrl_c_ends_the_wait",
-)
-def workers_that_had_begun_survive_an_error_of_a_later_one(end_begun, iterator):
-    return None
-
-
 RECOVERY = "tests/data/test_worker_recovery.py"
 
 
@@ -150,91 +69,6 @@ def new_workers_do_not_fetch_what_was_under_way(walk, dealt, *, stops):
     dealt.owed.clear()
     yield from walk(dealt, stops=stops)
     dealt.owed.extendleft(reversed(found))
-
-
-@fault(
-    "helios.data.workers:Worker.pid",
-    f"{RECOVERY}::test_a_death_raises_nothing_where_training_is",
-)
-def pytorch_watches_workers_itself(pid, worker):
-    pid(worker)
-    return worker.process.pid
-
-
-@fault(
-    "helios.data.worker_recovery:describe_silence",
-    f"{RECOVERY}::test_the_line_says_what_was_seen",
-)
-def workers_that_did_not_answer_are_said_to_have_died(describe_silence, iterator, seconds):
-    return ""
-
-
-@fault(
-    "helios.data.worker_recovery:describe_deaths",
-    f"{RECOVERY}::test_a_worker_that_dies_within_a_message_is_replaced",
-)
-def half_a_message_is_an_error_of_the_run(describe_deaths, iterator, error=None, **options):
-    return ""
-
-
-@fault(
-    "helios.data.worker_recovery:WorkerItems._make_error",
-    f"{RECOVERY}::test_a_batch_that_ends_every_worker_is_named",
-)
-def the_samples_that_end_every_worker_are_not_named(make_error, items, **options):
-    items._dealt.owed[0] = items._dealt.owed[0]._replace(indices=[])
-    return make_error(items, **options)
-
-
-HANG_ENDS = "tests/startup/test_hang_end.py"
-
-
-@fault(
-    "helios.startup.hangs:_find_newest",
-    f"{HANG_ENDS}::test_a_second_hang_in_a_row_is_not_tried_again_unless_a_checkpoint_was_committed",
-)
-def a_hang_after_a_checkpoint_counts_as_the_same(find_newest, folder):
-    return ""
-
-
-@fault(
-    "helios.startup.hangs:forget_hang",
-    f"{HANG_ENDS}::test_a_second_hang_in_a_row_is_not_tried_again_unless_a_checkpoint_was_committed",
-)
-def a_hang_is_remembered_after_a_start_that_ended_in_another_way(forget_hang, folder):
-    return None
-
-
-@fault(
-    "helios.data.workers:find_worker_stacks",
-    f"{HANG_ENDS}::test_the_stacks_of_loader_workers_are_in_the_file_and_none_survives",
-)
-def loader_workers_do_not_show_where_they_hang(find_worker_stacks, seconds):
-    return {}
-
-
-@fault(
-    "helios.startup.hangs:HangWatch.hurry",
-    f"{HANG_ENDS}::test_ranks_that_got_a_signal_say_who_waits_for_whom",
-)
-def ranks_that_got_a_signal_do_not_ask_where_the_others_are(hurry, watch, seconds):
-    return None
-
-
-@fault(
-    "helios.startup.hangs:write_to_stderr",
-    f"{HANG_ENDS}::test_an_end_without_a_safe_point_needs_no_lock_of_the_log",
-)
-def a_process_ends_in_silence_that_holds_the_lock_of_the_log(write_to_stderr, text):
-    return None
-
-
-@fault(
-    "helios.data.workers:gc.freeze",
-    f"{WORKERS}::test_a_worker_frees_nothing_that_the_training_process_has_dropped",
-)
-def a_loader_worker_frees_what_its_parent_has_dropped(freeze):
-    return None
 
 
 @fault(
