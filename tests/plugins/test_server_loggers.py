@@ -120,11 +120,7 @@ class EagerWandb(Wandb):
     settings = _QUIET | _EAGER
 
 
-SERVICES = [
-    Mlflow,
-    EagerWandb,
-    pytest.param(Wandb, marks=pytest.mark.full),
-]
+SERVICES = [Mlflow, EagerWandb, Wandb]
 
 
 @pytest.fixture(autouse=True)
