@@ -378,40 +378,6 @@ def _score_text(scores: Mapping[str, float], name: str) -> str:
     return number_text(scores[name]) if name in scores else "-"
 
 
-def send_points(namespace: argparse.Namespace) -> Answer:
-    """Send what the plugin Tracker has stored in its folder and not sent yet: to its
-    server of MLflow or Weights & Biases, or into an offline run of the latter,
-    which contains all points of the run, and replaces an earlier one. Upload that
-    with `wandb sync`.
-
-    Call it after a training that was killed, that could not reach its server, or
-    that ran with Tracker(sends=False). Points that were sent before are not stored
-    twice.
-    """
-    from helios.tracking import sender_process
-
-    folder = output.existing_folder(namespace.folder)
-    try:
-        number, place = sender_process.send(folder)
-    except HeliosError:
-        raise
-    except ImportError as error:
-        raise UsageError(
-            f"The library of the tracker cannot be imported: {error}. Install "
-            '"helios-trainer[mlflow]" or "helios-trainer[wandb]".'
-        ) from error
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}".rstrip(". ")
-        raise HeliosError(
-            f"Not everything was sent: {cause}. What is missing is kept in {folder}. Run "
-            "the same command again."
-        ) from error
-    return Answer(
-        [f"Sent {number} rows to {place}."],
-        lambda: {"path": str(folder), "num_rows": number, "place": place},
-    )
-
-
 _RUN = argument(
     "run_place", metavar="RUN", help="the folder of a run, its ledger, or a checkpoint in it"
 )
@@ -472,9 +438,5 @@ COMMANDS = {
         argument("--plot", metavar="FILE", help="also draw their curves over each other"),
         # Versions of Python write several arguments of one name in different ways.
         usage="%(prog)s RUN RUN [RUN ...] [options]",
-    ),
-    "send": Command(
-        send_points,
-        argument("folder", metavar="DIR", help="the folder of the tracker"),
     ),
 }

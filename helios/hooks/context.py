@@ -158,12 +158,12 @@ class Context(Generic[RunModel]):
         return self._run.run_folder
 
     @property
-    def went_back(self) -> bool:
-        """Whether this start went back on purpose: to ``Trainer(resume=<path>)``.
+    def has_changed(self) -> bool:
+        """Whether this start may compute other values than the last one, on purpose.
 
-        What follows may differ from what followed before.
+        It went back to ``Trainer(resume=<path>)``, or values changed that define it.
         """
-        return self._run.went_back
+        return self._run.has_changed
 
     @property
     def loss(self) -> Tensor | None:

@@ -418,7 +418,7 @@ class Training:
         folder = self._start.folder
         session.is_replay = self._make_evidence is not None
         session.run_folder = None if folder is None else folder.path
-        session.went_back = self._start.is_branch or self._start.goes_back
+        session.has_changed = self._start.is_branch or self._start.goes_back
         return session
 
     def _check_record(self, record: Record) -> None:
@@ -558,11 +558,14 @@ class Training:
         self._start.is_shortened = run_identity.is_shortened(run.options, record.options)
         skipped = (record.options.get("skip_batches", ()), run.options.skip_batches)
         run_identity.check_skipped(*skipped, source, cursor)
+        num_known = len(self._start.changes)
         self._start.changes += changes
         self._start.changes += self._params.report()
         # What held at the end of a stage that the run has passed is not known.
         if not (self._start.is_shortened and has_ended(run.options, record)):
             self._start.changes += self._given.report()
+        session.has_changed |= len(self._start.changes) > num_known
+        session.has_changed |= bool(self._given.new_arguments)
         renamed = run_identity.note_fingerprint(source.description, record.options)
         self._start.changes += renamed
         if record.options.get("length") == identity["length"]:

@@ -385,6 +385,7 @@ class Run:
             sources=self.sources,
             plugins=self.plugins,
             phase=phase,
+            run_folder=self.folder,
             loop_states=LoopStates(self.call.roots.fit, LOOP_PATH, carries=False),
             owner_states=self.owners,
         )

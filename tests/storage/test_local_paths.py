@@ -16,9 +16,8 @@ from helios.cli.commands import main
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError
 from helios.ledger import diff, verify
-from helios.plugins import CSVLogger, JSONLLogger, Profiler, Tracker
+from helios.plugins import CSVLogger, JSONLLogger, Profiler
 from helios.storage.local_paths import as_local_path
-from helios.tracking.targets import MLflow, WandB
 from helios.trainer import find_last_checkpoint
 from tests.typed.user_script import Line, Numbers
 
@@ -41,8 +40,6 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "CSVLogger": CSVLogger,
     "JSONLLogger": JSONLLogger,
     "Profiler": Profiler,
-    "Tracker": lambda url: Tracker(url, MLflow("http://localhost:5000"), sends=False),
-    "WandB": lambda url: WandB("project", folder=url),
     "diff": lambda url: diff(url, url),
     "verify": verify,
 }
@@ -55,7 +52,6 @@ COMMANDS = (
     ("diff", "runs"),
     ("export", "--to", "pt"),
     ("migrate",),
-    ("send",),
 )
 
 
