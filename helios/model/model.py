@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from helios.core.assigned import assigned
-from helios.core.declared_values import KeepsArguments
 from helios.core.loss_means import RunningSums, WeightedLoss
 from helios.core.registry import Registry
 from helios.engines.device import move_to_device
@@ -61,7 +60,7 @@ def find_pretrained_file(root: Path, name: str) -> Path:
     raise UsageError(f"No .pth file in {root} has {part!r} in its name. Check the folder.")
 
 
-class Model(Hooks, KeepsArguments, ABC):
+class Model(Hooks, ABC):
     """Base of all models.
 
     Attributes:

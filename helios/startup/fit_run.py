@@ -19,7 +19,6 @@ from helios.checkpoint.capture import apply, choose_trained
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.checkpoint.run_listener import RunListener
-from helios.core.declared_values import arguments_of
 from helios.core.stored_values import stored_params
 from helios.data.source import Source
 from helios.engines.numerics import numerics
@@ -35,12 +34,11 @@ from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
 from helios.startup import run_identity, run_log
 from helios.startup.best_validations import continue_best, find_best_rule, require_one_mode
+from helios.startup.changed_start import StartChanges, compare_fresh, refuse_other_values
 from helios.startup.data_check import DataCheck
-from helios.startup.given_values import (
+from helios.startup.declared_params import (
     DeclaredParams,
-    GivenValues,
     begin_params,
-    compare_given,
     compare_params,
     has_ended,
 )
@@ -66,6 +64,7 @@ from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.startup.run_manifest import describe_topic, manifest_facts, report_changed_start
 from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
+from helios.startup.signal_policy import is_interactive
 from helios.startup.state_owners import find_stranded_generators
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
@@ -151,7 +150,7 @@ class Training:
         self._evidence: Evidence | None = None
         self._listeners: list[RunListener] = [self._scores]
         self._params = begin_params({})
-        self._given = GivenValues()
+        self._changes = StartChanges()
         self._stranded: dict[str, str] = {}
         self._begun_at = 0 if self._record is None else self._record.place[1]
         self._seconds = 0.0
@@ -251,7 +250,7 @@ class Training:
         if record is None or self._start.is_branch:
             params = stored_params(self._params.options)
             named = {f"params.{name}": value for name, value in params.items()}
-            run_log.log_hparams(named | self._given.all)
+            run_log.log_hparams(named | self._changes.all_values)
         for listener in self._listeners:
             listener.opened()
 
@@ -289,9 +288,9 @@ class Training:
         assert loaded is not None
         record, options = loaded.record, run.options
         run.restore(choose_trained(run.detach(record), run.replicas))
+        changes = self._compare_fresh(is_finished=True)
         keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
         is_passed = run_identity.is_shortened(options, record.options)
-        changes = "" if is_passed else self._compare_given().changes
         if not is_passed and run.replicas.rank == 0 and options.writes_ledger:
             report_changed_start(
                 loaded.path.parent,
@@ -299,10 +298,9 @@ class Training:
                 after=record.place[1],
                 allowed=options.allow_changes,
             )
-        run_identity.report_finished(
-            self._name, loaded, reason, is_passed=is_passed, changes=changes
-        )
+        run_identity.report_finished(self._name, loaded, reason, is_passed=is_passed)
         self._params.report()
+        changes.report()
         on_first(run.replicas, lambda: set_newer_aside(self._start))
 
     def compare_params(self, *, is_finished: bool) -> None:
@@ -324,26 +322,22 @@ class Training:
 
         self._params = on_first(self._run.replicas, compare)
 
-    def _compare_given(self) -> GivenValues:
-        """Compare what the constructors of rank 0 were given with the checkpoint."""
-        run, record = self._run, self._record
-        model, options = run.model, run.options
+    def _compare_fresh(self, *, is_finished: bool = False) -> StartChanges:
+        """Compare what setup has made in rank 0 with the checkpoint, before anything is loaded."""
+        run, start = self._run, self._start
+        options, loaded = run.options, start.loaded
 
-        def compare() -> GivenValues:
-            owners = {"model": model, "data": run.datamodule}
-            arguments = {
-                f"{prefix}.{name}": value
-                for prefix, owner in owners.items()
-                for name, value in arguments_of(owner).items()
-                # The name of the run is compared by itself.
-                if value != model.save_name
-            }
-            parts = {**model.discovery.optimizers(), **model.discovery.schedulers()}
-            settings = scrub_table(run.constructor_calls.settings(parts))
-            allowed = options.allow_changes
-            stored = None if record is None else record.options
-            is_over = record is not None and has_ended(options, record)
-            return compare_given(scrub_table(arguments), settings, stored, allowed, is_over=is_over)
+        def compare() -> StartChanges:
+            record = None if loaded is None else loaded.record
+            is_over = is_finished or (record is not None and has_ended(options, record))
+            found = compare_fresh(run.fresh, record, options.allow_changes, is_over=is_over)
+            is_replay = self._make_evidence is not None
+            if loaded is None or not is_over or is_replay:
+                return found
+            # A script in stages starts those again that the run has passed.
+            if not run_identity.is_shortened(options, loaded.record.options):
+                refuse_other_values(found, self._name, loaded.path, is_interactive=is_interactive())
+            return found
 
         return on_first(run.replicas, compare)
 
@@ -439,8 +433,8 @@ class Training:
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         limits = run_identity.limits(run.options)
         self._start.definition = identity | limits
-        self._given = self._compare_given()
-        self._start.definition |= self._params.options | self._given.options
+        self._changes = self._compare_fresh()
+        self._start.definition |= self._params.options | self._changes.options
         self._start.definition[run_log.KEY] = run_log.read_arguments()
         if self._make_evidence is not None:
             self._evidence = self._make_evidence(identity, reproducibility)
@@ -493,7 +487,7 @@ class Training:
                 "processes": {"number": run.replicas.num_processes},
                 "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
                 **describe_topic("params", stored_params(self._params.options)),
-                **describe_topic("found", self._given.all),
+                **describe_topic("found", self._changes.all_values),
             }
 
         return make_evidence(
@@ -545,9 +539,7 @@ class Training:
         run_identity.check_skipped(*skipped, source, cursor)
         self._start.changes += changes
         self._start.changes += self._params.report()
-        # What held at the end of a stage that the run has passed is not known.
-        if not (self._start.is_shortened and has_ended(run.options, record)):
-            self._start.changes += self._given.report()
+        self._start.changes += self._changes.report()
         renamed = run_identity.note_fingerprint(source.description, record.options)
         self._start.changes += renamed
         if record.options.get("length") == identity["length"]:
@@ -556,7 +548,7 @@ class Training:
         limits = run_identity.note_limits(run.options, record.options)
         self._start.changes += limits
         texts = map(run_log.as_change, (*changes, *limits))
-        told = (*self._params.named, *self._given.named, *texts)
+        told = (*self._params.named, *self._changes.named, *texts)
         run_log.report_arguments(record.options, told)
         self._start.changes += self._note_missing(record)
         self._check_data(session, record, changes + renamed)
@@ -598,20 +590,16 @@ class Training:
     def _make_adoption(self, session: Session) -> Callable[[], None]:
         """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
         run = self._run
-        given, schedule = self._given, run.options.schedule
-        if not given.are_settings_adopted or session.schedulers is None:
+        changes, schedule = self._changes, run.options.schedule
+        if not changes.are_settings_adopted or session.schedulers is None:
             return lambda: None
-        new = NewSettings(
-            run.model.discovery.optimizers(),
-            session.schedulers,
-            run.constructor_calls.names_of,
-        )
+        new = NewSettings(run.model.discovery.optimizers(), session.schedulers)
         steps = steps_of_epochs(
             session.training_source.num_batches(),
             schedule.accumulation_steps,
             is_by_epoch=schedule.is_by_epoch,
         )
-        return lambda: new.apply(given.old_settings, steps)
+        return lambda: new.apply(changes.old_settings, steps)
 
     def _note_missing(self, record: Record) -> list[str]:
         """Warn of what the checkpoint lacks; returns it as text, to be recorded.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from helios.checkpoint.store import CheckpointStore
-from helios.core.declared_values import flatten_params
+from helios.core.plain_values import flatten_params
 from helios.core.rng import get_default_seed
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine

@@ -25,7 +25,7 @@ import helios
 from helios import DataLoaderParams
 from helios.distributed.heartbeats import Heard
 from helios.distributed.process_groups import open_store
-from helios.startup import given_values, hangs
+from helios.startup import hangs
 from helios.startup.hangs import describe_ranks
 from tests.support.ranks import run_ranks
 
@@ -347,22 +347,3 @@ def test_sigquit_shows_all_stacks_and_the_training_goes_on(kind: str) -> None:
     assert "it went on" in done.stderr
     assert ("mine" in done.stderr) == (kind == "own")
     assert (" in train_step" in done.stderr) == (kind != "own")
-
-
-def test_a_constructor_that_takes_long_is_named_by_the_setup_that_calls_it() -> None:
-    """Helios notes its arguments in between."""
-    found = []
-
-    def look() -> None:
-        found.append(hangs.find_whereabouts(sys._getframe().f_back).text)
-
-    def call(path: str, module: str, function: str, inner: Any) -> Any:
-        scope: dict[str, Any] = {"__name__": module, "inner": inner}
-        exec(compile(f"def {function}():\n    inner()\n", path, "exec"), scope)
-        return scope[function]
-
-    library = call(torch.__file__, "torch.optim.sgd", "__init__", look)
-    wrapper = call(given_values.__file__, given_values.__name__, "construct", library)
-    user = call("train.py", "__main__", "setup", wrapper)
-    call(hangs.__file__, "helios.startup.run_setup", "prepare", user)()
-    assert found == ["is in setup (train.py)"]
