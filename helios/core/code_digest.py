@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import inspect
 import platform
 import re
 import sys
@@ -30,8 +31,8 @@ _JOINED = re.compile(f"{_FAST}_{_FAST}")
 _MOST_HOPS = 10
 # What the body of a class notes of itself.
 _NOTES = ("__doc__", "__firstlineno__", "__static_attributes__")
-# These flags say whether there is a docstring, and which variables are of an outer function.
-_FLAGS = 0x1F | 0x20 | 0x80 | 0x100 | 0x200
+# The others say whether there is a docstring, and where the function was defined.
+_FLAGS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE
 
 
 def python_version() -> str:
@@ -58,7 +59,7 @@ def digest_methods(kind: type) -> dict[str, str]:
             if functions and not _NOT_TRAINING.match(name):
                 texts = [_describe(each, each.__name__ != name, set()) for each in functions]
                 if isinstance(member, functools.partial | functools.partialmethod):
-                    texts.append([_tag(member.args), _tag(member.keywords)])
+                    texts.append([_tag(member.args), _tag_all(member.keywords)])
                 found.setdefault(name, []).append(texts)
     return {name: _hash(texts) for name, texts in found.items()}
 
@@ -115,13 +116,12 @@ def _describe(function: FunctionType, is_wrapper: bool, seen: set[int]) -> list[
     is_wrapper |= wrapped is not None
     # A decorator of a library counts by its name, which its wrapper hides.
     module = str(function.__globals__.get("__name__"))
-    is_foreign = _is_foreign(module)
-    text = (
-        [f"{module}.{function.__code__.co_name}"]
-        if is_foreign
-        else _instructions(function.__code__)
-    )
-    found: list[Any] = [text, _tag(function.__defaults__), _tag(function.__kwdefaults__)]
+    if _is_foreign(module):
+        is_wrapper = False
+        found: list[Any] = [module, function.__code__.co_name]
+    else:
+        found = _instructions(function.__code__)
+        found += [_tag(function.__defaults__), _tag_all(function.__kwdefaults__)]
     held = [wrapped]
     for cell in function.__closure__ or ():
         try:
@@ -129,7 +129,7 @@ def _describe(function: FunctionType, is_wrapper: bool, seen: set[int]) -> list[
         except ValueError:  # a variable without a value
             continue
     for value in held:
-        found += [_describe(each, is_foreign, seen) for each in _functions_in(value)]
+        found += [_describe(each, False, seen) for each in _functions_in(value)]
         # Arguments of a decorator; other variables around a method may change while it runs.
         if is_wrapper and isinstance(value, _CONSTANT):
             found.append(_tag(value))
@@ -194,14 +194,16 @@ def _target(steps: list[_Step], offsets: list[int], jump: _Step) -> int:
     return number
 
 
+def _tag_all(values: dict[str, Any] | None) -> list[Any]:
+    return [(name, _tag(each)) for name, each in (values or {}).items()]
+
+
 def _tag(value: Any) -> Any:
     """Return a constant with its type, so that 1, 1.0 and True differ."""
     if isinstance(value, CodeType):
         return _instructions(value)
-    if isinstance(value, dict):
-        value = tuple(value.items())
-    if isinstance(value, tuple | list):
-        return type(value).__name__, [_tag(each) for each in value]
+    if isinstance(value, tuple):
+        return "tuple", [_tag(each) for each in value]
     if isinstance(value, frozenset):
         return "frozenset", sorted(repr(_tag(each)) for each in value)
     if isinstance(value, FunctionType):

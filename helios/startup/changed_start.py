@@ -175,7 +175,8 @@ class StartChanges:
     Attributes:
         options: what the next checkpoints hold of this one.
         values: attributes that differ.
-        settings: settings of optimizers and schedulers that differ.
+        settings: settings of optimizers and schedulers that differ from those of the run.
+        repeated: names of those that the last start had already, and the run did not take.
         code: methods that differ, each with what is known of it.
         has_new_functions: whether functions of schedulers are among them.
         adopts: whether the run takes settings of ``setup``, because the user allows it.
@@ -186,6 +187,7 @@ class StartChanges:
     options: dict[str, Any] = field(default_factory=dict)
     values: tuple[ValueChange, ...] = ()
     settings: tuple[ValueChange, ...] = ()
+    repeated: frozenset[str] = frozenset()
     code: tuple[str, ...] = ()
     has_new_functions: bool = False
     adopts: bool = False
@@ -199,9 +201,9 @@ class StartChanges:
 
     @property
     def all_values(self) -> dict[str, Any]:
-        """All values of this start, by name."""
+        """All values that hold, by name."""
         found = self.options.get(KEY, {})
-        return {**found.get("settings", {}), **found.get("values", {})}
+        return {**found.get("settings", {}), **found.get("kept", {}), **found.get("values", {})}
 
     @property
     def are_settings_adopted(self) -> bool:
@@ -261,12 +263,11 @@ def compare_fresh(
     adopts = OPTIMIZER in allowed and not is_over
     before = None if record is None else record.options.get(KEY)
     if record is None or before is None:
-        options = _as_options(fresh, fresh.settings)
+        options = _as_options(fresh, {})
         return StartChanges(options, adopts=adopts and record is not None, is_over=is_over)
+    held = {**before["settings"], **before["kept"]}
     # Other versions of a library have other settings, and nobody has changed anything.
-    settings = [
-        each for each in compare_values(before["settings"], fresh.settings) if each.is_contradiction
-    ]
+    settings = [each for each in compare_values(held, fresh.settings) if each.is_contradiction]
     kept = {} if adopts else {each.name: each.before for each in settings}
     state = _names_of_state(record)
     values = [
@@ -276,20 +277,21 @@ def compare_fresh(
     ]
     code = before["code"] if before["python"] == python_version() else {}
     return StartChanges(
-        _as_options(fresh, {**fresh.settings, **kept}),
+        _as_options(fresh, kept),
         tuple(values),
         tuple(settings),
+        frozenset(each.name for each in settings if before["settings"].get(each.name) == each.after),
         tuple(_compare_code(code, fresh)),
         bool(code) and code.get(_SCHEDULERS) != fresh.code.get(_SCHEDULERS),
         adopts=adopts,
-        old_settings=dict(before["settings"]),
+        old_settings=held,
         is_over=is_over,
     )
 
 
-def _as_options(fresh: FreshStart, settings: Mapping[str, Any]) -> dict[str, Any]:
-    found = {"values": fresh.values, "settings": dict(settings), "code": fresh.code}
-    return {KEY: {**found, "python": python_version()}}
+def _as_options(fresh: FreshStart, kept: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"values": fresh.values, "settings": fresh.settings, "kept": dict(kept)}
+    return {KEY: {**found, "code": fresh.code, "python": python_version()}}
 
 
 def _names_of_state(record: Record) -> set[str]:
@@ -342,7 +344,11 @@ def refuse_other_values(
     Raises:
         RunMismatchError: if values differ, except those that only one of both has, and paths.
     """
-    values = [each for each in changes.named if each.is_contradiction and not _are_paths(each)]
+    values = [
+        each
+        for each in changes.named
+        if each.is_contradiction and each.name not in changes.repeated and not _are_paths(each)
+    ]
     code = changes.code if is_interactive else ()
     if not values and not code:
         return

@@ -249,6 +249,17 @@ def test_a_finished_run_refuses_other_values(
     assert "RunMismatch" not in capsys.readouterr().err
 
 
+def test_the_command_that_has_finished_a_run_may_be_given_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, 1, Rated(0.1))
+    for _ in range(2):
+        fit(tmp_path, 2, Rated(0.2))
+        assert "optimizer.lr" in said(capsys)[0]
+    with pytest.raises(RunMismatchError, match=r"optimizer.lr: 0.1 -> 0.3; model.lr: 0.2 -> 0.3"):
+        fit(tmp_path, 2, Rated(0.3))
+
+
 def test_a_folder_that_was_moved_and_other_workers_stop_no_finished_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
