@@ -74,16 +74,6 @@ def _hash(texts: list[Any]) -> str:
     return hashlib.sha256(repr(texts).encode("utf-8", "backslashreplace")).hexdigest()[:12]
 
 
-def find_method(kind: type, name: str) -> FunctionType | None:
-    """Return the function behind a method of a class, below its decorators."""
-    for base in own_classes(kind):
-        for function in _functions_in(vars(base).get(name)):
-            while isinstance(wrapped := vars(function).get("__wrapped__"), FunctionType):
-                function = wrapped
-            return function
-    return None
-
-
 def _is_foreign(module: str) -> bool:
     return module.partition(".")[0] in _FOREIGN
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,25 +21,33 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.checkpoint.record import Record
+from helios.checkpoint.store import Loaded
 from helios.core.code_digest import (
     digest_function,
     digest_methods,
-    find_method,
     own_classes,
     python_version,
 )
 from helios.core.plain_values import plain_values
-from helios.core.stored_values import ValueChange, compare_values, show_value
+from helios.core.stored_values import ValueChange, compare_values, show_value, stored_params
 from helios.data.datamodule import DataModule
 from helios.errors import RunMismatchError
 from helios.ledger.scrubbing import scrub_table
 from helios.model.model import Model
 from helios.model.new_settings import setting_names
 from helios.plugins.plugin import Plugin
+from helios.startup.run_identity import is_shortened
+from helios.startup.signal_policy import is_interactive
+from helios.startup.trainer_options import PARAMS, Options, allows
 from helios.state_graph.owner_states import internals_of
 from helios.state_graph.values import attributes_of
+from helios.text import tuple_text
 
 _LOGGER = logging.getLogger(__name__)
+
+PARAMS_KEY = "params"
+"""The entry of the options of a checkpoint that holds what is declared."""
+_MOST_LISTED = 3
 
 KEY = "found"
 """The entry of the options of a checkpoint that holds what was found."""
@@ -174,6 +182,7 @@ class StartChanges:
 
     Attributes:
         options: what the next checkpoints hold of this one.
+        params: declared values that differ.
         values: attributes that differ.
         settings: settings of optimizers and schedulers that differ from those of the run.
         repeated: names of those that the last start had already, and the run did not take.
@@ -185,6 +194,7 @@ class StartChanges:
     """
 
     options: dict[str, Any] = field(default_factory=dict)
+    params: Sequence[ValueChange] = ()
     values: tuple[ValueChange, ...] = ()
     settings: tuple[ValueChange, ...] = ()
     repeated: frozenset[str] = frozenset()
@@ -193,11 +203,6 @@ class StartChanges:
     adopts: bool = False
     old_settings: dict[str, Any] | None = None
     is_over: bool = False
-
-    @property
-    def named(self) -> tuple[ValueChange, ...]:
-        """All values that differ."""
-        return (*self.settings, *self.values)
 
     @property
     def all_values(self) -> dict[str, Any]:
@@ -213,30 +218,30 @@ class StartChanges:
 
     def report(self) -> list[str]:
         """Warn of all that differs; returns what takes effect, to be recorded."""
-        lines = [*self._lines()]
+        named = (*self.params, *self.settings, *self.values)
+        lines = [*map(self._line, _joined(named)), *self.code]
         if lines:
             begin = "Changed since the checkpoint"
             if self.is_over:
                 begin = "The run was trained with other values or other code"
             _LOGGER.warning("%s:%s", begin, "".join(f"\n  {line}" for line in lines))
         kept = () if self.adopts else self.settings
-        texts = [f"{each.name}: {each.values}" for each in self.named if each not in kept]
-        return [] if self.is_over else [*texts, *self.code]
+        taken = [f"{each.name}: {each.values}" for each in named if each not in kept]
+        return [] if self.is_over else [*taken, *self.code]
 
-    def _lines(self) -> Iterator[str]:
-        for changes in _joined(self.named):
-            first = changes[0]
-            text = f"{', '.join(each.name for each in changes)}: {first.values}"
-            if first in self.settings and not self.is_over:
-                if self.adopts:
-                    text = f"{text}, as allowed"
-                else:
-                    text = (
-                        f"{text} in setup(); the run keeps {show_value(first.before)} "
-                        f'(allow_changes=("{OPTIMIZER}",) takes the new one)'
-                    )
-            yield text
-        yield from self.code
+    def _line(self, changes: Sequence[ValueChange]) -> str:
+        text, is_setting = _text(changes), any(each in self.settings for each in changes)
+        if is_setting and not self.adopts and not self.is_over:
+            return (
+                f"{text} in setup(); the run keeps {show_value(changes[0].before)} "
+                f'(allow_changes=("{OPTIMIZER}",) takes the new one)'
+            )
+        is_param = changes[0] in self.params and changes[0].is_contradiction
+        return f"{text}, as allowed" if is_param or (is_setting and self.adopts) else text
+
+
+def _text(changes: Sequence[ValueChange]) -> str:
+    return f"{', '.join(each.name for each in changes)}: {changes[0].values}"
 
 
 def _joined(changes: Sequence[ValueChange]) -> list[list[ValueChange]]:
@@ -250,21 +255,27 @@ def _joined(changes: Sequence[ValueChange]) -> list[list[ValueChange]]:
 
 
 def compare_fresh(
-    fresh: FreshStart, record: Record | None, allowed: Sequence[str], *, is_over: bool
+    fresh: FreshStart,
+    record: Record | None,
+    params: Sequence[ValueChange],
+    allowed: Sequence[str],
+    *,
+    is_over: bool,
 ) -> StartChanges:
     """Compare what a start has made with what is known of the one that wrote its checkpoint.
 
     Args:
         fresh: what this start has made.
         record: the checkpoint; ``None`` for a new run.
+        params: declared values that differ.
         allowed: what ``allow_changes`` names.
         is_over: whether nothing is left to train, so that nothing is taken.
     """
     adopts = OPTIMIZER in allowed and not is_over
     before = None if record is None else record.options.get(KEY)
     if record is None or before is None:
-        options = _as_options(fresh, {})
-        return StartChanges(options, adopts=adopts and record is not None, is_over=is_over)
+        adopts &= record is not None
+        return StartChanges(_as_options(fresh, {}), params, adopts=adopts, is_over=is_over)
     held = {**before["settings"], **before["kept"]}
     # Other versions of a library have other settings, and nobody has changed anything.
     settings = [each for each in compare_values(held, fresh.settings) if each.is_contradiction]
@@ -278,9 +289,12 @@ def compare_fresh(
     code = before["code"] if before["python"] == python_version() else {}
     return StartChanges(
         _as_options(fresh, kept),
+        params,
         tuple(values),
         tuple(settings),
-        frozenset(each.name for each in settings if before["settings"].get(each.name) == each.after),
+        frozenset(
+            each.name for each in settings if before["settings"].get(each.name) == each.after
+        ),
         tuple(_compare_code(code, fresh)),
         bool(code) and code.get(_SCHEDULERS) != fresh.code.get(_SCHEDULERS),
         adopts=adopts,
@@ -312,55 +326,97 @@ def _names_of_state(record: Record) -> set[str]:
 def _compare_code(before: Mapping[str, Mapping[str, str]], fresh: FreshStart) -> Iterator[str]:
     for owner, methods in fresh.code.items():
         kind, old = fresh.classes.get(owner, object), before.get(owner, methods)
+        is_cell = is_interactive() and kind.__module__ == "__main__"
         for name in dict.fromkeys([*old, *methods]):
             if old.get(name) != methods.get(name):
                 text = name if owner == _SCHEDULERS else f"{kind.__name__}.{name}()"
-                if name not in methods:
-                    yield f"{text} is gone"
-                elif name not in old:
-                    yield f"{text} is new"
-                else:
-                    yield f"{text} has other code{_place(kind, name)}"
+                what = "is new" if name not in old else "has other code"
+                what = what if name in methods else "is gone"
+                yield f"{text} {what}{', in an edited cell' if is_cell else ''}"
 
 
-def _place(kind: type, name: str) -> str:
-    function = find_method(kind, name)
-    known = {} if function is None else function.__globals__
-    is_cell = known.get("__name__") == "__main__" and "__file__" not in known
-    return ", in an edited cell" if is_cell else ""
+def compare_params(
+    params: Mapping[str, Any],
+    loaded: Loaded,
+    options: Options,
+    *,
+    name: str,
+    is_over: bool,
+) -> list[ValueChange]:
+    """Return in what ``Trainer(params=...)`` differs from its checkpoint.
+
+    Args:
+        params: those of this start.
+        loaded: the checkpoint.
+        options: says how far this start trains, and which changes are allowed.
+        name: the name of the run.
+        is_over: whether nothing is left to train.
+
+    Raises:
+        RunMismatchError: for other values that are not allowed. If nothing is left to train, none
+            are, but for a start that the run has passed, as a script in stages has them.
+    """
+    stored = loaded.record.options
+    if PARAMS_KEY not in stored:
+        return []
+    tables = [
+        {f"{PARAMS}{key}": value for key, value in table.items()}
+        for table in (stored_params(stored), params)
+    ]
+    found = compare_values(*tables)
+    changes = [each for each in found if each.is_contradiction]
+    refused = [
+        each
+        for each in changes
+        if not any(allows(known, each.name) for known in options.allow_changes)
+    ]
+    if is_over and (refused or (changes and not is_shortened(options, stored))):
+        raise _refuse_relabelling(map(_text, _joined(changes)), name, loaded.path)
+    if refused:
+        names = [each.name for each in refused] if len(refused) <= _MOST_LISTED else [PARAMS_KEY]
+        raise RunMismatchError(
+            "The run cannot resume, because what defines it has changed since its checkpoint: "
+            f"{'; '.join(_text([each]) for each in refused)}. Undo the change, or allow it with "
+            f"Trainer(allow_changes={tuple_text(names)}) "
+            "for a run that goes on with it. For a run of its own, pass another save_name."
+        )
+    return found
 
 
-def refuse_other_values(
-    changes: StartChanges, name: str, path: Path, *, is_interactive: bool
-) -> None:
+def refuse_other_values(changes: StartChanges, name: str, path: Path) -> None:
     """Refuse a start that trains nothing, and differs from the run whose scores it would show.
 
     Args:
         changes: what differs.
         name: the name of the run.
         path: the file of its last checkpoint.
-        is_interactive: whether the user types the next statement; a script only warns of code.
 
     Raises:
-        RunMismatchError: if values differ, except those that only one of both has, and paths.
+        RunMismatchError: if values differ, except those that only one of both has, and paths; in an
+            interactive session, where somebody has just edited it, also if code does.
     """
     values = [
         each
-        for each in changes.named
-        if each.is_contradiction and each.name not in changes.repeated and not _are_paths(each)
+        for each in (*changes.settings, *changes.values)
+        if each.is_contradiction
+        and each.name not in changes.repeated
+        and not _are_paths(each)
+        # Many of them only watch.
+        and not each.name.startswith("plugins.")
     ]
-    code = changes.code if is_interactive else ()
-    if not values and not code:
-        return
-    texts = [
-        f"{', '.join(each.name for each in same)}: {same[0].values}" for same in _joined(values)
-    ]
-    raise RunMismatchError(
+    code = changes.code if is_interactive() else ()
+    if values or code:
+        texts = [*map(_text, _joined(values)), *code]
+        raise _refuse_relabelling(texts, name, path)
+
+
+def _refuse_relabelling(texts: Iterable[str], name: str, path: Path) -> RunMismatchError:
+    return RunMismatchError(
         f"Nothing is left to train for the run {name!r} in {path.parent}, and it was trained with "
-        f"other {'values' if values else 'code'}: {'; '.join((*texts, *code))}. Its weights and "
-        f"scores belong to the old {'ones' if values else 'code'} ({path.name}). Give a run with "
-        "new ones its own save_name, pass resume='never' to start this one again, or undo the "
-        "change. An attribute that does not matter can be declared: unsaved = (...,)."
+        f"something else: {'; '.join(texts)}. Its weights and scores belong to the old values "
+        f"({path.name}). Give a run with new ones its own save_name, pass resume='never' to start "
+        "this one again, or undo the change. An attribute that does not matter can be declared: "
+        "unsaved = (...,)."
     )
 
 

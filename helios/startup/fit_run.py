@@ -19,7 +19,7 @@ from helios.checkpoint.capture import apply, choose_trained
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import list_missing
 from helios.checkpoint.run_listener import RunListener
-from helios.core.stored_values import stored_params
+from helios.core.stored_values import ValueChange, stored_params
 from helios.data.source import Source
 from helios.engines.numerics import numerics
 from helios.errors import ArgumentError, Interrupted, StateError
@@ -34,14 +34,14 @@ from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
 from helios.startup import run_identity, run_log
 from helios.startup.best_validations import continue_best, find_best_rule, require_one_mode
-from helios.startup.changed_start import StartChanges, compare_fresh, refuse_other_values
-from helios.startup.data_check import DataCheck
-from helios.startup.declared_params import (
-    DeclaredParams,
-    begin_params,
+from helios.startup.changed_start import (
+    PARAMS_KEY,
+    StartChanges,
+    compare_fresh,
     compare_params,
-    has_ended,
+    refuse_other_values,
 )
+from helios.startup.data_check import DataCheck
 from helios.startup.hangs import forget_hang
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import check_training_source, log_order
@@ -64,7 +64,6 @@ from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.startup.run_manifest import describe_topic, manifest_facts, report_changed_start
 from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
-from helios.startup.signal_policy import is_interactive
 from helios.startup.state_owners import find_stranded_generators
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
@@ -149,7 +148,9 @@ class Training:
         self._saves: RunSaves | None = None
         self._evidence: Evidence | None = None
         self._listeners: list[RunListener] = [self._scores]
-        self._params = begin_params({})
+        self._is_over = False
+        self._params: dict[str, Any] = {}
+        self._new_params: list[ValueChange] = []
         self._changes = StartChanges()
         self._stranded: dict[str, str] = {}
         self._begun_at = 0 if self._record is None else self._record.place[1]
@@ -248,8 +249,7 @@ class Training:
         on_first(run.replicas, lambda: set_newer_aside(self._start))
         run_log.cut_logs()
         if record is None or self._start.is_branch:
-            params = stored_params(self._params.options)
-            named = {f"params.{name}": value for name, value in params.items()}
+            named = {f"params.{name}": value for name, value in self._params.items()}
             run_log.log_hparams(named | self._changes.all_values)
         for listener in self._listeners:
             listener.opened()
@@ -288,7 +288,7 @@ class Training:
         assert loaded is not None
         record, options = loaded.record, run.options
         run.restore(choose_trained(run.detach(record), run.replicas))
-        changes = self._compare_fresh(is_finished=True)
+        changes = self._compare_fresh()
         keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
         is_passed = run_identity.is_shortened(options, record.options)
         if not is_passed and run.replicas.rank == 0 and options.writes_ledger:
@@ -299,7 +299,6 @@ class Training:
                 allowed=options.allow_changes,
             )
         run_identity.report_finished(self._name, loaded, reason, is_passed=is_passed)
-        self._params.report()
         changes.report()
         on_first(run.replicas, lambda: set_newer_aside(self._start))
 
@@ -307,36 +306,32 @@ class Training:
         """Compare what rank 0 declares with the checkpoint, before anything is built."""
         options, loaded = self._run.options, self._start.loaded
 
-        def compare() -> DeclaredParams:
+        def compare() -> tuple[bool, dict[str, Any], list[ValueChange]]:
             params = scrub_table(options.params)
             if loaded is None:
-                return begin_params(params)
-            return compare_params(
-                params,
-                loaded.record,
-                options,
-                name=self._name,
-                path=loaded.path,
-                is_finished=is_finished,
-            )
+                return False, params, []
+            is_over = is_finished or run_identity.has_ended(options, loaded.record)
+            found = compare_params(params, loaded, options, name=self._name, is_over=is_over)
+            return is_over, stored_params(loaded.record.options) if is_over else params, found
 
-        self._params = on_first(self._run.replicas, compare)
+        self._is_over, self._params, self._new_params = on_first(self._run.replicas, compare)
 
-    def _compare_fresh(self, *, is_finished: bool = False) -> StartChanges:
+    def _compare_fresh(self) -> StartChanges:
         """Compare what setup has made in rank 0 with the checkpoint, before anything is loaded."""
-        run, start = self._run, self._start
-        options, loaded = run.options, start.loaded
+        run, loaded, is_over = self._run, self._start.loaded, self._is_over
 
         def compare() -> StartChanges:
             record = None if loaded is None else loaded.record
-            is_over = is_finished or (record is not None and has_ended(options, record))
-            found = compare_fresh(run.fresh, record, options.allow_changes, is_over=is_over)
-            is_replay = self._make_evidence is not None
-            if loaded is None or not is_over or is_replay:
-                return found
+            allowed = run.options.allow_changes
+            found = compare_fresh(run.fresh, record, self._new_params, allowed, is_over=is_over)
             # A script in stages starts those again that the run has passed.
-            if not run_identity.is_shortened(options, loaded.record.options):
-                refuse_other_values(found, self._name, loaded.path, is_interactive=is_interactive())
+            if (
+                loaded is not None
+                and is_over
+                and self._make_evidence is None
+                and not run_identity.is_shortened(run.options, loaded.record.options)
+            ):
+                refuse_other_values(found, self._name, loaded.path)
             return found
 
         return on_first(run.replicas, compare)
@@ -434,7 +429,7 @@ class Training:
         limits = run_identity.limits(run.options)
         self._start.definition = identity | limits
         self._changes = self._compare_fresh()
-        self._start.definition |= self._params.options | self._changes.options
+        self._start.definition |= {PARAMS_KEY: self._params} | self._changes.options
         self._start.definition[run_log.KEY] = run_log.read_arguments()
         if self._make_evidence is not None:
             self._evidence = self._make_evidence(identity, reproducibility)
@@ -486,7 +481,7 @@ class Training:
                 **manifest_facts(run.call, source),
                 "processes": {"number": run.replicas.num_processes},
                 "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
-                **describe_topic("params", stored_params(self._params.options)),
+                **describe_topic("params", self._params),
                 **describe_topic("found", self._changes.all_values),
             }
 
@@ -538,7 +533,6 @@ class Training:
         skipped = (record.options.get("skip_batches", ()), run.options.skip_batches)
         run_identity.check_skipped(*skipped, source, cursor)
         self._start.changes += changes
-        self._start.changes += self._params.report()
         self._start.changes += self._changes.report()
         renamed = run_identity.note_fingerprint(source.description, record.options)
         self._start.changes += renamed
@@ -547,9 +541,7 @@ class Training:
             session.allows_other_length = "length" in run.options.allow_changes
         limits = run_identity.note_limits(run.options, record.options)
         self._start.changes += limits
-        texts = map(run_log.as_change, (*changes, *limits))
-        told = (*self._params.named, *self._changes.named, *texts)
-        run_log.report_arguments(record.options, told)
+        run_log.report_arguments(record.options)
         self._start.changes += self._note_missing(record)
         self._check_data(session, record, changes + renamed)
         payload = record.to_payload()

@@ -111,6 +111,13 @@ def is_still_finished(options: Options, record: Record, reason: str) -> bool:
     return not is_extended(options, stored)
 
 
+def has_ended(options: Options, record: Record) -> bool:
+    """Whether nothing is left to train, also if a kill has prevented the mark that says so."""
+    state, cursor = TrainingState(**record.training_state), Cursor(**record.cursor)
+    is_stopped = cursor.stop_reason and not is_extended(options, record.options)
+    return bool(is_stopped or find_limit(options.schedule, state, cursor))
+
+
 def note_limits(options: Options, stored: Mapping[str, Any]) -> list[str]:
     """Log which limits differ from the checkpoint's; returns them as text, to be recorded."""
     changes = [

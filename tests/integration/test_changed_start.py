@@ -335,11 +335,11 @@ EDITS: list[tuple[str, str, list[str]]] = [
 ]
 
 
-def run_cell(text: str, number: int, **names: Any) -> dict[str, Any]:
+def run_cell(text: str, number: int) -> dict[str, Any]:
     """Run code as a notebook does: its text is in no file."""
     path = f"<ipython-input-{number}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    scope: dict[str, Any] = {"__name__": "__main__", **names}
+    scope: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(text, path, "exec"), scope)
     return scope
 
@@ -349,9 +349,9 @@ def test_an_edited_method_is_named(
     old: str, new: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert old in SCRIPT
-    run_cell(SCRIPT, 1, __file__="train.py")["main"](2, tmp_path)
+    run_cell(SCRIPT, 1)["main"](2, tmp_path)
     assert said(capsys) == []
-    edited = run_cell(SCRIPT.replace(old, new), 2, __file__="train.py")["main"]
+    edited = run_cell(SCRIPT.replace(old, new), 2)["main"]
     for total in (3, 3):
         # The second start finds that nothing has changed since the first one.
         edited(total, tmp_path)
@@ -365,12 +365,21 @@ def test_a_finished_run_warns_of_code_in_a_script_and_refuses_it_in_a_notebook(
     run_cell(SCRIPT, 1)["main"](2, tmp_path)
     edited = run_cell(SCRIPT.replace("{1, 2}", "{1, 3}"), 2)["main"]
     edited(2, tmp_path)
-    assert said(capsys) == [f"{STEP}, in an edited cell"]
+    assert said(capsys) == [STEP]
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(RunMismatchError, match=r"train_step\(\).*in an edited cell"):
         edited(2, tmp_path)
     edited(3, tmp_path)
     assert said(capsys) == [f"{STEP}, in an edited cell"]
+
+
+def test_another_command_line_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for total, workers in ((1, "2"), (2, "4"), (3, "4")):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--workers", workers])
+        fit(tmp_path, total, Model())
+    assert capsys.readouterr().err.count("--workers 2 -> --workers 4") == 1
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")

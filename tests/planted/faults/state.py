@@ -428,7 +428,7 @@ NEW_SETTINGS = "tests/integration/test_new_settings.py"
 
 
 @fault(
-    "helios.startup.declared_params:has_ended",
+    "helios.startup.run_identity:has_ended",
     f"{DECLARED}::test_a_run_that_was_killed_at_its_end_is_not_relabelled",
 )
 def a_run_at_its_end_is_relabelled(has_ended, options, record):
