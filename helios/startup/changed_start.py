@@ -1,9 +1,9 @@
-"""Compares what ``setup`` has made at this start with what it had made at an earlier one.
+"""Compares this start with the one that wrote its checkpoint: what is declared, and what is found.
 
-Both are fresh: they are read right after ``setup``, before anything is loaded. What is read is
-plain values (attributes of the model, the data module and plugins, settings of optimizers and
-schedulers) and digests of the methods that a training calls; see docs/state.md. It is the entry
-``found`` in the options of a checkpoint.
+``Trainer(params=...)`` declares; another value stops a start. Found is what both have made, read
+right after ``setup`` and before anything is loaded: plain values (attributes of the model, the data
+module and plugins, settings of optimizers and schedulers) and digests of the methods that a
+training calls. It is the entry ``found`` in the options of a checkpoint; see docs/state.md.
 """
 
 from __future__ import annotations
@@ -47,19 +47,18 @@ _LOGGER = logging.getLogger(__name__)
 
 PARAMS_KEY = "params"
 """The entry of the options of a checkpoint that holds what is declared."""
-_MOST_LISTED = 3
-
 KEY = "found"
 """The entry of the options of a checkpoint that holds what was found."""
 OPTIMIZER = "optimizer"
 """The name in ``allow_changes`` that takes new settings of optimizers and schedulers."""
 
+_MOST_LISTED = 3
+_SCHEDULERS = "schedulers"
 # Attributes of ours that users set to choose how a model trains.
 _CHOSEN = {"scheduler_interval", "train_mode"}
 # The guarantee says that they change no bit.
 _HARMLESS = {"num_workers", "pin_memory", "prefetch_factor", "persistent_workers"}
 # What a scheduler computes from the groups of its optimizer, and where it is.
-_SCHEDULERS = "schedulers"
 _POSITION = {"base_lrs", "_last_lr", "last_epoch", "_step_count"}
 
 
@@ -377,10 +376,10 @@ def compare_params(
         raise RunMismatchError(
             "The run cannot resume, because what defines it has changed since its checkpoint: "
             f"{'; '.join(_text([each]) for each in refused)}. Undo the change, or allow it with "
-            f"Trainer(allow_changes={tuple_text(names)}) "
-            "for a run that goes on with it. For a run of its own, pass another save_name."
+            f"Trainer(allow_changes={tuple_text(names)}) for a run that goes on with it. For a run "
+            "of its own, pass another save_name."
         )
-    return found
+    return [each for each in found if not (is_over and each.is_contradiction)]
 
 
 def refuse_other_values(changes: StartChanges, name: str, path: Path) -> None:

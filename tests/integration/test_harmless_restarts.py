@@ -280,7 +280,8 @@ def _train_by_world_size(folder: Path, total: int, num_ranks: int, rank: int) ->
         logger.removeHandler(collector)
         logger.setLevel(level)
     assert model.trained >= 1
-    return [line for line in collector.lines if "Resumed from" not in line]
+    known = ("Resumed from", "The command line has changed")
+    return [line for line in collector.lines if not any(map(line.__contains__, known))]
 
 
 def _train_as_rank(rank: int, folder: Path, total: int, num_ranks: int) -> list[str]:
