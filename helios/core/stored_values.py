@@ -58,12 +58,6 @@ def stored_params(table: Mapping[str, Any]) -> dict[str, Any]:
     return dict(table.get("params", {}))
 
 
-def stored_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what constructors were given, according to the options of a checkpoint or sidecar."""
-    tables: Mapping[str, Mapping[str, Any]] = options.get("found", {})
-    return {name: value for table in tables.values() for name, value in table.items()}
-
-
 def list_values(values: Mapping[str, Any]) -> str:
     """Return a flat table as one line of text."""
     return ", ".join(f"{name} {show_value(value)}" for name, value in values.items())

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from helios.core.declared_values import KeepsArguments
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.params import DataLoaderParams
 from helios.data.phase_sources import check_loader_names, check_some
@@ -72,7 +71,7 @@ LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
 """A loader with its sampler, or a list or dict of such pairs."""
 
 
-class DataModule(KeepsArguments, ABC):
+class DataModule(ABC):
     """The data of a run.
 
     ``setup`` assigns ``_train_dataset``, ``_valid_dataset``, ``_test_dataset`` and

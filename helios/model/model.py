@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from helios.core.declared_values import KeepsArguments
 from helios.core.loss_means import RunningSums, WeightedLoss
 from helios.core.registry import Registry
 from helios.engines.device import move_to_device
@@ -60,7 +59,7 @@ def find_pretrained_file(root: Path, name: str) -> Path:
     raise UsageError(f"No .pth file in {root} has {part!r} in its name. Check the folder.")
 
 
-class Model(Hooks, KeepsArguments, ABC):
+class Model(Hooks, ABC):
     """Base of all models.
 
     Attributes:

@@ -20,8 +20,7 @@ from helios.checkpoint.capture import apply, choose_trained
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.checkpoint.run_listener import RunListener
-from helios.core.declared_values import arguments_of
-from helios.core.stored_values import stored_params
+from helios.core.stored_values import ValueChange, stored_params
 from helios.data.source import Source
 from helios.engines.numerics import numerics
 from helios.errors import ArgumentError, Interrupted, RunMismatchError, StateError
@@ -37,15 +36,14 @@ from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
 from helios.startup import run_identity, run_log
 from helios.startup.best_validations import continue_best, find_best_rule, require_one_mode
-from helios.startup.data_check import DataCheck
-from helios.startup.given_values import (
-    DeclaredParams,
-    GivenValues,
-    begin_params,
-    compare_given,
+from helios.startup.changed_start import (
+    PARAMS_KEY,
+    StartChanges,
+    compare_fresh,
     compare_params,
-    has_ended,
+    refuse_other_values,
 )
+from helios.startup.data_check import DataCheck
 from helios.startup.hangs import forget_hang
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import check_training_source, log_order
@@ -153,8 +151,10 @@ class Training:
         self._saves: RunSaves | None = None
         self._evidence: Evidence | None = None
         self._listeners: list[RunListener] = [self._scores]
-        self._params = begin_params({})
-        self._given = GivenValues()
+        self._is_over = False
+        self._params: dict[str, Any] = {}
+        self._new_params: list[ValueChange] = []
+        self._changes = StartChanges()
         self._stranded: dict[str, str] = {}
         self._begun_at = 0 if self._record is None else self._record.place[1]
         self._machine: dict[str, str] = {}
@@ -253,9 +253,8 @@ class Training:
         on_first(run.replicas, lambda: set_newer_aside(self._start))
         run_log.cut_logs()
         if record is None or self._start.is_branch:
-            params = stored_params(self._params.options)
-            named = {f"params.{name}": value for name, value in params.items()}
-            run_log.log_hparams(named | self._given.all)
+            named = {f"params.{name}": value for name, value in self._params.items()}
+            run_log.log_hparams(named | self._changes.all_values)
         for listener in self._listeners:
             listener.opened()
 
@@ -301,56 +300,44 @@ class Training:
         assert loaded is not None
         record, options = loaded.record, run.options
         run.restore(choose_trained(run.detach(record), run.replicas))
+        changes = self._compare_fresh()
         keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
         is_passed = run_identity.is_shortened(options, record.options)
-        changes = "" if is_passed else self._compare_given().changes
-        run_identity.report_finished(
-            self._name, loaded, reason, is_passed=is_passed, changes=changes
-        )
-        self._params.report()
+        run_identity.report_finished(self._name, loaded, reason, is_passed=is_passed)
+        changes.report()
         on_first(run.replicas, lambda: set_newer_aside(self._start))
 
     def compare_params(self, *, is_finished: bool) -> None:
         """Compare what rank 0 declares with the checkpoint, before anything is built."""
         options, loaded = self._run.options, self._start.loaded
 
-        def compare() -> DeclaredParams:
+        def compare() -> tuple[bool, dict[str, Any], list[ValueChange]]:
             params = without_secrets(options.params)
             if loaded is None:
-                return begin_params(params)
-            return compare_params(
-                params,
-                loaded.record,
-                options,
-                name=self._name,
-                path=loaded.path,
-                is_finished=is_finished,
-            )
+                return False, params, []
+            is_over = is_finished or run_identity.has_ended(options, loaded.record)
+            found = compare_params(params, loaded, options, name=self._name, is_over=is_over)
+            return is_over, stored_params(loaded.record.options) if is_over else params, found
 
-        self._params = on_first(self._run.replicas, compare)
+        self._is_over, self._params, self._new_params = on_first(self._run.replicas, compare)
 
-    def _compare_given(self) -> GivenValues:
-        """Compare what the constructors of rank 0 were given with the checkpoint."""
-        run, record = self._run, self._record
-        model, options = run.model, run.options
+    def _compare_fresh(self) -> StartChanges:
+        """Compare what setup has made in rank 0 with the checkpoint, before anything is loaded."""
+        run, loaded, is_over = self._run, self._start.loaded, self._is_over
 
-        def compare() -> GivenValues:
-            owners = {"model": model, "data": run.datamodule}
-            arguments = {
-                f"{prefix}.{name}": value
-                for prefix, owner in owners.items()
-                for name, value in arguments_of(owner).items()
-                # The name of the run is compared by itself.
-                if value != model.save_name
-            }
-            parts = {**model.discovery.optimizers(), **model.discovery.schedulers()}
-            settings = without_secrets(run.constructor_calls.settings(parts))
-            allowed = options.allow_changes
-            stored = None if record is None else record.options
-            is_over = record is not None and has_ended(options, record)
-            return compare_given(
-                without_secrets(arguments), settings, stored, allowed, is_over=is_over
-            )
+        def compare() -> StartChanges:
+            record = None if loaded is None else loaded.record
+            allowed = run.options.allow_changes
+            found = compare_fresh(run.fresh, record, self._new_params, allowed, is_over=is_over)
+            # A script in stages starts those again that the run has passed.
+            if (
+                loaded is not None
+                and is_over
+                and self._make_evidence is None
+                and not run_identity.is_shortened(run.options, loaded.record.options)
+            ):
+                refuse_other_values(found, self._name, loaded.path)
+            return found
 
         return on_first(run.replicas, compare)
 
@@ -448,8 +435,8 @@ class Training:
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         limits = run_identity.limits(run.options)
         self._start.definition = identity | limits
-        self._given = self._compare_given()
-        self._start.definition |= self._params.options | self._given.options
+        self._changes = self._compare_fresh()
+        self._start.definition |= {PARAMS_KEY: self._params} | self._changes.options
         self._start.definition[run_log.KEY] = run_log.read_arguments()
         if self._make_evidence is not None:
             self._evidence = self._make_evidence(identity, reproducibility)
@@ -500,8 +487,8 @@ class Training:
             "machine": self._machine,
             "level": str(reproducibility),
             "command": without_secret_words(sys.argv),
-            "params": stored_params(self._params.options),
-            "given": self._given.all,
+            "params": self._params,
+            "given": self._changes.all_values,
             "options": {name: value for name, value in given.items() if value is not None},
         }
         return make_evidence(self._start, run.model, run.replicas, identity, facts)
@@ -560,12 +547,8 @@ class Training:
         run_identity.check_skipped(*skipped, source, cursor)
         num_known = len(self._start.changes)
         self._start.changes += changes
-        self._start.changes += self._params.report()
-        # What held at the end of a stage that the run has passed is not known.
-        if not (self._start.is_shortened and has_ended(run.options, record)):
-            self._start.changes += self._given.report()
+        self._start.changes += self._changes.report()
         session.has_changed |= len(self._start.changes) > num_known
-        session.has_changed |= bool(self._given.new_arguments)
         renamed = run_identity.note_fingerprint(source.description, record.options)
         self._start.changes += renamed
         if record.options.get("length") == identity["length"]:
@@ -573,9 +556,7 @@ class Training:
             session.allows_other_length = "length" in run.options.allow_changes
         limits = run_identity.note_limits(run.options, record.options)
         self._start.changes += limits
-        texts = map(run_log.as_change, (*changes, *limits))
-        told = (*self._params.named, *self._given.named, *texts)
-        run_log.report_arguments(record.options, told)
+        run_log.report_arguments(record.options)
         self._start.changes += self._note_missing(record)
         self._check_data(session, record, changes + renamed)
         payload = record.to_payload()
@@ -616,20 +597,16 @@ class Training:
     def _make_adoption(self, session: Session) -> Callable[[], None]:
         """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
         run = self._run
-        given, schedule = self._given, run.options.schedule
-        if not given.are_settings_adopted or session.schedulers is None:
+        changes, schedule = self._changes, run.options.schedule
+        if not changes.are_settings_adopted or session.schedulers is None:
             return lambda: None
-        new = NewSettings(
-            run.model.discovery.optimizers(),
-            session.schedulers,
-            run.constructor_calls.names_of,
-        )
+        new = NewSettings(run.model.discovery.optimizers(), session.schedulers)
         steps = steps_of_epochs(
             session.training_source.num_batches(),
             schedule.accumulation_steps,
             is_by_epoch=schedule.is_by_epoch,
         )
-        return lambda: new.apply(given.old_settings, steps)
+        return lambda: new.apply(changes.old_settings, steps)
 
     def _note_missing(self, record: Record) -> list[str]:
         """Warn of what the checkpoint lacks; returns it as text, to be recorded.

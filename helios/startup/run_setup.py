@@ -36,7 +36,7 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.session import Session
-from helios.startup.given_values import ConstructorCalls
+from helios.startup.changed_start import FreshStart, read_fresh
 from helios.startup.hangs import HangEnd, HangWatch, showing_stacks
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import (
@@ -110,6 +110,7 @@ class Run:
         is_reported: whether another process has logged the error of this one.
         listeners: what hears of an error that ends the call.
         describe_rescue: returns what an error leaves to the user, as sentences.
+        fresh: what a training starts with, before anything is loaded.
         collects: whether to keep the state at the end of the call for another process.
         collected: that state, packed; ``None`` before the regular end.
         in_hand: how a training leaves the model, for the evaluations that follow.
@@ -144,7 +145,7 @@ class Run:
         self.sources: dict[Phase, list[Source]] = {}
         self.session: Session | None = None
         self.settings = ExitStack()
-        self.constructor_calls = ConstructorCalls()
+        self.fresh = FreshStart()
         self.owners = Owners()
 
     def _make_bus(self) -> Bus:
@@ -433,7 +434,7 @@ class Run:
         return self.open_source(Phase.TRAINING) if is_saved else None
 
     def find_owners(self, source: Source | None = None) -> None:
-        """Find who holds state, right after the set-up."""
+        """Find who holds state, and what a training starts with, right after the set-up."""
         self.owners = find_owners(
             self.plugins,
             self.model,
@@ -442,6 +443,8 @@ class Run:
             loop=(LOOP_PATH, self.call.roots.fit),
             source=source,
         )
+        if self.call.phase is Phase.TRAINING:
+            self.fresh = read_fresh(self.model, self.datamodule, self.plugins, self.owners.parts)
 
     def set_up(self, *, is_inference: bool, is_resumed: bool = False) -> None:
         """Set up everything."""
@@ -453,8 +456,7 @@ class Run:
         if self.engine.device.type != "cpu":
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
-        with self.constructor_calls.recording():
-            again = build_networks(self.model, self.engine, run, is_inference=is_inference)
+        again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         self.settings.enter_context(again)
         if not is_inference:
             set_train_mode(self.model, warns=not is_resumed)

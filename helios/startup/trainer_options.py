@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from helios.checkpoint.store import CheckpointStore
-from helios.core.declared_values import flatten_params
+from helios.core.plain_values import flatten_params
 from helios.core.rng import get_default_seed
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
@@ -59,7 +59,7 @@ PARAMS = "params."
 
 def allows(allowed: str, param: str) -> bool:
     """Whether a name in ``allow_changes`` allows another value of a parameter, or of its group."""
-    return f"{PARAMS}{param}.".startswith(f"{allowed}.")
+    return f"{param}.".startswith(f"{allowed}.")
 
 
 def refusal(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
@@ -299,7 +299,7 @@ def _require_declared(it: Options) -> None:
     """Refuse to allow changes of parameters that are not declared."""
     for name in it.allow_changes:
         asked = name.removeprefix(PARAMS)
-        if asked != name and not any(allows(name, each) for each in it.params):
+        if asked != name and not any(allows(asked, each) for each in it.params):
             known = ", ".join(f'"{PARAMS}{each}"' for each in it.params) or "none"
             rule = f"declared parameters ({known})"
             raise refusal("allow_changes", rule, name, "Correct the name.")

@@ -253,16 +253,12 @@ def what_is_missing_does_not_lower_the_level(level_after, found, record, **more)
 
 
 DECLARED = "tests/integration/test_declared_params.py"
-
-
-GIVEN = "tests/integration/test_given_values.py"
-
-
+CHANGED = "tests/integration/test_changed_start.py"
 NEW_SETTINGS = "tests/integration/test_new_settings.py"
 
 
 @fault(
-    "helios.startup.given_values:has_ended",
+    "helios.startup.run_identity:has_ended",
     f"{DECLARED}::test_a_run_that_was_killed_at_its_end_is_not_relabelled",
 )
 def a_run_at_its_end_is_relabelled(has_ended, options, record):
@@ -270,19 +266,19 @@ def a_run_at_its_end_is_relabelled(has_ended, options, record):
 
 
 @fault(
-    "helios.startup.given_values:_params_at",
-    f"{DECLARED}::test_a_script_in_stages_is_compared_with_the_values_that_held",
+    "helios.startup.changed_start:refuse_other_values",
+    f"{CHANGED}::test_a_finished_run_refuses_other_values",
 )
-def a_stage_is_compared_with_the_newest_values(params_at, options, stored):
-    return dict(stored["params"])
+def a_finished_run_shows_its_scores_for_other_values(refuse_other_values, *args, **options):
+    return None
 
 
 @fault(
-    "helios.startup.given_values:_with_groups",
-    f"{GIVEN}::test_a_setting_that_is_not_taken_is_said_with_both_values",
+    "helios.core.code_digest:_tag",
+    f"{CHANGED}::test_an_edited_method_is_named",
 )
-def a_setting_that_one_group_no_longer_has_apart_is_silent(with_groups, settings, others):
-    return dict(settings)
+def a_constant_that_has_another_type_is_the_same(tag, value):
+    return "" if isinstance(value, int | float) else tag(value)
 
 
 @fault(
