@@ -122,6 +122,8 @@ class Net(helios.Model):
 class KillAfter(Plugin):
     """Kills the process in the step after an iteration."""
 
+    unsaved = ("iteration",)
+
     def __init__(self, iteration: int) -> None:
         super().__init__("kill-after")
         self.iteration = iteration
@@ -196,7 +198,7 @@ def test_processes_find_it_together(tmp_path: Path, before: int, after: int) -> 
     ):
         assert MOVED in found[-1], rank
     first, *others = run_ranks(work, after, tmp_path, 2, 4, {"total_steps": 4})
-    assert [MOVED in text for text in first] == [True]
+    assert sum(MOVED in text for text in first) == 1
     assert not any(others)
     assert not any(run_ranks(work, before, tmp_path, 2, 0, {}))
 
