@@ -58,11 +58,11 @@ def a_step_that_was_left_out_counts(withdraw_step, state, unit):
 
 
 @fault(
-    "helios.plugins.averaged_weights:Averages.load_state_dict",
+    "helios.plugins.averaging:WeightAverage.load_state_dict",
     "tests/plugins/test_averaging.py::test_a_run_with_an_average_resumes_everywhere",
 )
-def an_average_begins_anew_at_a_resume(load_state_dict, averages, state):
-    load_state_dict(averages, {**state, "num_updates": 0})
+def an_average_begins_anew_at_a_resume(load_state_dict, plugin, state_dict):
+    load_state_dict(plugin, {**state_dict, "num_updates": 0})
 
 
 @fault(
