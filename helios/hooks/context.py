@@ -8,7 +8,7 @@ loss that a hook exchanged there would be taken by some of Helios, and not by th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic
@@ -23,6 +23,7 @@ from helios.core.loss_means import as_number
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, ReadOnlyError, UsageError
 from helios.hooks.live_run import LiveRun
+from helios.hooks.per_replica import Part, PerReplica
 from helios.state import Cursor, Phase, TrainingState, TrainingUnit
 
 if TYPE_CHECKING:
@@ -293,6 +294,23 @@ class Context(Generic[RunModel]):
             values: one for each replica of this process, in order.
         """
         return self._run.replicas.gather_replicas(values)
+
+    def per_replica(
+        self, make: Callable[[], Part], merge: Callable[[Part, Part], Part]
+    ) -> PerReplica[Part]:
+        """Return an object for each replica: for what is accumulated over batches, such as sums.
+
+        Update ``current`` in the events that occur once per replica, or those in ``local``.
+        ``merged()`` has the data of all replicas, the same for every number of processes, and
+        ``state_dict()`` their states, of which each process loads its own. All processes must call
+        these two, where :meth:`agree` may be called.
+
+        Args:
+            make: returns an object without data that has ``state_dict`` and ``load_state_dict``.
+            merge: gets two objects and returns one with the data of the first, then of the second;
+                it may be one of them. The last two replicas are merged first.
+        """
+        return PerReplica(self._run, make, merge)
 
     @property
     def epoch_id(self) -> int:

@@ -1,31 +1,57 @@
 """EMA and SWA: averages of the weights, swapped in for evaluations.
 
-The arithmetic is that of ``torch.optim.swa_utils``. Its ``AveragedModel`` is not used, because its
-names change with ``torch.compile``, and it pairs tensors by their order alone.
+They are kept by ``torch.optim.swa_utils.AveragedModel``, over tensors that have the names of the
+networks. Swapping copies in place, so optimizers, graphs and compiled code keep their parameters.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar, TypeAlias, cast
 
+import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from helios.core.wrappers import BareNames
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.core.sharded_tensors import cut_like, local_of, value_of
+from helios.core.wrappers import BareNames, bare_state_dict
+from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.events import asks_nothing
-from helios.plugins.averaged_weights import Averages, Swap, claim, ordinary, release
+from helios.model.model import Model
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Phase, TrainingState
 
-if TYPE_CHECKING:
-    from helios.model.model import Model
+Networks: TypeAlias = Mapping[str, nn.Module]
+Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Tensors, each with the value that it gets."""
 
-_LOGGER = logging.getLogger(__name__)
+_Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
+
+_SWAPPED = "_helios_average"
+"""Attribute of a tensor while an average is swapped into it: the id of the plugin."""
+
 EVALUATIONS = (Phase.VALIDATION, Phase.TESTING, Phase.PREDICTION)
+
+
+class _Weights(nn.Module):
+    """Tensors by name as the parameters of a module, which is what ``AveragedModel`` reads.
+
+    They are at least float32: in half precision, 1 - 0.999 is less than half a unit in the last
+    place, and updates would be lost.
+    """
+
+    def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
+        super().__init__()
+        self.tensors = {
+            name: tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+            for name, tensor in tensors.items()
+        }
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return cast("Iterator[nn.Parameter]", iter(self.tensors.values()))
 
 
 class WeightAverage(Plugin, ABC):
@@ -51,8 +77,8 @@ class WeightAverage(Plugin, ABC):
 
     loads_shards = True
     _internals: ClassVar[str] = (
-        "_averages _decay _every _is_fitting _is_left_out _networks _paths _start _swap _swaps_in "
-        "_warmup"
+        "_averaged _averages_buffers _decay _every _is_fitting _is_left_out _networks _num_updates "
+        "_own _paths _start _swaps_in _warmup"
     )
 
     def __init__(
@@ -66,48 +92,36 @@ class WeightAverage(Plugin, ABC):
         swaps_in: Iterable[Phase],
     ) -> None:
         super().__init__(plug_id)
-        self._paths = self._as_paths(network)
-        self._start = start
-        self._every = every
         for option, count in {"every": every, "start": start}.items():
             if type(count) is not int or count < 1:
-                raise self._fail(option, "a positive int", count, "It counts optimizer steps.")
+                raise ArgumentError(
+                    f"{type(self).__name__}({option}=...) must be a positive int, got {count!r}. "
+                    "It counts optimizer steps."
+                )
+        self._paths = (network,) if isinstance(network, str) else network
+        self._start = start
+        self._every = every
+        self._averages_buffers = averages_buffers
         self._swaps_in = tuple(swaps_in)
-        if not set(self._swaps_in) <= set(EVALUATIONS):
-            rule = "out of Phase.VALIDATION, Phase.TESTING and Phase.PREDICTION"
-            raise self._fail("swaps_in", rule, swaps_in, "Pass () to swap in nowhere.")
-        self._averages = Averages(f"plugin {plug_id!r}", with_buffers=averages_buffers)
-        self._networks: dict[str, nn.Module] = {}
-        self._swap = Swap()
+        self._networks: Networks = {}
+        self._own: Pairs = []
         self._is_fitting = False
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._averaged: dict[str, AveragedModel] = {}
+        self._num_updates = 0
         self._is_left_out = False
-
-    def _fail(self, option: str, rule: str, value: object, remedy: str) -> ArgumentError:
-        name = type(self).__name__
-        return ArgumentError(f"{name}({option}=...) must be {rule}, got {value!r}. {remedy}")
-
-    def _as_paths(self, network: object) -> tuple[str, ...] | None:
-        if network is None:
-            return None
-        paths = (network,) if isinstance(network, str) else network
-        if not isinstance(paths, Sequence) or not all(isinstance(path, str) for path in paths):
-            raise ArgumentTypeError(
-                f"{type(self).__name__}(network=...) must be the name of an attribute of the "
-                f'model, several names, or None for all, got {network!r}. Pass e.g. "net".'
-            )
-        if not paths:
-            raise self._fail("network", "at least one name", network, "Pass None for all networks.")
-        return tuple(paths)
 
     @property
     def num_updates(self) -> int:
         """Number of updates of the average; 0 before there is one."""
-        return self._averages.num_updates
+        return self._num_updates
 
     @property
     def averaged_networks(self) -> list[str]:
         """Paths of the networks that have an average; none before the first update."""
-        return self._averages.paths
+        return list(self._averaged)
 
     def is_swapped_in(self, phase: Phase) -> bool:
         """Whether an evaluation uses the average: it is asked for, and there is one."""
@@ -123,23 +137,16 @@ class WeightAverage(Plugin, ABC):
 
     def setup(self) -> None:
         """Start without an average: the model builds new networks; a checkpoint restores it."""
-        self._averages.clear()
-        self._is_left_out = False
+        self._start_anew()
 
     def on_fit_start(self) -> None:
         """Find the networks; raise an error if the average belongs to other ones."""
         self._is_fitting = True
-        self._bind()
-
-    def on_training_resume(self, state: TrainingState) -> None:
-        """Warn if the checkpoint holds no average."""
-        if not self.num_updates and state.global_step >= self._start:
-            _LOGGER.warning(
-                "The checkpoint holds no average of plugin %r, which was not registered when it "
-                "was written: the average starts after step %d.",
-                self.plug_id,
-                state.global_step,
-            )
+        self._networks = self._find_networks(self.context.model)
+        if not self._networks:
+            raise self._misfit("there is none with floating-point weights")
+        if self._averaged:
+            self._pairs_with({**dict.fromkeys(self._averaged), **self._networks})
 
     @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
@@ -148,7 +155,27 @@ class WeightAverage(Plugin, ABC):
         is_due = number >= self._start and (number - self._start) % self._every == 0
         if committed and is_due:
             self._refuse_if_swapped_in("update the average")
-            self._averages.update(self._networks, self._merge)
+            self._update()
+
+    def _update(self) -> None:
+        for path, network in self._networks.items():
+            if not self._num_updates:
+                self._keep(path, self._tensors_of(network))
+            present = dict(enumerate(tensor for tensor, _ in self._pairs_with({path: network})))
+            self._averaged[path].update_parameters(_Weights(present))
+        self._num_updates += 1
+
+    def _keep(self, path: str, averages: Mapping[str, Tensor]) -> None:
+        """Keep copies of the averages of a network."""
+        weights = _Weights(averages)
+        averaged = AveragedModel(weights, multi_avg_fn=self._merge_shards, use_buffers=True)
+        averaged.n_averaged.fill_(self._num_updates)
+        self._averaged[path] = averaged
+
+    def _merge_shards(self, averages: _Tensors, present: _Tensors, _: object) -> None:
+        # By shards: a sharded model may hold tensors that are not sharded, too. The count that is
+        # passed would be divided in float32, which is not exact enough for weights in float64.
+        self._merge([*map(local_of, averages)], [*map(local_of, present)], self._num_updates)
 
     def on_validation_start(self, validation_cycle: int) -> None:
         """Swap the average in."""
@@ -156,7 +183,7 @@ class WeightAverage(Plugin, ABC):
 
     def on_validation_end(self, validation_cycle: int) -> None:
         """Restore the networks' own weights."""
-        self._swap.put_back()
+        self._put_back()
 
     def on_testing_start(self) -> None:
         """Swap the average in."""
@@ -164,7 +191,7 @@ class WeightAverage(Plugin, ABC):
 
     def on_testing_end(self) -> None:
         """Restore the networks' own weights."""
-        self._swap.put_back()
+        self._put_back()
 
     def on_predicting_start(self) -> None:
         """Swap the average in."""
@@ -172,7 +199,7 @@ class WeightAverage(Plugin, ABC):
 
     def on_predicting_end(self) -> None:
         """Restore the networks' own weights."""
-        self._swap.put_back()
+        self._put_back()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse to save a checkpoint that would hold the average under ``model``.
@@ -184,25 +211,29 @@ class WeightAverage(Plugin, ABC):
 
     def on_exception(self, exception: BaseException) -> None:
         """Restore the networks' own weights."""
-        self._swap.put_back()
+        self._put_back()
 
     def teardown(self) -> None:
         """Release the networks; the average stays, for :meth:`copy_to`."""
-        self._swap.put_back()
-        for network in self._networks.values():
-            for tensor in self._averages.tensors_of(network).values():
-                release(tensor, self.plug_id)
+        self._put_back()
         self._networks = {}
-        self._averages.let_go()
         self._is_fitting = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates, and the averages by network and name, by reference."""
-        return self._averages.state_dict()
+        averages = {path: self._averages_of(path) for path in self._averaged}
+        return {"num_updates": self.num_updates, "averages": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of what :meth:`state_dict` returned."""
-        self._averages.load_state_dict(state_dict)
+        self._start_anew()
+        self._num_updates = state_dict["num_updates"]
+        networks = self.context.model.discovery.modules()
+        for path, averages in state_dict["averages"].items():
+            tensors = self._tensors_of(networks[path]) if path in networks else {}
+            self._keep(
+                path, {name: _fit(part, tensors.get(name)) for name, part in averages.items()}
+            )
 
     def copy_to(self, model: Model) -> None:
         """Copy the average into the model's networks permanently, e.g. after ``fit``.
@@ -212,11 +243,7 @@ class WeightAverage(Plugin, ABC):
             StateError: if it belongs to other networks.
         """
         self._refuse_if_swapped_in("copy the average into the model")
-        networks = self._find_averaged(model)
-        with ordinary():
-            for averages, tensors in self._averages.pairs(networks):
-                for name, tensor in tensors.items():
-                    tensor.copy_(averages[name])
+        _put_in(self._pairs_with(self._find_averaged(model)))
 
     def averaged_state_dict(self, model: Model, network: str | None = None) -> dict[str, Any]:
         """Return a network's ``state_dict()`` with the averages in place of its own weights.
@@ -239,118 +266,124 @@ class WeightAverage(Plugin, ABC):
                 f"{type(self).__name__}.averaged_state_dict(network=...) must be one of "
                 f"{sorted(networks)}, got {network!r}. Pass one of these names."
             )
-        return self._averages.state_dict_of(networks[path], path)
+        own = _put_in(self._pairs_with({path: networks[path]}))
+        with torch.inference_mode(False):
+            state = copy.deepcopy(bare_state_dict(networks[path]))
+        _put_in(own)
+        return state
 
-    def _find_networks(self, model: Model) -> dict[str, nn.Module]:
+    def _averages_of(self, path: str) -> dict[str, Tensor]:
+        averaged = self._averaged.get(path)
+        return {} if averaged is None else cast("_Weights", averaged.module).tensors
+
+    def _tensors_of(self, network: nn.Module) -> dict[str, Tensor]:
+        """Return what is averaged in a network, by name without prefixes of wrappers."""
+        bare = BareNames(network)
+        buffers = network.named_buffers() if self._averages_buffers else ()
+        return {
+            bare.of(name): tensor
+            for name, tensor in chain(network.named_parameters(), buffers)
+            if tensor.is_floating_point() or tensor.is_complex()
+        }
+
+    def _find_networks(self, model: Model) -> Networks:
         networks = model.discovery.modules()
-        if self._paths is not None:
-            unknown = sorted(set(self._paths) - networks.keys())
-            if unknown:
-                raise ArgumentError(
-                    f"{type(self).__name__}(network=...) must name networks of the model "
-                    f"({sorted(networks)}), got {unknown}. Correct the names."
-                )
-            networks = {path: networks[path] for path in self._paths}
-        tensors_of = self._averages.tensors_of
-        networks = {path: part for path, part in networks.items() if tensors_of(part)}
-        if not networks:
-            raise UsageError(
-                f"Plugin {self.plug_id!r} finds no floating-point weights to average in "
-                f"{type(model).__name__}. Build networks in setup(), or remove the plugin."
+        paths = networks if self._paths is None else self._paths
+        if unknown := sorted(set(paths) - networks.keys()):
+            raise ArgumentError(
+                f"{type(self).__name__}(network=...) must name networks of the model "
+                f"({sorted(networks)}), got {unknown}. Correct the names."
             )
-        return networks
+        return {path: networks[path] for path in paths if self._tensors_of(networks[path])}
 
-    def _find_averaged(self, model: Model) -> dict[str, nn.Module]:
+    def _find_averaged(self, model: Model) -> Networks:
+        """Return the networks of a model that have an average; it may lack some, or have others."""
         if not self.num_updates:
             raise UsageError(
-                f"Plugin {self.plug_id!r} has no average: none was loaded, and no step with number "
-                f"{self._start} or above was made. Train longer, or start it earlier."
+                f"Plugin {self.plug_id!r} has no average: none was loaded, and step {self._start} "
+                "was not reached. Train longer, or start it earlier."
             )
-        return self._averages.match(self._find_networks(model), is_strict=False)
+        networks = model.discovery.modules()
+        return {path: networks[path] for path in self._averaged if path in networks}
 
-    def _bind(self) -> dict[str, nn.Module]:
-        """Return the networks of the run, and check that they are those of its start."""
-        networks = self._find_networks(self.context.model)
-        if not self._networks:
-            self._networks = networks
-            self._claim(networks)
-        elif networks != self._networks:
-            raise UsageError(
-                f"Plugin {self.plug_id!r} averages {sorted(self._networks)}, but since the start "
-                f"of the run networks were replaced, added or removed; now there are "
-                f"{sorted(networks)}. Build all networks in setup(), and change them in place."
-            )
-        if self.num_updates:
-            networks = self._averages.match(networks, is_strict=self._is_fitting)
-        return networks
+    def _pairs_with(self, networks: Mapping[str, nn.Module | None]) -> Pairs:
+        """Return the tensors of networks, each with its average.
 
-    def _claim(self, networks: dict[str, nn.Module]) -> None:
-        phases = [phase.value for phase in self._swaps_in]
+        Raises:
+            StateError: if the average belongs to other networks.
+        """
+        pairs: Pairs = []
+        faults: list[str] = []
         for path, network in networks.items():
-            for tensor in self._averages.tensors_of(network).values():
-                if other := claim(tensor, self.plug_id, phases):
-                    raise UsageError(
-                        f"Plugins {other[1]!r} and {self.plug_id!r} must not both swap an average "
-                        f"into {path} for {other[0]}. Pass swaps_in=() to one of them."
-                    )
+            averages = self._averages_of(path)
+            tensors = {} if network is None else self._tensors_of(network)
+            if not self._is_fitting:
+                tensors = {name: tensors[name] for name in averages if name in tensors}
+            own, known = ({n: t.shape for n, t in part.items()} for part in (tensors, averages))
+            faults += [f"{path}.{n}" for n in {**own, **known} if own.get(n) != known.get(n)]
+            pairs += [(tensors[name], averages[name]) for name in averages if name in tensors]
+        if faults or not pairs:
+            raise self._misfit(f"they differ in {', '.join(faults) or 'all names'}")
+        return pairs
 
-    def _swap_in(self, phase: Phase) -> None:
-        if phase not in self._swaps_in or self._is_left_out:
-            return
-        self._swap.put_back()
-        networks = self._bind()
-        if self.num_updates:
-            self._swap.put_in(self._averages.pairs(networks))
-        elif not self._is_fitting:
-            _LOGGER.warning(
-                "Plugin %r has no average yet: this %s uses the networks' own weights.",
-                self.plug_id,
-                phase.value,
-            )
-
-    def _refuse_if_swapped_in(self, deed: str) -> None:
-        if self._swap.is_in:
-            raise UsageError(
-                f"Cannot {deed} while the average of plugin {self.plug_id!r} is swapped in: the "
-                "model would lose its own weights. Do it after the evaluation; if one is "
-                "interrupted, end the run or emit its end event."
-            )
-
-
-@final
-class StoredAverage(WeightAverage):
-    """The average of a checkpoint, in evaluations without the plugin that has made it.
-
-    Args:
-        plug_id: id of that plugin.
-    """
-
-    def __init__(self, plug_id: str) -> None:
-        super().__init__(
-            plug_id,
-            network=None,
-            start=1,
-            every=1,
-            averages_buffers=False,
-            swaps_in=EVALUATIONS,
+    def _misfit(self, what: str) -> StateError:
+        return StateError(
+            f"The average of plugin {self.plug_id!r} does not match the model's networks: {what}. "
+            "Build all networks in setup(), and pass the same options to the plugin, or give it "
+            "another plug_id to start a new average."
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the plugin, for those of its networks that the model has."""
-        networks = self.context.model.discovery.modules()
-        averages = state_dict["averages"]
-        self._paths = tuple(path for path in averages if path in networks)
-        buffers = {
-            (path, BareNames(networks[path]).of(name))
-            for path in self._paths
-            for name, _ in networks[path].named_buffers()
-        }
-        has_buffers = any((path, name) in buffers for path in averages for name in averages[path])
-        self._averages = Averages(f"plugin {self.plug_id!r}", with_buffers=has_buffers)
-        super().load_state_dict(state_dict)
+    def _swap_in(self, phase: Phase) -> None:
+        if not self.is_swapped_in(phase) or self._is_left_out:
+            return
+        self._put_back()
+        networks = self._networks or self._find_averaged(self.context.model)
+        if self._is_fitting and self._find_networks(self.context.model) != networks:
+            raise self._misfit("networks were replaced, added or removed during the run")
+        pairs = self._pairs_with(networks)
+        for tensor, _ in pairs:
+            if other := vars(tensor).get(_SWAPPED):
+                raise UsageError(
+                    f"Plugins {other!r} and {self.plug_id!r} must not both swap an average into "
+                    f"a network for a {phase.value}. Pass swaps_in=() to one of them."
+                )
+        self._own = _put_in(pairs)
+        for tensor, _ in pairs:
+            vars(tensor)[_SWAPPED] = self.plug_id
 
-    def _merge(self, averages: list[Tensor], present: list[Tensor], count: int) -> None:
-        raise UsageError("The average of a checkpoint is not updated.")
+    def _put_back(self) -> None:
+        """Restore the networks' own weights, if the average is swapped in."""
+        for tensor, _ in _put_in(self._own):
+            vars(tensor).pop(_SWAPPED, None)
+        self._own = []
+
+    def _refuse_if_swapped_in(self, deed: str) -> None:
+        if self._own:
+            raise UsageError(
+                f"Cannot {deed} while the average of plugin {self.plug_id!r} is swapped in. Do it "
+                "after the evaluation, which must emit its end event."
+            )
+
+
+def _fit(average: Tensor, tensor: Tensor | None) -> Tensor:
+    """Return an average of a checkpoint with the device and the shards of its tensor, if it fits.
+
+    Those of a sharded checkpoint are read here, of which each process needs its rows only.
+    """
+    if tensor is None or tensor.shape != average.shape:
+        return value_of(average)
+    return value_of(cut_like(average, tensor)).to(tensor.device)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _put_in(pairs: Pairs) -> Pairs:
+    """Copy values into tensors, also inside inference mode; returns them with what they held."""
+    # All values first: networks may share tensors.
+    own = [(tensor, tensor.clone()) for tensor, _ in pairs]
+    for tensor, value in pairs:
+        tensor.copy_(value)
+    return own
 
 
 @PLUGIN_REGISTRY.register
@@ -398,7 +431,9 @@ class EMA(WeightAverage):
             swaps_in=swaps_in,
         )
         if not isinstance(decay, float) or not 0 < decay < 1:
-            raise self._fail("decay", "a number in (0, 1)", decay, "Pass e.g. 0.999.")
+            raise ArgumentError(
+                f"EMA(decay=...) must be a number in (0, 1), got {decay!r}. Pass e.g. 0.999."
+            )
         self._decay = decay
         self._warmup = bool(warmup)
 

@@ -1,7 +1,7 @@
-"""Metrics and their state: one set for each replica, and the merged one.
+"""Metrics by name and their state: as many as replicas, or one for all.
 
-Replicas use their own batches. When a value is due, the states of all replicas are merged in the
-order of replicas, so that the value does not depend on the number of processes.
+What has ``merge_state`` is measured in each replica and merged in their order; what cannot be
+merged is one object, which is updated with the batches of all replicas in their order.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from helios.core.memory import same
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentTypeError
 from helios.protocols import Stateful
-
-_METHODS = "update, compute, reset, state_dict and load_state_dict"
-_REMEDY = (
-    "Give it merge_state(other), which adds the data of another metric before its own; or "
-    "return {name: (sum, weight)} from the step, which is summed over all replicas."
-)
 
 
 @runtime_checkable
@@ -51,226 +45,125 @@ class Mergeable(Protocol):
 
 
 @runtime_checkable
-class _Persistent(Protocol):
-    """A metric that omits its state from its ``state_dict`` unless ``persistent`` is called."""
+class _OfTorchmetrics(Protocol):
+    """A metric that omits its state from its ``state_dict``, and merges over a process group."""
+
+    distributed_available_fn: Any
 
     def persistent(self, mode: bool) -> Any: ...
 
 
-@runtime_checkable
-class _SelfJoining(Protocol):
-    """A metric that merges its state over a process group by itself, if a function says so."""
-
-    distributed_available_fn: Any
-
-
-def _is_never_there() -> bool:
+def _is_never_available() -> bool:
     return False
 
 
-class _Holder:
-    """One metric and its state.
+@final
+class MetricSet:
+    """Metrics by name, and their number of updates.
 
     A metric that is a module may hold counters beside its state, such as its number of updates:
     numeric attributes that differ from those of a metric without data are saved, too.
-    """
-
-    def __init__(self, metric: Metric) -> None:
-        self.metric = metric
-        metric.reset()
-        for part in self._parts().values():
-            if isinstance(part, _Persistent):
-                part.persistent(True)
-        self._fresh = self._numbers()
-
-    def _parts(self) -> dict[str, nn.Module]:
-        return dict(self.metric.named_modules()) if isinstance(self.metric, nn.Module) else {}
-
-    def _numbers(self) -> dict[str, float]:
-        return {
-            f"{path}.{name}": value
-            for path, part in self._parts().items()
-            for name, value in vars(part).items()
-            if type(value) in (int, float)
-        }
-
-    def move(self, device: torch.device) -> None:
-        """Move a metric that is a module to the device of its inputs."""
-        if isinstance(self.metric, nn.Module):
-            self.metric.to(device)
-
-    def capture(self) -> dict[str, Any]:
-        """Return the state."""
-        numbers = self._numbers()
-        return {
-            "state": dict(self.metric.state_dict()),
-            "numbers": {
-                name: value for name, value in numbers.items() if value != self._fresh.get(name)
-            },
-        }
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Restore the state."""
-        self.metric.load_state_dict(dict(saved["state"]))
-        present, parts = self._numbers(), self._parts()
-        for name, value in (self._fresh | saved["numbers"]).items():
-            if present.get(name) != value:
-                path, _, attribute = name.rpartition(".")
-                setattr(parts[path], attribute, value)
-
-    def leave_alone(self) -> None:
-        """Keep the metric from merging over processes by itself: data would count twice."""
-        for part in self._parts().values():
-            if isinstance(part, _SelfJoining):
-                vars(part)["distributed_available_fn"] = _is_never_there
-
-    def find_fault(self) -> str:
-        """Return why metrics of this kind cannot be merged; empty if they can."""
-        if not isinstance(self.metric, Mergeable):
-            return "it has no merge_state"
-        inner = [path for path, part in self._parts().items() if path and self._is_missed(part)]
-        if inner:
-            return f"its merge_state does not merge the metrics in it ({', '.join(inner)})"
-        try:
-            one, other = copy.deepcopy(self.metric), copy.deepcopy(self.metric)
-        except Exception as error:
-            return f"it cannot be copied: {error!r}"
-        try:
-            one.merge_state(other)
-        except Exception as error:
-            return f"two without data cannot be merged: {error!r}"
-        if not _are_same_states(one.state_dict(), other.state_dict()):
-            return "merging two without data does not give one without data"
-        return ""
-
-    def _is_missed(self, part: nn.Module) -> bool:
-        """Whether a part has the same merge_state as the whole, which does not handle parts."""
-        owner = next(kind for kind in type(self.metric).__mro__ if "merge_state" in vars(kind))
-        return isinstance(part, owner)
-
-
-@final
-class Tally:
-    """Metrics by name, and their number of updates: those of one replica, or of all.
 
     Args:
         metrics: the metrics; they are reset.
+        device: where those are moved that are modules.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self._holders = {name: _Holder(metric) for name, metric in metrics.items()}
-        self._device = torch.device("cpu")
-        self.num_updates = 0
+    def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+        self.metrics = metrics
+        self._device = device
+        self.reset()
+        for metric in metrics.values():
+            for part in _modules_in(metric).values():
+                if isinstance(part, _OfTorchmetrics):
+                    part.persistent(True)
+                    # Data would count twice.
+                    part.distributed_available_fn = _is_never_available
+        self._fresh = {name: _numbers_in(metric) for name, metric in metrics.items()}
+        self._move()
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the metrics."""
-        return list(self._holders)
+    def _move(self) -> None:
+        for metric in self.metrics.values():
+            if isinstance(metric, nn.Module):
+                metric.to(self._device)
 
     def reset(self) -> None:
         """Discard all data."""
-        for holder in self._holders.values():
-            holder.metric.reset()
+        for metric in self.metrics.values():
+            metric.reset()
         self.num_updates = 0
-
-    def move(self, device: torch.device) -> None:
-        """Move to the device of the inputs."""
-        self._device = device
-        for holder in self._holders.values():
-            holder.move(device)
 
     def update(self, arguments: Sequence[Any]) -> None:
         """Add a batch."""
-        for holder in self._holders.values():
-            holder.metric.update(*arguments)
+        for metric in self.metrics.values():
+            metric.update(*arguments)
         self.num_updates += 1
 
-    def compute(self) -> dict[str, Any]:
-        """Return the values by name."""
-        return {name: holder.metric.compute() for name, holder in self._holders.items()}
+    def merge_before(self, earlier: MetricSet) -> MetricSet:
+        """Return a set with this data after that of an earlier one.
 
-    def capture(self) -> dict[str, Any]:
+        One without data is left out, because an empty state need not be neutral.
+        """
+        if not (earlier.num_updates and self.num_updates):
+            return earlier if earlier.num_updates else self
+        for name, metric in self.metrics.items():
+            assert isinstance(metric, Mergeable)
+            metric.merge_state(earlier.metrics[name])
+        self.num_updates += earlier.num_updates
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
         """Return the state, by reference."""
-        metrics = {name: holder.capture() for name, holder in self._holders.items()}
+        metrics = {}
+        for name, metric in self.metrics.items():
+            numbers, fresh = _numbers_in(metric), self._fresh[name]
+            metrics[name] = {
+                "state": dict(metric.state_dict()),
+                "numbers": {key: n for key, n in numbers.items() if n != fresh.get(key)},
+            }
         return {"num_updates": self.num_updates, "metrics": metrics}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of the metrics that exist."""
-        self.num_updates = saved["num_updates"]
-        for name in saved["metrics"].keys() & self._holders.keys():
-            self._holders[name].restore(saved["metrics"][name])
-            self._holders[name].move(self._device)
-
-    def prepare_to_join(self) -> None:
-        """Reset the metrics, and check that those of several replicas can be merged.
-
-        Raises:
-            ArgumentError: for one that cannot.
-        """
-        self.reset()
-        for name, holder in self._holders.items():
-            holder.leave_alone()
-            if fault := holder.find_fault():
-                raise ArgumentError(
-                    f"Metrics(metrics=...) must hold metrics that can be merged, because each of "
-                    f"several replicas measures by itself, got {name!r} "
-                    f"({type(holder.metric).__name__}): {fault}. {_REMEDY}"
-                )
-
-    def copy(self) -> Tally:
-        """Return a copy without data."""
-        metrics = {name: copy.deepcopy(part.metric) for name, part in self._holders.items()}
-        tally = Tally(metrics)
-        tally.move(self._device)
-        return tally
-
-    def join(self, states: Sequence[Mapping[str, Any]], spare: Tally) -> None:
-        """Merge the states of several tallies into this one, one after the other.
-
-        Args:
-            states: the captured states, in order. Those without data are skipped, because an
-                empty state need not be neutral.
-            spare: a copy to load each state into.
-        """
-        self.reset()
-        full = [state for state in states if state["num_updates"]]
-        if not full:
-            return
-        self.restore(full.pop())
-        for state in reversed(full):
-            spare.reset()
-            spare.restore(state)
-            for mine, theirs in zip(self._metrics, spare._metrics, strict=True):
-                assert isinstance(mine, Mergeable)
-                mine.merge_state(theirs)
-            self.num_updates += spare.num_updates
-        spare.reset()
-
-    @property
-    def _metrics(self) -> list[Metric]:
-        return [holder.metric for holder in self._holders.values()]
+        self.num_updates = state_dict["num_updates"]
+        for name in state_dict["metrics"].keys() & self.metrics.keys():
+            metric, saved = self.metrics[name], state_dict["metrics"][name]
+            metric.load_state_dict(dict(saved["state"]))
+            modules = _modules_in(metric)
+            for key, number in (self._fresh[name] | saved["numbers"]).items():
+                path, _, attribute = key.rpartition(".")
+                setattr(modules[path], attribute, number)
+        self._move()
 
 
-def portable(tree: Any) -> Any:
-    """Return a state with copies of its tensors on the CPU."""
-    if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, Mapping):
-        return {name: portable(value) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(portable, tree))
-    return tree
+def _modules_in(metric: object) -> dict[str, nn.Module]:
+    return dict(metric.named_modules()) if isinstance(metric, nn.Module) else {}
 
 
-def _are_same_states(one: Any, other: Any) -> bool:
-    """Return whether two states have the same values, in whatever order and kind of container."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        names = one.keys()
-        return names == other.keys() and all(_are_same_states(one[n], other[n]) for n in names)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_are_same_states, one, other))
-    # A number of the one may be a tensor of the other.
-    return same(one, other) or bool(not isinstance(one, type(other)) and one == other)
+def _numbers_in(metric: object) -> dict[str, float]:
+    return {
+        f"{path}.{name}": value
+        for path, part in _modules_in(metric).items()
+        for name, value in vars(part).items()
+        if type(value) in (int, float)
+    }
+
+
+def can_merge(metric: Metric) -> bool:
+    """Return whether a metric without data can be merged with its like, and stays without data."""
+    if not isinstance(metric, Mergeable):
+        return False
+    own = type(metric).merge_state
+    for path, part in _modules_in(metric).items():
+        # A method that is that of a metric inside does not merge the metric inside.
+        if path and isinstance(part, Mergeable) and type(part).merge_state is own:
+            return False
+    try:
+        one, other = copy.deepcopy(metric), copy.deepcopy(metric)
+        one.merge_state(other)
+        return same(dict(one.state_dict()), dict(other.state_dict()))
+    except Exception:
+        return False
 
 
 def take_apart(metrics: object) -> dict[str, Metric]:
@@ -280,29 +173,19 @@ def take_apart(metrics: object) -> dict[str, Metric]:
     inside an epoch could decide differently.
 
     Raises:
-        ArgumentError: if there is none, or the same one twice.
-        ArgumentTypeError: for something that is not a metric.
+        ArgumentTypeError: for something that is not a metric, or if there is none.
     """
-    if not isinstance(metrics, Mapping | nn.ModuleDict) or not metrics:
-        raise ArgumentError(
-            f"Metrics(metrics=...) must be a dict of at least one metric, got {metrics!r}. Pass "
-            'e.g. {"accuracy": Accuracy(task="multiclass", num_classes=10)}.'
-        )
     found: dict[str, Any] = {}
-    for name, metric in metrics.items():
+    for name, metric in metrics.items() if isinstance(metrics, Mapping | nn.ModuleDict) else ():
         if isinstance(metric, nn.ModuleDict):
             found |= {f"{name}/{key}": part for key, part in metric.items()}
         else:
             found[name] = metric
-    for name, metric in found.items():
-        if not isinstance(name, str) or not isinstance(metric, Metric):
-            raise ArgumentTypeError(
-                f"Metrics(metrics=...) must map names to objects with {_METHODS}, got "
-                f"{name!r}: {type(metric).__name__}. Add the missing methods."
-            )
-    if len({id(metric) for metric in found.values()}) < len(found):
-        raise ArgumentError(
-            f"Metrics(metrics=...) must hold each metric once, got one twice among {list(found)}. "
-            "Pass a copy: it would be updated twice."
+    odd = [name for name, metric in found.items() if not isinstance(metric, Metric)]
+    if odd or not found:
+        raise ArgumentTypeError(
+            "Metrics(metrics=...) must be a dict of names to at least one object with update, "
+            "compute, reset, state_dict and load_state_dict, got "
+            f"{', '.join(f'{name!r}: {found[name]!r}' for name in odd) or repr(metrics)}."
         )
     return found

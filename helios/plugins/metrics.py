@@ -7,20 +7,23 @@ updated after each batch with one replica, after each forward with several.
 
 from __future__ import annotations
 
+import copy
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple, TypeAlias, final
+from itertools import chain
+from operator import itemgetter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from helios.core import rng
+from helios.engines.device import move_to_device
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
-from helios.plugins.metric_state import Metric, Tally, portable, take_apart
+from helios.plugins.metric_state import Metric, MetricSet, can_merge, take_apart
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Phase, TrainingState
 
@@ -29,8 +32,14 @@ __all__ = ["Metric", "Metrics"]
 _LOGGER = logging.getLogger(__name__)
 _PREFIXES = {Phase.TRAINING: "train", Phase.VALIDATION: "valid", Phase.TESTING: "test"}
 
-_Arguments: TypeAlias = Callable[[], list[Any]]
-"""Returns the arguments for ``update`` of the batch that the context shows."""
+_CPU = torch.device("cpu")
+
+
+class _Turn(NamedTuple):
+    """What the metrics are updated with after the turn of a replica."""
+
+    arguments: list[Any] | None
+    randomness: dict[str, Any]
 
 
 @PLUGIN_REGISTRY.register
@@ -45,7 +54,8 @@ class Metrics(Plugin):
     Args:
         metrics: the metrics by name; the plugin resets, updates and saves them. A module dict, such
             as torchmetrics' ``MetricCollection``, is split into its members. With several replicas
-            each has copies of them, which must have ``merge_state``.
+            each has copies of those with ``merge_state``; any other one gets the batches of all
+            replicas, in their order.
         inputs: takes the context, at the end of a batch, and returns the tuple of arguments for
             ``update``. With several replicas it is called for each, at the end of its forward.
         phase: the phase to measure.
@@ -59,7 +69,8 @@ class Metrics(Plugin):
     """
 
     _internals: ClassVar[str] = (
-        "_every _inputs _intake _is_chosen _is_fitting _phase _warned _whole _written"
+        "_every _inputs _is_fitting _is_ready _is_shared _metrics _parts _phase _turns "
+        "_waiting _warned _whole"
     )
 
     def __init__(
@@ -79,44 +90,49 @@ class Metrics(Plugin):
         super().__init__(f"metrics-{phase.value}" if plug_id is None else plug_id)
         if not callable(inputs):
             raise ArgumentTypeError(
-                f"Metrics(inputs=...) must be a function of the context, got {inputs!r}. Define "
-                "one at the top level of a module, so that other processes can import it, which "
-                'returns e.g. (context.model_outputs["logits"], context.batch[1]).'
+                f"Metrics(inputs=...) must be a function of the context, got {inputs!r}. Let it "
+                'return e.g. (context.model_outputs["logits"], context.batch[1]).'
             )
-        self._whole = Tally(take_apart(metrics))
+        self._metrics = take_apart(metrics)
+        self._whole = MetricSet(self._metrics, self.device)
         self._inputs = inputs
         self._phase = phase
         self._every = _check_every(every, phase)
-        self._written: list[str] = []
         self._warned: set[str] = set()
-        self._is_fitting = False
-        self._leave_run()
+        self._is_fitting = self._is_ready = self._is_shared = False
 
     def setup(self) -> None:
-        """Start without data, on the device."""
-        self._leave_run()
-        self._intake.reset()
-        self._whole.move(self.device)
+        """Start without data."""
+        self._is_ready = False
 
     def on_fit_start(self) -> None:
-        """Check before training that several replicas can measure the metrics."""
-        self._enter_run()
+        """Find out before training which metrics several replicas can measure."""
+        self._get_ready()
         self._is_fitting = True
 
     def on_training_epoch_start(self, current_epoch: int) -> None:
         """Reset the metrics, if values are per epoch."""
         if self._phase is Phase.TRAINING and self._every is None:
-            self._intake.reset()
+            self._reset()
 
     def on_forward_end(self, context: Context) -> None:
-        """Update with the batch of one of several replicas."""
-        if context.phase is self._phase:
-            self._intake.end_forward(self._find_arguments)
+        """Keep what the metrics need of one of several replicas."""
+        if self._is_shared and context.phase is self._phase:
+            # A batch may be used in several forwards, of which the last one counts.
+            with _aside(), _at_its_end(context):
+                arguments = self._find_arguments()
+                self._turns[context.replica] = _Turn(
+                    self._drop_padding(arguments) if self._phase is Phase.TRAINING else arguments,
+                    # What a metric draws must not depend on which replica is next here.
+                    rng.read_states(),
+                )
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Update with a training batch."""
-        self._update(Phase.TRAINING)
+        self._end_batch(Phase.TRAINING)
+        if self._is_shared and self._phase is Phase.TRAINING:
+            self._catch_up()
 
     @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
@@ -133,27 +149,31 @@ class Metrics(Plugin):
         """Reset the metrics for a validation."""
         self._begin_pass(Phase.VALIDATION)
 
-    def on_validation_batch_end(self, step: int) -> None:
+    def on_validation_batch_end(self, step: int, dataloader_idx: int = 0) -> None:
         """Update with a validation batch."""
-        self._update(Phase.VALIDATION)
+        self._end_batch(Phase.VALIDATION, dataloader_idx, step)
 
     def on_validation_end(self, validation_cycle: int) -> None:
         """Put the values into ``model.metrics``; training logs what is there."""
         if self._phase is Phase.VALIDATION:
-            self.context.declare_summed(self._write())
+            values = self._compute()
+            self.context.model.metrics.update(values)
+            self.context.declare_summed(values)
 
     def on_testing_start(self) -> None:
         """Reset the metrics for a test."""
         self._begin_pass(Phase.TESTING)
 
-    def on_testing_batch_end(self, step: int) -> None:
+    def on_testing_batch_end(self, step: int, dataloader_idx: int = 0) -> None:
         """Update with a test batch."""
-        self._update(Phase.TESTING)
+        self._end_batch(Phase.TESTING, dataloader_idx, step)
 
     def on_testing_end(self) -> None:
         """Put the values into ``model.test_scores``, and log them."""
         if self._phase is Phase.TESTING:
-            self._log(self._write())
+            values = self._compute()
+            self.context.model.test_scores.update(values)
+            self._log(values)
 
     def on_fit_end(self) -> None:
         """Remember that no checkpoint follows."""
@@ -161,39 +181,76 @@ class Metrics(Plugin):
 
     def teardown(self) -> None:
         """Release the copies of the replicas."""
-        self._is_fitting = False
-        self._leave_run()
+        self._is_fitting = self._is_ready = False
+        vars(self).pop("_parts", None)
 
     def _begin_pass(self, phase: Phase) -> None:
         if phase is self._phase:
-            self._enter_run()
-            self._intake.reset()
-            # A model that keeps its scores from pass to pass must not find old values of ours.
-            for name in self._written:
-                self._table.pop(name, None)
-            self._written = []
+            self._get_ready()
+            self._reset()
 
-    @property
-    def _table(self) -> dict[str, Any]:
-        model = self.context.model
-        table: dict[str, Any] = model.test_scores if self._phase is Phase.TESTING else model.metrics
-        return table
+    def _get_ready(self) -> None:
+        """Start without data; with several replicas, each has copies of what can be merged."""
+        if self._is_ready:
+            return
+        self._is_ready, self._is_shared = True, self.context.choose(False, True)
+        with _aside():
+            merged = {
+                name: metric
+                for name, metric in self._metrics.items()
+                if self._is_shared and can_merge(metric)
+            }
+            lone = {n: metric for n, metric in self._metrics.items() if n not in merged}
+            self._whole = MetricSet(lone, self.device)
+            self._parts = self.context.per_replica(
+                lambda: MetricSet(copy.deepcopy(merged), self.device),
+                lambda earlier, later: later.merge_before(earlier),
+            )
+        self._reset()
 
-    def _leave_run(self) -> None:
-        """Use a single set of metrics, as for one replica."""
-        self._intake: _Intake = _LoneIntake(self._whole)
-        self._is_chosen = False
+    def _reset(self) -> None:
+        for part in (self._whole, *self._parts.local.values()):
+            part.reset()
+        self._turns: dict[int, _Turn] = {}
+        self._waiting: list[tuple[tuple[int, ...], _Turn]] = []
 
-    def _enter_run(self) -> None:
-        """Give each replica of this process its own metrics, if there are several."""
-        if not self._is_chosen:
-            make = self.context.choose(_LoneIntake, _SharedIntake)
-            self._intake = make(self._whole, self.context)
-            self._is_chosen = True
+    def _end_batch(self, phase: Phase, *place: int) -> None:
+        """Update with the batches of the replicas of this process, in their order.
 
-    def _update(self, phase: Phase) -> None:
-        if phase is self._phase:
-            self._intake.end_batch(self._find_arguments)
+        Args:
+            phase: the phase of the batch.
+            place: of an evaluation, the numbers of the loader and of the batch.
+        """
+        if phase is not self._phase:
+            return
+        if not self._is_shared:
+            with _aside():
+                self._whole.update(self._find_arguments())
+            return
+        turns, self._turns = self._turns, {}
+        with _aside():
+            for replica, turn in turns.items():
+                if turn.arguments is not None:
+                    rng.load_states(turn.randomness)
+                    self._parts.local[replica].update(turn.arguments)
+                    if self._whole.metrics:
+                        sent = turn._replace(arguments=move_to_device(turn.arguments, _CPU))
+                        self._waiting.append(((*place, replica), sent))
+
+    def _catch_up(self) -> None:
+        """Update what cannot be merged with the batches of all replicas, in their order.
+
+        In an evaluation, processes with fewer batches have no end of the last ones: all processes
+        call this together when the pass is over.
+        """
+        if not self._is_shared or not self._whole.metrics:
+            return
+        found = chain.from_iterable(self.context.gather(self._waiting))
+        self._waiting = []
+        with _aside():
+            for _, turn in sorted(found, key=itemgetter(0)):
+                rng.load_states(turn.randomness)
+                self._whole.update(move_to_device(turn.arguments, self.device))
 
     def _find_arguments(self) -> list[Any]:
         arguments = self._inputs(self.context)
@@ -205,34 +262,49 @@ class Metrics(Plugin):
         # A metric that keeps its inputs would keep their graph.
         return [item.detach() if isinstance(item, Tensor) else item for item in arguments]
 
+    def _drop_padding(self, arguments: list[Any]) -> list[Any] | None:
+        """Return arguments without samples that occur twice in the epoch; ``None`` if none is left.
+
+        Those of all samples of a batch have one row for each; others cannot be divided.
+        """
+        num_repeated, size = self.context.padding
+        if not num_repeated:
+            return arguments
+        if num_repeated == size:
+            return None
+        lengths = {len(each) for each in arguments if isinstance(each, Tensor) and each.ndim}
+        if lengths == {size}:
+            kept = size - num_repeated
+            return [x[:kept] if isinstance(x, Tensor) and x.ndim else x for x in arguments]
+        self._warn(
+            "all metrics",
+            "count the samples twice that pad the end of each epoch, because inputs does not "
+            f"return tensors with a row for each of the {size} samples of a batch",
+            "Let it do so, or set drop_last=True",
+        )
+        return arguments
+
     def _compute(self) -> dict[str, Any]:
         """Return the values over all data, and reset."""
-        values: dict[str, Any] = {}
+        self._catch_up()
+        found: dict[str, Any] = {}
         with _aside():
-            self._intake.join()
-            if self._whole.num_updates:
-                for name, value in self._whole.compute().items():
-                    values |= _spread(name, value)
-        self._intake.reset()
+            for part in (self._whole, self._parts.merged()):
+                if part.num_updates:
+                    found |= {name: metric.compute() for name, metric in part.metrics.items()}
+        self._reset()
+        values: dict[str, Any] = {}
+        for name in self._metrics:
+            if name in found:
+                values |= _spread(name, found[name])
         return values
 
     def _conclude_training(self) -> None:
         values = self._compute()
         for name, value in values.items():
             if not isinstance(value, float):
-                self._warn(name, "is not a number, and is not logged. Log parts of it yourself")
-            elif name in self.context.model.loss_items:
-                self._warn(name, "has the name of a loss, and both are logged. Rename one of them")
+                self._warn(name, "is not a number, and is not logged", "Log parts of it yourself")
         self._log(values)
-
-    def _write(self) -> dict[str, Any]:
-        values, table = self._compute(), self._table
-        for name in values:
-            if name in table:
-                self._warn(name, "replaces a score of the model. Rename one of them")
-        table.update(values)
-        self._written = list(values)
-        return values
 
     def _log(self, values: Mapping[str, Any]) -> None:
         numbers = {
@@ -243,33 +315,30 @@ class Metrics(Plugin):
         if numbers:
             self.context.log(numbers)
 
-    def _warn(self, name: str, text: str) -> None:
+    def _warn(self, name: str, text: str, remedy: str) -> None:
         if name not in self._warned:
             self._warned.add(name)
-            _LOGGER.warning("The %s metric %r %s.", self._phase.value, name, text)
+            _LOGGER.warning("Metrics, %s: %r %s. %s.", self._phase.value, name, text, remedy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data of the metrics, for each of several replicas."""
+        state = self._whole.state_dict() if self._whole.metrics else {}
         # There is none between passes of an evaluation, and after training nobody needs it.
-        has_data = self._is_fitting and self._phase is Phase.TRAINING
-        return self._intake.capture(has_data=has_data)
+        if self._is_shared and self._is_fitting and self._phase is Phase.TRAINING:
+            state |= self._parts.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state; warn of metrics that were added or removed while there is data."""
-        self._enter_run()
-        saved = self._intake.read(state_dict)
-        # Only an evaluation may find the state of another number of replicas; it needs none.
-        self._warn_of_differences(saved.values())
-        self._intake.restore(saved)
-
-    def _warn_of_differences(self, states: Iterable[Mapping[str, Any]]) -> None:
-        different = {
-            name
-            for state in states
-            if state["num_updates"]
-            for name in state["metrics"].keys() ^ set(self._whole.names)
-        }
-        if different:
+        self._get_ready()
+        if "metrics" in state_dict:
+            self._whole.load_state_dict(state_dict)
+        self._parts.load_state_dict(state_dict)
+        saved = [
+            part for part in (state_dict, *state_dict.get("replicas", ())) if "metrics" in part
+        ]
+        different = self._metrics.keys() ^ {name for part in saved for name in part["metrics"]}
+        if different and any(part["num_updates"] for part in saved):
             _LOGGER.warning(
                 "The checkpoint and the plugin %r hold different metrics: %s. New ones cover only "
                 "the rest of the current epoch; removed ones are dropped.",
@@ -298,226 +367,23 @@ def _spread(name: str, value: Any) -> dict[str, Any]:
 def _check_every(every: object, phase: Phase) -> int | None:
     if every == "epoch":
         return None
-    if type(every) is not int or every < 1:
+    if type(every) is not int or every < 1 or phase is not Phase.TRAINING:
         raise ArgumentError(
-            f'Metrics(every=...) must be "epoch" or a positive number of steps, got {every!r}. '
-            'Pass e.g. "epoch".'
-        )
-    if phase is not Phase.TRAINING:
-        raise ArgumentError(
-            f'Metrics(every=...) must be "epoch" with {phase}, got {every!r}: a pass has one value.'
-            " Omit it."
+            f'Metrics(every=...) must be "epoch", or in training a positive number of steps, got '
+            f"{every!r} with {phase}. A pass of an evaluation has one value: omit it there."
         )
     return every
 
 
-class _Intake(ABC):
-    """Updates metrics with batches.
-
-    Args:
-        whole: the metrics; after :meth:`join`, they hold the data of all replicas.
-        tallies: the metrics of each replica of this process.
-    """
-
-    def __init__(self, whole: Tally, tallies: dict[int, Tally]) -> None:
-        self._whole = whole
-        self._tallies = tallies
-
-    def reset(self) -> None:
-        """Reset all metrics."""
-        for tally in (self._whole, *self._tallies.values()):
-            tally.reset()
-
-    @abstractmethod
-    def end_forward(self, find: _Arguments) -> None:
-        """Called at the end of a forward in the phase that is measured."""
-
-    @abstractmethod
-    def end_batch(self, find: _Arguments) -> None:
-        """Called at the end of an iteration's batches in that phase."""
-
-    @abstractmethod
-    def join(self) -> None:
-        """Merge the data of all replicas into the whole; all processes call this together."""
-
-    @abstractmethod
-    def capture(self, *, has_data: bool) -> dict[str, Any]:
-        """Return the state; all processes call this together.
-
-        Args:
-            has_data: whether there may be data that a later start needs.
-        """
-
-    @abstractmethod
-    def read(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the states by replica from the result of :meth:`capture`."""
-
-    def restore(self, saved: Mapping[int, Any]) -> None:
-        """Restore the states of the replicas of this process."""
-        for replica in saved.keys() & self._tallies.keys():
-            self._tallies[replica].restore(saved[replica])
-
-
-@final
-class _LoneIntake(_Intake):
-    """One replica: each batch updates the metrics themselves, at its end.
-
-    Args:
-        whole: the metrics.
-        context: the run; not needed, and ``None`` before one.
-    """
-
-    def __init__(self, whole: Tally, context: Context | None = None) -> None:
-        super().__init__(whole, {0: whole})
-
-    def end_forward(self, find: _Arguments) -> None:
-        """Do nothing: the batch is used at its end."""
-
-    def end_batch(self, find: _Arguments) -> None:
-        """Update the metrics with the batch."""
-        with _aside(is_lone_step=True):
-            self._whole.update(find())
-
-    def join(self) -> None:
-        """Do nothing: the whole holds all data."""
-
-    def capture(self, *, has_data: bool) -> dict[str, Any]:
-        """Return the state of the metrics."""
-        return self._whole.capture()
-
-    def read(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the state as that of replica 0; nothing if several replicas have saved it."""
-        return {0: state_dict} if "metrics" in state_dict else {}
-
-
-class _Turn(NamedTuple):
-    """What a replica's metrics are updated with at the end of its turn."""
-
-    replica: int
-    arguments: list[Any] | None
-    randomness: dict[str, Any]
-
-
-@final
-class _SharedIntake(_Intake):
-    """Several replicas: each has copies of the metrics, updated with its own batches.
-
-    Args:
-        whole: the metrics.
-        context: the run.
-
-    Raises:
-        ArgumentError: for metrics that cannot be merged.
-    """
-
-    def __init__(self, whole: Tally, context: Context) -> None:
-        with _aside():
-            whole.prepare_to_join()
-            super().__init__(
-                whole, {r: whole.copy() for r in context.engine.replicas.local_replicas}
-            )
-            self._spare = whole.copy()
-        self._context = context
-        self._has_warned = False
-        self._forget_turns()
-
-    def reset(self) -> None:
-        """Reset all metrics, and discard an open turn."""
-        super().reset()
-        self._forget_turns()
-
-    def _forget_turns(self) -> None:
-        self._turn: _Turn | None = None
-        self._num_turns = 0
-
-    def end_forward(self, find: _Arguments) -> None:
-        """Record the batch of a replica, and update with that of the replica before."""
-        context = self._context
-        is_training = context.phase is Phase.TRAINING
-        # In an evaluation each forward is a turn; replicas without a batch are the last ones.
-        replica = context.replica if is_training else min(self._tallies) + self._num_turns
-        self._num_turns += 1
-        if self._turn is not None and self._turn.replica != replica:
-            self._end_turn()
-        # A batch may be used in several forwards, of which the last one counts.
-        with _aside(), _at_its_end(context):
-            arguments = self._drop_padding(find()) if is_training else find()
-            self._turn = _Turn(replica, arguments, rng.read_states())
-
-    def _drop_padding(self, arguments: list[Any]) -> list[Any] | None:
-        """Return arguments without samples that occur twice in the epoch; ``None`` if none is left.
-
-        Those of all samples of a batch have one row for each; others cannot be divided.
-        """
-        num_repeated, size = self._context.padding
-        if not num_repeated:
-            return arguments
-        if num_repeated == size:
-            return None
-        lengths = {len(each) for each in arguments if isinstance(each, Tensor) and each.ndim}
-        if lengths == {size}:
-            kept = size - num_repeated
-            return [x[:kept] if isinstance(x, Tensor) and x.ndim else x for x in arguments]
-        if not self._has_warned:
-            self._has_warned = True
-            _LOGGER.warning(
-                "The training metrics count the samples twice that pad the end of each epoch, "
-                "because Metrics(inputs=...) does not return tensors with a row for each of the %d "
-                "samples of a batch. Let it do so, or set drop_last=True.",
-                size,
-            )
-        return arguments
-
-    def end_batch(self, find: _Arguments) -> None:
-        """Update with the batch of the last replica."""
-        self._end_turn()
-        self._num_turns = 0
-
-    def _end_turn(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            with _aside():
-                # What a metric draws must not depend on which replica of this process is next.
-                rng.load_states(turn.randomness)
-                if turn.arguments is not None:
-                    self._tallies[turn.replica].update(turn.arguments)
-
-    def join(self) -> None:
-        """Merge the data of the replicas, in their order."""
-        self._whole.join(self._gather(), self._spare)
-
-    def _gather(self) -> list[dict[str, Any]]:
-        """Return the states of all replicas, in their order."""
-        own = [portable(tally.capture()) for tally in self._tallies.values()]
-        return self._context.gather_replicas(own)
-
-    def capture(self, *, has_data: bool) -> dict[str, Any]:
-        """Return the states of all replicas."""
-        return {"replicas": self._gather() if has_data else []}
-
-    def read(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the states; nothing if a single replica has saved its own."""
-        return dict(enumerate(state_dict.get("replicas", [])))
-
-
 @contextmanager
-def _aside(*, is_lone_step: bool = False) -> Iterator[None]:
-    """Run a block without gradients, and without changing the random number generators.
-
-    Args:
-        is_lone_step: whether it runs in each iteration of a single replica. NumPy's global
-            generator stays where the block leaves it then: to read and restore it takes 50 µs, and
-            the next iteration seeds it.
-    """
-    read, load = rng.read_states, rng.load_states
-    if is_lone_step:
-        read, load = rng.get_rng_state_dict, rng.load_rng_state_dict
-    found = read()
+def _aside() -> Iterator[None]:
+    """Run a block without gradients, and without changing the random number generators."""
+    found = rng.read_states()
     try:
         with torch.no_grad():
             yield
     finally:
-        load(found)
+        rng.load_states(found)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from helios.engines.numerics import numerics
 from helios.errors import Interrupted, StateError, UsageError
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
-from helios.plugins.averaging import StoredAverage, WeightAverage
+from helios.plugins.averaging import EMA, WeightAverage
 from helios.session import Session
 from helios.startup.checkpoint_search import find_chosen
 from helios.startup.model_in_hand import ModelInHand
@@ -120,7 +120,9 @@ def _add_averages(run: Run, loaded: Loaded) -> None:
     averages = [] if loaded.sidecar is None else loaded.sidecar.averages
     lacking = [name for name in averages if name not in run.plugins]
     if run.call.choice.is_best:
-        run.plugins = {**run.plugins, **{name: StoredAverage(name) for name in lacking}}
+        # Any kind of average does: it is not updated.
+        stored = {name: EMA(plug_id=name, averages_buffers=True) for name in lacking}
+        run.plugins = {**run.plugins, **stored}
     elif lacking:
         _LOGGER.warning(
             "The scores of %s are those of the average of plugin %s, which this trainer does "

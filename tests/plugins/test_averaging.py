@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import helios
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, UsageError
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA, SWA, WeightAverage
 from helios.state import Phase, TrainingState
@@ -427,10 +427,37 @@ def test_names_are_those_without_compile() -> None:
         (lambda: EMA(1.0), r"EMA\(decay=...\) must be a number in \(0, 1\), got 1.0. Pass e.g."),
         (lambda: EMA(every=0), r"EMA\(every=...\) must be a positive int, got 0"),
         (lambda: SWA(0), r"SWA\(start=...\) must be a positive int, got 0"),
-        (lambda: SWA(3, network=[]), r"SWA\(network=...\) must be at least one name, got \[\]"),
-        (lambda: EMA(swaps_in=[Phase.TRAINING]), r"EMA\(swaps_in=...\) must be out of Phase.VAL"),
     ],
 )
 def test_arguments_are_checked(make: Callable[[], Any], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         make()
+
+
+def test_two_averages_are_not_swapped_into_one_network() -> None:
+    setting = Setting(total_steps=3, valid_frequency=1)
+    plain, net = fit(Setting(total_steps=1, valid_frequency=None)), Net(setting)
+    trainer = make_trainer(setting, EMA(0.5), SWA(1))
+    with pytest.raises(UsageError, match="Plugins 'ema' and 'swa' must not both swap"):
+        trainer.fit(net, IndexModule(setting))
+    assert same(values(net.net), values(plain.net)), "own weights are put back"
+
+
+def test_averages_of_half_precision_are_kept_in_float32() -> None:
+    class Half(Quiet):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.net.to(torch.bfloat16)
+
+    setting = Setting(total_steps=5, valid_frequency=None, unfreezes=False)
+    raw: list[torch.Tensor] = []
+    listener = Listener(
+        on_training_step_end=lambda context, _: raw.append(values(context.model.net)["0.weight"])
+    )
+    net, ema = Half(setting), EMA(0.999)
+    make_trainer(setting, ema, listener).fit(net, IndexModule(setting))
+    expected = raw[0].float()
+    for weight in raw[1:]:
+        expected.lerp_(weight.float(), 1 - 0.999)
+    assert torch.equal(ema.state_dict()["averages"]["net"]["0.weight"], expected)
+    assert ema.averaged_state_dict(net)["0.weight"].dtype == torch.bfloat16

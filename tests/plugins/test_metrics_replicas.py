@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,7 @@ import torch
 
 import helios
 from helios.core import rng
-from helios.errors import ArgumentError
-from helios.plugins.metrics import Metrics
-from helios.plugins.plugin import Plugin
+from helios.plugins import Metrics, Plugin
 from helios.state import Phase, TrainingState
 from tests.support.elastic import (
     CLASSES,
@@ -53,6 +53,10 @@ class Seen:
             noise += float(torch.rand(1))
         return {"count": len(self.ids), "order": place, "noise": noise}
 
+    def __add__(self, other: Seen) -> Seen:
+        other.merge_state(self)
+        return other
+
     def merge_state(self, other: Seen) -> None:
         self.ids = other.ids + self.ids
         self.noise = other.noise + self.noise
@@ -81,12 +85,18 @@ class Guessing(ElasticModel):
     test_step = valid_step
 
 
+class Unlike(Seen):
+    """Cannot be merged."""
+
+    merge_state = None  # type: ignore[assignment]
+
+
 class Recorder(Plugin):
-    """Writes what is logged, by process, and breaks off the run where it is told to.
+    """Writes what is logged, by process, and is killed where it is told to.
 
     Args:
         folder: where to.
-        until: the iteration; negative for an error there, so that the run goes back.
+        until: the iteration in which rank 1 is killed.
     """
 
     unsaved = ("folder", "until")
@@ -104,10 +114,42 @@ class Recorder(Plugin):
             file.write(line + "\n")
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
-        if state.global_iteration == self.until and self.context.rank == 0:
-            self.context.interrupt("the test breaks off")
-        if state.global_iteration == -self.until:
-            raise RuntimeError("the test breaks off")
+        if state.global_iteration == self.until and self.context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Counter(Plugin):
+    """Keeps the samples of each replica, and logs them together."""
+
+    _internals = "parts"
+
+    def __init__(self) -> None:
+        super().__init__("counter")
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def _begin(self) -> None:
+        self.parts = self.context.per_replica(Seen, lambda first, second: first + second)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._begin()
+        self.parts.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.parts.state_dict()
+
+    def on_fit_start(self) -> None:
+        if self.context.state.global_iteration == 0:
+            self._begin()
+
+    def on_forward_end(self, context: Any) -> None:
+        if context.phase is Phase.TRAINING:
+            self.parts.current.update(context.batch[0])
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        values = self.parts.merged().compute()
+        self.context.log({f"counter/{name}": value for name, value in values.items()})
 
 
 def _inputs(context: Any) -> tuple[Any, ...]:
@@ -132,15 +174,17 @@ def _plugins(folder: Path, until: int) -> list[Plugin]:
         accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
         angle = torchmetrics.CosineSimilarity(reduction="mean")  # keeps all its inputs
         seen = Seen(draws_at_the_end=phase is Phase.TRAINING)
-        kind = phase.value
+        kind, both = phase.value, {"seen": seen, "unlike": Unlike()}
+        correlation = torchmetrics.PearsonCorrCoef(CLASSES)
         plugins += [
-            Metrics({"seen": seen}, inputs=_inputs, phase=phase, plug_id=f"seen-{kind}"),
+            Metrics(both, inputs=_inputs, phase=phase, plug_id=f"seen-{kind}"),
+            Metrics({"linear": correlation}, inputs=_scores, phase=phase, plug_id=f"corr-{kind}"),
             Metrics({"accuracy": accuracy}, inputs=_classes, phase=phase, plug_id=f"acc-{kind}"),
             Metrics({"angle": angle}, inputs=_scores, phase=phase, plug_id=f"angle-{kind}"),
         ]
     often = {"inputs": _inputs, "phase": Phase.TRAINING, "every": 3}
     plugins.append(Metrics({"often": Seen()}, **often, plug_id="often"))
-    return [*plugins, Recorder(folder, until)]
+    return [*plugins, Counter(), Recorder(folder, until)]
 
 
 def _work(rank: int, folder: str, setting: Elastic, until: int = 0) -> dict[str, Any]:
@@ -154,14 +198,6 @@ def _work(rank: int, folder: str, setting: Elastic, until: int = 0) -> dict[str,
 
 
 def _train(folder: Path, setting: Elastic, count: int, until: int = 0) -> list[dict[str, Any]]:
-    if until < 0:
-        with pytest.raises((RankError, RuntimeError), match="the test breaks off"):
-            _train_on(folder, setting, count, until)
-        return []
-    return _train_on(folder, setting, count, until)
-
-
-def _train_on(folder: Path, setting: Elastic, count: int, until: int) -> list[dict[str, Any]]:
     if count == 1:
         return [_work(0, str(folder), setting, until)]
     return run_ranks(_work, count, str(folder), setting, until)
@@ -186,6 +222,17 @@ def _states(folder: Path) -> dict[str, str]:
     }
 
 
+NAMES = {
+    "train/accuracy",
+    "valid/angle",
+    "test/seen/order",
+    "test/unlike/order",
+    "valid/linear/0",
+    "train/often/noise",
+    "counter/noise",
+}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("unit", "total", "counts"), [("iteration", 9, (3, 4)), ("epoch", 2, (2,))]
@@ -196,9 +243,8 @@ def test_values_and_states_are_the_same_for_every_number_of_processes(
     setting = Elastic(unit=unit, total_steps=total, options={"print_frequency": 1})
     expected = _train(tmp_path / "1", setting, 1)
     logged = _logged(tmp_path / "1")
-    names = {name for _, name in logged}
-    assert {"train/accuracy", "valid/angle", "test/seen/order", "train/often/noise"} <= names
-    assert expected[0]["seen/count"] == 11
+    assert {name for _, name in logged} >= NAMES
+    assert expected[0]["seen/count"] == expected[0]["unlike/count"] == 11
     for count in counts:
         folder = tmp_path / str(count)
         assert _train(folder, setting, count) == expected * count
@@ -206,6 +252,28 @@ def test_values_and_states_are_the_same_for_every_number_of_processes(
             assert _logged(folder, rank) == logged
         assert _states(folder) == _states(tmp_path / "1")
         assert_same(read_bits(folder), read_bits(tmp_path / "1"))
+
+
+def test_values_and_states_are_the_same_after_a_kill_on_other_processes(tmp_path: Path) -> None:
+    setting = Elastic(total_steps=6, options={"print_frequency": 1})
+    expected = _train(tmp_path / "whole", setting, 1)
+    assert {name for _, name in _logged(tmp_path / "whole")} >= NAMES
+    folder = tmp_path / "killed"
+    with pytest.raises(RankError):
+        _train(folder, setting, 3, until=3)
+    assert _train(folder, setting, 2) == expected * 2
+    assert _logged(folder) == _logged(tmp_path / "whole")
+    assert _states(folder) == _states(tmp_path / "whole")
+
+
+def test_what_cannot_be_merged_gets_all_batches_in_the_order_of_replicas(tmp_path: Path) -> None:
+    setting = Elastic(total_steps=2, options={"valid_frequency": None})
+    _train(tmp_path, setting, 1)
+    turns = [json.loads(line) for line in (tmp_path / "turns-0.jsonl").read_text().splitlines()]
+    assert [turn["replica"] for turn in turns] == [0, 1, 2, 3] * 2
+    state = helios.load_checkpoint(tmp_path / "elastic" / "elastic_epoch_1_iter_2.pth")
+    found = state["plugins"]["seen-training"]["metrics"]["unlike"]["state"]["ids"]
+    assert found == [number for turn in turns for number in turn["ids"]]
 
 
 class _Still(helios.Model):
@@ -295,40 +363,3 @@ def test_padding_of_an_epoch_does_not_count(options: dict[str, Any]) -> None:
         24 if is_cut else 13,
     )
     assert found == pytest.approx([expected] * 2)
-
-
-class Unlike(Seen):
-    """Has no way to be joined."""
-
-    merge_state = None  # type: ignore[assignment]
-
-
-class Shifted(Seen):
-    """Two without data are not one without data."""
-
-    def merge_state(self, other: Seen) -> None:
-        self.noise = [*self.noise, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda _: Unlike(), "it has no merge_state"),
-        (lambda _: Shifted(), "merging two without data does not give one without data"),
-        (lambda library: library.PearsonCorrCoef(), "cannot be merged: RuntimeError"),
-    ],
-)
-def test_a_metric_that_cannot_be_joined_is_refused_before_the_training(
-    tmp_path: Path, make: Callable[[Any], Any], text: str
-) -> None:
-    import torchmetrics
-
-    setting = Elastic(num_replicas=2)
-    plugin = Metrics({"odd": make(torchmetrics)}, inputs=_inputs)
-    trainer = make_trainer(tmp_path, setting, plugin)
-    with pytest.raises(ArgumentError, match="merge_state") as e:
-        trainer.fit(ElasticModel(setting, tmp_path), ElasticData(setting))
-    assert text in str(e.value)
-    assert "got 'odd'" in str(e.value)
-    assert "return {name: (sum, weight)} from the step" in str(e.value)
-    assert not list(tmp_path.glob("turns-*"))

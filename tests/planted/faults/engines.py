@@ -58,11 +58,11 @@ def a_step_that_was_left_out_counts(withdraw_step, state, unit):
 
 
 @fault(
-    "helios.plugins.averaged_weights:Averages.load_state_dict",
+    "helios.plugins.averaging:WeightAverage.load_state_dict",
     "tests/plugins/test_averaging.py::test_a_run_with_an_average_resumes_everywhere",
 )
-def an_average_begins_anew_at_a_resume(load_state_dict, averages, state):
-    load_state_dict(averages, {**state, "num_updates": 0})
+def an_average_begins_anew_at_a_resume(load_state_dict, plugin, state_dict):
+    load_state_dict(plugin, {**state_dict, "num_updates": 0})
 
 
 @fault(
@@ -82,11 +82,11 @@ def a_file_of_rows_is_not_cut_back_at_a_resume(drop_rest, file):
 
 
 @fault(
-    "helios.plugins.metric_state:Tally.capture",
-    "tests/plugins/test_metrics.py::test_the_state_of_a_metric_is_whole",
+    "helios.plugins.metric_state:MetricSet.load_state_dict",
+    "tests/plugins/test_metrics.py::test_a_resume_anywhere_gives_the_same_values",
 )
-def the_state_of_a_metric_is_not_saved(capture, tally):
-    return {}
+def the_state_of_a_metric_is_not_restored(load_state_dict, metrics, state_dict):
+    return None
 
 
 ROUNDS = "tests/loops/test_own_rounds.py"

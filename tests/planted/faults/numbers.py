@@ -69,7 +69,7 @@ def the_throughput_has_validations(end_pause, file):
 
 
 @fault(
-    "helios.plugins.metrics:_SharedIntake._drop_padding",
+    "helios.plugins.metrics:Metrics._drop_padding",
     "tests/plugins/test_metrics_replicas.py::test_padding_of_an_epoch_does_not_count",
 )
 def training_metrics_count_the_padding_of_an_epoch(drop_padding, intake, arguments):
