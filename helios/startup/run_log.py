@@ -510,7 +510,6 @@ def open_logs(options: Options, name: str, record: Record | None, *, is_training
             log_path=log_path if options.enable_file_logging else None,
             run_path=run_path if options.enable_tensorboard else None,
             marks=record.events if is_training else None,
-            cuts=False,
         )
 
 
