@@ -22,9 +22,8 @@ from helios.checkpoint.export_files import (
     safetensors_writer,
 )
 from helios.core.sharded_tensors import value_of
-from helios.errors import ArgumentError, CheckpointError, FolderInUseError
+from helios.errors import ArgumentError, CheckpointError
 from helios.storage import files
-from helios.storage.folder_lock import FolderLock
 
 NOTE_NAME = "helios_export.json"
 CONFIG_NAME = "config.json"
@@ -145,7 +144,6 @@ def write_folder(
     Raises:
         ArgumentError: if there is something at the path that may not be replaced, or it is named
             like a checkpoint.
-        FolderInUseError: if another process is exporting to the path.
         CheckpointError: if the format cannot hold a tensor, or there is something else at a
             temporary path.
         UsageError: if a package is not installed.
@@ -157,17 +155,12 @@ def write_folder(
             f"Exported weights need a folder with a name, which they get when they are complete, "
             f"got {path}. Write out its name."
         )
-    try:
-        with FolderLock(path.parent, name=f".{path.name}.lock"):
-            _check_replaceable(path, replaces=replaces)
-            draft = files.temporary_path(path)
-            _remove_own(draft)
-            names = _write_draft(draft, weights, layout, metadata)
-            _rename(draft, path)
-    except FolderInUseError as error:
-        raise FolderInUseError(
-            f"Another process is exporting to {path}. Wait for its end, or choose another name."
-        ) from error
+    files.make_folder(path.parent)
+    _check_replaceable(path, replaces=replaces)
+    draft = files.temporary_path(path)
+    _remove_own(draft)
+    names = _write_draft(draft, weights, layout, metadata)
+    _rename(draft, path)
     return names
 
 

@@ -7,12 +7,14 @@ under names without these parts, so that a run with another wrapper, or none, ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, cast, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 
+from helios.core.utils import parameters_of
 from helios.protocols import Stateful
 
 COMPILED = "_orig_mod"
@@ -122,6 +124,24 @@ class BareNames:
         if versions is not None:
             vars(stripped)["_metadata"] = {self.of(key): value for key, value in versions.items()}
         return stripped
+
+
+def name_parameters(
+    networks: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> dict[Tensor, tuple[str, str]]:
+    """Return the path of the network of each parameter, and its bare name in it.
+
+    A parameter of an optimizer that is in no network gets the optimizer's path, and its number.
+    """
+    names = {
+        parameter: (path, str(number))
+        for path, optimizer in optimizers.items()
+        for number, parameter in enumerate(parameters_of(optimizer))
+    }
+    for path, network in networks.items():
+        bare = BareNames(network)
+        names |= {part: (path, bare.of(name)) for name, part in network.named_parameters()}
+    return names
 
 
 def clean_names(names: Collection[str]) -> dict[str, str]:

@@ -116,7 +116,7 @@ class EpochLoop(Loop):
         session.turns.begin_epoch()
         for hear in listening.epoch_opened:
             hear()
-        session.display.start_epoch(cursor.epoch, total, done, cursor.step)
+        session.display.start_epoch(cursor.epoch, total, cursor.step)
         self._timer.start()
 
     def _catch_up(self) -> None:
@@ -385,8 +385,6 @@ class EpochLoop(Loop):
             state.global_epoch,
             state.global_step,
         )
-        if session.schedule.logs and due.is_log_due(session.schedule, state):
-            session.display.expect_line()
         session.engine._gradient_norm = None
         session.turns.begin_iteration(state.global_iteration)
         opens_window = found[0] or state.global_iteration == 1
@@ -435,7 +433,7 @@ class EpochLoop(Loop):
             session.loss_means.report_nonfinite()
         logged = session.log_losses() if should_log else None
         if session.display.is_shown:
-            session.display.advance(session.loss_means, num_samples, has_stepped, logged=logged)
+            session.display.advance(session.loss_means, has_stepped, logged=logged)
         for hear in self._listening.line_due:
             hear(state, session.turns.totals, norm=session.engine._gradient_norm)
         session.cursor.batch += 1

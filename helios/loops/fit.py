@@ -65,10 +65,7 @@ class FitLoop(Loop):
         session.display.start_training(
             session.schedule,
             epoch=cursor.epoch,
-            done_in_epoch=done,
-            num_batches=total,
             steps_done=session.state.global_step,
-            step_in_epoch=cursor.step,
             find_optimizers=session.model.discovery.optimizers,
         )
         session.serve_losses()

@@ -147,7 +147,7 @@ class Training:
         what = run_log.describe_signal(saves=self._can_save)
         self._outside = outside or partial(listener.ask, what)
         store = start.folder.options if start.folder is not None and self._can_save else None
-        self._scores = ScoreLog(run.display, None if store is None else store.keep_best)
+        self._scores = ScoreLog(None if store is None else store.keep_best)
         self._saves: RunSaves | None = None
         self._evidence: Evidence | None = None
         self._listeners: list[RunListener] = [self._scores]

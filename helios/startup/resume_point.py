@@ -11,7 +11,10 @@ folder. Therefore :func:`find_start` searches again under the lock, in one listi
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -74,26 +77,40 @@ def lock_folder(
     folder = open_folder(options, save_name)
     if folder is None:
         return None
-    lock = FolderLock(folder.path, makes_folder=options.can_save)
+    lock = FolderLock(folder.path)
     stack.callback(lock.release)
 
-    def take() -> str | None:
-        lock.acquire()
-        return lock.token if folder.path.is_dir() else None
+    def take() -> str:
+        if options.can_save or folder.path.is_dir():
+            lock.acquire()
+        return lock.owner
 
-    token = on_first(team, take)
-    if options.can_save and token is not None:
-        on_each(team, lambda: _require_sight(lock, token, team))
+    owner = on_first(team, take)
+    if options.can_save and owner:
+        on_each(team, lambda: _require_sight(lock.path, owner, team))
     return lock
 
 
-def _require_sight(lock: FolderLock, token: str, team: Replicas) -> None:
+PATIENCE = 10.0
+"""Seconds within which a network file system shows a new file to all machines."""
+
+
+def _require_sight(path: Path, owner: str, team: Replicas) -> None:
     """Check that a process sees the folder that rank 0 has locked: it must resume from there."""
-    if team.rank != 0 and not lock.is_shown(token):
-        raise CheckpointError(
-            f"Rank 0 of {team.num_processes} saves to {lock.path.parent}, but rank {team.rank} "
-            f"does not see the same folder. {SHARING}"
-        )
+    deadline = time.monotonic() + PATIENCE
+    while team.rank != 0:
+        with contextlib.suppress(OSError):
+            # A failed lookup is cached until the folder is opened.
+            os.scandir(path.parent.parent).close()
+            os.scandir(path.parent).close()
+            if path.read_text() == owner:
+                return
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"Rank 0 of {team.num_processes} saves to {path.parent}, but rank {team.rank} "
+                f"does not see the same folder. {SHARING}"
+            )
+        time.sleep(0.1)
 
 
 _LOGGER = logging.getLogger(__name__)

@@ -34,7 +34,6 @@ from helios.startup.objects import own_methods
 from helios.startup.trainer_options import Options
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
-from helios.terminal.progress import Display
 from helios.text import count_text, number_text, size_text, with_step
 
 _LOGGER = logging.getLogger(__name__)
@@ -377,12 +376,10 @@ class ScoreLog(RunListener):
     """Logs the scores of validations, and remembers the last ones; ranks but 0 log errors only.
 
     Args:
-        display: shows them in progress bars, too.
         keep_best: the score that decides which checkpoints are kept; ``None`` without one.
     """
 
-    def __init__(self, display: Display, keep_best: KeepBest | None = None) -> None:
-        self._display = display
+    def __init__(self, keep_best: KeepBest | None = None) -> None:
         self._keep_best = keep_best
         self._last = ""
 
@@ -394,13 +391,9 @@ class ScoreLog(RunListener):
         """
         if self._keep_best is not None:
             self._keep_best.check_scores(validated.scores)
-        self._display.note_scores(self._log(validated))
-
-    def _log(self, validated: Validated) -> str:
-        """Log what there is; returns the scores and the best ones, for the progress bar."""
         scores, state, best = validated.scores, validated.state, validated.best
         if not scores:
-            return ""
+            return
         text, rank = format_scores(scores), ""
         if best is not None:
             is_new = best.iteration == state.global_iteration
@@ -410,7 +403,6 @@ class ScoreLog(RunListener):
         self._last = f"{text} ({place})"
         line = "; ".join(filter(None, (text, rank, format_scores(losses))))
         _LOGGER.info("Validation %d (%s): %s.", state.validation_cycles, place, line)
-        return f"{text} ({rank})" if rank else text
 
     def summarize(
         self, best: BestValidation | None, file_name: str | None = None
@@ -518,7 +510,6 @@ def open_logs(options: Options, name: str, record: Record | None, *, is_training
             log_path=log_path if options.enable_file_logging else None,
             run_path=run_path if options.enable_tensorboard else None,
             marks=record.events if is_training else None,
-            cuts=False,
         )
 
 

@@ -89,8 +89,15 @@ class RunSaves:
     def _describe(self, payload: dict[str, Any]) -> PendingCheckpoint:
         """Complete what hooks have left of a payload, and say how it is written; on rank 0."""
         start = self._start
-        if start.lock is not None:
-            start.lock.renew()
+        if start.folder is not None and not start.folder.path.is_dir():
+            _LOGGER.warning(
+                "The folder %s disappeared during the run: it was deleted or moved, or its disk is "
+                "gone. It is created again for new checkpoints; earlier ones are not in it.",
+                start.folder.path,
+            )
+        if start.lock is not None and start.lock.owner:
+            # Its file may have been deleted, or the lock lost.
+            start.lock.acquire()
         stamp = {
             "options": start.definition,
             "machine": self._machine,

@@ -64,7 +64,7 @@ from helios.startup.trainer_options import Options
 from helios.state import Phase
 from helios.state_graph.owner_states import Owners
 from helios.terminal import root_logger as log
-from helios.terminal.progress import Display, NullDisplay, create_display
+from helios.terminal.progress import Display, create_display
 
 _LOGGER = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -139,7 +139,7 @@ class Run:
         is_sharded = self.options.sharding == "full"
         self.engine.replicas = plan.make_replicas(self.engine.device, is_sharded=is_sharded)
         self.hooks = self._make_bus()
-        self.display: Display = NullDisplay()
+        self.display = Display()
         if is_shown:
             self.display = create_display(self.options.enable_progress_bar)
         self.sources: dict[Phase, list[Source]] = {}

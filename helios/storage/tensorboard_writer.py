@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,17 +22,9 @@ from helios.distributed.collectives import get_global_rank
 from helios.errors import UsageError
 from helios.storage import files
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from matplotlib.figure import Figure
-
-    _Image = torch.Tensor | npt.NDArray[Any]
-
 _LOGGER = logging.getLogger(__name__)
 # Only event files with this suffix are truncated or removed, never those of a user's own writer.
 _SUFFIX = ".helios"
-_FLUSH_SECONDS = 20
-_QUEUE_LENGTH = 200
 
 
 class TensorboardWriter:
@@ -46,8 +38,8 @@ class TensorboardWriter:
         self._run_path: Path | None = None
         self._suffix = _SUFFIX
         self._newest_steps: dict[str, int | None] = {}
-        # What :meth:`cut_back` has still to do.
-        self._uncut: tuple[Path, Mapping[str, int], dict[str, Path]] | None = None
+        # What :meth:`cut_back` does: the size of each event file, ``None`` for one that goes.
+        self._uncut: dict[Path, int | None] = {}
 
     def setup(self, run_path: Path) -> None:
         """Start a new event file in the folder of a run; creates the folder if it is missing."""
@@ -55,7 +47,7 @@ class TensorboardWriter:
         self._run_path = run_path
         if get_global_rank() == 0:
             run_path.mkdir(parents=True, exist_ok=True)
-            self._writer = _open_writer(run_path, self._suffix)
+            self._writer = self._open(run_path)
 
     @property
     def run_path(self) -> Path:
@@ -80,35 +72,45 @@ class TensorboardWriter:
         self.flush()
         return {name: path.stat().st_size for name, path in _event_files(self.run_path).items()}
 
-    def restore(
-        self, run_path: Path, marks: Mapping[str, int] | None = None, *, cuts: bool = True
-    ) -> None:
-        """Continue in the folder of a run, from a checkpoint.
+    def restore(self, run_path: Path, marks: Mapping[str, int] | None = None) -> None:
+        """Continue in the folder of a run, from a checkpoint, with a new event file.
 
-        Event files are truncated to their marks, later ones are removed, and a new one is started.
-        If a file is missing or shorter than its mark, a warning is logged, as its points are lost.
+        :meth:`cut_back` then truncates older files to their marks, and removes later ones. If a
+        file is missing or shorter than its mark, a warning is logged, as its points are lost.
 
         Args:
             run_path: the present folder of the run.
             marks: the result of :meth:`mark` in the checkpoint; ``None`` for an evaluation of the
                 run, which keeps all events and whose own ones are kept by later resumes.
-            cuts: whether to truncate and remove files now, or in :meth:`cut_back`.
         """
         self._suffix = "" if marks is None else _SUFFIX
-        uncut = None
-        if marks is not None and get_global_rank() == 0:
-            uncut = (run_path, marks, _event_files(run_path))
+        if get_global_rank() != 0:
+            marks = None
+        found = {} if marks is None else _event_files(run_path)
         # An open writer would continue to write after the truncated end.
         self.setup(run_path)
-        self._uncut = uncut
-        if cuts:
-            self.cut_back()
+        if marks is None:
+            return
+        sizes = {name: path.stat().st_size for name, path in found.items()}
+        lost = [name for name, size in marks.items() if sizes.get(name, -1) < size]
+        if lost:
+            _LOGGER.warning(
+                "Event files of the resumed run are missing or shorter than at the checkpoint: %s "
+                "in %s. Their points are lost. To keep them, put the files back and resume again.",
+                lost,
+                run_path,
+            )
+        # Only files found in the folder are changed: a mark cannot refer to a file elsewhere.
+        self._uncut = {path: marks.get(name) for name, path in found.items()}
 
     def cut_back(self) -> None:
-        """Truncate and remove files after ``restore(cuts=False)``, once."""
-        uncut, self._uncut = self._uncut, None
-        if uncut is not None:
-            _cut_back(*uncut)
+        """Truncate and remove files as :meth:`restore` says, once."""
+        for path, size in self._uncut.items():
+            if size is None:
+                files.unlink(path)
+            elif path.stat().st_size > size:
+                files.truncate(path, size)
+        self._uncut = {}
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -126,7 +128,7 @@ class TensorboardWriter:
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
-        self._uncut = None
+        self._uncut = {}
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -143,53 +145,33 @@ class TensorboardWriter:
         """Whether ``global_step`` is the step of the last point added to the curve ``tag``."""
         return self._newest_steps.get(tag) == global_step
 
-    def add_scalars(
-        self,
-        main_tag: str,
-        tag_scalar_dict: Mapping[str, float | torch.Tensor],
-        global_step: int | None = None,
-    ) -> None:
-        """Add points to several curves of one plot; each curve has its own subfolder."""
-        if self._writer is not None:
-            self._writer.add_scalars(main_tag, tag_scalar_dict, global_step)
+    def add_scalars(self, *args: Any, **kwargs: Any) -> None:
+        """Add points to several curves of one plot, each in its own subfolder."""
+        self._add("scalars", *args, **kwargs)
 
-    def add_image(
-        self,
-        tag: str,
-        img_tensor: _Image,
-        global_step: int | None = None,
-        dataformats: str = "CHW",
-    ) -> None:
-        """Add an image of floats in [0, 1] or bytes; ``dataformats`` names its axes."""
-        if self._writer is not None:
-            self._writer.add_image(tag, img_tensor, global_step, dataformats=dataformats)
+    def add_image(self, *args: Any, **kwargs: Any) -> None:
+        """Add an image of floats in [0, 1] or bytes."""
+        self._add("image", *args, **kwargs)
 
-    def add_images(
-        self,
-        tag: str,
-        img_tensor: _Image,
-        global_step: int | None = None,
-        dataformats: str = "NCHW",
-    ) -> None:
+    def add_images(self, *args: Any, **kwargs: Any) -> None:
         """Add a batch of images, of floats in [0, 1] or bytes."""
-        if self._writer is not None:
-            self._writer.add_images(tag, img_tensor, global_step, dataformats=dataformats)
+        self._add("images", *args, **kwargs)
 
-    def add_figure(
-        self,
-        tag: str,
-        figure: Figure | list[Figure],
-        global_step: int | None = None,
-        close: bool = True,
-    ) -> None:
+    def add_figure(self, *args: Any, **kwargs: Any) -> None:
         """Add a Matplotlib figure as an image, and close it unless ``close`` is False."""
-        if self._writer is not None:
-            self._writer.add_figure(tag, figure, global_step, close)
+        self._add("figure", *args, **kwargs)
 
-    def add_text(self, tag: str, text_string: str, global_step: int | None = None) -> None:
+    def add_text(self, *args: Any, **kwargs: Any) -> None:
         """Add a text in Markdown."""
+        self._add("text", *args, **kwargs)
+
+    def add_pr_curve(self, *args: Any, **kwargs: Any) -> None:
+        """Add a precision-recall curve."""
+        self._add("pr_curve", *args, **kwargs)
+
+    def _add(self, kind: str, *args: Any, **kwargs: Any) -> None:
         if self._writer is not None:
-            self._writer.add_text(tag, text_string, global_step)
+            getattr(self._writer, f"add_{kind}")(*args, **kwargs)
 
     def add_graph(
         self,
@@ -211,35 +193,13 @@ class TensorboardWriter:
         if self._writer is None:
             return
         inputs: Any = input_to_model
-        if isinstance(inputs, torch.Tensor):
-            inputs = inputs.detach().cpu()
-        elif inputs is not None:
-            inputs = [item.detach().cpu() for item in inputs]
+        if inputs is not None:
+            parts = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+            inputs = [part.detach().cpu() for part in parts]
         with rng.stream(rng.key("add_graph")), warnings.catch_warnings():
             # torch's writer still uses torch.jit, which its users cannot change.
-            for category in (DeprecationWarning, FutureWarning):
-                warnings.filterwarnings("ignore", r"`torch\.jit\.", category)
+            warnings.filterwarnings("ignore", r"`torch\.jit\.")
             self._writer.add_graph(copy.deepcopy(model).cpu(), inputs, verbose, use_strict_trace)
-
-    def add_pr_curve(
-        self,
-        tag: str,
-        labels: _Image,
-        predictions: _Image,
-        global_step: int | None = None,
-        num_thresholds: int = 127,
-    ) -> None:
-        """Add a precision-recall curve.
-
-        Args:
-            tag: name of the curve.
-            labels: label of each sample, 0 or 1.
-            predictions: predicted probability of the label 1 for each sample, in [0, 1].
-            global_step: step of the curve.
-            num_thresholds: number of points of the curve.
-        """
-        if self._writer is not None:
-            self._writer.add_pr_curve(tag, labels, predictions, global_step, num_thresholds)
 
     def add_hparams(
         self,
@@ -264,7 +224,7 @@ class TensorboardWriter:
 
         # TensorBoard reads only the newest file of a folder, so a second one would hide what is
         # written to the open one. Only in a subfolder, a new file is created.
-        writer = _open_writer(self.run_path / run_name, self._suffix) if run_name else self._writer
+        writer = self._open(self.run_path / run_name) if run_name else self._writer
         parts: Any = hparams  # not annotated
         for summary in parts(hparam_dict, metric_dict, hparam_domain_discrete):
             writer.file_writer.add_summary(summary, global_step)
@@ -273,41 +233,14 @@ class TensorboardWriter:
         if run_name:
             writer.close()
 
+    def _open(self, folder: Path) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
 
-def _open_writer(folder: Path, suffix: str) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(
-        str(folder),
-        max_queue=_QUEUE_LENGTH,
-        flush_secs=_FLUSH_SECONDS,
-        filename_suffix=suffix,
-    )
+        suffix = self._suffix
+        return SummaryWriter(str(folder), max_queue=200, flush_secs=20, filename_suffix=suffix)
 
 
 def _event_files(run_path: Path) -> dict[str, Path]:
     """Return the event files with our suffix by relative path, including subfolders."""
     paths = sorted(run_path.rglob(f"*tfevents*{_SUFFIX}"))
     return {path.relative_to(run_path).as_posix(): path for path in paths}
-
-
-def _cut_back(run_path: Path, marks: Mapping[str, int], found: Mapping[str, Path]) -> None:
-    """Restore the event files that were found to their sizes in ``marks``."""
-    # Only files found in the folder are changed: a mark cannot refer to a file elsewhere.
-    sizes = {name: path.stat().st_size for name, path in found.items()}
-    for name, path in found.items():
-        if name not in marks:
-            files.unlink(path)
-        elif sizes[name] > marks[name]:
-            files.truncate(path, marks[name])
-    later = [name for name in found if name not in marks]
-    if later:
-        _LOGGER.info("Removed event files created after the checkpoint in %s: %s.", run_path, later)
-    lost = [name for name, size in marks.items() if sizes.get(name, -1) < size]
-    if lost:
-        _LOGGER.warning(
-            "Event files of the resumed run are missing or shorter than at the checkpoint: %s in "
-            "%s. Their points are lost. To keep them, put the files back and resume again.",
-            lost,
-            run_path,
-        )

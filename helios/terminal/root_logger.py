@@ -312,8 +312,6 @@ def restore_default_loggers(
     log_path: Path | None = None,
     run_path: Path | None = None,
     marks: Mapping[str, int] | None = None,
-    *,
-    cuts: bool = True,
 ) -> None:
     """Continue the files of a resumed run.
 
@@ -321,9 +319,8 @@ def restore_default_loggers(
         log_path: its log file, which is appended to; if it is missing, a new one is created with a
             warning.
         run_path: its folder of TensorBoard events.
-        marks: the result of :meth:`TensorboardWriter.mark` in the checkpoint: later events are
-            removed. ``None`` keeps them.
-        cuts: whether to remove them now, or in :meth:`TensorboardWriter.cut_back`.
+        marks: the result of :meth:`TensorboardWriter.mark` in the checkpoint:
+            :meth:`TensorboardWriter.cut_back` removes later events. ``None`` keeps them.
 
     Raises:
         UsageError: before :func:`create_default_loggers` (a ``RuntimeError``).
@@ -339,7 +336,7 @@ def restore_default_loggers(
                 log_path,
             )
     if _Default.tensorboard is not None and run_path is not None:
-        _Default.tensorboard.restore(run_path, marks, cuts=cuts)
+        _Default.tensorboard.restore(run_path, marks)
 
 
 def flush_default_loggers() -> None:

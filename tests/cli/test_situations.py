@@ -21,9 +21,9 @@ import torch
 
 from helios.checkpoint.store import RunFolder
 from helios.cli import main, output
-from helios.storage.folder_lock import FolderLock
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.checkpoint.sharded_helpers import save_sharded
+from tests.support.paused import locked
 from tests.support.synthetic_run import write_run, write_run_file
 from tests.support.terminals import run_on_terminal
 
@@ -126,7 +126,7 @@ def test_every_command_ends_with_a_code_and_a_message(
     out.mkdir()
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     usual = {"replay": 2}
-    with FolderLock(folder):
+    with locked(folder):
         code = main(words_of(command, folder, other, out))
     printed = capsys.readouterr()
     assert code == codes.get(command, usual.get(command, 0)), printed

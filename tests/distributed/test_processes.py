@@ -23,7 +23,7 @@ import pytest
 import helios
 from helios.distributed.collectives import TORCHRUN_VARIABLES, get_global_rank
 from helios.errors import CheckpointError, RunMismatchError
-from helios.storage import folder_lock
+from helios.startup import resume_point
 from tests.distributed import train_script
 from tests.launch.test_launcher import all_gone
 from tests.support.ranks import run_ranks
@@ -227,7 +227,7 @@ def fail_in_group(rank: int, *line: str) -> tuple[str, str, str, str]:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("helios").addHandler(handler)
     own = [text.format(rank=rank) for text in line]
-    folder_lock._PATIENCE = 0.0
+    resume_point.PATIENCE = 0.0
     try:
         train_script.main(own)
     except Exception as error:

@@ -29,9 +29,9 @@ from helios.ledger.book import FILE_NAME
 from helios.ledger.differences import CONTENT, END, ORDER, RATES, WEIGHTS
 from helios.plugins import CSVLogger, JSONLLogger, Plugin, Profiler
 from helios.state import TrainingState
-from helios.storage.folder_lock import FolderLock
 from tests.checkpoint.helpers import save_payload
 from tests.support.kills import run_in_child
+from tests.support.paused import locked
 from tests.support.resume import assert_equal, assert_events_join, iteration_of, restarts_of
 from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, replay, train
 
@@ -240,7 +240,7 @@ def test_a_killed_replay_leaves_the_run_as_it_was(whole: Path, tmp_path: Path) -
 
 @pytest.mark.shows("P33")
 def test_a_replay_needs_no_lock(whole: Path) -> None:
-    with FolderLock(whole / "small"):
+    with locked(whole / "small"):
         assert replay(whole, STEPS, start=8)[0].is_equal
 
 

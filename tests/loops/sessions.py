@@ -26,7 +26,7 @@ from helios.replicas.replicas import Replicas
 from helios.schedule import Schedule
 from helios.session import Session
 from helios.state import Phase, TrainingState, TrainingUnit
-from helios.terminal.progress import NullDisplay
+from helios.terminal.progress import Display
 
 EPOCH, ITERATION = TrainingUnit.EPOCH, TrainingUnit.ITERATION
 
@@ -77,7 +77,7 @@ def make_session(
         model=model,
         engine=engine,
         hooks=Bus(plugins=plugins, model=model, engine=engine),
-        display=NullDisplay(),
+        display=Display(),
         seed=0,
         schedule=Schedule(unit=unit, accumulation_steps=accumulation, **options),
         sources=sources or {},

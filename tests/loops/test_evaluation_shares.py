@@ -24,7 +24,7 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.state import Phase
-from helios.terminal.progress import NullDisplay
+from helios.terminal.progress import Display
 from tests.engines.joined import replicas_on
 from tests.loops.sessions import ListSource
 from tests.support.ranks import run_ranks
@@ -137,7 +137,7 @@ def evaluate(
         model=model,
         engine=engine,
         hooks=Bus(plugins=plugins, model=model, engine=engine),
-        display=NullDisplay(),
+        display=Display(),
         seed=0,
         sources={loop.phase: sources},
         phase=loop.phase,

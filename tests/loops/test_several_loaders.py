@@ -18,7 +18,7 @@ from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
 from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.session import Session
-from helios.terminal.progress import NullDisplay
+from helios.terminal.progress import Display
 
 
 class Reporter(Model):
@@ -66,7 +66,7 @@ def _run(loop: EvaluationLoop, model: Reporter, *names: str) -> Any:
         model=model,
         engine=engine,
         hooks=Bus(model=model, engine=engine),
-        display=NullDisplay(),
+        display=Display(),
         seed=0,
         sources={loop.phase: _sources(*names)} if names else {},
         phase=loop.phase,

@@ -26,8 +26,8 @@ from helios.migration.folder_migration import (
     migrate_checkpoints,
 )
 from helios.state import TrainingState
-from helios.storage.folder_lock import FolderLock
 from tests.support import old_files as old
+from tests.support.paused import locked
 
 
 def migrate(path: Path, **options: Any) -> Report:
@@ -343,7 +343,7 @@ def test_a_flipped_bit_in_a_tensor_of_an_old_file_is_damage(tmp_path: Path) -> N
 def test_a_folder_that_a_run_has_locked_is_left_alone(tmp_path: Path) -> None:
     path = write_old(tmp_path / "a_epoch_1_iter_4.pth")
     before = path.read_bytes()
-    with FolderLock(tmp_path):
+    with locked(tmp_path):
         assert migrate(path).result is Result.IN_USE
     assert path.read_bytes() == before
     assert migrate(path).result is Result.MIGRATED

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import helios
 from helios.errors import ArgumentError, UsageError
 from helios.plugins import Plugin
 from helios.plugins.nan_guard import NaNGuard
 from helios.state import TrainingState
-from helios.state_graph.rollback import BufferCopies
 from tests.loops.recorded import record
 from tests.support.resume import resume_everywhere
 from tests.support.runs import (
@@ -123,16 +121,9 @@ def _bad_iterations(setting: Setting) -> list[int]:
 # --- arguments -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"action": "ignore"}, r"NaNGuard\(action=...\) must be one of raise, skip, stop"),
-        ({"checks": "weights"}, r"NaNGuard\(checks=...\) must be one of loss, gradients, both"),
-        ({"action": "skip", "limit": 0}, r"NaNGuard\(limit=...\) must be None or a positive int"),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ArgumentError, match=words):
+@pytest.mark.parametrize("options", [{"action": "ignore"}, {"checks": "weights"}, {"limit": 0}])
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"{next(iter(options))}="):
         NaNGuard(**options)
 
 
@@ -159,18 +150,12 @@ def test_the_error_names_the_planted_sample(setting: Setting, checks: str) -> No
         _train(None, setting, NaNGuard(checks=checks), model=model)
     text = str(caught.value)
     ids = ", ".join(map(str, order[bad]))
-    assert f"batch {bad - 1} (from 0) of epoch 1, samples {ids}" in text
-    assert "In epoch 1, iteration" in text
-    if checks == "loss":
-        assert f"the loss of batch {bad - 1}" in text
-        assert "gradients" not in text
-    else:
-        assert "the gradients of net.0.weight, net.0.bias" not in text  # frozen in epoch 1
-        assert "the gradients of net.1.weight, net.1.bias, net.4.weight, net.4.bias" in text
-    if checks == "gradients":
-        assert all(f"batch {n - 1} (from 0)" in text for n in window if n <= 6)
-    else:
-        assert sum(f"batch {n - 1} (from 0)" in text for n in window) == 1
+    assert "in epoch 1, iteration" in text
+    # Without bad losses, each batch of the window is named.
+    assert f"nan of batch {bad - 1} (from 0) of epoch 1, samples {ids}" in text
+    assert sum(f"batch {n - 1} (from 0)" in text for n in window) == 1
+    names = "Gradients: net.1.bias, net.1.weight, net.4.bias, net.4.weight."  # net.0 is frozen
+    assert (names in text) == (checks != "loss")
     assert all(p.isfinite().all() for p in model.net.parameters())
 
 
@@ -235,7 +220,7 @@ def test_the_counters_of_a_skipped_step_are_those_of_no_step(setting: Setting) -
 def test_too_many_skips_in_a_row_are_an_error() -> None:
     setting = Setting(total_steps=9)
     data = NanModule(setting, dict.fromkeys(range(22), math.nan))
-    with pytest.raises(UsageError, match=r"window number 4 in a row, and NaNGuard\(limit=3\)"):
+    with pytest.raises(UsageError, match=r"NaNGuard\(limit=3\) allows no more"):
         _train(None, setting, guard := NaNGuard("skip", limit=3), data=data)
     assert guard.num_skipped == 3
 
@@ -262,15 +247,12 @@ def test_stopping_saves_a_clean_state_and_is_the_regular_end(tmp_path: Path) -> 
     assert not again.has_ended
 
 
-# --- manual steps --------------------------------------------------------------------------------
-
-
 # --- all is well ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("is_manual", "action"), [(False, "skip"), (True, "raise")])
-def test_a_guard_that_finds_nothing_changes_no_bit(is_manual: bool, action: str) -> None:
-    setting = Setting(total_steps=8, is_manual=is_manual, accumulation=1 if is_manual else 2)
+@pytest.mark.parametrize("action", ["raise", "skip"])
+def test_a_guard_that_finds_nothing_changes_no_bit(action: str) -> None:
+    setting = Setting(total_steps=8, accumulation=2)
     found = [
         _train(None, setting, *guards, data=NanModule(setting, {}))
         for guards in ([], [NaNGuard(action)])
@@ -279,23 +261,6 @@ def test_a_guard_that_finds_nothing_changes_no_bit(is_manual: bool, action: str)
     assert found[0].bits() == found[1].bits()
 
 
-# --- copies of buffers ---------------------------------------------------------------------------
-
-
-def _networks(net: nn.Module) -> Any:
-    return lambda: {"net": net}
-
-
-def test_buffers_go_back_to_what_they_held_in_place() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    copies = BufferCopies()
-    for _ in range(2):
-        before = {name: part.clone() for name, part in net.named_buffers()}
-        objects = dict(net.named_buffers())
-        copies.keep(_networks(net))
-        net(torch.randn(4, 2) * math.nan)
-        net[1].running_var = torch.ones(2) * 7
-        copies.put_back()
-        assert all(part.equal(before[name]) for name, part in net.named_buffers())
-        assert dict(net.named_buffers()) == objects
-        net(torch.randn(4, 2))
+def test_a_model_that_makes_its_own_updates_cannot_be_guarded() -> None:
+    with pytest.raises(UsageError, match="train_step that returns the loss"):
+        _train(None, Setting(total_steps=8, is_manual=True), NaNGuard())

@@ -14,26 +14,9 @@ from helios.best import BestRule, BestSoFar, Validation
 from helios.checkpoint.run_listener import Validated
 from helios.startup.run_log import ScoreLog, describe_progress
 from helios.state import TrainingState
-from helios.terminal.progress import NullDisplay
 from tests.typed.user_script import Line, Numbers
 
 LOW = BestRule("error", "min")
-
-
-class Shown(NullDisplay):
-    """Keeps what bars show of scores."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def note_scores(self, text: str) -> None:
-        self.texts.append(text)
-
-
-def make_log() -> tuple[ScoreLog, list[str]]:
-    """Return a log, and what bars show of it."""
-    display = Shown()
-    return ScoreLog(display), display.texts
 
 
 def show(log: ScoreLog, best: BestSoFar, errors: Sequence[float], *, first: int = 1) -> None:
@@ -56,7 +39,7 @@ def test_each_validation_is_a_line_with_the_best_so_far(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    (log, shown), so_far = make_log(), BestSoFar(LOW)
+    log, so_far = ScoreLog(), BestSoFar(LOW)
     show(log, so_far, [0.5, 0.25, math.nan, 0.25, 0.125])
     best = "best: error 0.25 (iteration 16); training loss 2."
     new = "the best so far; training loss 2."
@@ -67,8 +50,6 @@ def test_each_validation_is_a_line_with_the_best_so_far(
         f"Validation 4 (epoch 4, iteration 32): error 0.25, hits 3; {best}",
         f"Validation 5 (epoch 5, iteration 40): error 0.125, hits 3; {new}",
     ]
-    assert shown[0] == "error 0.5, hits 3 (the best so far)"
-    assert shown[3] == "error 0.25, hits 3 (best: error 0.25 (iteration 16))"
     last = {"last scores": "error 0.125, hits 3 (epoch 5, iteration 40)"}
     assert log.summarize(None) == last
     for name, text in {None: "", "a.pth": "; a.pth", "": "; without a checkpoint"}.items():

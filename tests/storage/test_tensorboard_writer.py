@@ -74,6 +74,7 @@ def test_a_resume_leaves_each_point_once(
     marks = json.loads(json.dumps(writer.mark()))
     write_points(writer, stop, 16)
     writer.restore(run_path, marks)
+    writer.cut_back()
     write_points(writer, stop, 16)
     writer.close()
     assert read_points(run_path) == undisturbed
@@ -94,6 +95,7 @@ def test_what_a_mark_covers_survives_a_kill(writer: TensorboardWriter, tmp_path:
     killed = call(_write_until_killed, run_path)
     assert killed.returncode == -signal.SIGKILL
     writer.restore(run_path, json.loads(killed.stdout))
+    writer.cut_back()
     writer.close()
     assert read_points(run_path) == Counter({(".", "loss", n, float(n)): 1 for n in range(300)})
 
@@ -104,6 +106,7 @@ def test_event_files_of_others_are_left_alone(writer: TensorboardWriter, tmp_pat
     with SummaryWriter(str(tmp_path / "mine")) as others:
         others.add_scalar("mine", 1.0, 1)
     writer.restore(tmp_path, marks)
+    writer.cut_back()
     assert read_points(tmp_path) == Counter({("mine", "mine", 1, 1.0): 1})
 
 
@@ -119,6 +122,7 @@ def test_files_that_are_gone_or_shorter_are_warned_of(
     (tmp_path / shorter).write_bytes((tmp_path / shorter).read_bytes()[:-3])
     with caplog.at_level(logging.WARNING, "helios"):
         writer.restore(tmp_path, marks)
+        writer.cut_back()
     [record] = caplog.records
     assert "missing or shorter" in record.message
     assert gone in record.message
@@ -132,6 +136,7 @@ def test_a_mark_leads_to_no_file_outside_the_folder(
     outside = tmp_path / "events.out.tfevents.1.helios"
     outside.write_bytes(b"not of this run")
     writer.restore(tmp_path / "run", {"../events.out.tfevents.1.helios": 3})
+    writer.cut_back()
     assert outside.read_bytes() == b"not of this run"
 
 

@@ -8,6 +8,7 @@ or removed, whoever does it; helpers of ``storage`` are wrapped for what it does
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import pickle
 import re
@@ -67,7 +68,7 @@ class Trail:
         sys.addaudithook(self._hear)
         for name, word in _WRAPPED.items():
             setattr(files, name, self._wrap(getattr(files, name), word, _place_of))
-        for name, word in (("acquire", "lock"), ("renew", "see to"), ("release", "unlock")):
+        for name, word in (("acquire", "lock"), ("release", "unlock")):
             method = getattr(FolderLock, name)
             setattr(FolderLock, name, self._wrap(method, word, lambda lock: lock.path))
 
@@ -263,6 +264,13 @@ def _refuse_writing(folder: Path) -> None:
     files.check_writable = refuse
 
 
+def _hold_the_lock(folder: Path) -> None:
+    def refuse(descriptor: int, command: int) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    fcntl.lockf = refuse
+
+
 _BEST = helios.KeepBest(1, "score", mode="max")
 WRONGS = {
     "the data module is none": Wrong("ArgumentTypeError", "must be a DataModule"),
@@ -279,7 +287,7 @@ WRONGS = {
     "another run holds the lock": Wrong(
         "FolderInUseError",
         "in use by another run",
-        spoil=lambda folder: FolderLock(folder / "runs/net").acquire(),
+        spoil=_hold_the_lock,
     ),
     "the folder is of another run": Wrong(
         "RunMismatchError", "belongs to the run", {"run_name": "other"}

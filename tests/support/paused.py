@@ -6,7 +6,10 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+from helios.storage.folder_lock import FolderLock
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -38,3 +41,13 @@ def another_process(work: Callable[[Callable[[], Any]], Any]) -> Iterator[int]:
         go_on.close()
         child.join()
         child.close()
+
+
+def locked(folder: Path) -> contextlib.AbstractContextManager[int]:
+    """Lock a folder in another process during the block; yields its process id."""
+
+    def hold(pause: Callable[[], Any]) -> None:
+        with FolderLock(folder):
+            pause()
+
+    return another_process(hold)
