@@ -110,11 +110,10 @@ class Trainer:
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
         params: what defines the run besides these arguments, such as ``{"lr": 0.1}``: a mapping, a
             dataclass or a namespace of plain values. Another value stops a resume.
-        hang_warning: seconds without progress after which a line of the log says what each process
-            waits for, and again after 2, 4, 8, ... times as long; ``None`` for never.
+        hang_warning: seconds without progress after which a line of the log says which rank is
+            behind, and again after 2, 4, 8, ... times as long; ``None`` for never.
         hang_timeout: seconds without progress after which every process writes its stacks beside
-            the run and ends with exit code 75, or 1 if another start would not help; more than
-            ``hang_warning``. ``None`` for never.
+            the run and ends with exit code 75; more than ``hang_warning``. ``None`` for never.
 
     Attributes:
         model: the model of the last call of fit, validate, test or predict.

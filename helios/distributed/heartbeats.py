@@ -7,8 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from helios.distributed.process_groups import DistributedInfo, open_store
 
@@ -16,105 +15,88 @@ _TOPIC = "helios/waiting"
 _STORE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(NamedTuple):
     """What a rank knows of all.
 
     Attributes:
-        words: what the ranks say that can speak, by rank.
-        mute: the ranks that say nothing.
+        words: what the ranks say that answer, by rank.
+        mute: the ranks that do not.
         speaker: the rank that speaks for all.
     """
 
     words: Mapping[int, Mapping[str, Any]]
-    mute: list[int] = field(default_factory=list)
-    speaker: int = 0
+    mute: list[int]
+    speaker: int
 
 
 @final
 class Heartbeats:
-    """The words of all ranks; nothing is opened before the first of them.
+    """The last words of all ranks, in the store of the group.
 
     Args:
         info: the rank of this process, and how many there are.
+        fresh: for how many seconds a rank counts as answering after it has said something new.
     """
 
-    def __init__(self, info: DistributedInfo) -> None:
+    def __init__(self, info: DistributedInfo, fresh: float) -> None:
         self._info = info
+        self._fresh = fresh
         self._store: Any = None
         self._is_alone = info.world_size == 1
+        self._has_answered = False
         self._count = 0
-        self._asking: threading.Thread | None = None
-        # The last words of each rank, and when they were new.
+        self._talking: threading.Thread | None = None
+        # The last text of each rank, and when it was new.
         self._last: dict[int, tuple[bytes, float]] = {}
 
-    def say(self, words: Mapping[str, Any]) -> None:
-        """Say something, for others that may wait for this rank.
+    def exchange(self, words: Mapping[str, Any], *, reads: bool = True) -> Heard:
+        """Write the words of this rank; return those of the ranks that answer.
 
         Args:
             words: plain values.
-        """
-        if not self._is_alone:
-            self._post(words, listens=False)
-
-    def exchange(self, words: Mapping[str, Any], *, fresh: float) -> Heard:
-        """Say something, and return what the others say.
-
-        Args:
-            words: plain values.
-            fresh: for how many seconds the words of a rank count that says nothing new.
+            reads: whether to look for what the others say.
         """
         own = self._info.rank
-        found = None if self._is_alone else self._post(words)
+        if not self._is_alone and not (self._talking and self._talking.is_alive()):
+            # A store that is stopped answers nobody, and may wait forever.
+            self._has_answered = False
+            self._count += 1
+            text = json.dumps({**words, "count": self._count})
+            self._talking = threading.Thread(
+                target=self._talk, args=(text, reads), name="helios-heartbeat", daemon=True
+            )
+            self._talking.start()
+            self._talking.join(_STORE_SECONDS)
         if self._is_alone:
             return Heard({own: words}, [], own)
-        if found is None:
-            # Rank 0 has the store, or none of them has. Who else can speak is not known.
+        if not self._has_answered:
+            # Rank 0 has the store, or is beside it. Who else answers is not known.
             return Heard({own: words}, [0] if own else [], 1 if own else 0)
-        now = time.monotonic()
-        for rank, text in found.items():
-            before = self._last.get(rank)
-            if before is None and rank != own:
-                # It may be of an earlier call, or of ranks that torchrun has started before.
-                self._last[rank] = text, -math.inf
-            elif before is None or before[0] != text:
-                self._last[rank] = text, now
-        speaking = {
-            rank: json.loads(text)
-            for rank, (text, when) in sorted(self._last.items())
-            if now - when < fresh
-        }
-        mute = [rank for rank in range(self._info.world_size) if rank not in speaking]
-        return Heard(speaking, mute, min(speaking))
+        found = {own: words}
+        for rank, (said, when) in self._last.items():
+            if time.monotonic() - when < self._fresh:
+                found[rank] = json.loads(said)
+        mute = [rank for rank in range(self._info.world_size) if rank not in found]
+        return Heard(dict(sorted(found.items())), mute, min(found))
 
-    def _post(self, words: Mapping[str, Any], *, listens: bool = True) -> dict[int, bytes] | None:
-        """Return what each rank has said last; ``None`` if the store does not answer."""
-        if self._asking is not None and self._asking.is_alive():
-            return None
-        self._count += 1
-        text = json.dumps({**words, "count": self._count})
-        found: list[dict[int, bytes]] = []
-        self._asking = threading.Thread(
-            target=self._talk, args=(text, found, listens), name="helios-heartbeat", daemon=True
-        )
-        self._asking.start()
-        self._asking.join(_STORE_SECONDS)
-        return found[0] if found else None
-
-    def _talk(self, text: str, found: list[dict[int, bytes]], listens: bool) -> None:
+    def _talk(self, text: str, reads: bool) -> None:
         try:
-            if self._store is None:
-                self._store = open_store()
-            store = self._store
+            self._store = store = self._store or open_store()
             if store is None:
                 self._is_alone = True
                 return
             store.set(f"{_TOPIC}/{self._info.rank}", text)
-            if not listens:
-                return
-            keys = {rank: f"{_TOPIC}/{rank}" for rank in range(self._info.world_size)}
-            said = {rank: key for rank, key in keys.items() if store.check([key])}
-            found.append({rank: store.get(key) for rank, key in said.items()})
+            for rank in range(self._info.world_size) if reads else ():
+                key = f"{_TOPIC}/{rank}"
+                if rank == self._info.rank or not store.check([key]):
+                    continue
+                said, before = store.get(key), self._last.get(rank)
+                if before is None:
+                    # It may be of an earlier call, or of ranks that torchrun has started before.
+                    self._last[rank] = said, -math.inf
+                elif before[0] != said:
+                    self._last[rank] = said, time.monotonic()
+            self._has_answered = True
         except RuntimeError:
             # The store is gone, or refuses connections; it may come back.
             self._store = None

@@ -153,6 +153,7 @@ class EpochLoop(Loop):
             # A subclass has an on_run_start of its own.
             self._open()
         batches = self._batches
+        session.note_place("reading the next batch")
         found = next(batches)
         if batches.skipped[0]:
             self._jump(*batches.skipped)
@@ -162,6 +163,7 @@ class EpochLoop(Loop):
         child = self.batch_loop or require(self.batch_loop)
         # Helios' own has one round for each batch.
         train = child.run if child._has_own_cycle else child.advance
+        session.note_place("in train_step")
         try:
             for replica, batch in zip(session.replicas.local_replicas, found, strict=True):
                 turns.begin(replica, opens_window=opens_window)

@@ -116,6 +116,7 @@ class OptimizerLoop(Loop):
                 if self._own_backward is None and not self._is_weighted:
                     result = session.attached_loss
                 if updates and session.gradients.sends_early and self._may_send_early():
+                    session.note_place("in backward, which exchanges gradients")
                     with turns.sending(optimizer):
                         self.backward(result)
                 else:

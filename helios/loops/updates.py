@@ -132,6 +132,7 @@ class Updates:
             Whether their updates are skipped.
         """
         session, is_empty = self._session, False
+        session.note_place("exchanging gradients")
         engine = session.engine
         engine._group = group
         if len(group) > 1:

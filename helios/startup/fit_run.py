@@ -44,7 +44,6 @@ from helios.startup.changed_start import (
     refuse_other_values,
 )
 from helios.startup.data_check import DataCheck
-from helios.startup.hangs import forget_hang
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import check_training_source, log_order
 from helios.startup.processes import describe_processes
@@ -80,9 +79,6 @@ def fit(run: Run) -> bool | Interrupted:
     run.prepare_data()
     options, name, replicas = run.options, run.model.save_name, run.replicas
     lock = lock_folder(options, name, run.settings, team=replicas)
-    if run.folder is not None and options.can_save and replicas.rank == 0:
-        # All ranks have read it before they have met.
-        forget_hang(run.folder)
     start = find_start(
         options,
         name,

@@ -37,7 +37,7 @@ from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.startup.changed_start import FreshStart, read_fresh
-from helios.startup.hangs import HangEnd, HangWatch, showing_stacks
+from helios.startup.hangs import HangWatch, Place, showing_stacks
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import (
     build_networks,
@@ -99,7 +99,7 @@ class Run:
         call: the call.
         plan: which processes run which replicas.
         device: the device of this process, if the user passes no engine.
-        is_shown: whether its progress is shown.
+        is_shown: whether this process does the work itself, so that its progress is shown.
 
     Attributes:
         team: the processes, for what they do together.
@@ -140,6 +140,7 @@ class Run:
         self.engine.replicas = plan.make_replicas(self.engine.device, is_sharded=is_sharded)
         self.hooks = self._make_bus()
         self.display = Display()
+        self._is_shown = is_shown
         if is_shown:
             self.display = create_display(self.options.enable_progress_bar)
         self.sources: dict[Phase, list[Source]] = {}
@@ -193,30 +194,21 @@ class Run:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Name what this process waits for when it stands still, and end it if it must not."""
+        """Say which process is behind if nothing moves, and end this one after ``hang_timeout``."""
+        if not self._is_shown:
+            # It waits for the ranks, which watch themselves.
+            yield
+            return
+        writes = self.options.can_save and self.call.replay is None
         watch = HangWatch(
             self.plan.info,
-            self.options.hang_warning,
-            self._find_progress,
-            end=self._make_hang_end(),
+            self._find_place,
+            warning=self.options.hang_warning,
+            timeout=self.options.hang_timeout,
+            folder=self.folder if writes else None,
         )
         with showing_stacks(), self.call.runtime.listener.describing(watch), watch.watching():
             yield
-
-    def _make_hang_end(self) -> HangEnd | None:
-        """Return what ends this process if it stands still for too long; ``None`` for nothing."""
-        seconds = self.options.hang_timeout
-        if seconds is None:
-            return None
-        folder = self.folder
-        is_resumable = self.call.phase is Phase.TRAINING and self.options.can_save
-        is_replay = self.call.replay is not None
-        return HangEnd(
-            seconds,
-            rank=self.plan.info.rank,
-            place=None if is_replay else self._find_stacks_file(),
-            folder=folder if is_resumable and not is_replay else None,
-        )
 
     @property
     def folder(self) -> Path | None:
@@ -224,30 +216,18 @@ class Run:
         root = self.options.chkpt_root
         return None if root is None else root / self.model.save_name
 
-    def _find_stacks_file(self) -> Path | None:
-        folder, logs = self.folder, self.options
-        if folder is not None and (folder.is_dir() or self.options.can_save):
-            return folder / "stacks-rank"
-        name = f"{self.options.name_for(self.model.save_name)}-stacks-rank"
-        if logs.enable_file_logging and logs.log_path is not None:
-            return Path(logs.log_path, name)
-        if logs.enable_tensorboard and logs.run_path is not None:
-            return Path(logs.run_path, name)
-        return None
-
-    def _find_progress(self) -> tuple[str, object]:
-        """Return where the run is, in words, and what changes with each batch."""
+    def _find_place(self) -> Place:
         session = self.session
         if session is None:
-            return f"{self.call.verb} has not begun", None
-        steps, is_training = session.state.global_step, session.phase is Phase.TRAINING
-        words = self.call.verb
-        if is_training and session.context.phase is Phase.TRAINING:
-            words = f"step {steps + 1}"
-        elif is_training:
-            words = f"{session.context.phase.value} after step {steps}"
-        done = session.num_evaluated, session.num_read_again
-        return words, (session.state.global_iteration, *done)
+            return Place(self.call.verb, "starting", order=[-1])
+        is_training = self.call.phase is Phase.TRAINING
+        order = [session.num_places, session.num_evaluated]
+        return Place(
+            f"step {session.state.global_step + 1}" if is_training else self.call.verb,
+            session.place,
+            order=order,
+            progress=(session.state.global_iteration, session.num_read_again, *order),
+        )
 
     def _report(self, error: BaseException) -> None:
         for listener in self.listeners:

@@ -220,9 +220,6 @@ class UnsavedEnd:
     def look(self) -> None:
         """Find out in a thread whether another rank has failed; called at the first signal."""
         threading.Thread(target=self._look, name="helios-lost-ranks", daemon=True).start()
-        watch = self.watch
-        if watch is not None:
-            watch.hurry(self._grace)
 
     def _look(self) -> None:
         self._has_lost_rank = has_lost_rank()

@@ -1,8 +1,7 @@
-"""A training that hangs where it is told to: in forks of the test, and as a script."""
+"""A training that hangs where it is told to, in forks of the test."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import multiprocessing
 import os
@@ -39,44 +38,17 @@ def be_stopped(model: Net) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hold_lock_of_log(model: Net) -> None:
-    """Hang with the locks of all handlers, so that nothing can be logged."""
-    for name in (None, "helios"):
-        for handler in logging.getLogger(name).handlers:
-            handler.acquire()
-    end_softly(model)
-
-
 def hang_with_lock_of_log(model: Net) -> None:
-    """Hang with the locks of all handlers, without a signal."""
+    """Hang with the locks of all handlers, so that nothing can be logged."""
     for name in (None, "helios"):
         for handler in logging.getLogger(name).handlers:
             handler.acquire()
     wait_in_user_code(model)
 
 
-def evaluate_alone(model: Net) -> None:
-    """Be busy longer than a run may stand still, and make progress all the time."""
-    for _ in range(40):
-        time.sleep(0.1)
-        model.trainer._session.num_evaluated += 1
-
-
-def compile_alone(model: Net) -> None:
-    """Be busy with what looks like a compilation, and then for a moment with something else."""
-    source = "import time\ndef compile_it():\n    time.sleep(4.0)\n"
-    scope: dict[str, Any] = {"__name__": "torch._inductor.codegen"}
-    exec(compile(source, torch.__file__, "exec"), scope)
-    scope["compile_it"]()
-    time.sleep(1.0)
-
-
-def stand_for_a_while(model: Net) -> None:
-    """Stand still once for longer than a run may, and go on while its stacks are written."""
-    mark = model.folder / "stood"
-    if not mark.exists():
-        mark.touch()
-        time.sleep(3.0)
+def wait_for_late_rank(model: Net) -> None:
+    """Hang for longer than the first warning, and go on."""
+    time.sleep(2.5)
 
 
 def end_softly(model: Net) -> None:
@@ -85,33 +57,20 @@ def end_softly(model: Net) -> None:
     wait_in_user_code(model)
 
 
-def end_all_softly(model: Net) -> None:
-    """Hang after a SIGTERM to all ranks, which are children of one process."""
-    for path in model.folder.glob("rank-*"):
-        os.kill(int(path.name.partition("-")[2]), signal.SIGTERM)
-    wait_in_user_code(model)
-
-
-def fail(model: Net) -> None:
-    """Raise an error."""
-    raise LookupError("on purpose")
-
-
 ACTS = {
     act.__name__: act
     for act in (
-        *(wait_in_user_code, be_stopped, hold_lock_of_log, hang_with_lock_of_log),
-        *(evaluate_alone, compile_alone, stand_for_a_while),
-        *(end_softly, end_all_softly, fail),
+        *(wait_in_user_code, be_stopped, hang_with_lock_of_log),
+        *(wait_for_late_rank, end_softly),
     )
 }
 
 
 class Samples(Dataset[Any]):
-    """Some numbers; one of them never comes from a worker, if it is named."""
+    """Some numbers; one of them never comes from a worker."""
 
-    def __init__(self, folder: Path, never: int | None) -> None:
-        self.folder, self.never = folder, never
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __len__(self) -> int:
         return 48
@@ -119,49 +78,44 @@ class Samples(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if get_worker_info() is not None:
             (self.folder / f"worker-{os.getpid()}").touch()
-            if index == self.never:
-                self.read_from_stopped_disk()
+            if index == 30:
+                threading.Event().wait()
         return torch.tensor([float(index)])
-
-    def read_from_stopped_disk(self) -> None:
-        threading.Event().wait()
 
 
 class Data(helios.DataModule):
-    def __init__(self, folder: Path, num_workers: int, method: str | None) -> None:
+    def __init__(self, folder: Path, num_workers: int) -> None:
         super().__init__()
-        self.folder, self.num_workers, self.method = folder, num_workers, method
+        self.folder, self.num_workers = folder, num_workers
 
     def setup(self) -> None:
-        params = DataLoaderParams(
-            batch_size=2, num_workers=self.num_workers, multiprocessing_context=self.method
-        )
-        samples = Samples(self.folder, 30 if self.num_workers else None)
-        self._train_dataset = self._create_dataset(samples, params)
+        params = DataLoaderParams(batch_size=2, num_workers=self.num_workers)
+        self._train_dataset = self._create_dataset(Samples(self.folder), params)
 
 
 class Net(helios.Model):
-    """Does something in one step of one rank.
+    """Does something in the second step of one rank.
 
     Args:
         folder: where it leaves what the test looks for.
         act: the name of what it does.
-        at: in which iteration.
         late: on which rank.
     """
 
-    def __init__(self, folder: Path, act: str, at: int, late: int) -> None:
+    unsaved = ("act",)
+
+    def __init__(self, folder: Path, act: str, late: int) -> None:
         super().__init__("net")
-        self.folder, self.act, self.at, self.late = folder, act, at, late
+        self.folder, self.act, self.late = folder, act, late
 
     def setup(self, fast_init: bool = False) -> None:
-        (self.folder / f"rank-{os.getpid()}").touch()
         self.net = torch.nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4)
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-        if state.global_iteration == self.at and self.trainer.rank == self.late and self.act:
-            ACTS[self.act](self)
+        if state.global_iteration == 2 and self.trainer.rank == self.late and self.act:
+            act, self.act = self.act, ""
+            ACTS[act](self)
         loss: torch.Tensor = self.net(batch).square().mean()
         return loss
 
@@ -170,49 +124,37 @@ def train(
     folder: Path,
     act: str = "",
     *,
-    at: int = 2,
     late: int = 0,
-    frequency: int | None = 3,
     num_workers: int = 0,
-    method: str | None = None,
     timeout: float | None = 2.0,
     warning: float | None = 0.9,
     grace: float = 20.0,
-    is_async: bool = True,
-    **options: Any,
 ) -> helios.Trainer:
     """Train for eight steps, as far as it comes.
 
     Args:
-        folder: for checkpoints, if there are any, and for what is looked for.
+        folder: for checkpoints, and for what is looked for.
         act: what is done; empty for nothing.
-        at: in which iteration.
         late: on which rank.
-        frequency: iterations between checkpoints; ``None`` for none.
         num_workers: loader workers; with some of them, a sample never comes.
-        method: how these start.
         timeout: ``hang_timeout``.
         warning: ``hang_warning``.
         grace: seconds from a signal to an end without a save.
-        is_async: whether a thread writes checkpoints.
-        **options: further arguments of the trainer.
     """
-    saves: dict[str, Any] = {} if frequency is None else {"chkpt_root": folder}
     trainer = helios.Trainer(
         train_unit="iteration",
         total_steps=8,
-        chkpt_frequency=frequency,
-        store=None if frequency is None else CheckpointStore(is_async=is_async),
+        chkpt_root=folder,
+        chkpt_frequency=1,
+        store=CheckpointStore(is_async=False),
         use_cpu=True,
         print_banner=False,
         hang_warning=warning,
         hang_timeout=timeout,
         signals=helios.Signals(grace=grace, on_interrupt="return"),
         num_replicas=6,
-        **saves,
-        **options,
     )
-    trainer.fit(Net(folder, act, at, late), Data(folder, num_workers, method))
+    trainer.fit(Net(folder, act, late), Data(folder, num_workers))
     return trainer
 
 
@@ -224,7 +166,6 @@ def run_forked(folder: Path, count: int = 1, **options: Any) -> tuple[list[int |
         count: the number of ranks; rank 0 has the store of several.
         **options: as for :func:`train`.
     """
-    folder.mkdir(exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as ear:
         port = ear.getsockname()[1]
     logs = [folder / f"log-{rank}" for rank in range(count)]
@@ -238,17 +179,14 @@ def run_forked(folder: Path, count: int = 1, **options: Any) -> tuple[list[int |
     while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
         wait([rank.sentinel for rank in ranks if rank.is_alive()], 1.0)
         rest = [rank for rank in ranks if rank.is_alive()]
-        if len(rest) == 1 and count > 1 and str(rest[0].pid) == _read(folder / "stopped"):
+        stopped = folder / "stopped"
+        if len(rest) == 1 and stopped.exists() and str(rest[0].pid) == stopped.read_text():
             # As its launcher does.
             rest[0].kill()
     for rank in ranks:
         rank.kill()
         rank.join()
     return [rank.exitcode for rank in ranks], [log.read_text() for log in logs]
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def _serve(rank: int, count: int, port: int, log: Path, folder: Path, **options: Any) -> None:
@@ -264,8 +202,15 @@ def _serve(rank: int, count: int, port: int, log: Path, folder: Path, **options:
     os._exit(code)
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+def survives(pid: int) -> bool:
+    """Whether a process goes on; one that was killed may need a moment on a busy machine."""
+    deadline = time.monotonic() + 30
+    while _is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -273,38 +218,6 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-def survives(pid: int) -> bool:
-    """Whether a process goes on; one that was killed may need a moment on a busy machine."""
-    deadline = time.monotonic() + 30
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return is_running(pid)
-
-
 def list_workers(folder: Path) -> list[int]:
     """Return the ids of the loader workers that have read something."""
     return [int(path.name.partition("-")[2]) for path in folder.glob("worker-*")]
-
-
-def main() -> None:
-    """Train by the command line, as :func:`train` does."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--act", default="")
-    parser.add_argument("--late", type=int, default=0)
-    parser.add_argument("--nproc", type=int)
-    parser.add_argument("--timeout", type=float)
-    given = parser.parse_args()
-    trainer = train(
-        given.folder,
-        given.act,
-        late=given.late,
-        nproc=given.nproc,
-        timeout=given.timeout,
-        warning=2.0,
-    )
-    raise SystemExit(trainer.exit_code)
-
-
-if __name__ == "__main__":
-    main()
