@@ -5,7 +5,6 @@ Nothing of PyTorch is needed for it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NamedTuple
@@ -16,12 +15,12 @@ class Absent(Enum):
 
     ABSENT = "not set"
 
-
-ABSENT = Absent.ABSENT
+    def __repr__(self) -> str:
+        return str(self.value)
 
 
 class ValueChange(NamedTuple):
-    """A name whose value differs; on the side that lacks it, it is :data:`ABSENT`."""
+    """A name whose value differs; on the side that lacks it, it is :class:`Absent`."""
 
     name: str
     before: Any
@@ -30,23 +29,7 @@ class ValueChange(NamedTuple):
     @property
     def is_contradiction(self) -> bool:
         """Whether both sides have the name."""
-        return ABSENT not in (self.before, self.after)
-
-    @property
-    def values(self) -> str:
-        """Both values, as ``old -> new``."""
-        before, after = show_value(self.before), show_value(self.after)
-        if before == after:
-            before, after = repr(self.before), repr(self.after)
-        return f"{before} -> {after}"
-
-
-def show_value(value: Any) -> str:
-    """Return a value as text for messages and tables."""
-    if value is ABSENT:
-        return str(ABSENT.value)
-    is_clear = not isinstance(value, str) or (value != "" and value.isprintable())
-    return str(value) if is_clear else repr(value)
+        return Absent.ABSENT not in (self.before, self.after)
 
 
 def stored_params(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,18 +43,13 @@ def stored_params(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def list_values(values: Mapping[str, Any]) -> str:
     """Return a flat table as one line of text."""
-    return ", ".join(f"{name} {show_value(value)}" for name, value in values.items())
+    return ", ".join(f"{name} {value!r}" for name, value in values.items())
 
 
 def compare_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ValueChange]:
     """Return the names whose values differ in two flat tables."""
     names = dict.fromkeys([*before, *after])
-    pairs = [ValueChange(name, before.get(name, ABSENT), after.get(name, ABSENT)) for name in names]
-    return [each for each in pairs if not _is_same(each.before, each.after)]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    # NaN is equal to itself here.
-    if ABSENT in (one, other):
-        return one is other
-    return bool(one == other) or json.dumps(one) == json.dumps(other)
+    absent = Absent.ABSENT
+    pairs = [ValueChange(name, before.get(name, absent), after.get(name, absent)) for name in names]
+    # NaN differs from itself, but not its text.
+    return [x for x in pairs if x.before != x.after and repr(x.before) != repr(x.after)]

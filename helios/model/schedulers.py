@@ -19,19 +19,20 @@ _VALIDATION = "validation:"
 _PERIODS = ("step_size", "milestones", "T_max", "T_0", "total_iters")
 
 
-def _members(scheduler: LRScheduler) -> tuple[Any, ...]:
+def members_of(scheduler: LRScheduler) -> tuple[Any, ...]:
+    """Return the schedulers that one steps itself."""
     return tuple(vars(scheduler).get("_schedulers", ()))
 
 
 def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
-    for member in _members(scheduler):
+    for member in members_of(scheduler):
         yield member
         yield from _inner(member)
 
 
 def _position(scheduler: LRScheduler) -> Any:
     """Return the step count of a scheduler; for a chained one, those of its members."""
-    position, members = vars(scheduler).get("last_epoch"), _members(scheduler)
+    position, members = vars(scheduler).get("last_epoch"), members_of(scheduler)
     return (position, *map(_position, members)) if members else position
 
 

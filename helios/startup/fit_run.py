@@ -20,7 +20,7 @@ from helios.checkpoint.capture import apply, choose_trained
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.checkpoint.run_listener import RunListener
-from helios.core.stored_values import ValueChange, stored_params
+from helios.core.stored_values import stored_params
 from helios.data.source import Source
 from helios.engines.numerics import numerics
 from helios.errors import ArgumentError, Interrupted, RunMismatchError, StateError
@@ -30,17 +30,17 @@ from helios.ledger.environment import describe_machine
 from helios.ledger.run_file import without_secret_words, without_secrets
 from helios.listeners import Listening
 from helios.loops.loop import LoopStates
-from helios.model.new_settings import NewSettings, steps_of_epochs
+from helios.model.new_settings import NewSettings
 from helios.model.schedulers import Schedulers
 from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
 from helios.startup import run_identity, run_log
 from helios.startup.best_validations import continue_best, find_best_rule, require_one_mode
 from helios.startup.changed_start import (
-    PARAMS_KEY,
     StartChanges,
     compare_fresh,
     compare_params,
+    name_params,
     refuse_other_values,
 )
 from helios.startup.data_check import DataCheck
@@ -65,7 +65,7 @@ from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
 from helios.startup.state_owners import find_stranded_generators
-from helios.startup.trainer_options import ROWS
+from helios.startup.trainer_options import ROWS, allows
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import with_step
@@ -149,7 +149,6 @@ class Training:
         self._listeners: list[RunListener] = [self._scores]
         self._is_over = False
         self._params: dict[str, Any] = {}
-        self._new_params: list[ValueChange] = []
         self._changes = StartChanges()
         self._stranded: dict[str, str] = {}
         self._begun_at = 0 if self._record is None else self._record.place[1]
@@ -249,8 +248,7 @@ class Training:
         on_first(run.replicas, lambda: set_newer_aside(self._start))
         run_log.cut_logs()
         if record is None or self._start.is_branch:
-            named = {f"params.{name}": value for name, value in self._params.items()}
-            run_log.log_hparams(named | self._changes.all_values)
+            run_log.log_hparams(name_params(self._params) | self._changes.all_values)
         for listener in self._listeners:
             listener.opened()
 
@@ -304,18 +302,33 @@ class Training:
         on_first(run.replicas, lambda: set_newer_aside(self._start))
 
     def compare_params(self, *, is_finished: bool) -> None:
-        """Compare what rank 0 declares with the checkpoint, before anything is built."""
+        """Find what rank 0 declares, and whether the run has ended with other values."""
         options, loaded = self._run.options, self._start.loaded
 
-        def compare() -> tuple[bool, dict[str, Any], list[ValueChange]]:
+        def compare() -> tuple[bool, dict[str, Any]]:
             params = without_secrets(options.params)
-            if loaded is None:
-                return False, params, []
-            is_over = is_finished or run_identity.has_ended(options, loaded.record)
-            found = compare_params(params, loaded, options, name=self._name, is_over=is_over)
-            return is_over, stored_params(loaded.record.options) if is_over else params, found
+            if loaded is None or not (
+                is_finished or run_identity.has_ended(options, loaded.record)
+            ):
+                return False, params
+            stored, allowed = loaded.record.options, options.allow_changes
+            found = compare_params(stored, params)
+            if not self._shows_end():
+                found = [x for x in found if not any(allows(name, x.name) for name in allowed)]
+            refuse_other_values(found, (), self._name, loaded.path)
+            return True, stored_params(stored)
 
-        self._is_over, self._params, self._new_params = on_first(self._run.replicas, compare)
+        self._is_over, self._params = on_first(self._run.replicas, compare)
+
+    def _shows_end(self) -> bool:
+        """Whether a start with nothing left to train shows the scores of the run as its own."""
+        options, loaded = self._run.options, self._start.loaded
+        # A script in stages starts those again that the run has passed.
+        return (
+            loaded is not None
+            and self._make_evidence is None
+            and not run_identity.is_shortened(options, loaded.record.options)
+        )
 
     def _compare_fresh(self) -> StartChanges:
         """Compare what setup has made in rank 0 with the checkpoint, before anything is loaded."""
@@ -324,15 +337,9 @@ class Training:
         def compare() -> StartChanges:
             record = None if loaded is None else loaded.record
             allowed = run.options.allow_changes
-            found = compare_fresh(run.fresh, record, self._new_params, allowed, is_over=is_over)
-            # A script in stages starts those again that the run has passed.
-            if (
-                loaded is not None
-                and is_over
-                and self._make_evidence is None
-                and not run_identity.is_shortened(run.options, loaded.record.options)
-            ):
-                refuse_other_values(found, self._name, loaded.path)
+            found = compare_fresh(run.fresh, record, allowed, is_over=is_over)
+            if loaded is not None and is_over and self._shows_end():
+                refuse_other_values(found.values, found.code, self._name, loaded.path)
             return found
 
         return on_first(run.replicas, compare)
@@ -432,7 +439,7 @@ class Training:
         limits = run_identity.limits(run.options)
         self._start.definition = identity | limits
         self._changes = self._compare_fresh()
-        self._start.definition |= {PARAMS_KEY: self._params} | self._changes.options
+        self._start.definition |= {"params": self._params} | self._changes.options
         self._start.definition[run_log.KEY] = run_log.read_arguments()
         if self._make_evidence is not None:
             self._evidence = self._make_evidence(identity, reproducibility)
@@ -532,8 +539,8 @@ class Training:
             cursor.go_on()
         identity = self._identify(source)
         changes = run_identity.reconcile(
-            record.options,
-            identity,
+            record.options | name_params(stored_params(record.options)),
+            identity | name_params(self._params),
             run.options.allow_changes,
             state=state,
             cursor=cursor,
@@ -592,17 +599,11 @@ class Training:
 
     def _make_adoption(self, session: Session) -> Callable[[], None]:
         """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
-        run = self._run
-        changes, schedule = self._changes, run.options.schedule
-        if not changes.are_settings_adopted or session.schedulers is None:
+        changes = self._changes
+        if not changes.adopts or session.schedulers is None:
             return lambda: None
-        new = NewSettings(run.model.discovery.optimizers(), session.schedulers)
-        steps = steps_of_epochs(
-            session.training_source.num_batches(),
-            schedule.accumulation_steps,
-            is_by_epoch=schedule.is_by_epoch,
-        )
-        return lambda: new.apply(changes.old_settings, steps)
+        new = NewSettings(self._run.model.discovery.optimizers(), session.schedulers)
+        return lambda: new.apply(changes.old_settings)
 
     def _note_missing(self, record: Record) -> list[str]:
         """Warn of what the checkpoint lacks; returns it as text, to be recorded.

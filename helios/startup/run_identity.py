@@ -13,12 +13,13 @@ from typing import Any
 
 from helios.checkpoint.record import Record
 from helios.checkpoint.store import Loaded
+from helios.core.stored_values import compare_values
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.errors import RunMismatchError
 from helios.replicas.replicas import Replicas
 from helios.schedule import find_limit, is_limit
-from helios.startup.trainer_options import ROWS, Options
+from helios.startup.trainer_options import ROWS, Options, allows
 from helios.state import Cursor, TrainingState
 from helios.text import tuple_text
 
@@ -189,16 +190,17 @@ def reconcile(
     """
     stored, present = {**_DEFAULTS, **stored}, {**_DEFAULTS, **present}
     changed = {
-        name: f"{name}: {stored[name]!r} -> {value!r}"
-        for name, value in present.items()
-        if name in stored and stored[name] != value and (name, stored[name]) != _UNCOUNTED
+        each.name: f"{each.name}: {each.before!r} -> {each.after!r}"
+        for each in compare_values(stored, present)
+        if each.is_contradiction and each[:2] != _UNCOUNTED
     }
-    refused = [name for name in changed if name not in allowed]
+    refused = [name for name in changed if not any(allows(known, name) for known in allowed)]
     if refused:
         raise RunMismatchError(
             "The run cannot resume, because what defines it has changed since its checkpoint: "
-            f"{'; '.join(changed[name] for name in refused)}. Undo the change, or allow it "
-            f"with Trainer(allow_changes={tuple_text(refused)})."
+            f"{'; '.join(changed[name] for name in refused)}. Undo the change, allow it with "
+            f"Trainer(allow_changes={tuple_text(refused)}) for a run that goes on with it, or pass "
+            "another save_name for a run of its own."
         )
     if any(name in _RESTARTING for name in changed):
         cursor.restart_epoch()

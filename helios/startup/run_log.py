@@ -27,7 +27,6 @@ from helios.data.steps import StepsSource
 from helios.engines.engine import Engine
 from helios.ledger.run_file import without_secret_words
 from helios.model.model import Model
-from helios.model.new_settings import steps_of_epochs
 from helios.model.schedulers import Schedulers, find_epoch_like
 from helios.schedule import Schedule
 from helios.startup.objects import own_methods
@@ -126,11 +125,10 @@ def _describe_plan(
     schedule, source = options.schedule, sources[Phase.TRAINING][0]
     total, unit = schedule.total_steps, "epoch" if schedule.is_by_epoch else "step"
     length = f"unlimited {unit}s" if total == math.inf else count_text(int(total), unit)
-    count_steps = steps_of_epochs(
-        source.num_batches(), schedule.accumulation_steps, is_by_epoch=True
-    )
-    if schedule.is_by_epoch and count_steps is not None:
-        length = f"{length} of {count_text(int(count_steps(1)), 'step')}"
+    num_batches = source.num_batches()
+    if schedule.is_by_epoch and num_batches is not None:
+        num_steps = math.ceil(num_batches / schedule.accumulation_steps)
+        length = f"{length} of {count_text(num_steps, 'step')}"
     # A loader of the user's knows it by itself.
     size = source.description.get("batch_size") or getattr(source.loader, "batch_size", None)
     replicas = engine.replicas

@@ -36,7 +36,7 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.session import Session
-from helios.startup.changed_start import FreshStart, read_fresh
+from helios.startup.changed_start import read_fresh
 from helios.startup.hangs import HangWatch, Place, showing_stacks
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import (
@@ -146,7 +146,7 @@ class Run:
         self.sources: dict[Phase, list[Source]] = {}
         self.session: Session | None = None
         self.settings = ExitStack()
-        self.fresh = FreshStart()
+        self.fresh: dict[str, Any] = {}
         self.owners = Owners()
 
     def _make_bus(self) -> Bus:
@@ -424,7 +424,7 @@ class Run:
             source=source,
         )
         if self.call.phase is Phase.TRAINING:
-            self.fresh = read_fresh(self.model, self.datamodule, self.plugins, self.owners.parts)
+            self.fresh = read_fresh(self.model, self.datamodule, self.owners.parts)
 
     def set_up(self, *, is_inference: bool, is_resumed: bool = False) -> None:
         """Set up everything."""

@@ -101,11 +101,7 @@ def _loop(build: Build, intervals: dict[str, str], total: int) -> dict[int, Any]
         optimizer.step()
         for number, scheduler in enumerate(schedulers):
             by_epoch = intervals.get(f"schedulers.it.{number}") == "epoch"
-            if not by_epoch:
-                scheduler.step()
-        for number, scheduler in enumerate(schedulers):
-            by_epoch = intervals.get(f"schedulers.it.{number}") == "epoch"
-            if by_epoch and step % _LENGTH == 0:
+            if not by_epoch or step % _LENGTH == 0:
                 scheduler.step()
     return seen
 
@@ -280,9 +276,29 @@ def test_every_scheduler_of_torch_is_among_them() -> None:
     assert kinds - {"LRScheduler", "_LRScheduler"} - CASES.keys() == set()
 
 
-@pytest.mark.parametrize("intervals", [{"schedulers.it.0": "epoch"}, {"schedulers.it.1": "epoch"}])
-def test_schedulers_step_in_the_order_of_the_run(intervals: dict[str, str], tmp_path: Path) -> None:
-    _compare(tmp_path, *CASES["two"], intervals)
+def test_schedulers_that_step_by_epoch_take_settings(tmp_path: Path) -> None:
+    _compare(tmp_path, *CASES["two"], {"schedulers.it.0": "epoch", "schedulers.it.1": "epoch"})
+
+
+def test_schedulers_of_one_optimizer_in_an_unknown_order_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunMismatchError, match=r"it is unknown when .*on_training_resume"):
+        _take(tmp_path, {"it": CASES["two"]}, {"schedulers.it.0": "epoch"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.RMSprop, {"momentum": 0.9}),
+    ],
+)
+def test_a_setting_whose_state_the_run_lacks_is_an_error(
+    kind: Any, setting: dict[str, Any], tmp_path: Path
+) -> None:
+    (name,) = setting
+    with pytest.raises(RunMismatchError, match=f"no state for {name}"):
+        _take(tmp_path, {"it": (make(kind=kind), make(kind=kind, **setting))}, {})
 
 
 def test_a_model_that_helios_steps_takes_settings(tmp_path: Path) -> None:

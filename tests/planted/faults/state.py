@@ -282,10 +282,10 @@ def a_constant_that_has_another_type_is_the_same(tag, value):
 
 
 @fault(
-    "helios.model.new_settings:_put_back",
+    "helios.model.new_settings:NewSettings._put_back",
     f"{NEW_SETTINGS}::test_taken_settings_are_those_of_a_fresh_loop",
 )
-def groups_keep_the_settings_of_the_run(put_back, made):
+def groups_keep_the_settings_of_the_run(put_back, settings, path, optimizer):
     pass
 
 
@@ -293,5 +293,5 @@ def groups_keep_the_settings_of_the_run(put_back, made):
     "helios.model.new_settings:_reduce",
     f"{NEW_SETTINGS}::test_a_plateau_keeps_its_reductions_and_scores",
 )
-def a_plateau_forgets_its_reductions(reduce, plateau, times):
-    pass
+def a_plateau_forgets_its_reductions(reduce, plateau, rates, times):
+    return rates
