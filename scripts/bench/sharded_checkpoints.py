@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helios.checkpoint.rank_part import OwnRows, PartWriter, RankPart, SavePlan, split_sharded
+from helios.checkpoint.sharded_commit import RankParts
 from torch import multiprocessing, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from helios.checkpoint import loading
-from helios.checkpoint.rank_part import OwnRows, PartWriter, RankPart, SavePlan, split_sharded
-from helios.checkpoint.sharded_commit import RankParts
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import RowShare, cut_like
