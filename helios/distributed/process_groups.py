@@ -364,6 +364,8 @@ def saving_group() -> dist.ProcessGroup:
         )
     if known.saves is None:
         with collective("saving_group"):
+            # A rank that is gone is noticed here at once, and not while a group forms.
+            dist.barrier(group=control_group())
             known.saves = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
     return known.saves
 

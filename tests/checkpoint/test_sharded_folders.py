@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
@@ -57,6 +58,15 @@ def test_each_rank_has_a_file_beside_the_record_and_the_metadata(folder: RunFold
     assert names(folder.path) == ["run_epoch_1_iter_4.ckpt", "run_epoch_1_iter_4.json"]
     ranks = [f"__{rank}_0.distcp" for rank in range(3)]
     assert files_of(path) == [METADATA_NAME, *ranks, RECORD_NAME]
+
+
+@pytest.mark.shows("P92")
+@pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_pytorch_reads_the_tensors(folder: RunFolder) -> None:
+    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in FORMS.items()}
+    dcp.load(state, checkpoint_id=save_sharded(folder, 1, 4))
+    assert all(state[name].equal(tensor_of(name, 4)) for name in FORMS)
 
 
 @pytest.mark.shows("P94")
