@@ -106,7 +106,6 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "helios.storage.digest": (
             "tests/storage/test_digest.py",
             "tests/checkpoint/test_store.py",
-            "tests/storage/test_hashed_blocks.py",
             "tests/checkpoint/test_sharded_folders.py",
         ),
         "helios.checkpoint.store": (
@@ -116,10 +115,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/checkpoint/test_loading.py",
             "tests/checkpoint/test_kills.py",
         ),
-        "helios.checkpoint.sharded_commit": (
-            "tests/checkpoint/test_sharded_folders.py",
-            "tests/checkpoint/test_kills.py",
-        ),
+        "helios.storage.dcp_metadata": ("tests/checkpoint/test_sharded_folders.py",),
     },
     "ledger line": {
         "helios.ledger.line": (*LEDGER, "tests/ledger/test_verification.py"),

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from helios.checkpoint.rank_part import refer_to_sharded
 from helios.checkpoint.record import Record
+from helios.checkpoint.sharded_rows import refer_to_sharded
 from helios.core import rng
 from helios.engines.engine import Engine
 from helios.errors import StateError

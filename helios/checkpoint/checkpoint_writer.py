@@ -1,29 +1,30 @@
 """Writes the checkpoints of a run, now or in a thread, and handles failures.
 
 At the safe point the state is copied; a thread writes the copy while training continues. Only one
-save is in progress: the next one waits for it. The thread does not communicate with other
-processes.
+save is in progress: the next one waits for it.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from helios.checkpoint import file_names
-from helios.checkpoint.rank_part import PartWriter, RankPart, SavePlan, split_sharded
 from helios.checkpoint.run_listener import RunListener
-from helios.checkpoint.sharded_commit import RankParts
+from helios.checkpoint.sharded_rows import copy_rows, split_sharded
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.checkpoint.writer_thread import WriterThread
-from helios.distributed.process_groups import has_failed
+from helios.core.sharded_tensors import OwnRows
+from helios.distributed.process_groups import has_failed, saving_group
 from helios.errors import SaveError, UsageError
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.state import TrainingState
+from helios.storage import files
+from helios.storage.digest import FileFacts
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -280,8 +281,7 @@ class PlainWriter(CheckpointWriter):
 
     def wait(self) -> Path | None:
         """Wait until this process writes nothing; returns the newest checkpoint."""
-        if self._is_first:
-            self._thread.wait()
+        self._thread.wait()
         return self.newest
 
     def finish(self, conclude: Callable[[Path | None], None]) -> None:
@@ -320,98 +320,74 @@ def _name_cause(path: Path, error: OSError) -> str:
 class ShardedWriter(PlainWriter):
     """Saves checkpoints of models that are sharded: each process writes what it holds.
 
-    Whether a failure ends the training is decided on rank 0, which learns of one by a file in the
-    draft, or else at the next safe point.
+    The processes write together, in a thread of each with a group of its own. Rank 0 commits, and
+    decides whether a failure ends the training.
     """
 
     def __init__(self, folder: RunFolder, describe: Describe, **rest: Any) -> None:
         super().__init__(folder, describe, **rest)
-        options = folder.options
-        self._hashes = options.digest
-        self._parts = PartWriter(
-            self._replicas.rank, is_async=options.is_async, pins=rest.get("pins", False)
+        self._copies = WriterThread(
+            "helios-shards",
+            content="the shards of this process",
+            copies=folder.options.is_async,
+            pins=rest.get("pins", False),
         )
-        self._newest_parts: RankParts | None = None
+        self._group = saving_group()
 
     def _save(self, payload: dict[str, Any]) -> Path:
-        self._conclude_parts()
+        self._thread.wait()
         payload, rows = split_sharded(payload)
         described: list[PendingCheckpoint] = []
 
-        def begin() -> tuple[Path, str]:
+        def begin() -> tuple[Path, bool]:
             described.append(self._describe(payload))
-            path = described[0].path
-            committed = self._begin(path)
-            return (committed, "") if committed is not None else (path, secrets.token_hex(8))
+            committed = self._begin(described[0].path)
+            return committed or described[0].path, committed is None
 
-        path, token = on_first(self._replicas, begin)
-        if not token:
+        path, is_new = on_first(self._replicas, begin)
+        if not is_new:
             return path
-        plan = SavePlan(path, token, self._replicas.num_processes, self._hashes)
-        own: list[RankPart] = []
+        copies: list[Mapping[str, OwnRows]] = []
 
-        def encode() -> bool:
-            part, is_own = self._parts.draft(plan, rows)
-            own.append(part)
+        def copy() -> bool:
+            copies.append(self._copies.copying(partial(copy_rows, rows)))
             for pending in described:
-                pending.parts = self._newest_parts = RankParts(part, has_failed)
                 self._thread.copying(pending.encode)
-                is_own = is_own and pending.is_own
-            return is_own
+            are_own = self._copies.buffers is not None
+            return are_own and all(pending.is_own for pending in described)
 
-        # No process begins to write before all have drafted: an error would leave rank 0 waiting.
-        is_now = not all(on_each(self._replicas, encode))
-        self._write_parts(own[0], described, is_now=is_now)
+        # No process begins to write before all have copied: an error would leave others waiting.
+        is_now = not all(on_each(self._replicas, copy))
+        draft = files.temporary_path(path)
+
+        def write() -> None:
+            written = self._write_rows(draft, copies[0])
+            for pending in described:
+                pending.rows = written
+                self._commit(pending)
+
+        if is_now:
+            write()
+            on_first(self._replicas, self._raise_own_failure)
+        else:
+            self._in_flight = file_names.parse(path)
+            self._thread.start(write)
         return path
 
-    def _write_parts(
-        self, own: RankPart, described: list[PendingCheckpoint], *, is_now: bool
-    ) -> None:
-        if self._replicas.rank:
-            if not is_now:
-                self._parts.start(own)
-                return
-            self._parts.write(own)
-        elif not is_now:
-            self._write(described[0], is_now=False)
-            return
-        else:
-            assert self._newest_parts is not None
-            self._newest_parts.try_own()
-        self._conclude_parts()
-        on_first(self._replicas, lambda: self._write(described[0], is_now=True))
+    def _write_rows(
+        self, draft: Path, rows: Mapping[str, OwnRows]
+    ) -> dict[str, FileFacts] | Exception:
+        """Write the rows of all processes; returns the files, or the error, which rank 0 raises."""
+        from helios.storage.dcp_folder import save_rows
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a part or a whole save has failed, as far as this process knows."""
-        return self._parts.has_failed or super().has_failed
-
-    def raise_failure(self) -> None:
-        """Raise the error of a failed save that must end the training, in all processes."""
-        self._report_parts()
-        super().raise_failure()
-
-    def finish(self, conclude: Callable[[Path | None], None]) -> None:
-        """Wait until all checkpoints are on the disk; see the base."""
-        self._conclude_parts()
-        super().finish(conclude)
-
-    def _conclude_parts(self) -> None:
-        """Wait until nothing but rank 0 writes, and let it know of parts that have failed."""
-        self._parts.thread.wait()
-        self._report_parts()
-
-    def _report_parts(self) -> None:
-        reports = on_each(self._replicas, self._parts.take_failure)
-        failures = [failure for failure in reports if failure is not None]
-        if failures and self._newest_parts is not None:
-            for token, text in failures:
-                self._newest_parts.fail(token, text)
-            self._thread.wait()
+        try:
+            return save_rows(draft, rows, self._group, hashes=self._folder.options.digest)
+        except Exception as error:
+            return error
 
     def close(self) -> None:
         """Wait until this process writes nothing, and release the memory."""
         try:
             super().close()
         finally:
-            self._parts.thread.close()
+            self._copies.close()

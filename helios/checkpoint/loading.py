@@ -157,7 +157,7 @@ class FileChecks(ABC):
 
     def _find_files(self) -> None:
         """Check that all files are there, with the sizes that they were written with."""
-        self._contents = open_contents(self.path)
+        self._contents = open_contents(self.path, self.sidecar)
         self._contents.watch = self._watch
         self.size = self._contents.size
 

@@ -20,6 +20,7 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.findings import FindingKind
+from helios.storage.digest import FileFacts
 
 _CHECK = "check"
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -44,6 +45,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "averages": (list,),
     "step": (int, type(None)),
     "migrated_from": (str, type(None)),
+    "files": (dict,),
 }
 # Keys that are not written where there is nothing to say.
 _OPTIONAL: dict[str, Any] = {
@@ -52,6 +54,7 @@ _OPTIONAL: dict[str, Any] = {
     "averages": [],
     "step": None,
     "migrated_from": None,
+    "files": {},
 }
 
 
@@ -71,7 +74,8 @@ class Sidecar:
         changes: what changed at a resume, as the user allowed or because a checkpoint was
             incomplete, as text.
         options: what defines the run, for readers; JSON values, infinities as text.
-        digest: ``sha256:...`` of the checkpoint; empty if none was computed.
+        digest: ``sha256:...`` of the checkpoint, of a sharded one that of the digests of its files;
+            empty if none was computed.
         schema: version of the format.
         version: version of the package that wrote the file, for information.
         count: the completed units of the run: steps or epochs; ``None`` inside an epoch if epochs
@@ -83,6 +87,7 @@ class Sidecar:
         averages: ids of the plugins whose averages of the weights have the scores.
         step: optimizer steps at the safe point; ``None`` if unknown.
         migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
+        files: size and digest of each file of a sharded checkpoint, by name.
         extra: further entries of a file, kept when it is written again.
     """
 
@@ -107,6 +112,7 @@ class Sidecar:
     averages: list[str] = dataclasses.field(default_factory=list)
     step: int | None = None
     migrated_from: str | None = None
+    files: dict[str, FileFacts] = dataclasses.field(default_factory=dict)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -164,7 +170,7 @@ class Sidecar:
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
         for key in _OPTIONAL:
-            if table[key] in (None, []):
+            if table[key] in (None, [], {}):
                 del table[key]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
         plain = json_value(extra | table)
@@ -201,8 +207,11 @@ class Sidecar:
                 raise _unreadable(name, f"{key!r} is missing or of the wrong type")
         try:
             known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
+            known["files"] = {key: FileFacts(*facts) for key, facts in known["files"].items()}
         except (ValueError, TypeError):
-            raise _unreadable(name, "a metric is not a number") from None
+            raise _unreadable(
+                name, "a metric is not a number, or a file is not described"
+            ) from None
         return cls(**known, extra=table)
 
 

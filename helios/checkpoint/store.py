@@ -12,20 +12,20 @@ import dataclasses
 import logging
 from collections.abc import Iterable
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names, loading
+from helios.checkpoint.contents import RECORD_NAME, join_digests
 from helios.checkpoint.loading import Loaded, load_checkpoint
 from helios.checkpoint.options import CheckpointStore
 from helios.checkpoint.record import require_keys
 from helios.checkpoint.retention import Entry, Retention
-from helios.checkpoint.sharded_commit import RankParts, commit_folder, remove_checkpoint
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
 from helios.errors import CheckpointError, DamagedCheckpointError, StateError
 from helios.storage import codec, files
+from helios.storage.digest import FileFacts
 from helios.storage.staging import HostBuffers
 from helios.version import __version__
 
@@ -50,7 +50,7 @@ class PendingCheckpoint:
         payload: its content, until it is encoded; of sharded tensors, it has references only.
         sidecar: facts about it; digest, schema and version are filled in when it is committed.
         safe_types: types that may be built when it is loaded.
-        parts: what the processes write of it, if it is sharded.
+        rows: the files that all processes have written, or the error of one, if it is sharded.
         code: the encoded payload.
         is_own: whether the memory of that is its own, so that training cannot change it.
     """
@@ -59,7 +59,7 @@ class PendingCheckpoint:
     payload: dict[str, Any]
     sidecar: Sidecar
     safe_types: Iterable[Any] = ()
-    parts: RankParts | None = None
+    rows: dict[str, FileFacts] | Exception | None = None
     code: Any = None
     is_own: bool = False
 
@@ -158,30 +158,44 @@ class RunFolder:
     def _commit(self, pending: PendingCheckpoint) -> Sidecar:
         files.make_folder(self._path)
         path = pending.path
-        if pending.parts is None:
-            sidecar = self._write_file(pending)
-        else:
-            seal = partial(_seal, pending.sidecar)
-            sidecar = commit_folder(pending.parts, pending.code, seal)
+        sidecar = self._write(pending)
         self._left.discard(path)
         files.fsync_folder(self._path)
         self._apply_retention(path, sidecar.run_name)
         return sidecar
 
-    def _write_file(self, pending: PendingCheckpoint) -> Sidecar:
+    def _write(self, pending: PendingCheckpoint) -> Sidecar:
         path, unfinished = pending.path, files.temporary_path(pending.path)
         try:
-            digest = codec.write_file(unfinished, pending.code, hashes=self._options.digest)
-            sidecar = _seal(pending.sidecar, digest)
+            if pending.rows is None:
+                digest = codec.write_file(unfinished, pending.code, hashes=self._options.digest)
+                sidecar = _seal(pending.sidecar, digest)
+            else:
+                sidecar = self._complete_folder(unfinished, pending)
             files.write_text_durably(file_names.sidecar_path(path), sidecar.to_json())
             files.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                files.unlink(unfinished, missing_ok=True)
                 if not path.exists():
                     files.unlink(file_names.sidecar_path(path), missing_ok=True)
+                _remove(unfinished)
             raise
         return sidecar
+
+    def _complete_folder(self, draft: Path, pending: PendingCheckpoint) -> Sidecar:
+        """Write the record beside the rows of all processes."""
+        if isinstance(pending.rows, Exception):
+            raise pending.rows
+        assert pending.rows is not None
+        record, hashes = draft / RECORD_NAME, self._options.digest
+        digest = codec.write_file(record, pending.code, hashes=hashes)
+        facts = {**pending.rows, RECORD_NAME: FileFacts(record.stat().st_size, digest)}
+        for path in draft.iterdir():
+            # An earlier save may have left files here, and a process without rows an empty one.
+            if path.name not in facts:
+                files.unlink(path)
+        files.fsync_folder(draft)
+        return _seal(pending.sidecar, join_digests(facts) if hashes else "", facts)
 
     def _apply_retention(self, written: Path, run_name: str) -> None:
         if self._options.keeps_all:
@@ -200,10 +214,14 @@ class RunFolder:
 
     def _delete(self, entry: Entry) -> None:
         # Delete the checkpoint first: without its sidecar, it would be loaded unverified.
-        if file_names.is_folder(entry.path):
-            remove_checkpoint(entry.path)
-        else:
-            files.unlink(entry.path, missing_ok=True)
+        doomed = entry.path
+        if file_names.is_folder(doomed):
+            # A kill leaves it complete, or as a draft.
+            doomed = files.temporary_path(doomed)
+            files.remove_folder(doomed)
+            with contextlib.suppress(FileNotFoundError):
+                files.replace(entry.path, doomed)
+        _remove(doomed)
         files.unlink(entry.sidecar_path, missing_ok=True)
 
     def find(self, epoch: int, iteration: int) -> Path | None:
@@ -380,10 +398,18 @@ class RunFolder:
         return _move_to_new_folder(self._path, _with_sidecars(newer), copied)
 
 
-def _seal(sidecar: Sidecar, digest: str) -> Sidecar:
+def _remove(path: Path) -> None:
+    """Remove a file or folder, judged by its name; does nothing if there is none."""
+    if file_names.is_folder(path):
+        files.remove_folder(path)
+    else:
+        files.unlink(path, missing_ok=True)
+
+
+def _seal(sidecar: Sidecar, digest: str, facts: dict[str, FileFacts] | None = None) -> Sidecar:
     """Return the sidecar of what is on the disk now."""
     return dataclasses.replace(
-        sidecar, digest=digest, schema=file_names.SCHEMA, version=__version__
+        sidecar, digest=digest, schema=file_names.SCHEMA, version=__version__, files=facts or {}
     )
 
 
@@ -411,10 +437,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
         if not file_names.is_temporary(path) and not _is_orphan(path):
             continue
         try:
-            if file_names.is_folder(path):
-                files.remove_folder(path)
-            else:
-                files.unlink(path, missing_ok=True)
+            _remove(path)
         except OSError as error:
             _LOGGER.warning(
                 "The partial file of a killed save, %s, could not be removed: %s. It does no "

@@ -7,6 +7,7 @@ whole shape, that carries a reference to where its rows are.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeGuard, final
@@ -37,6 +38,21 @@ class RowShare(NamedTuple):
         """Return the first row and the end of this process's part of a number of rows."""
         size = -(-count // self.num_processes)
         return min(self.rank * size, count), min((self.rank + 1) * size, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """The rows of a tensor that this process holds.
+
+    Attributes:
+        tensor: the rows.
+        first: the first of them.
+        shape: the shape of the whole.
+    """
+
+    tensor: Tensor
+    first: int
+    shape: tuple[int, ...]
 
 
 class RowSource(Protocol):

@@ -1,8 +1,9 @@
 """Joins and leaves the process groups of a training, and guards its collectives.
 
 A process joins two groups: the default one for tensors of the training, and one on the CPU for
-control messages, so that neither waits for the other. This also works for a single process. A rank
-learns that another one has failed by an error, or from their common store.
+control messages, so that neither waits for the other; a third one if threads save together. This
+also works for a single process. A rank learns that another one has failed by an error, or from
+their common store.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class _Membership:
     world: dist.ProcessGroup
     info: DistributedInfo
     control: dist.ProcessGroup | None = None
+    saves: dist.ProcessGroup | None = None
     failure: BaseException | None = None
     store: Any = None
 
@@ -262,7 +264,7 @@ def _abandon_group() -> None:
     which is abandoned if it takes too long.
     """
     known = own_membership()
-    groups = [] if known is None else [known.control]
+    groups = [] if known is None else [known.control, known.saves]
     if known is not None and dist.get_backend() == "gloo":
         groups.append(known.world)
     for group in groups:
@@ -319,6 +321,12 @@ def _take_over(info: DistributedInfo) -> None:
         _adopt_group(info, DEFAULT_TIMEOUT)
 
 
+def find_own_place() -> tuple[int, int]:
+    """Return the rank of this process on its machine, and the number of processes there."""
+    known = own_membership()
+    return (0, 1) if known is None else (known.info.local_rank, known.info.local_world_size)
+
+
 def own_membership() -> _Membership | None:
     """Return the membership of this process; None if Helios has not joined the current group."""
     known = _Process.membership
@@ -340,6 +348,26 @@ def control_group() -> dist.ProcessGroup:
             "none. Call join_group(...) or init_dist(...) first."
         )
     return known.control
+
+
+def saving_group() -> dist.ProcessGroup:
+    """Return a group on the CPU for a thread that saves; the first call is a collective one.
+
+    Raises:
+        UsageError: if Helios has not joined a group (a ``RuntimeError``).
+    """
+    known = own_membership()
+    if known is None:
+        raise UsageError(
+            "saving_group() needs a process group that Helios has joined, but this process is in "
+            "none. Call join_group(...) or init_dist(...) first."
+        )
+    if known.saves is None:
+        with collective("saving_group"):
+            # A rank that is gone is noticed here at once, and not while a group forms.
+            dist.barrier(group=control_group())
+            known.saves = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
+    return known.saves
 
 
 def has_failed() -> bool:

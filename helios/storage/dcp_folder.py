@@ -1,20 +1,250 @@
-"""Writes tensors in the format of ``torch.distributed.checkpoint``, in one process.
+"""Tensors in the format of ``torch.distributed.checkpoint``: a folder with a file of each process.
 
-Each tensor gets a file of its own: of the tensors in one file, PyTorch may hold all in memory
-until the file is complete.
+Processes write the rows that they hold, and any number of processes read any rows. What names the
+tensors is read by :mod:`helios.storage.dcp_metadata`, never by PyTorch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import metadata as md
+from torch.distributed.checkpoint import planner as planning
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from helios.errors import CheckpointError, HeliosError
+from helios.core.sharded_tensors import OwnRows
+from helios.errors import CheckpointError, DamagedCheckpointError, HeliosError, SaveError
+from helios.storage import files
 from helios.storage.codec import find_cause
+from helios.storage.container_checks import reason_of, reraise_os_error
+from helios.storage.dcp_metadata import METADATA_NAME, read_metadata
+from helios.storage.digest import FileFacts
+
+
+def save_rows(
+    folder: Path, rows: Mapping[str, OwnRows], group: ProcessGroup, *, hashes: bool
+) -> dict[str, FileFacts]:
+    """Write the rows of all processes, which call this together; may be called in a thread.
+
+    Args:
+        folder: the same for all processes.
+        rows: those of this process by name; one under several names is written once.
+        group: connects the processes on the CPU, and nothing else uses it meanwhile.
+        hashes: whether to compute digests.
+
+    Returns:
+        The files whose bytes are on the disk, by name, on rank 0; nothing on other ranks.
+
+    Raises:
+        SaveError: on all processes, if the disk of one of them fails, or a process is gone.
+        Exception: another error of a process.
+    """
+    writer = RowWriter(folder, rows, hashes=hashes)
+    try:
+        save({}, storage_writer=writer, planner=RowPlanner(rows), process_group=group)
+    # It is not an Exception, and has the errors of each process.
+    except CheckpointException as failed:
+        rank, (error, _) = min(failed.failures.items())
+        if not isinstance(error, OSError):
+            raise error from None
+        raise SaveError(f"rank {rank} could not write its part of {folder}: {error}") from error
+    except RuntimeError as error:
+        raise SaveError(f"{folder} was not completed: another process is gone: {error}") from error
+    return writer.written
+
+
+@final
+class RowPlanner(DefaultSavePlanner):
+    """Plans to write the rows of one process.
+
+    Args:
+        rows: as in :func:`save_rows`.
+    """
+
+    def __init__(self, rows: Mapping[str, OwnRows]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._rows = {names[0]: own for names, own in _by_tensor(rows)}
+
+    def create_local_plan(self) -> planning.SavePlan:
+        """Return what this process writes."""
+        self.plan = planning.SavePlan([_write_item(*named) for named in self._rows.items()])
+        return self.plan
+
+    def lookup_object(self, index: md.MetadataIndex) -> Tensor:
+        """Return the rows of a tensor."""
+        return self._rows[index.fqn].tensor
+
+
+def _by_tensor(rows: Mapping[str, OwnRows]) -> list[tuple[list[str], OwnRows]]:
+    """Return the names of each tensor; tied ones are one."""
+    found: dict[int, tuple[list[str], OwnRows]] = {}
+    for name, own in rows.items():
+        found.setdefault(id(own), ([], own))[0].append(name)
+    return list(found.values())
+
+
+def _write_item(name: str, own: OwnRows) -> planning.WriteItem:
+    begin = _row(own.first, own.shape)
+    data = planning.TensorWriteData(
+        md.ChunkStorageMetadata(begin, own.tensor.shape),
+        md.TensorProperties(dtype=own.tensor.dtype),
+        torch.Size(own.shape),
+    )
+    kind = planning.WriteItemType.SHARD
+    return planning.WriteItem(md.MetadataIndex(name, begin), kind, tensor_data=data)
+
+
+def _row(number: int, shape: tuple[int, ...]) -> torch.Size:
+    """Return where a row begins in a tensor."""
+    return torch.Size((number, *(0 for _ in shape[1:])))
+
+
+@dataclasses.dataclass(frozen=True)
+class _HashedResult(WriteResult):
+    """A part of a tensor that was written, and the whole file."""
+
+    facts: FileFacts
+
+
+@final
+class RowWriter(FileSystemWriter):
+    """Writes the files of a folder.
+
+    Args:
+        folder: it.
+        rows: as in :func:`save_rows`.
+        hashes: whether to compute digests.
+
+    Attributes:
+        written: what was written by all processes, by name, on rank 0.
+    """
+
+    def __init__(self, folder: Path, rows: Mapping[str, OwnRows], *, hashes: bool) -> None:
+        super().__init__(folder, sync_files=True)
+        self.written: dict[str, FileFacts] = {}
+        self._folder = folder
+        self._hashes = hashes
+        self._names = {names[0]: names for names, _ in _by_tensor(rows)}
+
+    def storage_meta(self) -> None:
+        """Return nothing: the path of an unfinished folder tells nobody anything."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Create the folder durably."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if is_coordinator:
+            files.make_folder(self._folder)
+
+    def write_data(
+        self, plan: planning.SavePlan, planner: planning.SavePlanner
+    ) -> Future[list[WriteResult]]:
+        """Write and hash the file of this process."""
+        try:
+            results = super().write_data(plan, planner).value()
+        except RuntimeError as error:
+            # Other processes get the error without its cause.
+            raise find_cause(error) from None
+        for name in {result.storage_data.relative_path for result in results}:
+            facts = self._facts_of(name)
+            results = [_HashedResult(**vars(result), facts=facts) for result in results]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _facts_of(self, name: str) -> FileFacts:
+        return FileFacts.of(self._folder / name, hashes=self._hashes)
+
+    def finish(self, metadata: md.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, on rank 0, where tied tensors are the same part of a file."""
+        tensors = metadata.state_dict_metadata
+        parts: list[WriteResult] = []
+        for result in (result for of_rank in results for result in of_rank):
+            assert isinstance(result, _HashedResult)
+            self.written[result.storage_data.relative_path] = result.facts
+            for name in self._names[result.index.fqn]:
+                tensors[name] = tensors[result.index.fqn]
+                index = dataclasses.replace(result.index, fqn=name)
+                parts.append(dataclasses.replace(result, index=index))
+        super().finish(metadata, [parts])
+        self.written[METADATA_NAME] = self._facts_of(METADATA_NAME)
+
+
+@final
+class StoredTensor:
+    """A tensor in a folder, any rows of which can be read.
+
+    Attributes:
+        name: its name.
+        shape: the shape of the whole.
+        dtype: its type.
+        place: what it has in common with tied tensors only.
+    """
+
+    def __init__(self, name: str, form: md.TensorStorageMetadata, reader: FileSystemReader) -> None:
+        self.name = name
+        self.shape, self.dtype = form.size, form.properties.dtype
+        self.place: object = name
+        if form.chunks:
+            self.place = reader.storage_data[md.MetadataIndex(name, form.chunks[0].offsets)]
+        self._form = form
+        self._reader = reader
+
+    def read_rows(self, target: Tensor, first: int) -> None:
+        """Fill a tensor on the CPU with the rows that begin with the first one.
+
+        Raises:
+            DamagedCheckpointError: if they cannot be read.
+            OSError: if the file system cannot read a file.
+        """
+        if not target.numel():
+            return
+        rows = md.ChunkStorageMetadata(_row(first, target.shape), target.shape)
+        items = create_read_items_for_chunk_list(self.name, self._form, [rows])
+        try:
+            self._reader.read_data(planning.LoadPlan(items), _IntoRows(target)).wait()
+        except Exception as error:
+            reraise_os_error(error)
+            raise DamagedCheckpointError(
+                f"{self._reader.path} is damaged: {self.name} cannot be read ({reason_of(error)}). "
+                "Remove the checkpoint, or use another one."
+            ) from error
+
+
+@final
+class _IntoRows(DefaultLoadPlanner):
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: planning.ReadItem) -> Tensor:
+        return self._target.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
+
+
+def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a folder by name; its metadata is read once, and not by PyTorch.
+
+    Raises:
+        CheckpointError: as :func:`helios.storage.dcp_metadata.read_metadata`.
+        OSError: if the file system cannot read it.
+    """
+    metadata = read_metadata(folder)
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    tensors: Any = metadata.state_dict_metadata
+    return {name: StoredTensor(name, form, reader) for name, form in tensors.items()}
 
 
 def write_dcp_folder(
@@ -32,10 +262,6 @@ def write_dcp_folder(
         OSError: if the disk fails.
         Exception: what ``read`` has raised.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
 
     class Planner(DefaultSavePlanner):
         def lookup_object(self, index: Any) -> Any:

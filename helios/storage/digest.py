@@ -1,6 +1,4 @@
-"""Computes SHA-256 digests of files, while writing them or from disk, and of each of their blocks.
-
-With those of its blocks, a reader of some bytes of a file can verify these alone.
+"""Computes SHA-256 digests of files, while writing them or from disk.
 
 A digest is a string, ``sha256:`` and 64 hexadecimal digits, which leaves room for other algorithms.
 """
@@ -8,10 +6,9 @@ A digest is a string, ``sha256:`` and 64 hexadecimal digits, which leaves room f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from helios.storage import files
 
@@ -83,79 +80,18 @@ def digest_file(path: Path, watch: Callable[[int], object] | None = None) -> str
     return _PREFIX + result.hexdigest()
 
 
-BLOCK_BYTES = 1 << 18
-_THREADS = 4
-_MANY_BLOCKS = 16
-
-
-class BlockHasher:
-    """Hashes a file block by block while it is written.
+class FileFacts(NamedTuple):
+    """What is known of a file that was written.
 
     Attributes:
-        digests: of the blocks that are complete, in hexadecimal digits.
+        size: its size in bytes.
+        digest: its digest; empty if none was computed.
     """
 
-    def __init__(self) -> None:
-        self.digests: list[str] = []
-        self._hash = hashlib.sha256()
-        self._room = BLOCK_BYTES
+    size: int
+    digest: str
 
-    def update(self, data: memoryview) -> None:
-        """Hash the next bytes."""
-        while data:
-            part, data = data[: self._room], data[self._room :]
-            self._hash.update(part)
-            self._room -= len(part)
-            if not self._room:
-                self._close()
-
-    def _close(self) -> None:
-        self.digests.append(self._hash.hexdigest())
-        self._hash, self._room = hashlib.sha256(), BLOCK_BYTES
-
-    def finish(self) -> list[str]:
-        """Return the digests of all blocks; the last one may be short."""
-        if self._room < BLOCK_BYTES:
-            self._close()
-        return self.digests
-
-
-class VerifiedBlocks:
-    """The blocks of a file that was written with their digests.
-
-    Args:
-        data: the bytes of the file, which may be mapped.
-        digests: the digests of its blocks; none if there are none to compare with.
-    """
-
-    def __init__(self, data: Any, digests: Sequence[str]) -> None:
-        self._data = data
-        self._digests = digests
-        self._verified: set[int] = set()
-
-    def find_damaged(self, begin: int, end: int) -> int | None:
-        """Return the first block that holds bytes of a range and is not as written, or ``None``.
-
-        A block that was verified is not hashed again.
-        """
-        if not self._digests or begin >= end:
-            return None
-        blocks = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
-        unseen = [number for number in blocks if number not in self._verified]
-        for number, is_good in zip(unseen, _map(self._is_good, unseen), strict=True):
-            if not is_good:
-                return number
-            self._verified.add(number)
-        return None
-
-    def _is_good(self, number: int) -> bool:
-        block = self._data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-        return hashlib.sha256(block).hexdigest() == self._digests[number]
-
-
-def _map(check: Callable[[int], bool], numbers: Sequence[int]) -> list[bool]:
-    """Check numbers, many of them in threads: hashing a block does not hold the interpreter."""
-    if len(numbers) < _MANY_BLOCKS:
-        return [check(number) for number in numbers]
-    with ThreadPoolExecutor(_THREADS, "helios-blocks") as pool:
-        return list(pool.map(check, numbers))
+    @classmethod
+    def of(cls, path: Path, *, hashes: bool) -> FileFacts:
+        """Return the facts of a file."""
+        return cls(path.stat().st_size, digest_file(path) if hashes else "")

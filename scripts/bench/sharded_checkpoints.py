@@ -1,8 +1,9 @@
 """Time sharded checkpoints against PyTorch's distributed checkpoints, on several processes.
 
-Prints, for saving and loading, the time of the slowest process and the processor time of all of
-them, ours over theirs; and how long training is blocked by a save in the background, in copies of
-what each process holds. Both write to the same folder, and take turns.
+Prints, for saving and loading, the time of the slowest process, the processor time of all of them
+and the memory that one of them needs for it; each as ours over theirs, with digests and without.
+Also how long hashing all files takes, and how long training is blocked by a save in the background,
+in copies of what each process holds. All write to the same folder, and take turns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,17 @@ from torch import multiprocessing, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from helios.checkpoint import loading
-from helios.checkpoint.rank_part import OwnRows, PartWriter, RankPart, SavePlan, split_sharded
-from helios.checkpoint.sharded_commit import RankParts
+from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.sharded_rows import copy_rows, split_sharded
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.core.sharded_tensors import RowShare, cut_like
+from helios.distributed import process_groups
 from helios.sharding.fsdp_adapter import make_mesh, shard_unit
+from helios.storage import files
+from helios.storage.dcp_folder import save_rows
+from helios.storage.digest import digest_file
+from helios.storage.staging import HostBuffers
 
 
 def build(width: int, num_layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -51,7 +58,7 @@ def make_payload(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     """Return the record of a training that has nothing else."""
     objects = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
     return {
-        "schema": 2,
+        "schema": 5,
         "version": "",
         "training_state": {"global_epoch": 1, "global_iteration": 1},
         "cursor": {"epoch": 0, "batch": 1},
@@ -64,70 +71,76 @@ def make_payload(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 class Ours:
     """Saves and loads as Helios does."""
 
-    def __init__(self, root: Path) -> None:
-        self.folder = RunFolder(root)
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self.plan = SavePlan(root / "run_epoch_1_iter_1.ckpt", "bench", self.count, hashes=True)
+    def __init__(self, root: Path, *, hashes: bool) -> None:
+        self.folder = RunFolder(root / f"ours-{hashes}", CheckpointStore(digest=hashes))
+        self.path = self.folder.path / "run_epoch_1_iter_1.ckpt"
+        self.share = RowShare(dist.get_rank(), dist.get_world_size())
+        self.group, self.hashes = process_groups.saving_group(), hashes
 
     def save(self, payload: dict[str, Any]) -> None:
         payload, rows = split_sharded(payload)
-        self.write(payload, rows)
+        draft = files.temporary_path(self.path)
+        written = save_rows(draft, rows, self.group, hashes=self.hashes)
+        if self.share.rank == 0:
+            sidecar = Sidecar("run", self.share.num_processes, 1, 1)
+            pending = PendingCheckpoint(self.path, payload, sidecar, rows=written)
+            pending.encode()
+            self.folder.commit(pending)
         dist.barrier()
 
-    def write(self, payload: dict[str, Any], rows: dict[str, OwnRows]) -> None:
-        part = RankPart(self.plan, self.rank, rows)
-        if self.rank:
-            part.publish()
-            return
-        sidecar = Sidecar("run", self.count, 1, 1)
-        parts = RankParts(part, lambda: False)
-        pending = PendingCheckpoint(self.plan.path, payload, sidecar, parts=parts)
-        pending.encode()
-        self.folder.commit(pending)
-
     def load(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        share = RowShare(self.rank, self.count)
-        objects = loading.load(self.plan.path, maps=True, share=share).payload["model"]["objects"]
+        loaded = loading.load(self.path, maps=True, share=self.share)
+        objects = loaded.payload["model"]["objects"]
         with torch.no_grad():
             for name, parameter in network.named_parameters():
                 parameter.copy_(cut_like(objects["network"][name], parameter))
             for number, parameter in enumerate(network.parameters()):
+                # As load_state_dict of an optimizer.
+                state = optimizer.state[parameter]
                 for key, value in objects["optimizer"]["state"][number].items():
-                    own = optimizer.state[parameter][key]
-                    own.copy_(cut_like(value, own))
+                    state[key] = cut_like(value, state[key])
         dist.barrier()
 
-
-class Theirs:
-    """Saves and loads as torch.distributed.checkpoint does."""
-
-    def __init__(self, root: Path) -> None:
-        self.path = root / "dcp"
-
-    def save(self, state: dict[str, Any]) -> None:
-        dcp.save(state, checkpoint_id=self.path)
-
-    def load(self, state: dict[str, Any]) -> None:
-        dcp.load(state, checkpoint_id=self.path)
+    def hash(self) -> None:
+        """Hash this process's part of the files."""
+        for path in sorted(self.path.iterdir())[self.share.rank :: self.share.num_processes]:
+            digest_file(path)
 
 
-def measure(work: Callable[[], None]) -> tuple[float, float]:
-    """Return the time of the slowest process, and the processor time of all."""
+def load_theirs(state: dict[str, Any], path: Path) -> None:
+    """Load as a start does: the state of the optimizer is new memory, as in ours."""
+    tables = state["optim"]["state"]
+    for name, table in tables.items():
+        tables[name] = {key: torch.empty_like(value) for key, value in table.items()}
+    dcp.load(state, checkpoint_id=path)
+
+
+def measure(work: Callable[[], None]) -> tuple[float, float, float]:
+    """Return the time of the slowest process, the processor time of all, and MB of memory."""
     gc.collect()
+    # The peak of this process begins anew.
+    Path("/proc/self/clear_refs").write_text("5")
+    resident = read_memory("VmRSS")
     dist.barrier()
     begin, cpu = time.perf_counter(), time.process_time()
     work()
-    found = torch.tensor([time.perf_counter() - begin])
+    found = torch.tensor([time.perf_counter() - begin, read_memory("VmHWM") - resident])
     spent = torch.tensor([time.process_time() - cpu])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     dist.all_reduce(spent)
-    return found.item(), spent.item()
+    return found[0].item(), spent.item(), found[1].item()
 
 
-def measure_blocked(payload: dict[str, Any], plan: SavePlan) -> tuple[float, float]:
+def read_memory(kind: str) -> float:
+    """Return a figure of this process's memory in MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(kind)) / 1e3
+
+
+def measure_blocked(payload: dict[str, Any]) -> tuple[float, float]:
     """Return how long a copy of the shards takes, and what a save in the background does first."""
-    writer = PartWriter(dist.get_rank(), is_async=True, pins=False)
-    writer.draft(plan, split_sharded(payload)[1])
+    buffers = HostBuffers()
+    copy_rows(split_sharded(payload)[1], buffers)
     shards = [own.tensor for own in split_sharded(payload)[1].values()]
     targets = [shard.clone() for shard in shards]
 
@@ -135,37 +148,44 @@ def measure_blocked(payload: dict[str, Any], plan: SavePlan) -> tuple[float, flo
         for target, shard in zip(targets, shards, strict=True):
             target.copy_(shard)
 
-    copies = min(measure(copy)[0] for _ in range(5))
-    blocked = min(
-        measure(lambda: writer.draft(plan, split_sharded(payload)[1]) and None)[0] for _ in range(5)
-    )
-    writer.thread.close()
-    return copies, blocked
+    def block() -> None:
+        copy_rows(split_sharded(payload)[1], buffers)
+
+    return min(measure(copy)[0] for _ in range(5)), min(measure(block)[0] for _ in range(5))
 
 
 def run(rank: int, count: int, root: str, options: argparse.Namespace) -> None:
     """Measure as one rank."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{root}/store", count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    info = process_groups.DistributedInfo(rank, rank, count, count)
+    with process_groups.membership(info, backend="gloo", meeting=f"file://{root}/store"):
+        compare(rank, count, root, options)
+
+
+def compare(rank: int, count: int, root: str, options: argparse.Namespace) -> None:
+    """Measure inside the process group."""
     network, optimizer = build(options.width, options.layers)
-    ours, theirs = Ours(Path(root)), Theirs(Path(root))
-    found: dict[str, list[tuple[float, float]]] = {}
+    theirs = Path(root) / "dcp"
+    ours = {hashes: Ours(Path(root), hashes=hashes) for hashes in (False, True)}
+    found: dict[str, list[tuple[float, float, float]]] = {}
     for _ in range(options.rounds):
         if rank == 0:
-            for path in (ours.plan.path, theirs.path):
+            for path in (ours[False].path, ours[True].path, theirs):
                 shutil.rmtree(path, ignore_errors=True)
         payload = make_payload(network, optimizer)
         model, optim = get_state_dict(network, optimizer)
         state = {"model": model, "optim": optim}
-        for name, work in (
-            ("save", lambda payload=payload: ours.save(payload)),
-            ("dcp save", lambda state=state: theirs.save(state)),
-            ("load", lambda: ours.load(network, optimizer)),
-            ("dcp load", lambda state=state: theirs.load(state)),
-        ):
+        for name, work in {
+            "save": partial(ours[False].save, payload),
+            "save with digests": partial(ours[True].save, payload),
+            "dcp save": partial(dcp.save, state, checkpoint_id=theirs),
+            "load": partial(ours[False].load, network, optimizer),
+            "load with digests": partial(ours[True].load, network, optimizer),
+            "dcp load": partial(load_theirs, state, theirs),
+            "hash": ours[True].hash,
+        }.items():
             found.setdefault(name, []).append(measure(work))
-    copies, blocked = measure_blocked(make_payload(network, optimizer), ours.plan)
+    copies, blocked = measure_blocked(make_payload(network, optimizer))
     if rank == 0:
         num_bytes = 3 * sum(part.numel() * 4 for part in network.parameters())
         medians = {
@@ -174,15 +194,14 @@ def run(rank: int, count: int, root: str, options: argparse.Namespace) -> None:
         }
         ratios = {
             name: [
-                round(a / b, 2) for a, b in zip(medians[name], medians[f"dcp {name}"], strict=True)
+                round(a / b, 2)
+                for a, b in zip(medians[name], medians[f"dcp {name.split()[0]}"], strict=True)
             ]
-            for name in ("save", "load")
+            for name in ("save", "save with digests", "load", "load with digests")
         }
         print(json.dumps({"processes": count, "megabytes": round(num_bytes / 1e6), **medians}))
-        print(json.dumps({"wall and processor time over dcp": ratios}))
+        print(json.dumps({"time, processor time and memory over dcp": ratios}))
         print(json.dumps({"copy": copies, "blocked": blocked, "copies": blocked / copies}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -190,7 +209,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--root", help="where to write; a disk, or memory")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -16,11 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint.shard_index import RECORD_NAME
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from helios.checkpoint.contents import RECORD_NAME
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.storage import codec, files
 from tests.checkpoint.helpers import make_payload, save
-from tests.checkpoint.sharded_helpers import make_parts, make_plan, save_sharded
+from tests.checkpoint.sharded_helpers import rows_of, save_sharded, write_rows
 
 OPERATIONS = (
     "create",
@@ -34,6 +37,9 @@ OPERATIONS = (
     "remove_empty_folder",
 )
 
+OF_PYTORCH = ((torch, "save"), (FileSystem, "create_stream"), (FileSystem, "rename"))
+"""With what torch.distributed.checkpoint writes."""
+
 _PREPARED = "prepared"
 
 
@@ -45,8 +51,8 @@ class Executioner:
         self._is_before = is_before
         self.names: list[str] = []
 
-    def wrap(self, name: str) -> None:
-        call = getattr(files, name)
+    def wrap(self, holder: Any, name: str) -> None:
+        call = getattr(holder, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             self.names.append(name)
@@ -58,7 +64,7 @@ class Executioner:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
-        setattr(files, name, wrapped)
+        setattr(holder, name, wrapped)
 
 
 def prepare_nothing(root: Path) -> None:
@@ -98,8 +104,8 @@ def prepare_sharded_damage(root: Path) -> None:
     save(folder, 1, 1)
     path = save_sharded(folder, 1, 2, 2)
     (path / RECORD_NAME).write_bytes(b"not what was written")
-    for part in make_parts(make_plan(folder, 1, 3, 2), 3):
-        part.publish()
+    draft = files.temporary_path(folder.path_of("run_epoch_1_iter_3", is_sharded=True))
+    write_rows(draft, [rows_of(3, rank, 2) for rank in range(2)])
 
 
 def prepare_damage(root: Path) -> None:
@@ -142,7 +148,9 @@ def run_child(
     if child == 0:
         executioner = Executioner(number, is_before=is_before)
         for name in OPERATIONS:
-            executioner.wrap(name)
+            executioner.wrap(files, name)
+        for holder, name in OF_PYTORCH if "sharded" in scene else ():
+            executioner.wrap(holder, name)
         SCENES[scene][1](root)
         names.write_text(json.dumps(executioner.names))
         os._exit(0)
@@ -155,7 +163,7 @@ def choose_points(names: list[str]) -> list[int]:
     points: list[int] = []
     for name, row in itertools.groupby(range(len(names)), key=names.__getitem__):
         numbers = list(row)
-        if name == "write":
+        if name in ("write", "save"):
             numbers = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
         points += numbers
     return points

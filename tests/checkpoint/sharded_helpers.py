@@ -1,4 +1,4 @@
-"""Sharded checkpoints without processes: the parts of all ranks are written one after the other."""
+"""Sharded checkpoints without processes: the rows of all ranks are written one after the other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from helios.checkpoint import file_names
-from helios.checkpoint.rank_part import OwnRows, RankPart, SavePlan
-from helios.checkpoint.sharded_commit import RankParts
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
-from helios.core.sharded_tensors import RowShare
+from helios.core.sharded_tensors import OwnRows, RowShare
+from helios.storage import files
+from helios.storage.dcp_folder import RowPlanner, RowWriter
+from helios.storage.digest import FileFacts
 from helios.storage.type_converters import ShardedValue
 from tests.checkpoint.helpers import make_payload, make_sidecar
 
@@ -54,28 +55,37 @@ def make_sharded_payload(epoch: int, iteration: int) -> dict[str, Any]:
     return payload | {"plugins": {"ema": {"weight": ShardedValue("plugins.ema.weight")}}}
 
 
-def make_plan(folder: RunFolder, epoch: int, iteration: int, num_ranks: int) -> SavePlan:
-    """Return the plan of a save."""
+def write_rows(
+    folder: Path, rows: list[dict[str, OwnRows]], *, hashes: bool = True
+) -> dict[str, FileFacts]:
+    """Write the rows of all ranks, as ``save_rows`` does with processes; returns the files."""
+    planners = [RowPlanner(each) for each in rows]
+    writers = [RowWriter(folder, each, hashes=hashes) for each in rows]
+    for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
+        planner.set_up_planner({}, is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0)
+    local = [
+        writer.prepare_local_plan(planner.create_local_plan())
+        for planner, writer in zip(planners, writers, strict=True)
+    ]
+    plans, metadata = planners[0].create_global_plan(local)
+    plans = writers[0].prepare_global_plan(plans)
+    results = [
+        writer.write_data(planner.finish_plan(plan), planner).value()
+        for planner, writer, plan in zip(planners, writers, plans, strict=True)
+    ]
+    writers[0].finish(metadata, results)
+    return writers[0].written
+
+
+def commit(folder: RunFolder, payload: dict[str, Any], rows: list[dict[str, OwnRows]]) -> Path:
+    """Commit a checkpoint of any payload, as rank 0 does."""
+    state = payload["training_state"]
+    epoch, iteration = state["global_epoch"], state["global_iteration"]
     path = folder.path_of(file_names.stem("run", epoch, iteration), is_sharded=True)
-    return SavePlan(path, f"save{iteration}", num_ranks, folder.options.digest)
-
-
-def make_parts(plan: SavePlan, iteration: int) -> list[RankPart]:
-    """Return the parts of all ranks."""
-    ranks = range(plan.num_ranks)
-    return [RankPart(plan, rank, rows_of(iteration, rank, plan.num_ranks)) for rank in ranks]
-
-
-def commit(folder: RunFolder, epoch: int, iteration: int, parts: RankParts) -> Path:
-    """Commit a checkpoint, as rank 0 does."""
-    return commit_payload(folder, make_sharded_payload(epoch, iteration), parts)
-
-
-def commit_payload(folder: RunFolder, payload: dict[str, Any], parts: RankParts) -> Path:
-    """Commit any payload, as rank 0 does."""
-    path = parts.plan.path
-    sidecar = make_sidecar(*(file_names.parse(path) or (0, 0)))
-    pending = PendingCheckpoint(path, payload, sidecar, parts=parts)
+    pending = PendingCheckpoint(path, payload, make_sidecar(epoch, iteration))
+    draft = files.temporary_path(path)
+    pending.rows = write_rows(draft, rows, hashes=folder.options.digest)
     pending.encode()
     folder.commit(pending)
     return path
@@ -83,10 +93,8 @@ def commit_payload(folder: RunFolder, payload: dict[str, Any], parts: RankParts)
 
 def save_sharded(folder: RunFolder, epoch: int, iteration: int, num_ranks: int = 3) -> Path:
     """Save a sharded checkpoint; returns its folder."""
-    own, *others = make_parts(make_plan(folder, epoch, iteration, num_ranks), iteration)
-    for part in others:
-        part.publish()
-    return commit(folder, epoch, iteration, RankParts(own, lambda: False))
+    rows = [rows_of(iteration, rank, num_ranks) for rank in range(num_ranks)]
+    return commit(folder, make_sharded_payload(epoch, iteration), rows)
 
 
 def save_network(
@@ -103,15 +111,14 @@ def save_network(
     trees = {"model.objects.net": state, "plugins.ema.averages.net": averages or {}}
     named = {f"{root}.{name}": part for root, tree in trees.items() for name, part in tree.items()}
     places = {name: _place(part) for name, part in named.items() if part.dim()}
-    plan = make_plan(folder, 1, 4, num_ranks)
-    parts = []
+    ranks = []
     for rank in range(num_ranks):
         rows: dict[Any, OwnRows] = {}
         for name, place in places.items():
             first, end = RowShare(rank, num_ranks).rows(len(named[name]))
             shape = tuple(named[name].shape)
             rows.setdefault(place, OwnRows(named[name][first:end], first, shape))
-        parts.append(RankPart(plan, rank, {name: rows[place] for name, place in places.items()}))
+        ranks.append({name: rows[place] for name, place in places.items()})
     net, means = (
         {
             name: ShardedValue(f"{root}.{name}") if part.dim() else part
@@ -121,9 +128,7 @@ def save_network(
     )
     payload = make_payload(1, 4, objects={"net": net}, flags={"net": {}}, parameters={})
     payload |= {"plugins": {"ema": {"averages": {"net": means}}}}
-    for part in parts[1:]:
-        part.publish()
-    return commit_payload(folder, payload, RankParts(parts[0], lambda: False))
+    return commit(folder, payload, ranks)
 
 
 def _place(tensor: Tensor) -> Any:

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
+from helios.checkpoint.contents import METADATA_NAME, RECORD_NAME
 from helios.checkpoint.export import Weights
 from helios.checkpoint.export_folders import (
     NOTE_NAME,
@@ -26,7 +27,6 @@ from helios.checkpoint.export_folders import (
     HuggingFace,
     write_folder,
 )
-from helios.checkpoint.shard_index import INDEX_NAME, RECORD_NAME
 from helios.checkpoint.store import RunFolder
 from helios.cli import main
 from helios.cli.conversions import FORMATS
@@ -205,7 +205,7 @@ class Bomb:
         return os.mkdir, (str(self.mark),)
 
 
-_RANK = "rank-00001-of-00003.safetensors"
+_RANK = "__1_0.distcp"
 
 
 @pytest.mark.shows("P100")
@@ -214,7 +214,7 @@ _RANK = "rank-00001-of-00003.safetensors"
     ("name", "damage"),
     [
         (RECORD_NAME, "a pickle"),
-        (INDEX_NAME, "missing"),
+        (METADATA_NAME, "missing"),
         (_RANK, "a flipped bit"),
         (_RANK, "truncated"),
         ("foreign.pkl", "a pickle"),

@@ -1,0 +1,178 @@
+"""Reads the file ``.metadata`` of ``torch.distributed.checkpoint`` without running code in it.
+
+PyTorch reads it with plain pickle, which calls whatever the file names. Here, a class that the file
+may name is a stand-in, which only keeps what it is given; everything else is refused. PyTorch gets
+new metadata that is made of checked numbers and names.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as md
+
+from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
+
+METADATA_NAME = ".metadata"
+_DATA_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+_PACKAGE = "torch.distributed.checkpoint"
+_CLASSES = {
+    *(f"{_PACKAGE}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "TensorProperties")),
+    *(f"{_PACKAGE}.metadata.{name}" for name in ("ChunkStorageMetadata", "TensorStorageMetadata")),
+    f"{_PACKAGE}.metadata._MEM_FORMAT_ENCODING",
+    f"{_PACKAGE}.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+}
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """Where a part of a tensor is, under the names that ``FileSystemReader`` reads.
+
+    Attributes:
+        relative_path: the name of the file.
+        offset: where the part begins in it.
+        length: its number of bytes there.
+        transform_descriptors: no transformations.
+    """
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] = ()
+
+
+def read_metadata(folder: Path) -> md.Metadata:
+    """Return the metadata of a folder that holds tensors, each of them cut by rows.
+
+    Raises:
+        IncompatibleCheckpointError: if the file refers to anything but the classes of metadata; it
+            is not called.
+        DamagedCheckpointError: if the file does not describe whole tensors in files of the folder.
+        OSError: if a file cannot be read.
+    """
+    path = folder / METADATA_NAME
+    data = path.read_bytes()
+    sizes = {each.name: each.stat().st_size for each in folder.iterdir()}
+    try:
+        return _build(_Unpickler(path, data).load(), sizes)
+    except (IncompatibleCheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise DamagedCheckpointError(
+            f"{path} is damaged: it does not describe the tensors of a checkpoint ({error}). "
+            "Remove the checkpoint, or use another one."
+        ) from error
+
+
+class _StandIn:
+    """Stands for an object of a class of metadata, and keeps what it is made of."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        """Ignore the arguments of classes whose objects have no state."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, path: Path, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full == "torch.Size":
+            return tuple
+        if full in _CLASSES:
+            # A new class each time, because a file can also change the attributes of a class.
+            return type(name, (_StandIn,), {})
+        found = vars(torch).get(name) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise IncompatibleCheckpointError(
+            f"{self._path} refers to {full}, which is no part of the metadata of a checkpoint. "
+            "Nothing was called; do not load the checkpoint unless you know who wrote it."
+        )
+
+
+def _build(root: Any, sizes: Mapping[str, int]) -> md.Metadata:
+    table = _fields(root, "Metadata")
+    stored = {}
+    for index, place in table["storage_data"].items():
+        key, chunk = _fields(index, "MetadataIndex"), _fields(place, "_StorageInfo")
+        stored[_text(key["fqn"]), _numbers(key["offset"])] = _chunk_of(chunk, sizes)
+    tensors: dict[str, md.TensorStorageMetadata | md.BytesStorageMetadata] = {
+        _text(name): _tensor_of(name, tensor, stored)
+        for name, tensor in table["state_dict_metadata"].items()
+    }
+    places = {md.MetadataIndex(*key): chunk for key, chunk in stored.items()}
+    return md.Metadata(tensors, storage_data=places)
+
+
+def _chunk_of(table: Mapping[str, Any], sizes: Mapping[str, int]) -> StoredChunk:
+    chunk = StoredChunk(
+        _text(table["relative_path"]), _number(table["offset"]), _number(table["length"])
+    )
+    # A name with a path would lead out of the folder.
+    _require(_DATA_FILE.fullmatch(chunk.relative_path), f"no file {chunk.relative_path!r}")
+    is_inside = chunk.offset + chunk.length <= sizes.get(chunk.relative_path, 0)
+    _require(is_inside, f"{chunk.relative_path} is too short")
+    return chunk
+
+
+def _tensor_of(
+    name: str, tensor: Any, stored: Mapping[Any, StoredChunk]
+) -> md.TensorStorageMetadata:
+    table = _fields(tensor, "TensorStorageMetadata")
+    dtype = table["properties"].state[0]
+    _require(isinstance(dtype, torch.dtype), f"{name} has no type")
+    size, chunks, row = _numbers(table["size"]), [], 0
+    parts = [_fields(part, "ChunkStorageMetadata") for part in table["chunks"]]
+    for begin, shape in sorted((_numbers(p["offsets"]), _numbers(p["sizes"])) for p in parts):
+        if not math.prod(shape):
+            continue
+        is_next = begin == (row, *(0 for _ in size[1:])) and shape[1:] == size[1:]
+        # What is stored is not compressed. Without this, a file could ask for endless memory.
+        is_stored = (name, begin) in stored and (
+            stored[name, begin].length >= math.prod(shape) * dtype.itemsize
+        )
+        _require(is_next and is_stored, f"{name} lacks rows from {row} on")
+        chunks.append(md.ChunkStorageMetadata(torch.Size(begin), torch.Size(shape)))
+        row += shape[0]
+    _require(row == size[0] or not math.prod(size), f"{name} lacks rows from {row} on")
+    return md.TensorStorageMetadata(md.TensorProperties(dtype=dtype), torch.Size(size), chunks)
+
+
+def _fields(value: Any, kind: str) -> Any:
+    _require(isinstance(value, _StandIn) and type(value).__name__ == kind, f"no {kind}")
+    return value.state
+
+
+def _text(value: Any) -> str:
+    _require(type(value) is str, f"{value!r} is no name")
+    return str(value)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(map(_number, values))
+
+
+def _number(value: Any) -> int:
+    _require(type(value) is int and value >= 0, f"{value!r} is no number")
+    return int(value)
+
+
+def _require(is_so: Any, problem: str) -> None:
+    if not is_so:
+        raise ValueError(problem)
