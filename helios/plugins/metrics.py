@@ -1,30 +1,33 @@
 """``Metrics``: accumulate metrics over batches, and log their values.
 
 Any object with update, compute, reset and a state is a metric, as those of torchmetrics are. Its
-state is in the checkpoint, so a run that resumes inside an epoch gives the same value. Metrics are
-updated after each batch with one replica, after each forward with several.
+state is in the checkpoint, so a run that resumes inside an epoch gives the same value.
+
+With several replicas, what has ``merge_state`` is measured in each replica, and merged in their
+order. What cannot be merged is one object, which gets the batches of all replicas in their order.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from helios.core import rng
+from helios.core.memory import same
 from helios.engines.device import move_to_device
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
-from helios.plugins.metric_state import Metric, MetricSet, can_merge, take_apart
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+from helios.protocols import Stateful
 from helios.state import Phase, TrainingState
 
 __all__ = ["Metric", "Metrics"]
@@ -33,6 +36,23 @@ _LOGGER = logging.getLogger(__name__)
 _PREFIXES = {Phase.TRAINING: "train", Phase.VALIDATION: "valid", Phase.TESTING: "test"}
 
 _CPU = torch.device("cpu")
+
+
+@runtime_checkable
+class Metric(Stateful, Protocol):
+    """A metric that accumulates over batches."""
+
+    def update(self, *args: Any) -> Any:
+        """Add a batch."""
+        ...
+
+    def compute(self) -> Any:
+        """Return the value over all data since the last reset."""
+        ...
+
+    def reset(self) -> Any:
+        """Discard all data."""
+        ...
 
 
 class _Turn(NamedTuple):
@@ -69,8 +89,8 @@ class Metrics(Plugin):
     """
 
     _internals: ClassVar[str] = (
-        "_every _inputs _is_fitting _is_ready _is_shared _metrics _parts _phase _turns "
-        "_waiting _warned _whole"
+        "_every _has_warned _inputs _is_fitting _is_ready _is_shared _metrics _parts _phase _turns "
+        "_waiting _whole"
     )
 
     def __init__(
@@ -93,13 +113,12 @@ class Metrics(Plugin):
                 f"Metrics(inputs=...) must be a function of the context, got {inputs!r}. Let it "
                 'return e.g. (context.model_outputs["logits"], context.batch[1]).'
             )
-        self._metrics = take_apart(metrics)
-        self._whole = MetricSet(self._metrics, self.device)
+        self._metrics = _take_apart(metrics)
+        self._whole = _MetricSet(self._metrics, self.device)
         self._inputs = inputs
         self._phase = phase
         self._every = _check_every(every, phase)
-        self._warned: set[str] = set()
-        self._is_fitting = self._is_ready = self._is_shared = False
+        self._is_fitting = self._is_ready = self._is_shared = self._has_warned = False
 
     def setup(self) -> None:
         """Start without data."""
@@ -138,12 +157,12 @@ class Metrics(Plugin):
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
         """Log the values every ``every`` steps."""
         if self._every is not None and committed and (state.global_step + 1) % self._every == 0:
-            self._conclude_training()
+            self._log(self._compute())
 
     def on_training_epoch_end(self, current_epoch: int) -> None:
         """Log the values of the epoch."""
         if self._phase is Phase.TRAINING and self._every is None:
-            self._conclude_training()
+            self._log(self._compute())
 
     def on_validation_start(self, validation_cycle: int) -> None:
         """Reset the metrics for a validation."""
@@ -198,12 +217,12 @@ class Metrics(Plugin):
             merged = {
                 name: metric
                 for name, metric in self._metrics.items()
-                if self._is_shared and can_merge(metric)
+                if self._is_shared and _can_merge(metric)
             }
             lone = {n: metric for n, metric in self._metrics.items() if n not in merged}
-            self._whole = MetricSet(lone, self.device)
+            self._whole = _MetricSet(lone, self.device)
             self._parts = self.context.per_replica(
-                lambda: MetricSet(copy.deepcopy(merged), self.device),
+                lambda: _MetricSet(copy.deepcopy(merged), self.device),
                 lambda earlier, later: later.merge_before(earlier),
             )
         self._reset()
@@ -276,12 +295,14 @@ class Metrics(Plugin):
         if lengths == {size}:
             kept = size - num_repeated
             return [x[:kept] if isinstance(x, Tensor) and x.ndim else x for x in arguments]
-        self._warn(
-            "all metrics",
-            "count the samples twice that pad the end of each epoch, because inputs does not "
-            f"return tensors with a row for each of the {size} samples of a batch",
-            "Let it do so, or set drop_last=True",
-        )
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "The training metrics count the samples twice that pad the end of each epoch, "
+                "because Metrics(inputs=...) does not return tensors with a row for each of the %d "
+                "samples of a batch. Let it do so, or set drop_last=True.",
+                size,
+            )
         return arguments
 
     def _compute(self) -> dict[str, Any]:
@@ -299,13 +320,6 @@ class Metrics(Plugin):
                 values |= _spread(name, found[name])
         return values
 
-    def _conclude_training(self) -> None:
-        values = self._compute()
-        for name, value in values.items():
-            if not isinstance(value, float):
-                self._warn(name, "is not a number, and is not logged", "Log parts of it yourself")
-        self._log(values)
-
     def _log(self, values: Mapping[str, Any]) -> None:
         numbers = {
             f"{_PREFIXES[self._phase]}/{name}": value
@@ -314,11 +328,6 @@ class Metrics(Plugin):
         }
         if numbers:
             self.context.log(numbers)
-
-    def _warn(self, name: str, text: str, remedy: str) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            _LOGGER.warning("Metrics, %s: %r %s. %s.", self._phase.value, name, text, remedy)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data of the metrics, for each of several replicas."""
@@ -395,3 +404,159 @@ def _at_its_end(context: Context) -> Iterator[None]:
         yield
     finally:
         run.batch = shown
+
+
+@runtime_checkable
+class _Mergeable(Protocol):
+    """A metric that several replicas can measure."""
+
+    def merge_state(self, other: Any, /) -> Any:
+        """Add the data of another metric of the same kind, as if it came before this one's."""
+        ...
+
+
+@runtime_checkable
+class _OfTorchmetrics(Protocol):
+    """A metric that omits its state from its ``state_dict``, and merges over a process group."""
+
+    distributed_available_fn: Any
+
+    def persistent(self, mode: bool) -> Any: ...
+
+
+def _is_never_available() -> bool:
+    return False
+
+
+@final
+class _MetricSet:
+    """Metrics by name, and their number of updates.
+
+    A metric that is a module may hold counters beside its state, such as its number of updates:
+    numeric attributes that differ from those of a metric without data are saved, too.
+
+    Args:
+        metrics: the metrics; they are reset.
+        device: where those are moved that are modules.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+        self.metrics = metrics
+        self._device = device
+        self.reset()
+        for metric in metrics.values():
+            for part in _modules_in(metric).values():
+                if isinstance(part, _OfTorchmetrics):
+                    part.persistent(True)
+                    # Data would count twice.
+                    part.distributed_available_fn = _is_never_available
+        self._fresh = {name: _numbers_in(metric) for name, metric in metrics.items()}
+        self._move()
+
+    def _move(self) -> None:
+        for metric in self.metrics.values():
+            if isinstance(metric, nn.Module):
+                metric.to(self._device)
+
+    def reset(self) -> None:
+        """Discard all data."""
+        for metric in self.metrics.values():
+            metric.reset()
+        self.num_updates = 0
+
+    def update(self, arguments: Sequence[Any]) -> None:
+        """Add a batch."""
+        for metric in self.metrics.values():
+            metric.update(*arguments)
+        self.num_updates += 1
+
+    def merge_before(self, earlier: _MetricSet) -> _MetricSet:
+        """Return a set with this data after that of an earlier one.
+
+        One without data is left out, because an empty state need not be neutral.
+        """
+        if not (earlier.num_updates and self.num_updates):
+            return earlier if earlier.num_updates else self
+        for name, metric in self.metrics.items():
+            assert isinstance(metric, _Mergeable)
+            metric.merge_state(earlier.metrics[name])
+        self.num_updates += earlier.num_updates
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, by reference."""
+        metrics = {}
+        for name, metric in self.metrics.items():
+            numbers, fresh = _numbers_in(metric), self._fresh[name]
+            metrics[name] = {
+                "state": dict(metric.state_dict()),
+                "numbers": {key: n for key, n in numbers.items() if n != fresh.get(key)},
+            }
+        return {"num_updates": self.num_updates, "metrics": metrics}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state of the metrics that exist."""
+        self.num_updates = state_dict["num_updates"]
+        for name in state_dict["metrics"].keys() & self.metrics.keys():
+            metric, saved = self.metrics[name], state_dict["metrics"][name]
+            metric.load_state_dict(dict(saved["state"]))
+            modules = _modules_in(metric)
+            for key, number in (self._fresh[name] | saved["numbers"]).items():
+                path, _, attribute = key.rpartition(".")
+                setattr(modules[path], attribute, number)
+        self._move()
+
+
+def _modules_in(metric: object) -> dict[str, nn.Module]:
+    return dict(metric.named_modules()) if isinstance(metric, nn.Module) else {}
+
+
+def _numbers_in(metric: object) -> dict[str, float]:
+    return {
+        f"{path}.{name}": value
+        for path, part in _modules_in(metric).items()
+        for name, value in vars(part).items()
+        if type(value) in (int, float)
+    }
+
+
+def _can_merge(metric: Metric) -> bool:
+    """Return whether a metric without data can be merged with its like, and stays without data."""
+    if not isinstance(metric, _Mergeable):
+        return False
+    own = type(metric).merge_state
+    for path, part in _modules_in(metric).items():
+        # A method that is that of a metric inside does not merge the metric inside.
+        if path and isinstance(part, _Mergeable) and type(part).merge_state is own:
+            return False
+    try:
+        one, other = copy.deepcopy(metric), copy.deepcopy(metric)
+        one.merge_state(other)
+        return same(dict(one.state_dict()), dict(other.state_dict()))
+    except Exception:
+        return False
+
+
+def _take_apart(metrics: object) -> dict[str, Metric]:
+    """Return the metrics by name, with module dicts split into their members.
+
+    Some collections decide in their first update which members share a state. A run that resumes
+    inside an epoch could decide differently.
+
+    Raises:
+        ArgumentTypeError: for something that is not a metric, or if there is none.
+    """
+    found: dict[str, Any] = {}
+    for name, metric in metrics.items() if isinstance(metrics, Mapping | nn.ModuleDict) else ():
+        if isinstance(metric, nn.ModuleDict):
+            found |= {f"{name}/{key}": part for key, part in metric.items()}
+        else:
+            found[name] = metric
+    odd = [name for name, metric in found.items() if not isinstance(metric, Metric)]
+    if odd or not found:
+        raise ArgumentTypeError(
+            "Metrics(metrics=...) must be a dict of names to at least one object with update, "
+            "compute, reset, state_dict and load_state_dict, got "
+            f"{', '.join(f'{name!r}: {found[name]!r}' for name in odd) or repr(metrics)}."
+        )
+    return found

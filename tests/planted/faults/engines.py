@@ -82,7 +82,7 @@ def a_file_of_rows_is_not_cut_back_at_a_resume(drop_rest, file):
 
 
 @fault(
-    "helios.plugins.metric_state:MetricSet.load_state_dict",
+    "helios.plugins.metrics:_MetricSet.load_state_dict",
     "tests/plugins/test_metrics.py::test_a_resume_anywhere_gives_the_same_values",
 )
 def the_state_of_a_metric_is_not_restored(load_state_dict, metrics, state_dict):
