@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from helios.checkpoint import file_names
-from helios.core.sharded_tensors import is_deferred, make_deferred_tensor, value_of
+from helios.core.sharded_tensors import is_deferred, value_of
 from helios.core.wrappers import clean_names
 from helios.errors import ArgumentError, CheckpointError
 from helios.storage.weights_only import TAG
@@ -93,8 +92,13 @@ def select_weights(
     if networks is None:
         weights = _select_from_own_state(state, network=network, average=average)
     else:
+        if network is not None and network not in networks:
+            raise ArgumentError(
+                f"The network must be one of {sorted(networks)}, got {network!r}. Pass the name of "
+                "the model's attribute that holds it."
+            )
         averages = _averages_of(tree, average)
-        chosen = _choose(networks, network)
+        chosen = networks if network is None else {network: networks[network]}
         loose = state["parameters"] if network is None else {}
         weights = Weights()
         for path, part in chosen.items():
@@ -126,25 +130,9 @@ def find_network_tensors(tree: Mapping[str, Any], names: Collection[str]) -> dic
 
 def _networks_of(state: Any) -> dict[str, Mapping[str, Any]] | None:
     """Return the networks in a discovered state; ``None`` for a state of another form."""
-    keys = ("objects", "flags", "parameters")
-    if not isinstance(state, Mapping) or not all(
-        isinstance(state.get(key), Mapping) for key in keys
-    ):
+    if not isinstance(state, Mapping) or not state.keys() >= {"objects", "flags", "parameters"}:
         return None
     return {path: part for path, part in state["objects"].items() if path in state["flags"]}
-
-
-def _choose(
-    networks: dict[str, Mapping[str, Any]], network: str | None
-) -> dict[str, Mapping[str, Any]]:
-    if network is None:
-        return networks
-    if network not in networks:
-        raise ArgumentError(
-            f"The network must be one of {sorted(networks)}, got {network!r}. Pass the name of the "
-            "model's attribute that holds it."
-        )
-    return {network: networks[network]}
 
 
 def _averages_of(tree: Mapping[str, Any], average: str | None) -> Mapping[str, Any]:
@@ -175,14 +163,13 @@ def _averaged(
             "which the network does not have. Export the network's own weights."
         )
     # An average has one name for a tensor that the network has under several names.
-    by_place = {
-        _place(state[name]): _as_type(average, state[name].dtype)
-        for name, average in averages.items()
-    }
+    by_place = {_place(state[name]): average for name, average in averages.items()}
     replaced = OrderedDict(state)
     for name, own in state.items():
-        if isinstance(own, Tensor) and _place(own) in by_place:
-            replaced[name] = by_place[_place(own)]
+        average = by_place.get(_place(own)) if isinstance(own, Tensor) else None
+        if average is not None:
+            is_alike = average.dtype == own.dtype
+            replaced[name] = average if is_alike else value_of(average).to(own.dtype)
     if isinstance(state, OrderedDict):
         vars(replaced).update(vars(state))
     return replaced
@@ -192,30 +179,6 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     if is_deferred(tensor):
         return (id(tensor),)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in another type; one with rows is converted when it is read."""
-    if tensor.dtype == dtype:
-        return tensor
-    return (
-        make_deferred_tensor(tensor.shape, dtype, _Converted(tensor))
-        if tensor.dim()
-        else tensor.to(dtype)
-    )
-
-
-@final
-class _Converted:
-    """The rows of a tensor in another type."""
-
-    name = "a converted tensor"
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def read_rows(self, target: Tensor, first: int) -> None:
-        target.copy_(value_of(self._tensor)[first : first + len(target)])
 
 
 def _select_from_own_state(state: Any, *, network: str | None, average: str | None) -> Weights:
@@ -246,15 +209,8 @@ def _gather(weights: Weights, prefix: str, state: Any, depth: int) -> None:
         return
     named = {str(key): part for key, part in state.items()}
     tensors = {key: part for key, part in named.items() if isinstance(part, Tensor)}
-    weights.add(prefix, _clean(tensors))
+    # Without the prefixes of torch.compile and data parallelism; what Helios discovers has none.
+    names = clean_names(tensors)
+    weights.add(prefix, {names[key]: part for key, part in tensors.items()})
     for key, part in named.items():
         _gather(weights, f"{prefix}{key}.", part, depth + 1)
-
-
-def _clean(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors without the name prefixes of ``torch.compile`` and data parallelism.
-
-    The names that Helios discovers have none.
-    """
-    names = clean_names(tensors)
-    return {names[name]: part for name, part in tensors.items()}

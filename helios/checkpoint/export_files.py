@@ -1,10 +1,12 @@
-"""Writes exported weights to one file: safetensors, or what ``torch.load`` reads."""
+"""Writes exported weights: to a file, or to the folder that ``from_pretrained`` loads."""
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from helios.errors import ArgumentError, CheckpointError, UsageError
 from helios.storage import codec, files
 
 FILE_FORMATS = ("safetensors", "pt")
+_Writer = Callable[[Path, Mapping[str, Tensor]], None]
 
 
 def write_weights(
@@ -35,10 +38,12 @@ def write_weights(
         CheckpointError: if the format cannot hold a tensor.
         OSError: if the disk fails.
     """
-    refuse_checkpoint_name(path)
+    _refuse_checkpoint_name(path)
     if path.exists() and not replaces:
-        raise already_there(path)
-    write = safetensors_writer(metadata) if kind == "safetensors" else None
+        raise ArgumentError(
+            f"{path} exists already. Choose another name, or overwrite it with --force."
+        )
+    write = _safetensors_writer(metadata) if kind == "safetensors" else None
     with files.replacing(path) as partial:
         if write is None:
             _write_pt(partial, weights)
@@ -46,29 +51,104 @@ def write_weights(
             write(partial, weights.read())
 
 
-def refuse_checkpoint_name(path: Path) -> None:
-    """Refuse a name that a training would take for a checkpoint, or for a part of one.
+def draft_of(path: Path) -> Path:
+    """Return where :func:`write_folder` writes a folder before it has its name."""
+    return files.temporary_path(path.with_name(f"{path.name}.export"))
+
+
+def write_folder(
+    path: Path,
+    weights: Weights,
+    *,
+    max_bytes: int,
+    metadata: Mapping[str, str],
+    config: bytes | None = None,
+) -> list[str]:
+    """Write weights to a folder that ``from_pretrained`` of transformers loads, durably.
+
+    Memory is needed for the tensors of one file. A kill leaves the whole folder, or nothing under
+    this name.
+
+    Args:
+        path: the folder, which must not exist.
+        weights: the tensors.
+        max_bytes: the size of a file; one tensor that is larger gets a file of its own.
+        metadata: header of each file that describes its origin.
+        config: the content of ``config.json``; ``None`` without one.
+
+    Returns:
+        The names of its files.
 
     Raises:
-        ArgumentError: for such a name.
+        ArgumentError: if there is something at the path, or it is named like a checkpoint.
+        UsageError: if safetensors is not installed.
+        CheckpointError: if the format cannot hold a tensor.
+        OSError: if the disk fails.
     """
-    if file_names.is_checkpoint(path):
-        raise ArgumentError(
-            f"Exported weights must not be named like a checkpoint, got {path}: a training would "
-            "load it. Choose another name."
-        )
-    if any(map(file_names.is_checkpoint, path.absolute().parents)):
-        raise ArgumentError(
-            f"Exported weights must not be in the folder of a checkpoint, got {path}: no training "
-            "would load it then. Choose another folder."
-        )
+    _refuse_checkpoint_name(path)
+    if path.exists():
+        raise ArgumentError(f"{path} exists already. Choose another name, or remove it.")
+    write, draft = _safetensors_writer(metadata), draft_of(path)
+    # What a kill has left.
+    files.remove_folder(draft)
+    files.make_folder(draft)
+    try:
+        _write_pretrained(draft, weights, write, max_bytes)
+        if config is not None:
+            _write_bytes(draft / "config.json", config)
+        files.fsync_folder(draft)
+        files.replace(draft, path)
+    except BaseException:
+        files.remove_folder(draft)
+        raise
+    files.fsync_folder(path.parent)
+    return sorted(each.name for each in path.iterdir())
 
 
-def already_there(path: Path) -> ArgumentError:
-    """Return the error for an export that is there already."""
-    return ArgumentError(
-        f"{path} exists already. Choose another name, or overwrite it with --force."
-    )
+def _write_pretrained(folder: Path, weights: Weights, write: _Writer, max_bytes: int) -> None:
+    groups = list(_groups(weights, max_bytes))
+    names = [f"model-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]
+    named = {
+        f"{name if len(groups) > 1 else 'model'}.safetensors": group
+        for name, group in zip(names, groups, strict=True)
+    }
+    for file, group in named.items():
+        write(folder / file, weights.read(group))
+    if len(groups) > 1:
+        table: dict[str, Any] = {
+            "metadata": {"total_size": weights.num_bytes},
+            "weight_map": {name: file for file, group in named.items() for name in group},
+        }
+        _write_bytes(folder / "model.safetensors.index.json", json.dumps(table, indent=2).encode())
+
+
+def _groups(weights: Weights, max_bytes: int) -> Iterator[list[str]]:
+    """Yield the names for each file: as many as fit, in their order."""
+    group: list[str] = []
+    size = 0
+    for name, tensor in weights.tensors.items():
+        added = tensor.numel() * tensor.element_size()
+        if group and size + added > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += added
+    yield group
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with files.create(path) as handle:
+        files.write(handle, data)
+        files.fsync(handle)
+
+
+def _refuse_checkpoint_name(path: Path) -> None:
+    """Refuse a name that a training would take for a checkpoint, or for a part of one."""
+    if any(map(file_names.is_checkpoint, (path, *path.absolute().parents))):
+        raise ArgumentError(
+            f"Exported weights must not be named like a checkpoint or be in the folder of one, got "
+            f"{path}: a training would load them. Choose another name."
+        )
 
 
 def _write_pt(path: Path, weights: Weights) -> None:
@@ -78,15 +158,7 @@ def _write_pt(path: Path, weights: Weights) -> None:
     codec.write_file(path, state)
 
 
-def safetensors_writer(metadata: Mapping[str, str]) -> Callable[[Path, Mapping[str, Tensor]], None]:
-    """Return a function that writes tensors with values to a file, durably.
-
-    Args:
-        metadata: the header.
-
-    Raises:
-        UsageError: if safetensors is not installed.
-    """
+def _safetensors_writer(metadata: Mapping[str, str]) -> _Writer:
     try:
         import safetensors.torch
     except ImportError as error:
@@ -96,9 +168,18 @@ def safetensors_writer(metadata: Mapping[str, str]) -> Callable[[Path, Mapping[s
         ) from error
 
     def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-        separate = _apart(tensors)
+        for name, part in tensors.items():
+            if part.layout is not torch.strided:
+                raise CheckpointError(
+                    f"safetensors cannot hold {name}, {part.layout}. Use --to pt."
+                )
         try:
-            safetensors.torch.save_file(separate, path, metadata=dict(metadata))
+            # Each has memory of its own, and its values without a lazy sign or conjugation.
+            apart = {
+                name: part.detach().resolve_conj().resolve_neg().contiguous().clone()
+                for name, part in tensors.items()
+            }
+            safetensors.torch.save_file(apart, path, metadata=dict(metadata))
         except Exception as error:
             raise CheckpointError(
                 f"{path} was not written: safetensors reports {error}. Check the disk; types that "
@@ -108,27 +189,3 @@ def safetensors_writer(metadata: Mapping[str, str]) -> Callable[[Path, Mapping[s
             files.fsync(handle)
 
     return write
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, as safetensors requires."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        check_strided(name, tensor, "safetensors")
-        part = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        storage = part.untyped_storage()
-        size = part.numel() * part.element_size()
-        if storage.data_ptr() in seen or storage.nbytes() != size:
-            part = part.clone()
-        seen.add(part.untyped_storage().data_ptr())
-        result[name] = part
-    return result
-
-
-def check_strided(name: str, tensor: Tensor, target: str) -> None:
-    """Refuse a tensor that only ``pt`` can hold, such as a sparse one; raises CheckpointError."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise CheckpointError(
-            f"{name} is {tensor.layout}, {tensor.dtype}, which {target} cannot hold. Export to pt."
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
@@ -15,14 +14,7 @@ from typing import Any
 from helios.checkpoint import file_names
 from helios.checkpoint.contents import open_contents
 from helios.checkpoint.export import Weights, select_weights
-from helios.checkpoint.export_files import FILE_FORMATS, write_weights
-from helios.checkpoint.export_folders import (
-    CONFIG_NAME,
-    DistributedCheckpoint,
-    FolderFormat,
-    HuggingFace,
-    write_folder,
-)
+from helios.checkpoint.export_files import FILE_FORMATS, draft_of, write_folder, write_weights
 from helios.checkpoint.loading import Depth
 from helios.checkpoint.retention import Ranking
 from helios.checkpoint.status import Status, look_into
@@ -35,15 +27,13 @@ from helios.storage.local_paths import as_local_path
 from helios.text import parse_size, size_text
 from helios.version import __version__
 
-FORMATS = (*FILE_FORMATS, "huggingface", "dcp")
-_MAX_SHARD_SIZE = "5GB"
+FORMATS = (*FILE_FORMATS, "huggingface")
 _OF_ADAPTERS = re.compile(r"(^|\.)(base_model\.model\.|lora_[A-Za-z_]+(\.|$)|ia3_l(\.|$))")
 
 
 def export_weights(namespace: argparse.Namespace) -> Answer:
     """Write only the weights of a checkpoint, to be read without Helios: to a file
-    for safetensors and pt, to a folder for huggingface (from_pretrained loads it)
-    and dcp (torch.distributed.checkpoint loads it).
+    for safetensors and pt, to a folder for huggingface (from_pretrained loads it).
 
     The names are those inside the network if there is only one, or if --network
     names one; those of several networks begin with the model's attribute:
@@ -54,28 +44,32 @@ def export_weights(namespace: argparse.Namespace) -> Answer:
     with --best the best one.
 
     The checkpoint is verified first. An existing file is overwritten only with
-    --force, and so is a folder if it holds nothing but an export.
+    --force, and an existing folder never.
     """
     source, ranking = output.find_checkpoint(namespace.path, takes_best=namespace.best)
-    layout = _layout(namespace)
+    is_folder = namespace.to == "huggingface"
+    if not is_folder and (namespace.config or namespace.max_shard_size):
+        raise ArgumentError("--config and --max-shard-size need --to huggingface.")
+    folder_options = _folder_options(namespace) if is_folder else {}
     with output.progress(source.name, output.size_of(source)) as watch:
         status, tree = look_into(source, Depth.BYTES, watch)
     if not status.is_good:
         raise CheckpointError(f"{status.reason} Nothing was exported.")
     weights = select_weights(tree, network=namespace.network, average=namespace.average)
-    if namespace.to == "huggingface":
+    if is_folder:
         _refuse_adapters(weights)
     _warn_of_average(status, tree, namespace)
     target = as_local_path("FILE", namespace.out or source.with_suffix(f".{namespace.to}"))
     metadata = _metadata(status, tree, namespace.average)
     names: list[str] = []
-    replaces = namespace.force
-    with output.growth(files.temporary_path(target), target.name, weights.num_bytes):
-        if layout is None:
-            write_weights(target, weights, kind=namespace.to, metadata=metadata, replaces=replaces)
+    draft = draft_of(target) if is_folder else files.temporary_path(target)
+    with output.growth(draft, target.name, weights.num_bytes):
+        if is_folder:
+            names = write_folder(target, weights, metadata=metadata, **folder_options)
         else:
-            names = write_folder(target, weights, layout, metadata=metadata, replaces=replaces)
-    lacks_config = namespace.to == "huggingface" and CONFIG_NAME not in names
+            force = namespace.force
+            write_weights(target, weights, kind=namespace.to, metadata=metadata, replaces=force)
+    lacks_config = is_folder and namespace.config is None
     return Answer(
         _lines(target, weights, ranking, lacks_config=lacks_config),
         lambda: {**_document(target, status, weights, metadata), "files": names},
@@ -108,45 +102,16 @@ def _warn_of_average(status: Status, tree: Any, namespace: argparse.Namespace) -
             )
 
 
-def _layout(namespace: argparse.Namespace) -> FolderFormat | None:
-    """Return the format of a folder, with its options; ``None`` for a file."""
-    if namespace.to == "huggingface":
-        config = None if namespace.config is None else _read_config(namespace.config)
-        return HuggingFace(_max_bytes(namespace.max_shard_size or _MAX_SHARD_SIZE), config)
-    for option, value in (
-        ("--config", namespace.config),
-        ("--max-shard-size", namespace.max_shard_size),
-    ):
-        if value is not None:
-            raise ArgumentError(
-                f"{option} has no effect with --to {namespace.to}. Omit it, or export to "
-                "huggingface."
-            )
-    return DistributedCheckpoint() if namespace.to == "dcp" else None
-
-
-def _max_bytes(text: str) -> int:
+def _folder_options(namespace: argparse.Namespace) -> dict[str, Any]:
     try:
-        return parse_size(text)
+        max_bytes = parse_size(namespace.max_shard_size or "5GB")
     except ValueError as error:
         raise ArgumentError(
             "--max-shard-size must be a positive number of bytes such as 500MB or 5GB, got "
-            f"{text!r}."
+            f"{namespace.max_shard_size!r}."
         ) from error
-
-
-def _read_config(path: str) -> bytes:
-    data = output.existing_file(path).read_bytes()
-    try:
-        is_config = isinstance(json.loads(data), dict)
-    except ValueError:
-        is_config = False
-    if not is_config:
-        raise ArgumentError(
-            f"--config must name the config.json of the network, a JSON object, got {path}. Write "
-            "one with config.save_pretrained(folder)."
-        )
-    return data
+    config = namespace.config and output.existing_file(namespace.config).read_bytes()
+    return {"max_bytes": max_bytes, "config": config}
 
 
 def _metadata(status: Status, tree: Any, average: str | None) -> dict[str, str]:
@@ -257,7 +222,7 @@ COMMANDS = {
             required=True,
             choices=FORMATS,
             metavar="FORMAT",
-            help="safetensors; pt, which torch.load reads; huggingface; or dcp",
+            help="safetensors; pt, which torch.load reads; or huggingface",
         ),
         argument(
             "--out",
@@ -279,9 +244,9 @@ COMMANDS = {
         argument(
             "--max-shard-size",
             metavar="SIZE",
-            help=f"for huggingface: the size of a file, such as 500MB (default: {_MAX_SHARD_SIZE})",
+            help="for huggingface: the size of a file, such as 500MB (default: 5GB)",
         ),
-        argument("--force", action="store_true", help="overwrite an existing file or export"),
+        argument("--force", action="store_true", help="overwrite an existing file"),
         # Versions of Python wrap a generated usage line at different places.
         usage="%(prog)s FILE|DIR --to FORMAT [options]",
     ),

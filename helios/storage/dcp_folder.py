@@ -7,8 +7,7 @@ tensors is read by :mod:`helios.storage.dcp_metadata`, never by PyTorch.
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from helios.core.sharded_tensors import OwnRows
-from helios.errors import CheckpointError, DamagedCheckpointError, HeliosError, SaveError
+from helios.errors import DamagedCheckpointError, SaveError
 from helios.storage import files
 from helios.storage.codec import find_cause
 from helios.storage.container_checks import reason_of, reraise_os_error
@@ -245,42 +244,3 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     tensors: Any = metadata.state_dict_metadata
     return {name: StoredTensor(name, form, reader) for name, form in tensors.items()}
-
-
-def write_dcp_folder(
-    folder: Path, tensors: Mapping[str, Tensor], read: Callable[[Tensor], Tensor]
-) -> None:
-    """Write tensors into a folder, and return when the bytes of its files are on the disk.
-
-    Args:
-        folder: the folder.
-        tensors: by name; of those that are not read yet, type and shape are enough.
-        read: returns a tensor with its values, which is dropped before the next one is read.
-
-    Raises:
-        CheckpointError: if the format cannot hold a tensor.
-        OSError: if the disk fails.
-        Exception: what ``read`` has raised.
-    """
-
-    class Planner(DefaultSavePlanner):
-        def lookup_object(self, index: Any) -> Any:
-            return read(super().lookup_object(index))
-
-    writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
-    with warnings.catch_warnings():
-        # That there is only one process is meant so; PyTorch 2.6 cannot be told,
-        # and uses what it has deprecated.
-        warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized", UserWarning)
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
-        try:
-            save(dict(tensors), storage_writer=writer, planner=Planner())
-        # It is not an Exception, and has the errors of each process.
-        except CheckpointException as failed:
-            error = find_cause(next(iter(failed.failures.values()))[0])
-            if isinstance(error, HeliosError | OSError | MemoryError | KeyboardInterrupt):
-                raise error from None
-            raise CheckpointError(
-                f"{folder} was not written: PyTorch reports {error!r}. Check the disk; what "
-                "torch.distributed.checkpoint does not support can be exported to pt."
-            ) from error

@@ -32,7 +32,6 @@ COMMANDS = {
     "export to pt": lambda path: ["export", str(path), "--to", "pt"],
     "export to safetensors": lambda path: ["export", str(path), "--to", "safetensors"],
     "export to huggingface": lambda path: ["export", str(path), "--to", "huggingface"],
-    "export to dcp": lambda path: ["export", str(path), "--to", "dcp"],
 }
 
 
@@ -322,20 +321,17 @@ def test_export_writes_beside_the_checkpoint_and_says_where_from(
 def test_export_to_huggingface_copies_the_config_and_says_where_one_is_missing(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, target = tmp_path / "mine.json", newest(root).with_suffix(".huggingface")
+    config = tmp_path / "mine.json"
     config.write_text('{"model_type": "gpt2"}  ')
     words = ("export", newest(root), "--to", "huggingface")
     ran = Ran(capsys, *words)
     assert (ran.code, ran.err) == (0, "")
     assert "needs a config.json" in ran.out
-    ran = Ran(capsys, *words, "--config", config, "--force")
-    assert "config.json" not in ran.out
+    target = tmp_path / "out"
+    document = Ran(capsys, *words, "--config", config, "--out", target, "--json").json
     assert (target / "config.json").read_bytes() == config.read_bytes()
-    document = Ran(capsys, *words, "--config", config, "--force", "--json").json
     assert document["path"] == str(target)
-    assert document["files"] == ["config.json", "helios_export.json", "model.safetensors"]
-    note = json.loads((target / "helios_export.json").read_text())
-    assert (note["metadata"], note["files"]) == (document["metadata"], document["files"])
+    assert document["files"] == ["config.json", "model.safetensors"]
     with safe_open(target / "model.safetensors", framework="pt") as opened:
         assert opened.metadata() == document["metadata"]
 
@@ -346,11 +342,9 @@ def test_export_to_huggingface_copies_the_config_and_says_where_one_is_missing(
         (["--max-shard-size", "five"], "--max-shard-size must be a positive number of bytes"),
         (["--max-shard-size", "0GB"], "got '0GB'"),
         (["--max-shard-size", "-1"], "got '-1'"),
-        (["--config", "CHECKPOINT"], "a JSON object, got"),
-        (["--config", "LIST"], "a JSON object, got"),
         (["--config", "none"], "No such file"),
-        (["--to", "dcp", "--config", "LIST"], "--config has no effect with --to dcp"),
-        (["--to", "pt", "--max-shard-size", "5GB"], "--max-shard-size has no effect with --to pt"),
+        (["--to", "safetensors", "--config", "LIST"], "need --to huggingface"),
+        (["--to", "pt", "--max-shard-size", "5GB"], "need --to huggingface"),
     ],
 )
 def test_options_of_a_folder_are_checked_before_anything_is_written(
