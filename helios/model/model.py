@@ -201,7 +201,7 @@ class Model(Hooks, ABC):
         """Give a module its initial values, with ``Trainer(init="keyed")`` only.
 
         Called for each module, after those inside of it, under a key of its name, without
-        gradients. It may write to this module and what is inside of it, if that is in one unit.
+        gradients. It must not use what is in other units.
 
         Args:
             module: the module. What it holds itself has no values yet.

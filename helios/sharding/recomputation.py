@@ -106,11 +106,11 @@ class _Start:
         self._modules = [*module.modules()]
         self._inputs = [
             (tuple(tensor.shape), _counter_of(tensor), _version_of(tensor))
-            for tensor in _tensors_in(inputs)
+            for tensor in tensors_in(inputs)
         ]
         self._weights = self._read_weights()
         others = [None if isinstance(value, Tensor) else value for value in inputs]
-        self._kept = [*self._modules, *_tensors_in(others)]
+        self._kept = [*self._modules, *tensors_in(others)]
         copier = ValueCopier(self._kept)
         self._objects = copier.objects
         read = [*map(_attributes_of, self._modules)]
@@ -187,12 +187,12 @@ def _set_attributes(parts: Sequence[Any], values: Sequence[dict[str, Any]]) -> N
             set_attribute(part, name, value)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict):
         for member in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(member)
+            yield from tensors_in(member)
 
 
 def _counter_of(tensor: Tensor) -> Tensor:

@@ -54,24 +54,24 @@ def a_forward_is_computed_again_with_weights_that_have_changed(require_unchanged
 
 
 @fault(
-    "helios.init.keyed_init:KeyedInit._call_initializer",
-    "tests/init/test_keyed_init.py::test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path",
+    "helios.startup.keyed_init:_KeyedInit._call",
+    "tests/startup/test_keyed_init.py::test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path",
 )
-def the_name_of_a_module_is_missing_in_its_key(call_initializer, init, module):
+def the_name_of_a_module_is_missing_in_its_key(call, init, module):
     paths = init._paths
     init._paths = dict.fromkeys(paths, "net")
     try:
-        call_initializer(init, module)
+        return call(init, module)
     finally:
         init._paths = paths
 
 
 @fault(
-    "helios.init.keyed_init:KeyedInit._check_origin",
-    "tests/init/test_keyed_init.py::test_what_setup_would_lose_is_refused_by_name",
+    "helios.startup.keyed_init:_KeyedInit._is_repeated",
+    "tests/startup/test_keyed_init.py::test_what_setup_would_lose_is_refused_by_name",
 )
-def what_setup_writes_outside_of_initializers_is_lost(check_origin, init, *args):
-    return None
+def what_setup_writes_outside_of_initializers_is_lost(is_repeated, init, *args):
+    return True
 
 
 @fault(

@@ -1,0 +1,384 @@
+"""Gives networks their initial values module by module, each under a key of its path.
+
+``Model.setup`` runs on the meta device, where tensors have shapes and no values, and what writes to
+them is recorded. Then the initializers of modules run again, unit by unit, on tensors with memory.
+A tensor must get its values from the initializer that wrote to it last in ``setup``, or from
+``Model.init_unit``; anything else would be lost, and is an error that names the tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from helios.core import rng
+from helios.core.sharded_tensors import is_sharded
+from helios.core.wrappers import BareNames
+from helios.engines.engine import Engine
+from helios.errors import UsageError
+from helios.model.model import Model
+from helios.sharding.recomputation import tensors_in
+from helios.sharding.requirements import check_shardable
+from helios.sharding.units import Unit, find_units, modules_of_units
+from helios.state_graph.consistency import check_alike
+from helios.state_graph.registered_hooks import has_hooks
+from helios.storage.checksums import bit_sum
+
+_Place: TypeAlias = tuple[nn.Module, str]
+AskForUnits: TypeAlias = Callable[[], Sequence[nn.Module | Unit] | None]
+
+_INITIALIZERS = ("reset_parameters", "_reset_parameters")
+_COPIES = ("clone", "__deepcopy__", "to", "half", "bfloat16", "float", "double")
+_PLAIN = (Tensor, nn.Parameter)
+_NOT_USERS = (
+    *("<", copy.__file__, str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)),
+)
+
+
+def set_up_keyed(
+    model: Model, engine: Engine, ask_for_units: AskForUnits, *, seed: int, fast_init: bool
+) -> Sequence[nn.Module | Unit] | None:
+    """Call ``Model.setup`` without values, then initialize the networks, and shard them if asked.
+
+    No process holds more than its shards and one unit.
+
+    Args:
+        model: the model.
+        engine: the engine of the run.
+        ask_for_units: is called when ``Model.setup`` has returned; returns what ``Model.shard``
+            returns.
+        seed: the seed of the source ``init``.
+        fast_init: as ``Model.setup`` takes it.
+
+    Returns:
+        What ``ask_for_units`` has returned.
+
+    Raises:
+        UsageError: for a value of ``setup`` that would be lost, and for what has no initializer.
+    """
+    model.loads_after_setup = []
+    try:
+        with torch.device("meta"), _Watch("meta") as watch:
+            model.setup(fast_init=fast_init)
+        discovery, replicas = model.discovery, engine.replicas
+        networks, optimizers = discovery.modules(), discovery.optimizers()
+        named, units = ask_for_units(), {}
+        if replicas.is_sharded:
+            check_shardable(networks, optimizers, discovery.moved()[0])
+            units = find_units(networks, named)
+        init = _KeyedInit(model, engine.device, seed, units)
+        init.find_homes(watch.last)
+        places = {memory: write.place for memory, write in watch.last.items()}
+        # What has looked at the model refers to itself and to parameters, which would stay whole.
+        del watch
+        gc.collect()
+        if replicas.is_sharded_over_processes:
+            engine._shard(networks, optimizers, units, init.initialize)
+        else:
+            for name in reversed([*units]):
+                init.initialize(name)
+        init.initialize()
+        marks = init.marks
+        del init
+        gc.collect()
+        left = sorted({place for memory, place in places.items() if not memory.expired()})
+        if left:
+            _refuse(f"what is made at {', '.join(left[:3])}", "no network holds it, but it is used")
+        for name, load in model.loads_after_setup:
+            load(replicas.share)
+            # Shards are not compared; that all processes load is.
+            marks[f"load_weights of {name}"] = 1
+        replicas.compare(partial(check_alike, discovery, marks=marks))
+        return named
+    finally:
+        model.loads_after_setup = None
+
+
+class _Write(NamedTuple):
+    """What has made some memory, or written to it last.
+
+    Attributes:
+        place: file and line of the user's code.
+        by: the initializer that was running, and its arguments; ``None`` for other code.
+        sources: the memory that was copied, if it was.
+    """
+
+    place: str = ""
+    by: tuple[nn.Module | None, str] | None = None
+    sources: tuple[StorageWeakRef, ...] = ()
+
+
+_ANY = (None, "")
+"""Of memory that was only allocated, and of what ``Model.init_unit`` writes."""
+
+
+@final
+class _KeyedInit:
+    """Initializes networks that ``setup`` has built without values.
+
+    Args:
+        model: the model, whose ``init_unit`` comes first.
+        device: where values are made.
+        seed: the seed of the source ``init``.
+        units: the modules that are initialized together with what is inside of them, by name.
+
+    Attributes:
+        marks: checksums of the tensors that have values by now, by name.
+    """
+
+    def __init__(
+        self, model: Model, device: torch.device, seed: int, units: Mapping[str, nn.Module]
+    ) -> None:
+        self._model, self._device, self._seed = model, device, seed
+        self._units = modules_of_units(units)
+        self.marks: dict[str, int] = {}
+        self._paths: dict[nn.Module, str] = {}
+        for path, network in model.discovery.modules().items():
+            bare = BareNames(network)
+            for name, module in network.named_modules():
+                self._paths.setdefault(module, ".".join(filter(None, (path, bare.of(name)))))
+        # What is inside of a module comes first: its initializer may write there, too.
+        self._left = sorted(self._paths, key=lambda module: len([*module.modules()]))
+        self._expected: defaultdict[nn.Module, dict[str, _Write]] = defaultdict(dict)
+        self._ties: defaultdict[nn.Module, list[str]] = defaultdict(list)
+        self._writers: set[nn.Module | None] = set()
+        self._memory: set[StorageWeakRef] = set()
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def find_homes(self, written: Mapping[StorageWeakRef, _Write]) -> None:
+        """Find the module that initializes each tensor: of several, the last one in ``setup``.
+
+        Args:
+            written: what has written to each memory last.
+
+        Raises:
+            UsageError: for a tensor that cannot be initialized by keys.
+        """
+        places: dict[Tensor, list[_Place]] = {}
+        for module in self._paths:
+            for name, tensor in _own_tensors(module).items():
+                places.setdefault(tensor, []).append((module, name))
+        for tensor, holders in places.items():
+            shown = f"{self._paths[holders[0][0]]}.{holders[0][1]}"
+            has_value = isinstance(tensor, nn.Parameter) and not tensor.is_meta
+            if has_value or has_hooks(tensor) or type(tensor) not in _PLAIN:
+                _refuse(shown, "it has a value, a hook, a class of its own, or no shape")
+            if not tensor.is_meta or not tensor.numel():
+                continue
+            memory = memory_of(tensor)
+            if memory in self._memory:
+                _refuse(shown, "it shares its memory with another tensor of a network")
+            self._memory.add(memory)
+            write = written.get(memory, _Write())
+            writer = write.by and write.by[0]
+            self._writers.add(writer)
+            home = next((place for place in holders if place[0] is writer), holders[0])
+            for module, name in holders:
+                if (module, name) == home:
+                    self._expected[module][name] = write
+                else:
+                    self._ties[module].append(name)
+
+    def initialize(self, unit: str | None = None) -> None:
+        """Give values to the parameters and buffers of a unit, or of all that have none yet.
+
+        Raises:
+            UsageError: if a value is missing afterwards, or one that ``setup`` has made is lost.
+        """
+        chosen = {*self._left} if unit is None else {*self._units[unit]}
+        group = [module for module in self._left if module in chosen]
+        self._left = [module for module in self._left if module not in chosen]
+        for module in group:
+            self._make_memory(module)
+        last: dict[StorageWeakRef, _Write] = {}
+        with torch.no_grad(), self._device:
+            for module in group:
+                last.update(self._run(module))
+        for module in group:
+            for name, tensor in _own_tensors(module).items():
+                shown = f"{self._paths[module]}.{name}"
+                self.marks[shown] = int(bit_sum(tensor))
+                expected = self._expected[module].get(name)
+                if expected and not self._is_repeated(expected, last.get(memory_of(tensor))):
+                    kind = type(module).__name__
+                    why = f"reset_parameters() of {kind} does not repeat what {expected.place} does"
+                    _refuse(shown, why)
+
+    def _is_repeated(self, expected: _Write, found: _Write | None) -> bool:
+        """Return whether what was written gives the values of setup, apart from random numbers."""
+        if found is None or _ANY in (expected.by, found.by):
+            return found is not None
+        if expected.sources:
+            # The module that was copied must be gone; then its initializer runs in each copy.
+            return expected.by is not None and self._memory.isdisjoint(expected.sources)
+        return expected.by is not None and expected.by == found.by
+
+    def _make_memory(self, module: nn.Module) -> None:
+        """Let the tensors of a module have memory; parameters stay the same objects."""
+        own = _own_tensors(module)
+        attributes = {name: dict(vars(tensor)) for name, tensor in own.items()}
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            module.to_empty(device=self._device, recurse=False)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        for name, old in own.items():
+            if isinstance(old, nn.Parameter):
+                vars(old).update(attributes[name])
+            else:
+                new = getattr(module, name) if old.is_meta else old.to(self._device)
+                # The old one is kept, so that no other one gets its identity.
+                setattr(module, name, self._buffers.setdefault(id(old), (old, new))[1])
+
+    def _run(self, module: nn.Module) -> dict[StorageWeakRef, _Write]:
+        """Initialize a module, and return what has written to each memory last.
+
+        Before, memory holds numbers that no initializer writes.
+        """
+        own = _own_tensors(module)
+        for name in self._ties[module]:
+            # Another module initializes it. What this one writes is lost.
+            empty = nn.Parameter(own[name].to("meta"), own[name].requires_grad)
+            is_parameter = isinstance(own[name], nn.Parameter)
+            setattr(module, name, empty if is_parameter else empty.data)
+        for name in self._expected[module]:
+            numbers, mark = _mark(own[name])
+            numbers.fill_(mark)
+        last = self._call(module)
+        # Optimizers hold the parameter; a buffer may be another one now.
+        found = {**own, **dict(module.named_buffers(recurse=False))}
+        for name in self._expected[module]:
+            numbers, mark = _mark(found[name])
+            if numbers.sum().isnan() if mark is torch.nan else (numbers == mark).any():
+                shown = f"{self._paths[module]}.{name}"
+                _refuse(shown, "reset_parameters() or init_unit must write all of it")
+        for name in self._ties[module]:
+            setattr(module, name, own[name])
+        return last
+
+    def _call(self, module: nn.Module) -> dict[StorageWeakRef, _Write]:
+        path = self._paths[module]
+        watch = _Watch(self._device.type, partial(self._check_use, path))
+        with rng.stream(rng.key(self._seed, "init", path)), watch:
+            is_done = self._model.init_unit(module, path)
+            watch.last.update(dict.fromkeys(watch.last, _Write(by=_ANY)))
+            found = (getattr(module, name, None) for name in _INITIALIZERS)
+            initialize: Any = next(filter(callable, found), None)
+            if initialize and not is_done and (module in self._writers or _own_tensors(module)):
+                initialize()
+        return watch.last
+
+    def _check_use(self, path: str, tensor: Tensor) -> None:
+        """Refuse tensors of other units, which may have no values yet, or be cut by now."""
+        if is_sharded(tensor) or (tensor.is_meta and memory_of(tensor) in self._memory):
+            _refuse(path, "its initializer uses a tensor of another unit of Model.shard()")
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise UsageError(
+        f'Trainer(init="keyed") cannot initialize {what}: {why}. Write values in '
+        "Model.init_unit(module, name), and return True there. Make a tensor that is no parameter "
+        'in "with self.device:", which gives it values at once.'
+    )
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that a module holds itself."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
+
+
+def _mark(tensor: Tensor) -> tuple[Tensor, float]:
+    """Return a tensor as numbers, and a number that no initializer writes."""
+    numbers = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+    is_exact = not (tensor.is_floating_point() or tensor.is_complex())
+    return numbers, torch.iinfo(numbers.dtype).max - 37 if is_exact else torch.nan
+
+
+@final
+class _Watch(TorchFunctionMode):
+    """Records what makes and writes to memory of a device.
+
+    Args:
+        device: its type.
+        check: is called with each tensor before it is used.
+    """
+
+    def __init__(self, device: str, check: Callable[[Tensor], None] | None = None) -> None:
+        super().__init__()
+        self.last: dict[StorageWeakRef, _Write] = {}
+        self._device, self._check = device, check
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        given = [*tensors_in((args, kwargs))]
+        if self._check is not None:
+            for tensor in given:
+                self._check(tensor)
+        given = [*filter(self._is_plain, given)]
+        before = [(memory_of(tensor), tensor._version) for tensor in given]  # noqa: SLF001
+        caller: Any = getattr(inspect.currentframe(), "f_back", None)
+        try:
+            found = func(*args, **(kwargs or {}))
+        except (RuntimeError, TypeError) as error:
+            if "meta" not in str(error).lower() or isinstance(error, UsageError):
+                raise
+            _refuse("the model", f"a value is read at {_describe(caller).place} ({error})")
+        # On the meta device, some initializers of PyTorch return before they write.
+        code = caller.f_code
+        is_init = code.co_filename == inspect.getfile(nn.init) and code.co_name.endswith("_")
+        affected = {*map(memory_of, filter(self._is_plain, tensors_in(found)))}
+        affected -= {memory for memory, _ in before}
+        for tensor, (memory, version) in zip(given, before, strict=True):
+            if is_init or tensor._version != version:  # noqa: SLF001 - nothing else says so
+                affected.add(memory)
+        if affected:
+            write = _describe(caller)
+            name = getattr(func, "__name__", "")
+            if name.removeprefix("new_").startswith("empty"):
+                write = write._replace(by=_ANY)
+            elif write.by is None and name in _COPIES and given:
+                origin = self.last.get(before[0][0], write)
+                write = origin._replace(sources=(*origin.sources, before[0][0]))
+            self.last.update(dict.fromkeys(affected, write))
+        return found
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        return is_plain and tensor.device.type == self._device
+
+
+def _describe(caller: FrameType | None) -> _Write:
+    """Return the line of the user that is running, and the initializer around it."""
+    place, by = "", None
+    for frame, line in traceback.walk_stack(caller):
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        # Nothing depends on what has called an initializer without arguments.
+        if code.co_name in _INITIALIZERS and names and (by is None or by[1] != "[]"):
+            owner, *arguments = map(frame.f_locals.get, names)
+            if isinstance(owner, nn.Module):
+                by = (owner, repr(arguments))
+        if not place and not code.co_filename.startswith(_NOT_USERS):
+            place = f"{Path(code.co_filename).name}:{line}"
+    return _Write(place, by)
+
+
+def memory_of(tensor: Tensor) -> StorageWeakRef:
+    """Return what identifies the memory of a tensor; its views have the same."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
