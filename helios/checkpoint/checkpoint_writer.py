@@ -6,6 +6,7 @@ save is in progress: the next one waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -365,6 +366,9 @@ class ShardedWriter(PlainWriter):
             for pending in described:
                 pending.rows = written
                 self._commit(pending)
+                # What a listener has refused was not begun to be committed.
+                with contextlib.suppress(OSError):
+                    files.remove_folder(draft)
 
         if is_now:
             write()

@@ -176,10 +176,14 @@ class ShardedFolder(Contents):
         self._facts = {} if sidecar is None else sidecar.files
         self._sizes = {each.name: each.stat().st_size for each in sorted(path.iterdir())}
         for name, facts in self._facts.items():
-            if self._sizes.get(name) != facts.size:
+            found = self._sizes.get(name)
+            if found != facts.size:
+                fault = (
+                    f"has {found} bytes instead of {facts.size}" if found else "is missing or empty"
+                )
                 raise DamagedCheckpointError(
-                    f"{path} is damaged: its file {name} has {self._sizes.get(name, 'no')} bytes "
-                    f"instead of {facts.size}. Copy it back, or use another checkpoint."
+                    f"{path} is damaged: its file {name} {fault}. Copy it back, or use another "
+                    "checkpoint."
                 )
         for name in self._sizes if sidecar is not None else ():
             if name not in self._facts and not name.startswith(_STRAY):

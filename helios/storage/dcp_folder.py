@@ -26,7 +26,6 @@ from torch.futures import Future
 
 from helios.core.sharded_tensors import OwnRows
 from helios.errors import DamagedCheckpointError, SaveError
-from helios.storage import files
 from helios.storage.codec import find_cause
 from helios.storage.container_checks import reason_of, reraise_os_error
 from helios.storage.dcp_metadata import METADATA_NAME, read_metadata
@@ -48,8 +47,8 @@ def save_rows(
         The files whose bytes are on the disk, by name, on rank 0; nothing on other ranks.
 
     Raises:
-        SaveError: on all processes, if the disk of one of them fails, or a process is gone.
-        Exception: another error of a process.
+        SaveError: on all processes, if the disk of one of them fails.
+        Exception: another error of a process, or that of a collective if a process is gone.
     """
     writer = RowWriter(folder, rows, hashes=hashes)
     try:
@@ -60,8 +59,6 @@ def save_rows(
         if not isinstance(error, OSError):
             raise error from None
         raise SaveError(f"rank {rank} could not write its part of {folder}: {error}") from error
-    except RuntimeError as error:
-        raise SaveError(f"{folder} was not completed: another process is gone: {error}") from error
     return writer.written
 
 
@@ -140,12 +137,6 @@ class RowWriter(FileSystemWriter):
 
     def storage_meta(self) -> None:
         """Return nothing: the path of an unfinished folder tells nobody anything."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Create the folder durably."""
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if is_coordinator:
-            files.make_folder(self._folder)
 
     def write_data(
         self, plan: planning.SavePlan, planner: planning.SavePlanner

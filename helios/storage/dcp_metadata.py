@@ -111,9 +111,9 @@ def _build(root: Any, sizes: Mapping[str, int]) -> md.Metadata:
     stored = {}
     for index, place in table["storage_data"].items():
         key, chunk = _fields(index, "MetadataIndex"), _fields(place, "_StorageInfo")
-        stored[_text(key["fqn"]), _numbers(key["offset"])] = _chunk_of(chunk, sizes)
+        stored[key["fqn"], _numbers(key["offset"])] = _chunk_of(chunk, sizes)
     tensors: dict[str, md.TensorStorageMetadata | md.BytesStorageMetadata] = {
-        _text(name): _tensor_of(name, tensor, stored)
+        name: _tensor_of(name, tensor, stored)
         for name, tensor in table["state_dict_metadata"].items()
     }
     places = {md.MetadataIndex(*key): chunk for key, chunk in stored.items()}
@@ -121,14 +121,11 @@ def _build(root: Any, sizes: Mapping[str, int]) -> md.Metadata:
 
 
 def _chunk_of(table: Mapping[str, Any], sizes: Mapping[str, int]) -> StoredChunk:
-    chunk = StoredChunk(
-        _text(table["relative_path"]), _number(table["offset"]), _number(table["length"])
-    )
+    name, offset, length = table["relative_path"], *_numbers((table["offset"], table["length"]))
     # A name with a path would lead out of the folder.
-    _require(_DATA_FILE.fullmatch(chunk.relative_path), f"no file {chunk.relative_path!r}")
-    is_inside = chunk.offset + chunk.length <= sizes.get(chunk.relative_path, 0)
-    _require(is_inside, f"{chunk.relative_path} is too short")
-    return chunk
+    _require(_DATA_FILE.fullmatch(name), f"no file {name!r}")
+    _require(offset + length <= sizes.get(name, 0), f"{name} is too short")
+    return StoredChunk(name, offset, length)
 
 
 def _tensor_of(
@@ -157,11 +154,6 @@ def _tensor_of(
 def _fields(value: Any, kind: str) -> Any:
     _require(isinstance(value, _StandIn) and type(value).__name__ == kind, f"no {kind}")
     return value.state
-
-
-def _text(value: Any) -> str:
-    _require(type(value) is str, f"{value!r} is no name")
-    return str(value)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

@@ -69,6 +69,32 @@ def test_pytorch_reads_the_tensors(folder: RunFolder) -> None:
     assert all(state[name].equal(tensor_of(name, 4)) for name in FORMS)
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_the_commit_is_the_rename_after_all_files_and_names_are_on_the_disk(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    sync, replace = os.fsync, files.replace
+
+    def note_sync(descriptor: int) -> None:
+        events.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        sync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        events.append(f"rename {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(files, "replace", note_replace)
+    path = save_sharded(folder, 1, 4)
+    commit_at = events.index(f"rename {path.name}")
+    before = [f"sync __{rank}_0.distcp" for rank in range(3)]
+    before += ["sync .metadata.tmp", f"sync {RECORD_NAME}", f"sync {path.name}.tmp"]
+    before += ["sync run_epoch_1_iter_4.json.tmp", "rename run_epoch_1_iter_4.json"]
+    assert {*before} <= {*events[:commit_at]}
+    assert events[commit_at:] == [f"rename {path.name}", f"sync {folder.path.name}"]
+
+
 @pytest.mark.shows("P94")
 def test_what_earlier_saves_left_and_empty_files_are_not_in_a_checkpoint(folder: RunFolder) -> None:
     draft = files.temporary_path(folder.path / "run_epoch_1_iter_4.ckpt")

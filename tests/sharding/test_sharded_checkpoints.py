@@ -163,12 +163,13 @@ def test_a_kill_in_a_save_costs_no_bit_in_other_processes(
 
 
 class FullDisk(Plugin):
-    """The disk of one rank refuses what it writes in some saves."""
+    """The disk of one rank refuses its rows in some saves, or its ledger."""
 
-    def __init__(self, rank: int, *iterations: int) -> None:
+    def __init__(self, rank: int, *iterations: int, refuses_ledger: bool = False) -> None:
         super().__init__("full-disk")
         self.full_rank = rank
         self.iterations = iterations
+        self.refuses_ledger = refuses_ledger
         self.is_full = False
 
     unsaved = ("is_full",)
@@ -177,12 +178,17 @@ class FullDisk(Plugin):
         """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
-        save = torch.save
+        save, fsync = torch.save, files.fsync
 
         def refuse(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
             save(value, _FullFile() if self.is_full else file, *args, **kwargs)
 
-        if self.context.global_rank == self.full_rank:
+        def refuse_ledger(handle: Any) -> None:
+            fsync(_FullFile() if self.is_full and "ledger" in str(handle.name) else handle)
+
+        if self.context.global_rank == self.full_rank and self.refuses_ledger:
+            files.fsync = refuse_ledger
+        elif self.context.global_rank == self.full_rank:
             torch.save = refuse
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -190,6 +196,9 @@ class FullDisk(Plugin):
 
 
 class _FullFile(io.BytesIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def write(self, data: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -225,6 +234,26 @@ def test_a_full_disk_of_one_rank_ends_all_with_the_same_error(
     train(tmp_path / "undisturbed", 1, setting)
     train(tmp_path / "run", 1, setting)
     assert read_bits(tmp_path / "run") == read_bits(tmp_path / "undisturbed")
+
+
+@pytest.mark.shows("P95")
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        pytest.param(FullDisk(1, 2), marks=pytest.mark.full),
+        FullDisk(0, 2, refuses_ledger=True),
+    ],
+    ids=["rows", "ledger"],
+)
+def test_a_save_that_one_rank_could_not_write_leaves_nothing_and_training_continues(
+    tmp_path: Path, plugin: FullDisk
+) -> None:
+    train(tmp_path / "run", 2, Sharded(2, total_steps=3), plugin)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == [
+        "sharded_epoch_1_iter_1.ckpt",
+        "sharded_epoch_1_iter_3.ckpt",
+    ]
+    assert not list((tmp_path / "run" / "sharded").glob("*.tmp"))
 
 
 def checkpoints(folder: Path) -> list[Path]:
