@@ -125,14 +125,12 @@ class StartChanges:
         values: settings and attributes that differ.
         code: methods that differ, each as a line.
         adopts: whether the run takes settings of ``setup``, because the user allows it.
-        old_settings: settings that the run has had so far, by name.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     values: Sequence[ValueChange] = ()
     code: Sequence[str] = ()
     adopts: bool = False
-    old_settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def all_values(self) -> dict[str, Any]:
@@ -143,7 +141,7 @@ class StartChanges:
     def report(self) -> list[str]:
         """Warn of all that differs; returns what takes effect, to be recorded."""
         kept, lines = self.options[KEY]["kept"], []
-        for values, names in _joined(self.values).items():
+        for values, names in _joined(self.values):
             end = ""
             if not kept.keys().isdisjoint(names):
                 end = f" in setup(); the run keeps {values.partition(' -> ')[0]} {_ALLOW_SETTINGS}"
@@ -154,16 +152,17 @@ class StartChanges:
         return [*_texts(each for each in self.values if each.name not in kept), *self.code]
 
 
-def _joined(changes: Iterable[ValueChange]) -> dict[str, list[str]]:
-    """Return names by what has changed: an argument, and the setting that follows from it."""
-    found: dict[str, list[str]] = {}
+def _joined(changes: Iterable[ValueChange]) -> list[tuple[str, list[str]]]:
+    """Return both values, and whose: those of an argument, and of the setting that follows."""
+    found: dict[tuple[str, str], list[str]] = {}
     for each in changes:
-        found.setdefault(f"{each.before!r} -> {each.after!r}", []).append(each.name)
-    return found
+        alone = "" if type(each.before) in (int, float) else each.name
+        found.setdefault((f"{each.before!r} -> {each.after!r}", alone), []).append(each.name)
+    return [(values, names) for (values, _), names in found.items()]
 
 
 def _texts(changes: Iterable[ValueChange]) -> list[str]:
-    return [f"{', '.join(names)}: {values}" for values, names in _joined(changes).items()]
+    return [f"{', '.join(names)}: {values}" for values, names in _joined(changes)]
 
 
 def compare_fresh(
@@ -183,12 +182,11 @@ def compare_fresh(
     """
     before = {} if record is None else record.options.get(KEY, {})
     last = before.get("settings", {})
-    held = {**last, **before.get("kept", {})}
     # Other versions of a library have other settings, and nobody has changed anything. And a
     # finished run was not trained with what it had not taken at its last start either.
     settings = [
         each
-        for each in compare_values(held, fresh["settings"])
+        for each in compare_values(last | before.get("kept", {}), fresh["settings"])
         if each.is_contradiction and not (is_over and last.get(each.name) == each.after)
     ]
     values = [
@@ -204,7 +202,6 @@ def compare_fresh(
         [*settings, *values],
         code,
         adopts=adopts and (not before or bool(settings or code)),
-        old_settings=held,
     )
 
 
@@ -213,7 +210,8 @@ def _is_state(name: str, record: Record | None) -> bool:
     assert record is not None
     owner, attribute = name.split(".")[:2]
     state = record.owners.get(owner, record.model if owner == "model" else {})
-    nodes = state.get("values", {}).get("nodes", {})
+    values = state.get("values")
+    nodes = values.get("nodes", {}) if isinstance(values, Mapping) else {}
     return attribute in {x.partition(".")[0] for x in (*nodes, *nodes.get("", {}).get("set", ()))}
 
 

@@ -599,11 +599,9 @@ class Training:
 
     def _make_adoption(self, session: Session) -> Callable[[], None]:
         """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
-        changes = self._changes
-        if not changes.adopts or session.schedulers is None:
+        if not self._changes.adopts or session.schedulers is None:
             return lambda: None
-        new = NewSettings(self._run.model.discovery.optimizers(), session.schedulers)
-        return lambda: new.apply(changes.old_settings)
+        return NewSettings(self._run.model.discovery.optimizers(), session.schedulers).apply
 
     def _note_missing(self, record: Record) -> list[str]:
         """Warn of what the checkpoint lacks; returns it as text, to be recorded.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import enum
 import functools
@@ -120,9 +119,7 @@ SETTINGS: list[tuple[Any, Any, str]] = [
     (sgd(), sgd(lr=0.2), "optimizer.lr: 0.1 -> 0.2"),
     (sgd(), sgd(lr=torch.tensor(0.5)), "optimizer.lr: 0.1 -> 0.5"),
     (sgd(), sgd(weight_decay=0.5), "optimizer.weight_decay: 0 -> 0.5"),
-    (sgd(), sgd(maximize=True), "optimizer.maximize: False -> True"),
     (groups(lr=1.0), groups(lr=2.0), "optimizer.param_groups.1.lr: 1.0 -> 2.0"),
-    (groups(lr=1.0), groups(), "optimizer.param_groups.1.lr: 1.0 -> 0.1"),
     (scheduled(L.StepLR, 2), scheduled(L.StepLR, 3), "scheduler.step_size: 2 -> 3"),
     (
         scheduled(L.MultiStepLR, [2, 4]),
@@ -168,16 +165,12 @@ def test_a_setting_that_is_not_taken_is_said_at_each_start(
 VALUES: list[tuple[Any, Any, str]] = [
     (0.1, 0.2, "model.value: 0.1 -> 0.2"),
     (False, True, "model.value: False -> True"),
-    (None, 1, "model.value: None -> 1"),
-    ("a\nb", "", "model.value: 'a\\nb' -> ''"),
     (Mode.A, Mode.B, "model.value: 'Mode.A' -> 'Mode.B'"),
     ([1, (2, 3)], [1, (2, 4)], "model.value: [1, [2, 3]] -> [1, [2, 4]]"),
     ({1, 2}, {2, 3}, "model.value: [1, 2] -> [2, 3]"),
     (nn.ReLU, nn.GELU, "model.value: 'torch.nn.modules.activation.ReLU' -> 'torch.nn"),
-    (Path("a"), Path("b"), "model.value: 'a' -> 'b'"),
     (torch.float32, torch.float64, "model.value: 'torch.float32' -> 'torch.float64'"),
     (Config(8), Config(9), "model.value.width: 8 -> 9"),
-    (argparse.Namespace(a=1), argparse.Namespace(a=2), "model.value.a: 1 -> 2"),
     ({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}}, "model.value.a.c: not set -> 2"),
     (list(range(999)), list(range(998)), "model.value: 'list of "),
 ]

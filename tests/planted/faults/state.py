@@ -287,11 +287,3 @@ def a_constant_that_has_another_type_is_the_same(tag, value):
 )
 def groups_keep_the_settings_of_the_run(put_back, settings, path, optimizer):
     pass
-
-
-@fault(
-    "helios.model.new_settings:_reduce",
-    f"{NEW_SETTINGS}::test_a_plateau_keeps_its_reductions_and_scores",
-)
-def a_plateau_forgets_its_reductions(reduce, plateau, rates, times):
-    return rates
