@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
+import os
+import signal
+import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Imported before the tests fork.
+import mlflow  # noqa: F401
 import pytest
+import wandb  # noqa: F401
 
-import helios
-from helios.errors import UsageError
 from helios.plugins import MlflowLogger, Plugin, WandbLogger
 from helios.state import TrainingState
 from tests.support.kills import kill_self, run_in_child
@@ -25,7 +30,7 @@ from tests.support.logged_points import (
     points_of,
     wandb_rows,
 )
-from tests.support.runs import IndexModule, Setting, SmallModel, replay, train
+from tests.support.runs import Setting, replay, train
 from tests.support.wandb_server import WandbServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,20 +41,28 @@ _QUIET = {
     "x_disable_meta": True,
     "x_disable_stats": True,
 }
-# W&B's files have at once what the library was given.
-_EAGER = {"x_transaction_log_flush_interval": 0.05}
-_SECONDS = 60.0
+# W&B's files have at once what the library was given, or not before the end.
+_EAGER, _LAZY = ({"x_transaction_log_flush_interval": pause} for pause in (0.05, 1000.0))
+_SECONDS, _PAUSE = 120.0, 0.05
+_ALL = [*range(1, 15)]
 
 
 class Log(Plugin):
-    """Logs a number of an awkward name at each epoch, and kills the process at an iteration."""
+    """Logs a number of an awkward name at each epoch; kills the process at an iteration, or fails.
 
-    unsaved = ("kill_at", "is_shown")
+    Before, it waits until the last complete row is shown.
+    """
 
-    def __init__(self, kill_at: int = 0, is_shown: Callable[[int], bool] | None = None) -> None:
+    unsaved = ("at", "is_shown", "act")
+
+    def __init__(
+        self,
+        at: int = 0,
+        is_shown: Callable[[int], bool] | None = None,
+        act: Callable[[], Any] = kill_self,
+    ) -> None:
         super().__init__("log")
-        self.kill_at = kill_at
-        self.is_shown = is_shown
+        self.at, self.is_shown, self.act = at, is_shown, act
 
     def setup(self) -> None:
         """Nothing to prepare."""
@@ -58,71 +71,64 @@ class Log(Plugin):
         self.context.log({"/epoch//end (%)": float("nan")})
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
-        if state.global_iteration == self.kill_at:
-            # The row of the iteration before is not complete.
-            if self.is_shown is not None and self.context.global_rank == 0:
-                _wait_for(lambda: self.is_shown(self.kill_at - 2))
-            kill_self()
+        if state.global_iteration == self.at and self.context.global_rank == 0:
+            if self.is_shown is not None:
+                _wait_for(lambda: self.is_shown(self.at - 2))
+            self.act()
 
 
 def _wait_for(is_so: Callable[[], bool]) -> None:
     pause, waited = threading.Event(), 0.0
     while not is_so():
-        waited += 0.05
+        waited += _PAUSE
         assert waited < _SECONDS, "it never was so"
-        pause.wait(0.05)
+        pause.wait(_PAUSE)
 
 
-def _setting(processes: int = 1, **changed: Any) -> Setting:
-    options = {"num_replicas": 2, "nproc": processes, "params": {"rate": 0.05}}
-    fixed = {"print_frequency": 1, "chkpt_frequency": 3, "options": options}
-    return Setting(**{**fixed, **changed})
+def _setting(processes: int = 1, rate: float = 0.05, **options: Any) -> Setting:
+    fixed = {"num_replicas": 2, "nproc": processes, "params": {"rate": rate}}
+    return Setting(print_frequency=1, chkpt_frequency=3, options=fixed | options)
 
 
-class Service:
-    """A service, with what the only run there shows."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def logger(self) -> Plugin:
-        raise NotImplementedError
-
-    def points(self) -> Points:
-        raise NotImplementedError
-
-    def shows(self, iteration: int) -> bool:
-        points = self.points().get("train/loss", [])
-        return iteration in [step for step, _ in points]
+def _fail() -> None:
+    raise ArithmeticError
 
 
-class Mlflow(Service):
-    @property
-    def uri(self) -> str:
-        return f"sqlite:///{self.folder}.db"
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of MLflow."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    store = ["--backend-store-uri", f"sqlite:///{folder}/runs.db"]
+    place = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    changed = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", *store, *place],
+            cwd=folder,
+            env=os.environ | changed,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    address = f"http://127.0.0.1:{port}"
 
-    def logger(self) -> Plugin:
-        return MlflowLogger(tracking_uri=self.uri)
+    def answers() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        try:
+            with urllib.request.urlopen(f"{address}/health", timeout=5):
+                return True
+        except OSError:
+            return False
 
-    def points(self) -> Points:
-        return mlflow_points(self.uri)
-
-
-class Wandb(Service):
-    settings: dict[str, Any] = _QUIET
-
-    def logger(self) -> Plugin:
-        return WandbLogger("p", mode="offline", settings=self.settings)
-
-    def points(self) -> Points:
-        return points_of(wandb_rows(self.folder))
-
-
-class EagerWandb(Wandb):
-    settings = _QUIET | _EAGER
-
-
-SERVICES = [Mlflow, EagerWandb, Wandb]
+    try:
+        _wait_for(answers)
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(autouse=True)
@@ -133,13 +139,38 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
 
-def _train(service: Service, setting: Setting | None = None, *plugins: Plugin) -> int:
-    return _in_child(
-        service.folder,
-        lambda: train(
-            service.folder, setting or _setting(), service.logger(), *(plugins or (Log(),))
-        ),
-    )
+class Servers:
+    """A server of MLflow, and offline files of W&B, with what they show of the run in a folder."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder = folder
+        self.address = address
+        self.experiment = "-".join(folder.parts[-2:])
+        self.log = folder.with_suffix(".log")
+
+    def loggers(self, **settings: Any) -> list[Plugin]:
+        return [
+            MlflowLogger(self.experiment, tracking_uri=self.address),
+            WandbLogger("p", mode="offline", settings=_QUIET | settings),
+        ]
+
+    def start(self, setting: Setting, *plugins: Plugin, **settings: Any) -> int:
+        loggers = self.loggers(**settings)
+        return _in_child(self.folder, lambda: train(self.folder, setting, *loggers, *plugins))
+
+    def runs(self) -> list[Any]:
+        return mlflow_runs(self.address, self.experiment)
+
+    def points(self) -> tuple[Points, Points]:
+        wandb_points = points_of(wandb_rows(self.folder))
+        return mlflow_points(self.address, self.experiment), wandb_points
+
+    def steps(self) -> tuple[list[int], ...]:
+        found = (points.get("train/loss", []) for points in self.points())
+        return tuple([step for step, _ in each] for each in found)
+
+    def shows(self, iteration: int) -> bool:
+        return all(iteration in steps for steps in self.steps())
 
 
 def _in_child(folder: Path, work: Callable[[], Any]) -> int:
@@ -149,158 +180,125 @@ def _in_child(folder: Path, work: Callable[[], Any]) -> int:
         logging.getLogger().addHandler(logging.FileHandler(folder.with_suffix(".log")))
         return work()
 
-    return run_in_child(logged, folder.with_suffix(".outcome"))
+    code = run_in_child(logged, folder.with_suffix(".outcome"))
+    # W&B's process of a killed start still writes what it was given.
+    _wait_for(lambda: not _is_any_at_work(folder.parent))
+    return code
+
+
+def _is_any_at_work(folder: Path) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if path.parent.name != str(os.getpid()) and path.readlink() == folder:
+                return True
+        except OSError:
+            continue
+    return False
 
 
 @pytest.mark.shows("P63")
-@pytest.mark.parametrize("kind", SERVICES)
-def test_each_point_of_a_killed_run_is_there_once(kind: type[Service], tmp_path: Path) -> None:
+def test_each_point_of_a_killed_run_is_there_once(address: str, tmp_path: Path) -> None:
     """Before the first checkpoint; with points sent that are repeated; on one process and two."""
-    whole, killed = kind(tmp_path / "whole"), kind(tmp_path / "killed")
-    assert _train(whole) == 0
-    waits = None if kind is Wandb else killed.shows
-    for at, processes, is_shown in [(3, 1, waits), (6, 2, None), (9, 1, waits)]:
-        code = _train(killed, _setting(processes), Log(at, is_shown))
-        # The process that starts two ranks lives on, and raises.
-        assert code == (-9 if processes == 1 else 1)
-    assert _train(killed) == 0
+    whole, killed = (Servers(tmp_path / name, address) for name in ("whole", "killed"))
+    assert whole.start(_setting(), Log()) == 0
+    assert killed.start(_setting(), Log(3, killed.shows), **_EAGER) == -9
+    # The process that starts two ranks lives on, and raises. What W&B has not written is lost.
+    assert killed.start(_setting(2), Log(6), **_LAZY) == 1
+    assert [*killed.folder.rglob("*_iter_3.pth")]
+    assert killed.start(_setting(), Log(9, killed.shows), **_EAGER) == -9
+    assert killed.start(_setting(), Log()) == 0
     assert killed.points() == whole.points()
-    assert [step for step, _ in whole.points()["train/loss"]] == [*range(1, 15)]
-    assert {"valid/score", "epoch"} < whole.points().keys()
+    assert killed.steps() == (_ALL, _ALL)
+    assert {"valid/score", "epoch"} < killed.points()[0].keys()
+    (run,) = killed.runs()
+    assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
+    assert run.data.params.items() >= {("rate", "0.05"), ("options.total_steps", "14")}
 
 
 @pytest.mark.shows("P63")
-@pytest.mark.parametrize("kind", SERVICES[:2])
 def test_a_start_that_changed_something_logs_again_from_its_step_on(
-    kind: type[Service], tmp_path: Path
+    address: str, tmp_path: Path
 ) -> None:
     """One that goes back, which is killed, and continued from a checkpoint of its own."""
-    service = kind(tmp_path / "run")
-    assert _train(service) == 0
-    log = service.folder.with_suffix(".log")
-    log.unlink()
-    once = service.points()["train/loss"]
-    older = service.folder / "small/small_epoch_2_iter_6.pth"
-    back = _setting()
-    back.options["resume"] = str(older)
+    servers = Servers(tmp_path / "run", address)
+    assert servers.start(_setting()) == 0
+    servers.log.unlink()
+    once = [points["train/loss"] for points in servers.points()]
+    older = servers.folder / "small/small_epoch_2_iter_6.pth"
+    back = _setting(resume=str(older))
 
     def has_saved(_: int) -> bool:
         return any(older.parent.glob("*_iter_9.pth"))
 
-    assert _train(service, back, Log(11, has_saved)) == -9
-    assert _train(service, back) == 0
-    assert log.read_text().count("logged again from step 7 on") == 1
-    assert sorted(service.points()["train/loss"]) == sorted(once + once[6:])
+    assert servers.start(back, Log(11, has_saved)) == -9
+    assert servers.start(back) == 0
+    assert servers.log.read_text().count("logged again from step 7 on") == 2
+    twice = [points["train/loss"] for points in servers.points()]
+    assert [sorted(points) for points in twice] == [sorted(each + each[6:]) for each in once]
 
 
-@pytest.mark.parametrize("kind", SERVICES[:2])
-def test_a_start_with_other_values_before_the_first_checkpoint_is_noticed(
-    kind: type[Service], tmp_path: Path
+def test_before_the_first_checkpoint_a_start_that_may_differ_is_another_run(
+    address: str, tmp_path: Path
 ) -> None:
-    """As after an edit of the code."""
-    service = kind(tmp_path / "run")
-    assert _train(service, None, Log(3, service.shows)) == -9
-    assert _train(service, _setting(batch_size=3)) == 0
-    assert "logged again from step 1 on" in service.folder.with_suffix(".log").read_text()
-    assert [step for step, _ in service.points()["train/loss"]].count(1) == 2
-
-
-def test_a_start_with_other_parameters_before_the_first_checkpoint_is_another_run(
-    tmp_path: Path,
-) -> None:
-    service, other = Mlflow(tmp_path / "run"), _setting()
-    assert _train(service, None, Log(3, service.shows)) == -9
-    other.options["params"] = {"rate": 0.1}
-    assert _train(service, other) == 0
-    runs = {run.data.params["rate"]: run.info.status for run in mlflow_runs(service.uri)}
-    assert runs == {"0.1": "FINISHED", "0.05": "RUNNING"}
-
-
-def test_mlflow_has_parameters_options_and_scores_of_tests(tmp_path: Path) -> None:
-    service, setting = Mlflow(tmp_path / "run"), _setting()
-
-    def fit_and_test() -> dict[str, float]:
-        model, data = SmallModel(setting), IndexModule(setting)
-        trainer = helios.Trainer(
-            train_unit="iteration",
-            total_steps=14,
-            chkpt_frequency=7,
-            chkpt_root=service.folder,
-            use_cpu=True,
-            params={"rate": 0.05},
-            plugins=[service.logger()],
-        )
-        trainer.fit(model, data)
-        for _ in range(2):
-            trainer.test(model, data)
-        return {f"test/{name}": float(value) for name, value in model.test_scores.items()}
-
-    assert _in_child(service.folder, fit_and_test) == 0
-    scores = pickle.loads(service.folder.with_suffix(".outcome").read_bytes())
-    (run,) = mlflow_runs(service.uri)
-    assert (run.info.run_name, run.info.status) == ("small", "FINISHED")
-    assert run.data.params.items() >= {("rate", "0.05"), ("options.total_steps", "14")}
-    points = service.points()
-    assert scores
-    assert {name: points[name] for name in scores} == {
-        name: [(14, repr(value))] for name, value in scores.items()
-    }
+    """Other parameters; or the code, after an error."""
+    servers = Servers(tmp_path / "run", address)
+    assert servers.start(_setting(), Log(3, servers.shows), **_EAGER) == -9
+    assert servers.start(_setting(rate=0.1), Log(2, act=_fail)) == 1
+    assert servers.start(_setting(rate=0.1)) == 0
+    runs = [(run.data.params["rate"], run.info.status) for run in servers.runs()]
+    assert sorted(runs) == [("0.05", "RUNNING"), ("0.1", "FAILED"), ("0.1", "FINISHED")]
+    files = [path.parent.name for path in servers.folder.rglob("*.wandb")]
+    assert len({name.rpartition("-")[2] for name in files}) == 3
 
 
 @pytest.mark.shows("P67")
-def test_a_server_of_mlflow_that_is_down_costs_one_warning(tmp_path: Path) -> None:
-    """What it has not got is in the checkpoint, and sent by the next start."""
-    service, down = Mlflow(tmp_path / "run"), "http://127.0.0.1:1"
-    logger, setting = MlflowLogger(tracking_uri=down), _setting(total_steps=9)
-    assert _in_child(service.folder, lambda: train(service.folder, setting, logger)) == 0
-    assert service.folder.with_suffix(".log").read_text().count("cannot be reached") == 1
-    assert _train(service) == 0
-    assert [step for step, _ in service.points()["train/loss"]] == [*range(1, 15)]
-
-
-@pytest.mark.shows("P67")
-def test_wandb_online_has_each_point_once_although_the_server_was_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_servers_that_are_down_get_all_points_when_they_answer_again(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = WandbServer()
+    """Down until the end of the run: the same command, run again, sends them."""
+    folder, server = tmp_path / "run", WandbServer()
     monkeypatch.setenv("WANDB_BASE_URL", server.address)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "0.1")
-    folder = tmp_path / "run"
 
-    def start(*plugins: Plugin) -> int:
-        logger = WandbLogger("p", mode="online", settings=_QUIET | {"init_timeout": 3})
-        return _in_child(folder, lambda: train(folder, _setting(), logger, *plugins))
+    def start(uri: str, *plugins: Plugin) -> int:
+        loggers = [
+            MlflowLogger("down", tracking_uri=uri),
+            WandbLogger("p", mode="online", settings=_QUIET | {"init_timeout": 3}),
+        ]
+        return _in_child(folder, lambda: train(folder, _setting(), *loggers, *plugins))
+
+    def is_shown(step: int) -> bool:
+        return step in [row["_step"] for row in server.rows]
 
     try:
-        assert start(Log(6, lambda step: step in [row["_step"] for row in server.rows])) == -9
+        assert start(address, Log(6, is_shown)) == -9
         server.stop()
-        assert start(Log(9)) == -9
+        assert start("http://127.0.0.1:1") == 0
+        warnings = folder.with_suffix(".log").read_text()
         server.start()
-        assert start() == 0
-        losses = points_of(server.rows)["train/loss"]
+        assert start(address) == 0
+        wandb_losses = points_of(server.rows)["train/loss"]
         (run,) = server.runs.values()
     finally:
         server.stop()
-    assert folder.with_suffix(".log").read_text().count("cannot be reached") == 1
-    assert [step for step, _ in losses] == [*range(1, 15)]
+    assert warnings.count("could not be sent") == 2
+    assert [step for step, _ in wandb_losses] == _ALL
     assert json.loads(run["config"])["rate"]["value"] == 0.05
+    assert mlflow_points(address, "down")["train/loss"] == wandb_losses
 
 
-def test_a_replay_sends_nothing(tmp_path: Path) -> None:
-    service = Wandb(tmp_path / "run")
-    assert _train(service) == 0
-    before = wandb_rows(tmp_path)
-    setting = _setting()
-    found, _ = replay(service.folder, setting, service.logger(), Log())
-    assert found.is_equal
-    assert wandb_rows(tmp_path) == before
+@pytest.mark.shows("P67")
+def test_a_replay_and_a_start_of_a_finished_run_send_nothing(address: str, tmp_path: Path) -> None:
+    servers, setting = Servers(tmp_path / "run", address), _setting()
+    assert servers.start(setting) == 0
+    before, files = servers.points(), sorted(servers.folder.rglob("*.wandb"))
 
+    def repeat() -> None:
+        train(servers.folder, setting, *servers.loggers())
+        found, _ = replay(servers.folder, setting, *servers.loggers())
+        assert found.is_equal
 
-@pytest.mark.parametrize(("kind", "library"), [(WandbLogger, "wandb"), (MlflowLogger, "mlflow")])
-def test_a_library_that_is_not_installed_is_one_error_with_the_command(
-    kind: Any, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(UsageError, match=rf'pip install "helios-trainer\[{library}\]"'):
-        kind("project")
+    assert _in_child(servers.folder, repeat) == 0
+    assert servers.points() == before
+    assert sorted(servers.folder.rglob("*.wandb")) == files

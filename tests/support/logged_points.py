@@ -20,11 +20,11 @@ def mlflow_runs(uri: str, experiment: str = "Default") -> list[Any]:
     return [] if found is None else list(client.search_runs([found.experiment_id]))
 
 
-def mlflow_points(uri: str) -> Points:
+def mlflow_points(uri: str, experiment: str = "Default") -> Points:
     """Return the points of the only run."""
     from mlflow import MlflowClient
 
-    runs = mlflow_runs(uri)
+    runs = mlflow_runs(uri, experiment)
     if not runs:
         return {}
     (run,) = runs

@@ -217,11 +217,11 @@ def attributes_that_a_trial_changes_are_not_put_back(put_back, rollback):
 
 
 @fault(
-    "helios.plugins.server_loggers:_read_history",
+    "helios.plugins.server_loggers:WandbLogger._find_last_step",
     "tests/plugins/test_server_loggers.py::test_each_point_of_a_killed_run_is_there_once",
 )
-def a_start_does_not_read_what_offline_files_of_wandb_have(read_history, data):
-    return iter(())
+def a_start_does_not_read_what_offline_files_of_wandb_have(find_last_step, logger):
+    return -1
 
 
 @fault(
@@ -229,4 +229,12 @@ def a_start_does_not_read_what_offline_files_of_wandb_have(read_history, data):
     "tests/plugins/test_server_loggers.py::test_each_point_of_a_killed_run_is_there_once",
 )
 def a_checkpoint_lacks_what_the_server_has_not_taken(state_dict, logger):
-    return {"row": {}, "waiting": []}
+    return {"rows": []}
+
+
+@fault(
+    "helios.plugins.server_loggers:ServerLogger.load_state_dict",
+    "tests/plugins/test_server_loggers.py::test_servers_that_are_down_get_all_points_when_they_answer_again",
+)
+def a_finished_run_does_not_send_what_the_server_lacks(load_state_dict, logger, state):
+    return None
