@@ -89,8 +89,8 @@ class Metrics(Plugin):
     """
 
     _internals: ClassVar[str] = (
-        "_every _has_warned _inputs _is_fitting _is_ready _is_shared _metrics _parts _phase _turns "
-        "_waiting _whole"
+        "_every _inputs _is_fitting _is_ready _is_shared _metrics _parts _phase _turns _waiting "
+        "_warned _whole"
     )
 
     def __init__(
@@ -118,7 +118,8 @@ class Metrics(Plugin):
         self._inputs = inputs
         self._phase = phase
         self._every = _check_every(every, phase)
-        self._is_fitting = self._is_ready = self._is_shared = self._has_warned = False
+        self._warned: set[str] = set()
+        self._is_fitting = self._is_ready = self._is_shared = False
 
     def setup(self) -> None:
         """Start without data."""
@@ -295,14 +296,11 @@ class Metrics(Plugin):
         if lengths == {size}:
             kept = size - num_repeated
             return [x[:kept] if isinstance(x, Tensor) and x.ndim else x for x in arguments]
-        if not self._has_warned:
-            self._has_warned = True
-            _LOGGER.warning(
-                "The training metrics count the samples twice that pad the end of each epoch, "
-                "because Metrics(inputs=...) does not return tensors with a row for each of the %d "
-                "samples of a batch. Let it do so, or set drop_last=True.",
-                size,
-            )
+        self._warn(
+            "The training metrics count the samples twice that pad the end of each epoch, because "
+            "Metrics(inputs=...) does not return tensors with a row for each sample of a batch. "
+            "Let it do so, or set drop_last=True."
+        )
         return arguments
 
     def _compute(self) -> dict[str, Any]:
@@ -328,6 +326,16 @@ class Metrics(Plugin):
         }
         if numbers:
             self.context.log(numbers)
+        if self._phase is Phase.TRAINING and len(numbers) < len(values):
+            self._warn(
+                "The training metrics are not all numbers, and only numbers are logged. Let "
+                "compute return the parts that you want to see."
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _LOGGER.warning("%s", text)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data of the metrics, for each of several replicas."""
