@@ -71,7 +71,7 @@ def set_up_keyed(
     """
     model.loads_after_setup = []
     try:
-        with torch.device("meta"), _Watch("meta") as watch:
+        with torch.device("meta"), _Watch("meta", lambda tensor: None) as watch:
             model.setup(fast_init=fast_init)
         discovery, replicas = model.discovery, engine.replicas
         networks, optimizers = discovery.modules(), discovery.optimizers()
@@ -204,7 +204,7 @@ class _KeyedInit:
         for module in group:
             self._make_memory(module)
         last: dict[StorageWeakRef, _Write] = {}
-        with torch.no_grad(), self._device:
+        with rng.stream(rng.key(self._seed, "init")), torch.no_grad(), self._device:
             for module in group:
                 last.update(self._run(module))
         for module in group:
@@ -273,7 +273,8 @@ class _KeyedInit:
     def _call(self, module: nn.Module) -> dict[StorageWeakRef, _Write]:
         path = self._paths[module]
         watch = _Watch(self._device.type, partial(self._check_use, path))
-        with rng.stream(rng.key(self._seed, "init", path)), watch:
+        rng.reseed(rng.key(self._seed, "init", path))
+        with watch:
             is_done = self._model.init_unit(module, path)
             watch.last.update(dict.fromkeys(watch.last, _Write(by=_ANY)))
             found = (getattr(module, name, None) for name in _INITIALIZERS)
@@ -318,7 +319,7 @@ class _Watch(TorchFunctionMode):
         check: is called with each tensor before it is used.
     """
 
-    def __init__(self, device: str, check: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, device: str, check: Callable[[Tensor], None]) -> None:
         super().__init__()
         self.last: dict[StorageWeakRef, _Write] = {}
         self._device, self._check = device, check
@@ -327,9 +328,8 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         given = [*tensors_in((args, kwargs))]
-        if self._check is not None:
-            for tensor in given:
-                self._check(tensor)
+        for tensor in given:
+            self._check(tensor)
         given = [*filter(self._is_plain, given)]
         before = [(memory_of(tensor), tensor._version) for tensor in given]  # noqa: SLF001
         caller: Any = getattr(inspect.currentframe(), "f_back", None)
