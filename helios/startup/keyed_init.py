@@ -206,6 +206,10 @@ class _KeyedInit:
         last: dict[StorageWeakRef, _Write] = {}
         with rng.stream(rng.key(self._seed, "init")), torch.no_grad(), self._device:
             for module in group:
+                for name in self._expected[module]:
+                    numbers, mark = _mark(getattr(module, name))
+                    numbers.fill_(mark)
+            for module in group:
                 last.update(self._run(module))
         for module in group:
             for name, tensor in _own_tensors(module).items():
@@ -247,7 +251,7 @@ class _KeyedInit:
     def _run(self, module: nn.Module) -> dict[StorageWeakRef, _Write]:
         """Initialize a module, and return what has written to each memory last.
 
-        Before, memory holds numbers that no initializer writes.
+        Memory that is not written holds numbers that no initializer writes.
         """
         own = _own_tensors(module)
         for name in self._ties[module]:
@@ -255,9 +259,6 @@ class _KeyedInit:
             empty = nn.Parameter(own[name].to("meta"), own[name].requires_grad)
             is_parameter = isinstance(own[name], nn.Parameter)
             setattr(module, name, empty if is_parameter else empty.data)
-        for name in self._expected[module]:
-            numbers, mark = _mark(own[name])
-            numbers.fill_(mark)
         last = self._call(module)
         # Optimizers hold the parameter; a buffer may be another one now.
         found = {**own, **dict(module.named_buffers(recurse=False))}
