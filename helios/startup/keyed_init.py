@@ -71,7 +71,7 @@ def set_up_keyed(
     """
     model.loads_after_setup = []
     try:
-        with torch.device("meta"), _Watch("meta") as watch:
+        with torch.device("meta"), _Watch("meta", lambda tensor: None) as watch:
             model.setup(fast_init=fast_init)
         discovery, replicas = model.discovery, engine.replicas
         networks, optimizers = discovery.modules(), discovery.optimizers()
@@ -204,7 +204,11 @@ class _KeyedInit:
         for module in group:
             self._make_memory(module)
         last: dict[StorageWeakRef, _Write] = {}
-        with torch.no_grad(), self._device:
+        with rng.stream(rng.key(self._seed, "init")), torch.no_grad(), self._device:
+            for module in group:
+                for name in self._expected[module]:
+                    numbers, mark = _mark(getattr(module, name))
+                    numbers.fill_(mark)
             for module in group:
                 last.update(self._run(module))
         for module in group:
@@ -247,7 +251,7 @@ class _KeyedInit:
     def _run(self, module: nn.Module) -> dict[StorageWeakRef, _Write]:
         """Initialize a module, and return what has written to each memory last.
 
-        Before, memory holds numbers that no initializer writes.
+        Memory that is not written holds numbers that no initializer writes.
         """
         own = _own_tensors(module)
         for name in self._ties[module]:
@@ -255,9 +259,6 @@ class _KeyedInit:
             empty = nn.Parameter(own[name].to("meta"), own[name].requires_grad)
             is_parameter = isinstance(own[name], nn.Parameter)
             setattr(module, name, empty if is_parameter else empty.data)
-        for name in self._expected[module]:
-            numbers, mark = _mark(own[name])
-            numbers.fill_(mark)
         last = self._call(module)
         # Optimizers hold the parameter; a buffer may be another one now.
         found = {**own, **dict(module.named_buffers(recurse=False))}
@@ -273,7 +274,8 @@ class _KeyedInit:
     def _call(self, module: nn.Module) -> dict[StorageWeakRef, _Write]:
         path = self._paths[module]
         watch = _Watch(self._device.type, partial(self._check_use, path))
-        with rng.stream(rng.key(self._seed, "init", path)), watch:
+        rng.reseed(rng.key(self._seed, "init", path))
+        with watch:
             is_done = self._model.init_unit(module, path)
             watch.last.update(dict.fromkeys(watch.last, _Write(by=_ANY)))
             found = (getattr(module, name, None) for name in _INITIALIZERS)
@@ -318,7 +320,7 @@ class _Watch(TorchFunctionMode):
         check: is called with each tensor before it is used.
     """
 
-    def __init__(self, device: str, check: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, device: str, check: Callable[[Tensor], None]) -> None:
         super().__init__()
         self.last: dict[StorageWeakRef, _Write] = {}
         self._device, self._check = device, check
@@ -327,9 +329,8 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         given = [*tensors_in((args, kwargs))]
-        if self._check is not None:
-            for tensor in given:
-                self._check(tensor)
+        for tensor in given:
+            self._check(tensor)
         given = [*filter(self._is_plain, given)]
         before = [(memory_of(tensor), tensor._version) for tensor in given]  # noqa: SLF001
         caller: Any = getattr(inspect.currentframe(), "f_back", None)

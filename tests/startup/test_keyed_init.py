@@ -236,6 +236,24 @@ class Replacing(Unready):
         self.token = nn.Parameter(torch.zeros(4))
 
 
+class Reading(nn.Module):
+    """Takes the values of a module that is initialized later."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.others = [other]
+        self.weight = nn.Parameter(torch.empty(2, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.weight.data.copy_(self.others[0].weight)
+
+
+def reading() -> nn.Module:
+    other = nn.Linear(2, 2)
+    return nn.ModuleDict({"first": Reading(other), "second": other})
+
+
 class PartlyWhole(nn.Module):
     """Writes some of its integers only."""
 
@@ -301,6 +319,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (Partly, "net.token"),
     (Replacing, "net.token"),
     (PartlyWhole, "net.order"),
+    (reading, "net.first.weight"),
     (WithConstant, "net.table"),
     (lambda: with_a_copy(nn.Linear(2, 2)), "net.target.weight"),
     (lambda: with_a_copy(encoder()), r"net.target.layers.\S+"),
