@@ -127,7 +127,7 @@ class BareNames:
 
 
 def name_parameters(
-    networks: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+    networks: dict[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> dict[Tensor, tuple[str, str]]:
     """Return the path of the network of each parameter, and its bare name in it.
 
@@ -138,7 +138,8 @@ def name_parameters(
         for path, optimizer in optimizers.items()
         for number, parameter in enumerate(parameters_of(optimizer))
     }
-    for path, network in networks.items():
+    # The first network that holds a parameter names it.
+    for path, network in reversed(networks.items()):
         bare = BareNames(network)
         names |= {part: (path, bare.of(name)) for name, part in network.named_parameters()}
     return names

@@ -71,8 +71,12 @@ class GradientNormMonitor(Plugin):
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
         """Compute the norms of an update's gradients."""
         context = self.context
+        optimizers = {**context.optimizers}
+        found = (path for path, each in optimizers.items() if each is optimizer)
+        path = next(found, type(optimizer).__name__)
         if not self._names.keys() >= set(parameters_of(optimizer)):
-            self._names = name_parameters(context.model.discovery.modules(), context.optimizers)
+            networks = context.model.discovery.modules()
+            self._names = name_parameters(networks, {**optimizers, path: optimizer})
         parts: dict[str, list[Tensor]] = {"": []}
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
@@ -84,7 +88,6 @@ class GradientNormMonitor(Plugin):
                     parts.setdefault(network, []).append(gradient)
                 if self._per_parameter:
                     parts[f"{network}.{name}"] = [gradient]
-        path = next(path for path, each in context.optimizers.items() if each is optimizer)
         with torch.no_grad():
             find_norm = context.engine.find_norm
             self._norms[path] = {

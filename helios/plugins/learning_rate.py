@@ -50,26 +50,28 @@ class LearningRateMonitor(Plugin):
     @asks_nothing
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
         """Record the values that the step uses."""
-        self._used |= self._read(optimizer)
+        for path, each in self.context.optimizers.items():
+            if each is optimizer:
+                self._used |= self._read(path, each)
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Log, if logging is due."""
         if should_log:
-            optimizers = self.context.optimizers.values()
-            held = {name: rate for each in optimizers for name, rate in self._read(each).items()}
+            held: dict[str, float | Tensor] = {}
+            for path, optimizer in self.context.optimizers.items():
+                held |= self._read(path, optimizer)
             self.context.log(held | self._used)
         self._used = {}
 
-    def _read(self, optimizer: Optimizer) -> dict[str, float | Tensor]:
+    def _read(self, path: str, optimizer: Optimizer) -> dict[str, float | Tensor]:
         """Return the values of each group; tensors are copied, as schedulers change them."""
-        groups, optimizers = optimizer.param_groups, self.context.optimizers
-        path = next(path for path, each in optimizers.items() if each is optimizer)
+        groups, is_one = optimizer.param_groups, len(self.context.optimizers) == 1
         has_names = len({group.get("name") for group in groups} - {None}) == len(groups)
         values: dict[str, float | Tensor] = {}
         for number, group in enumerate(groups):
             name = str(group["name"] if has_names else number) if len(groups) > 1 else ""
-            owner = path if name or len(optimizers) > 1 else ""
+            owner = path if name or not is_one else ""
             read = {"lr": group["lr"]}
             if self._momentum and ("momentum" in group or "betas" in group):
                 read["momentum"] = group.get("momentum", group.get("betas", [None])[0])

@@ -125,9 +125,10 @@ class NaNGuard(Plugin):
 
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
         """Check the window; reads a single number if everything is finite."""
-        self._found = self._find(optimizer)
-        if self._found is not None:
+        found = self._find(optimizer)
+        if found is not None:
             # Other processes may have found nothing; they learn that the update is skipped.
+            self._found = found
             self.context.skip_step(f"plugin {self.plug_id!r}: a loss or gradient is not finite")
 
     def _find(self, optimizer: Optimizer) -> _Report | None:
@@ -141,11 +142,12 @@ class NaNGuard(Plugin):
         if math.isfinite(_sum_of(numbers)):
             return None
         bad = [part for part, values in gradients.items() if not values.isfinite().all()]
-        if not bad and math.isfinite(_sum_of(losses)):
+        if not bad and all(loss.isfinite() for loss in losses):
+            # Only their sum overflows.
             return None
         names = name_parameters(self.context.model.discovery.modules(), self.context.optimizers)
         window = [loss._replace(value=loss.value.item()) for loss in self._window]
-        return window, [".".join(names[part]) for part in bad]
+        return window, [".".join(names.get(part, ("of shape", f"{part.shape}"))) for part in bad]
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
         """Handle what any replica has found, in the same way on all processes.

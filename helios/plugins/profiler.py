@@ -88,8 +88,11 @@ class Profiler(Plugin):
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Advance the schedule."""
-        if self._profile is not None:
-            self._profile.step()
+        recording, self._profile = self._profile, None
+        if recording is not None:
+            # After an error, PyTorch would crash where it is stopped.
+            recording.step()
+            self._profile = recording
 
     def on_training_end(self) -> None:
         """End the recording before anything that follows training."""

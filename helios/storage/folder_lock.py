@@ -55,11 +55,12 @@ class FolderLock:
                 files.make_folder(self.path.parent)
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         except BlockingIOError as error:
+            owner = os.pread(self._descriptor, 4096, 0).decode(errors="replace")
             self._close()
             raise FolderInUseError(
-                f"The folder {self.path.parent} is in use by another run: "
-                f"{self.path.read_text()}. Wait for that run to end or stop it, and start again; "
-                "or give this run another chkpt_root, or its model another save_name."
+                f"The folder {self.path.parent} is in use by another run: {owner}. Wait for that "
+                "run to end or stop it, and start again; or give this run another chkpt_root, or "
+                "its model another save_name."
             ) from error
         except (OSError, ImportError) as error:
             self._close()
@@ -91,9 +92,9 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the lock and remove its file; does nothing if it is not held."""
-        if self.owner:
-            # Before it is unlocked: afterwards, it may be the file of the next run.
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self.owner and self._is_locked():
+                # Before it is unlocked: afterwards, it may be the file of the next run.
                 files.unlink(self.path)
         self._close()
 

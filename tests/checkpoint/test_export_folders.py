@@ -153,7 +153,6 @@ def test_a_folder_is_never_written_over(tmp_path: Path) -> None:
     assert load("huggingface", path)["a"].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.shows("P99")
 def test_a_full_disk_leaves_no_folder(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     large = Weights({"a": torch.zeros(2), "b": torch.zeros(1 << 20)})
