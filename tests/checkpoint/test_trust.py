@@ -343,9 +343,7 @@ ALLOWED = {
     "storage/codec.py": {"torch.load"},
     "core/utils.py": {"torch.load"},
     "distributed/pickling.py": {"pickle.loads", "pickle.Unpickler"},
-    "launch/ipc.py": {"pickle.Unpickler"},
-    "launch/supervisor.py": {"pickle.loads"},
-    "startup/launch_call.py": {"pickle.loads"},
+    "launch/spawning.py": {"pickle.loads"},
     "replicas/on_all_ranks.py": {"pickle.loads"},
 }
 
