@@ -17,7 +17,7 @@ from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import Interrupted, UsageError
-from helios.launch.ipc import refuse_nested_start
+from helios.launch.rank import refuse_nested_start
 from helios.ledger.differences import Replay
 from helios.loops.fit import FitLoop
 from helios.model.model import Model
@@ -110,6 +110,8 @@ class Trainer:
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
         params: what defines the run besides these arguments, such as ``{"lr": 0.1}``: a mapping, a
             dataclass or a namespace of plain values. Another value stops a resume.
+        max_restarts: how often the job is started again, from its newest checkpoint, if one of
+            its ``nproc`` processes fails. An interruption or a time limit is no failure.
         hang_warning: seconds without progress after which a line of the log says which rank is
             behind, and again after 2, 4, 8, ... times as long; ``None`` for never.
         hang_timeout: seconds without progress after which every process writes its stacks beside
@@ -179,6 +181,7 @@ class Trainer:
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
         params: Any = None,
+        max_restarts: int = 0,
         hang_warning: float | None = 60.0,
         hang_timeout: float | None = None,
     ) -> None:

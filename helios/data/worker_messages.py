@@ -10,6 +10,7 @@ byte. Messages are read as they come, so nobody waits for the rest of one whose 
 
 from __future__ import annotations
 
+import functools
 import io
 import multiprocessing
 import os
@@ -20,13 +21,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import register_after_fork
+from types import FunctionType, ModuleType
 from typing import Any, final
 
 import numpy as np
@@ -35,7 +37,6 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from helios.data.params import DataLoaderParams
-from helios.distributed.pickling import describe_value, find_culprit
 from helios.errors import UsageError
 
 _LENGTH = struct.Struct("!Q")
@@ -307,3 +308,54 @@ def _is_fine(value: object) -> bool:
         # Locks and queues of multiprocessing can be sent only while a process is started.
         return "through inheritance" in str(error)
     return True
+
+
+def find_culprit(value: Any, place: str, is_fine: Callable[[Any], bool]) -> tuple[str, Any]:
+    """Return the nearest part that cannot be pickled although all of its own parts can.
+
+    The search is breadth-first, because objects may have reference cycles.
+
+    Args:
+        value: what cannot be pickled.
+        place: its name, with which the path to the part begins.
+        is_fine: whether a part can be pickled.
+
+    Returns:
+        The path to the part, such as ``data.images["handle"]``, and the part.
+    """
+    first = (place, value)
+    waiting = deque([first])
+    # By id; the values are kept alive, so that no id is reused.
+    seen = {id(value): value}
+    while waiting:
+        place, value = waiting.popleft()
+        broken = [(place + name, part) for name, part in _parts(value) if not is_fine(part)]
+        if not broken:
+            return place, value
+        for found, part in broken:
+            if id(part) not in seen:
+                seen[id(part)] = part
+                waiting.append((found, part))
+    return first
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{index}]", part) for index, part in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    # A class that defines its own pickling need not pickle its attributes.
+    method: Any = type(value).__reduce__
+    if method is object.__reduce__ and not isinstance(value, type | FunctionType | ModuleType):
+        attributes: dict[str, Any] = getattr(value, "__dict__", {})
+        yield from ((f".{name}", part) for name, part in attributes.items())
+
+
+def describe_value(value: Any) -> str:
+    """Return a value and its type for a message."""
+    kind = type(value)
+    text = repr(value)
+    short = text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{short}, of type {kind.__module__}.{kind.__qualname__}"

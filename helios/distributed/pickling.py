@@ -6,17 +6,20 @@ tensors. Use it only for data from processes of the same job, never for files.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import io
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+import reprlib
+import sys
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from helios.errors import UsageError
 
 
 class _Memory:
@@ -41,8 +44,13 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._memories: dict[tuple[str, int], _Memory] = {}
+        self.last: Any = None
+        self.from_main: set[str] = set()
 
     def reducer_override(self, value: Any) -> Any:
+        self.last = value
+        if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
+            self.from_main.add(value.__qualname__)
         if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
         storage = value.untyped_storage()
@@ -111,106 +119,55 @@ def loads(data: bytes, device: torch.device | None = None) -> Any:
     return _Unpickler(io.BytesIO(data), device or torch.device("cpu")).load()
 
 
-def find_culprit(value: Any, place: str, is_fine: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Return the nearest part that cannot be pickled although all of its own parts can.
-
-    The search is breadth-first, because objects may have reference cycles.
+def pack_by_value(value: Any, what: str) -> bytes:
+    """Return a value as bytes for another process that imports the same script.
 
     Args:
-        value: what cannot be pickled.
-        place: its name, with which the path to the part begins.
-        is_fine: whether a part can be pickled.
+        value: the value; its tensors are copied.
+        what: names the value in messages.
 
-    Returns:
-        The path to the part, such as ``data.images["handle"]``, and the part.
+    Raises:
+        UsageError: if a part of it cannot be pickled, or if another process could not import its
+            class.
     """
-    first = (place, value)
-    waiting = deque([first])
-    # By id; the values are kept alive, so that no id is reused.
-    seen = {id(value): value}
-    while waiting:
-        place, value = waiting.popleft()
-        broken = [(place + name, part) for name, part in _parts(value) if not is_fine(part)]
-        if not broken:
-            return place, value
-        for found, part in broken:
-            if id(part) not in seen:
-                seen[id(part)] = part
-                waiting.append((found, part))
-    return first
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{index}]", part) for index, part in enumerate(value))
-    elif isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    # A class that defines its own pickling need not pickle its attributes.
-    method: Any = type(value).__reduce__
-    if method is object.__reduce__ and not isinstance(value, type | FunctionType | ModuleType):
-        attributes: dict[str, Any] = getattr(value, "__dict__", {})
-        yield from ((f".{name}", part) for name, part in attributes.items())
-
-
-def describe_value(value: Any) -> str:
-    """Return a value and its type for a message."""
-    kind = type(value)
-    text = repr(value)
-    short = text if len(text) <= 80 else f"{text[:77]}..."
-    return f"{short}, of type {kind.__module__}.{kind.__qualname__}"
-
-
-class _Parts:
-    """The parts of an error whose own pickling does not restore it.
-
-    ``pickle`` calls the class with ``args``, which often differ from the constructor's parameters.
-
-    Args:
-        error: the error.
-    """
-
-    def __init__(self, error: BaseException) -> None:
-        kind = type(error)
-        args = error.args if _can_travel(error.args) else (str(error),)
-        attributes = {name: part for name, part in vars(error).items() if _can_travel(part)}
-        self._parts = (kind, args, attributes)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, self._parts
-
-
-def _rebuild(
-    kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
-) -> BaseException:
-    error = kind.__new__(kind)
-    error.args = args
-    vars(error).update(attributes)
-    return error
-
-
-def _can_travel(value: Any) -> bool:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
     try:
-        pickle.loads(pickle.dumps(value))
-    except Exception:
-        return False
-    return True
+        pickler.dump(value)
+    except Exception as error:
+        part = pickler.last
+        raise UsageError(
+            f"{what} must be something that can be pickled, because each rank is a separate "
+            f"process, but {reprlib.repr(part)}, of type {type(part).__qualname__}, cannot be "
+            f"({error}). Define classes and functions at the top level of a module, and create the "
+            "rest in setup(), which runs in every process; or start the script with torchrun, "
+            "which copies nothing."
+        ) from error
+    _check_main(pickler.from_main)
+    return file.getvalue()
+
+
+def _check_main(names: set[str]) -> None:
+    """Check that another process can import the script that is run."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None or (file and Path(file).exists()):
+        return
+    if names or file:
+        found = f", and {', '.join(sorted(names))} is defined here" if names else ""
+        raise UsageError(
+            "Several processes must be started from a script in a file, because each of them "
+            "imports it, but this is a notebook, an interactive session, python -c or a script "
+            f"from standard input{found}. Move your classes and functions to a file, and import "
+            "them here; or train in one process (nproc=1)."
+        )
 
 
 def pack_error(error: BaseException) -> bytes | None:
-    """Pickle an error for ``pickle.loads``, part by part if its own pickling does not restore it.
-
-    Returns:
-        The bytes; None if the class cannot be pickled. Attributes that cannot be pickled are left
-        out.
-    """
-    for make in (lambda: error, lambda: _Parts(error)):
-        try:
-            data = pickle.dumps(make())
-            again = pickle.loads(data)
-            if type(again) is type(error) and str(again) == str(error):
-                return data
-        except Exception:
-            continue
+    """Pickle an error for ``pickle.loads``; ``None`` if that would not restore it."""
+    with contextlib.suppress(Exception):
+        data = pickle.dumps(error)
+        again = pickle.loads(data)
+        if type(again) is type(error) and str(again) == str(error):
+            return data
     return None

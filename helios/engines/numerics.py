@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from helios.errors import UsageError
+
+_CUBLAS_VARIABLE, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 def _determinism() -> tuple[bool, bool]:
@@ -48,3 +53,29 @@ def numerics(
         _set_determinism(*algorithms)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+def require_deterministic_cublas() -> None:
+    """Make cuBLAS deterministic by an environment variable, which CUDA reads when it starts.
+
+    Raises:
+        UsageError: if it is too late to set the variable, or if it has another value (a
+            ``RuntimeError``).
+    """
+    present = os.environ.get(_CUBLAS_VARIABLE)
+    if present in _CUBLAS_VALUES:
+        return
+    has_begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if present is None and not has_begun:
+        os.environ[_CUBLAS_VARIABLE] = _CUBLAS_VALUES[0]
+        return
+    reason = (
+        "CUDA was used before the trainer was created, so it is too late to set it now"
+        if present is None
+        else f"it is {present!r}"
+    )
+    raise UsageError(
+        f"Trainer(enable_deterministic=True) on a GPU needs the environment variable "
+        f"{_CUBLAS_VARIABLE} to be {' or '.join(_CUBLAS_VALUES)}, but {reason}. Set it before the "
+        f"script starts: export {_CUBLAS_VARIABLE}={_CUBLAS_VALUES[0]}"
+    )

@@ -33,7 +33,8 @@ from helios.engines import data_parallel
 from helios.engines.data_parallel import make_reducer
 from helios.engines.device import sync_to_device
 from helios.errors import ArgumentError, ArgumentTypeError, RankError, StateError, UsageError
-from helios.launch.launcher import Launch, LaunchKind, spawn
+from helios.launch.launcher import Launch, LaunchKind
+from helios.launch.spawning import spawn
 from helios.replicas.named_sums import NumberReducer
 from helios.replicas.replicas import Replicas
 from helios.storage import codec, files

@@ -6,23 +6,25 @@ model with the state of rank 0, so that a script continues as after a training i
 
 from __future__ import annotations
 
-import pickle
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from queue import Queue
 from typing import Any
 
 import torch
 
 from helios.checkpoint.capture import Trained
+from helios.checkpoint.file_names import list_checkpoints
 from helios.checkpoint.record import Record
 from helios.core.signal_watch import signal_name
+from helios.distributed.pickling import loads
 from helios.engines.device import as_current
-from helios.errors import Interrupted
-from helios.launch.ipc import LaunchQueue
-from helios.launch.launcher import spawn
-from helios.launch.worker import end_with_launcher
+from helios.errors import Interrupted, RankError
+from helios.launch.rank import RankQueue, end_with_launcher
+from helios.launch.spawning import RankTracebackError, spawn
 from helios.replicas.on_all_ranks import on_first
 from helios.startup.checkpoint_search import require_present
 from helios.startup.evaluation_run import evaluate
@@ -35,6 +37,8 @@ from helios.startup.run_setup import Run
 from helios.startup.signal_policy import Listener, listening, remember
 from helios.startup.trainer_call import Call, ReplayRequest, only_call
 from helios.state import Phase
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def run_call(call: Call) -> Any:
@@ -180,8 +184,11 @@ class Outcome:
     end: Record | None
 
 
-def run_in_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
+def run_in_rank(
+    rank: int, call: Call, num_replicas: int, queue: RankQueue | None = None
+) -> Outcome:
     """Run a call in a process that :func:`run_call` has started."""
+    call.runtime.queue = queue
     process = ThisProcess.find()
     plan = Plan(num_replicas, process.info.world_size, process.info, has_prepared=True)
     run = _make_run(call, plan, process)
@@ -209,7 +216,7 @@ def _run_in_ranks(run: Run, *, plan: Plan) -> Any:
     call.handed = None
     if outcome.state is not None:
         with call.runtime.footprint.taking(call.owners):
-            run.restore(pickle.loads(outcome.state))
+            run.restore(loads(outcome.state))
     if call.phase is Phase.TRAINING and call.replay is None:
         is_interrupted = isinstance(outcome.value, Interrupted)
         count = plan.num_processes
@@ -228,7 +235,7 @@ def _hand_over(run: Run, end: Record | None) -> Trained:
     run.session = run.make_inference_session()
     run.collect()
     assert run.collected is not None
-    trained: Trained = pickle.loads(run.collected)
+    trained: Trained = loads(run.collected)
     return replace(trained, end=end)
 
 
@@ -237,16 +244,48 @@ def _spawn(run: Run, plan: Plan) -> Outcome:
     runtime = call.runtime
     # From here on, the ranks supervise themselves.
     runtime.listener.note_safe_point()
-    runtime.queue = runtime.queue or LaunchQueue()
     gpus = options.gpu_ids if options.engine is None else []
-    with runtime.footprint.removed(call.owners):
-        outcomes = spawn(
-            run_in_rank,
-            plan.num_processes,
-            (call, plan.num_replicas),
-            devices=gpus[: plan.num_processes] or None,
-            queue=runtime.queue,
-            signals=runtime.listener.receiver,
-        )
-    first: Outcome = outcomes[0]
-    return first
+    before = _find_saved(run)
+    for attempt in range(options.max_restarts + 1):
+        # A rank that was killed may have left half an item in that of the attempt before.
+        runtime.queue = Queue()
+        if _find_saved(run) != before and options.resume == "never":
+            # It has started the new run, which goes on.
+            call.options = replace(options, resume="auto")
+        try:
+            with runtime.footprint.removed(call.owners):
+                outcomes = spawn(
+                    run_in_rank,
+                    plan.num_processes,
+                    (call, plan.num_replicas),
+                    devices=gpus[: plan.num_processes] or None,
+                    queue=runtime.queue,
+                    signals=runtime.listener.receiver,
+                )
+        except (Exception, Interrupted) as error:
+            if attempt == options.max_restarts or not _is_failure(error, call):
+                raise
+            _LOGGER.warning(
+                "%s: %s Starting all ranks again, restart %d of %d.",
+                type(error).__name__,
+                error,
+                attempt + 1,
+                options.max_restarts,
+            )
+        else:
+            first: Outcome = outcomes[0]
+            return first
+    raise AssertionError
+
+
+def _find_saved(run: Run) -> set[tuple[str, int]]:
+    """Return the checkpoints in the folder of the run, and when they were written."""
+    found = [] if run.folder is None else list_checkpoints(run.folder)
+    return {(path.name, path.stat().st_mtime_ns) for path in found}
+
+
+def _is_failure(error: BaseException, call: Call) -> bool:
+    """Return whether a rank has failed, instead of being interrupted or not being started."""
+    is_of_rank = isinstance(error.__cause__, RankTracebackError)
+    is_of_rank |= isinstance(error, RankError | Interrupted)
+    return is_of_rank and call.runtime.listener.number is None

@@ -23,13 +23,13 @@ from helios.core.sharded_tensors import RowShare
 from helios.data.datamodule import DataModule
 from helios.data.phase_sources import open_sources
 from helios.data.source import Shard, Source
+from helios.distributed.pickling import pack_by_value
 from helios.distributed.process_groups import is_lost_peer
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError, Interrupted
 from helios.hooks.bus import Bus
-from helios.launch.ipc import pickle_value
 from helios.loops.loop import Loop, LoopStates
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
@@ -303,7 +303,7 @@ class Run:
         if self.plan.info.rank != 0:
             return
         on_cpu = move_to_device(trained, torch.device("cpu"))
-        self.collected = pickle_value(on_cpu, "The state of model and plugins", "state")
+        self.collected = pack_by_value(on_cpu, "The state of model and plugins")
 
     def require_alike_setup(self) -> None:
         """Check that all processes have the same receivers and data."""

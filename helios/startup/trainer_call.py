@@ -21,7 +21,6 @@ from helios.core.signal_watch import TRY_AGAIN
 from helios.data.datamodule import DataModule
 from helios.distributed.process_groups import DistributedInfo
 from helios.errors import UsageError
-from helios.launch.ipc import LaunchQueue
 from helios.ledger.differences import Replay
 from helios.loops.loop import Loop
 from helios.model.model import Model
@@ -132,15 +131,14 @@ class RuntimeState:
 
     info: DistributedInfo = dataclasses.field(default_factory=DistributedInfo)
     session: Session | None = None
-    queue: LaunchQueue | None = None
+    queue: Any = None
     in_hand: ModelInHand | None = None
     footprint: Footprint = dataclasses.field(default_factory=Footprint)
     listener: Listener = dataclasses.field(default_factory=Listener)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a rank."""
-        fresh = RuntimeState(info=self.info)
-        return vars(fresh) | {"queue": self.queue}
+        return vars(RuntimeState(info=self.info))
 
 
 @dataclasses.dataclass

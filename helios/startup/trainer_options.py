@@ -18,9 +18,9 @@ from helios.core.plain_values import flatten_params
 from helios.core.rng import get_default_seed
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
+from helios.engines.numerics import require_deterministic_cublas
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
-from helios.launch.launcher import require_deterministic_cublas
 from helios.schedule import Schedule
 from helios.startup.signal_policy import Signals
 from helios.state import Phase, TrainingUnit
@@ -500,6 +500,13 @@ class Options:
     sharding: str = field(metadata=_row(_one_of("none", "full"), needs=_refuse_unsharded))
     sanity_steps: int = field(metadata=_row(_TRIAL, is_alike=True))
     batch_limits: dict[Phase, int] = field(metadata=_row(_limits, is_alike=True))
+    max_restarts: int = field(
+        metadata=_row(
+            _TRIAL,
+            without="nproc",
+            is_idle=lambda it: it.max_restarts > 0 and it.nproc is None and len(it.gpu_ids) < 2,
+        )
+    )
     hang_warning: float | None = field(metadata=_row(_POSITIVE))
     hang_timeout: float | None = field(
         metadata=_row(_POSITIVE, needs=_require_a_later_end, is_alike=True)

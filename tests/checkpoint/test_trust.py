@@ -345,9 +345,7 @@ ALLOWED = {
     "core/utils.py": {"torch.load"},
     "storage/dcp_metadata.py": {"pickle.Unpickler"},
     "distributed/pickling.py": {"pickle.loads", "pickle.Unpickler"},
-    "launch/ipc.py": {"pickle.Unpickler"},
-    "launch/supervisor.py": {"pickle.loads"},
-    "startup/launch_call.py": {"pickle.loads"},
+    "launch/spawning.py": {"pickle.loads"},
     "replicas/on_all_ranks.py": {"pickle.loads"},
 }
 

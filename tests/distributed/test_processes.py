@@ -60,8 +60,9 @@ def running(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 def start(*arguments: Any, **options: Any) -> tuple[int, list[dict[str, Any]], str]:
     """Run the script to its end; return its exit code, its results and its log."""
+    timeout = options.pop("timeout", 180)
     with running(*arguments, **options) as process:
-        output, log = process.communicate(timeout=180)
+        output, log = process.communicate(timeout=timeout)
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return process.returncode, found, log
 
@@ -163,6 +164,41 @@ def test_a_killed_rank_is_named_and_the_next_start_goes_on(tmp_path: Path) -> No
     found.pop("items")
     assert found == expected
     assert " - Resumed from net_epoch_1_iter_4.pth; run: " in log
+
+
+@pytest.mark.shows("H65")
+def test_a_job_starts_again_by_itself_when_a_rank_was_killed(tmp_path: Path) -> None:
+    expected = undisturbed(folder=tmp_path / "alone", replicas=3)
+    line = [f"--folder={tmp_path / 'run'}", "--replicas=3", "--nproc=2", "--fault=kill"]
+    (found,), log = start_well(*line, f"--marker={tmp_path / 'marker'}", "--restarts=1")
+    # Each attempt has a queue of its own.
+    assert len(found.pop("items")) == 2
+    assert found == expected
+    again = r"RankError: Rank 1 of 2 was ended by SIGKILL .* Starting all ranks again, restart 1 of"
+    assert re.search(again, log), log
+    assert " - Resumed from net_epoch_1_iter_4.pth; run: " in log
+
+
+@slow
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_ten_kills_of_random_ranks_change_no_bit(nproc: int, tmp_path: Path) -> None:
+    expected = undisturbed(folder=tmp_path / "alone", replicas=4, steps=24)
+    markers = tmp_path / "markers"
+    markers.mkdir()
+    line = [f"--folder={tmp_path / 'run'}", "--replicas=4", "--steps=24", "--fault=kills"]
+    line += [f"--nproc={nproc}", "--restarts=10", f"--marker={markers}"]
+    (found,), log = start_well(*line, timeout=1800)
+    assert len(list(markers.iterdir())) == 10
+    assert log.count("Starting all ranks again") == 10
+    assert found["weights"] == expected["weights"]
+
+
+@slow
+def test_an_interruption_starts_nothing_again(tmp_path: Path) -> None:
+    line = [f"--folder={tmp_path}", "--replicas=2", "--nproc=2", "--fault=interrupt"]
+    code, found, log = start(*line, "--restarts=2")
+    assert (code, found) == (75, [])
+    assert "Starting all ranks again" not in log
 
 
 @slow

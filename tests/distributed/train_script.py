@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import sys
 from pathlib import Path
@@ -110,8 +111,16 @@ class Faults(Plugin):
                 file.write(f"{os.getpid()}\n")
 
     def on_backward_start(self, loss: torch.Tensor) -> None:
-        if self.context.state.global_iteration == 5:
+        iteration = self.context.state.global_iteration
+        if iteration == 5:
             self._fail()
+        if self.options.fault == "kills" and iteration % 2 == 1 and 3 <= iteration <= 21:
+            # Ten times in a run, each time another rank that nobody can foresee.
+            marker = self.options.marker / str(iteration)
+            victim = random.Random(iteration).randrange(self.options.nproc)
+            if self.trainer.rank == victim and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _fail(self) -> None:
         options = self.options
@@ -119,6 +128,8 @@ class Faults(Plugin):
             return
         if options.fault in ("error", "listed"):
             raise LookupError("of one rank")
+        if options.fault == "interrupt":
+            os.kill(os.getppid(), signal.SIGTERM)
         if options.fault == "wait":
             signal.pause()
         if options.fault == "kill" and not options.marker.exists():
@@ -145,6 +156,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--name", default="")
     parser.add_argument("--nproc", type=int)
+    parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--replicas", type=int)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--fault", default="")
@@ -183,6 +195,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
         random_seed=3,
         use_cpu=True,
         nproc=options.nproc,
+        max_restarts=options.restarts,
         num_replicas=options.replicas,
         plugins=[Faults(options), *writers],
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from types import ModuleType
 from typing import Any
 
@@ -25,10 +25,10 @@ import helios
 from helios.core.signal_watch import SignalReceiver
 from helios.distributed import collectives, process_groups
 from helios.errors import RankError, UsageError
-from helios.launch import ipc, supervisor
-from helios.launch.launcher import Launch, LaunchKind, spawn
-from helios.launch.supervisor import choose_cause
-from helios.launch.worker import Failure
+from helios.launch import rank as ranks
+from helios.launch.launcher import Launch, LaunchKind
+from helios.launch.rank import RankQueue
+from helios.launch.spawning import spawn
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
 
@@ -146,7 +146,7 @@ def code_of(function: Callable[[], None]) -> str:
     return f"from {__name__} import {function.__name__} as run; run()"
 
 
-def work_in_full(rank: int, tensor: torch.Tensor, queue: ipc.RankQueue) -> dict[str, Any]:
+def work_in_full(rank: int, tensor: torch.Tensor, queue: RankQueue) -> dict[str, Any]:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     for index in range(3):
         queue.put((rank, index))
@@ -155,8 +155,6 @@ def work_in_full(rank: int, tensor: torch.Tensor, queue: ipc.RankQueue) -> dict[
     summed = collectives.all_reduce_tensors(tensor.clone())
     if rank == 0:
         os.kill(os.getppid(), signal.SIGUSR1)
-    with pytest.raises(RuntimeError, match=r"queue.get\(\) must be called in the process that"):
-        queue.get()
     return {
         "launch": Launch.read(),
         "own": tensor.tolist(),
@@ -170,12 +168,13 @@ def work_in_full(rank: int, tensor: torch.Tensor, queue: ipc.RankQueue) -> dict[
 
 @pytest.mark.shows("H51", "H65", "E30")
 def test_ranks_form_a_group_and_hand_back_results_and_large_items() -> None:
-    tensor, queue = torch.zeros(2), ipc.LaunchQueue()
+    tensor = torch.zeros(2)
+    queue: Queue[Any] = Queue()
     queue.put("before")
     before = dict(os.environ)
     receiver = SignalReceiver([signal.SIGUSR1])
     with receiver.installed():
-        results = spawn(work_in_full, 2, (tensor, queue), queue=queue, signals=receiver)
+        results = spawn(work_in_full, 2, (tensor,), queue=queue, signals=receiver)
     assert [result.pop("launch") for result in results] == [
         Launch(LaunchKind.SPAWN, rank, 2, local_rank=rank, local_world_size=2) for rank in (0, 1)
     ]
@@ -201,7 +200,7 @@ def test_ranks_form_a_group_and_hand_back_results_and_large_items() -> None:
     assert sorted(sums) == [0.0, 12_500_000.0]
 
 
-def fail_while_others_wait(rank: int, queue: ipc.RankQueue) -> None:
+def fail_while_others_wait(rank: int, queue: RankQueue) -> None:
     queue.put(os.getpid())
     if rank == 2:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -217,11 +216,11 @@ def fail_while_others_wait(rank: int, queue: ipc.RankQueue) -> None:
 def test_an_error_is_raised_again_and_ends_ranks_that_wait_or_do_not_listen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert 2 * supervisor.GRACE_SECONDS < 8
-    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 1.0)
-    queue = ipc.LaunchQueue()
+    assert 2 * ranks.GRACE_SECONDS < 8
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 1.0)
+    queue: Queue[int] = Queue()
     with pytest.raises(KeyError) as caught:
-        spawn(fail_while_others_wait, 3, (queue,), queue=queue)
+        spawn(fail_while_others_wait, 3, queue=queue)
     assert caught.value.args == ("of rank 1",)
     cause = str(caught.value.__cause__)
     assert cause.lstrip().startswith("Raised by rank 1 of 3:\nTraceback")
@@ -229,7 +228,7 @@ def test_an_error_is_raised_again_and_ends_ranks_that_wait_or_do_not_listen(
     assert all_gone([queue.get() for _ in range(3)])
 
 
-def die_with_a_worker(rank: int, queue: ipc.RankQueue) -> None:
+def die_with_a_worker(rank: int, queue: RankQueue) -> None:
     if rank == 0:
         wait_for_the_others()
     queue.put(start_a_worker())
@@ -238,9 +237,9 @@ def die_with_a_worker(rank: int, queue: ipc.RankQueue) -> None:
 
 @slow
 def test_a_killed_rank_is_named_and_its_loader_workers_end() -> None:
-    queue = ipc.LaunchQueue()
+    queue: Queue[int] = Queue()
     with pytest.raises(RankError, match=r"^Rank 1 of 2 was ended by SIGKILL before it returned"):
-        spawn(die_with_a_worker, 2, (queue,), queue=queue)
+        spawn(die_with_a_worker, 2, queue=queue)
     assert all_gone([queue.get()])
 
 
@@ -305,63 +304,17 @@ def test_what_only_a_notebook_defines_is_refused(monkeypatch: pytest.MonkeyPatch
         spawn(notebook.train, 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"num_processes": 0}, "num_processes=.* must be a positive int, got 0"),
-        (
-            {"num_processes": 2, "devices": [1, 1]},
-            "must name a different GPU for each of 2 processes",
-        ),
-    ],
-)
-def test_wrong_numbers_of_processes_are_refused(options: dict[str, Any], rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        spawn(wait_to_be_interrupted, **options)
-
-
-def make_rank(number: int, **known: Any) -> supervisor._Rank:
-    process: Any = None
-    return supervisor._Rank(number, process, process, **known)
-
-
-def make_failure(moment: int, error: Exception) -> Failure:
-    return Failure(0, moment, distributed_says(error), "", "", pickle.dumps(error))
-
-
-def distributed_says(error: Exception) -> bool:
-    return Failure.of(error, 0).is_consequence
-
-
-def test_the_first_cause_wins_over_what_follows_from_it() -> None:
-    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    own = ValueError("mine")
-    own.__context__ = None
-    followed = ValueError("mine")
-    followed.__cause__ = lost
-    done = make_rank(0, exit_code=0, result=b"")
-    peers = [make_rank(1, failure=make_failure(1, lost), exit_code=1)]
-    peers += [make_rank(2, failure=make_failure(2, followed), exit_code=1)]
-    failed = make_rank(3, failure=make_failure(5, own), exit_code=1)
-    killed = make_rank(4, exit_code=-9, end=6)
-    stopped = make_rank(5, exit_code=-15, end=3, is_stopped=True)
-    assert choose_cause([done]) is None
-    assert choose_cause([done, *reversed(peers), stopped]) is peers[0]
-    assert choose_cause([*peers, killed, stopped]) is killed
-    assert choose_cause([*peers, killed, failed, stopped]) is failed
-
-
 def test_torchrun_tells_who_is_who() -> None:
-    assert Launch.read(_TORCHRUN) == Launch(LaunchKind.TORCHRUN, 5, 8, 1, 4, 3, "env://")
+    assert Launch.read(_TORCHRUN) == Launch(LaunchKind.TORCHRUN, 5, 8, 1, 4, "env://")
     assert Launch.read(_TORCHRUN).info == process_groups.DistributedInfo(1, 5, 4, 8)
 
 
 def test_srun_tells_who_is_who_by_its_step() -> None:
     meeting = "tcp://node1:4711/77.0.0"
-    assert Launch.read(_SRUN) == Launch(LaunchKind.SRUN, 5, 8, 1, 2, 0, meeting)
+    assert Launch.read(_SRUN) == Launch(LaunchKind.SRUN, 5, 8, 1, 2, meeting)
     old = {name: value for name, value in _SRUN.items() if not name.startswith("SLURM_STEP_N")}
     old = {**old, "SLURM_NNODES": "3", "SLURM_RESTART_COUNT": "2"}
-    assert Launch.read(old) == Launch(LaunchKind.SRUN, 5, 16, 1, 2, 2, f"{meeting[:-1]}2")
+    assert Launch.read(old) == Launch(LaunchKind.SRUN, 5, 16, 1, 2, f"{meeting[:-1]}2")
 
 
 @pytest.mark.shows("P83")

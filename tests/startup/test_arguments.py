@@ -66,6 +66,7 @@ DEFAULTS: dict[str, Any] = {
     "sanity_steps": 0,
     "batch_limits": None,
     "params": None,
+    "max_restarts": 0,
     "hang_warning": 60.0,
     "hang_timeout": None,
 }
@@ -200,6 +201,7 @@ def test_every_option_has_its_own_name(tmp_path: Path) -> None:
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},
         "params": {"lr": 0.1},
+        "max_restarts": 2,
         "hang_warning": 3.5,
         "hang_timeout": 9.5,
     }

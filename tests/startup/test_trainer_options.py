@@ -27,7 +27,7 @@ BAD: dict[str, Any] = {
     **dict.fromkeys(("accumulation_steps", "num_replicas", "nproc"), 0),
     **dict.fromkeys(("clip_norm", "clip_value", "hang_warning", "hang_timeout"), -1.0),
     **dict.fromkeys(("init", "on_incomplete", "ledger", "sharding"), "maybe"),
-    **dict.fromkeys(("early_stop_cycles", "sanity_steps", "random_seed"), -1),
+    **dict.fromkeys(("early_stop_cycles", "sanity_steps", "max_restarts", "random_seed"), -1),
     **dict.fromkeys(("store", "engine", "signals"), "one"),
     "run_name": "a/b",
     "params": 3,
@@ -87,6 +87,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "sharding": {"sharding": "full"},
     "sanity_steps": {"sanity_steps": 3},
     "batch_limits": {"batch_limits": {Phase.VALIDATION: 3}},
+    "max_restarts": {"max_restarts": 3, "nproc": 1},
     "hang_warning": {"hang_warning": 3.0},
     "hang_timeout": {"hang_timeout": 300.0},
 }

@@ -9,11 +9,11 @@ SIGNALS = "tests/distributed/test_signals.py"
 
 
 @fault(
-    "helios.launch.supervisor:Supervisor._end_all",
+    "helios.launch.spawning:_Launch._end",
     f"{LAUNCHER}::test_an_interrupted_launcher_lets_ranks_tear_down_and_ends_them",
 )
-def a_launcher_that_is_interrupted_kills_its_ranks(end_all, supervisor, first=None):
-    return None
+def a_launcher_that_is_interrupted_kills_its_ranks(end, launch, *numbers):
+    end(launch)
 
 
 @fault(
