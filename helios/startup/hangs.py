@@ -31,7 +31,6 @@ from typing import Any, NoReturn, TypeVar, final
 from helios.checkpoint import file_names
 from helios.core.signal_watch import TRY_AGAIN
 from helios.core.utils import flush_outputs
-from helios.data.workers import find_worker_stacks
 from helios.distributed.heartbeats import Heard, Heartbeats
 from helios.distributed.process_groups import DistributedInfo
 from helios.ledger.run_file import host, now
@@ -96,7 +95,6 @@ def end_process(code: int) -> NoReturn:
 _MEMORY = "hang.json"
 # The disk may be what the run waits for.
 _FILE_SECONDS = 5.0
-_WORKER_SECONDS = 1.0
 
 
 @final
@@ -126,7 +124,7 @@ class HangEnd:
         self._is_in_file = False
 
     def write_stacks(self, words: str) -> None:
-        """Write the stacks of all threads and loader workers.
+        """Write the stacks of all threads.
 
         Args:
             words: where the run stands.
@@ -147,9 +145,6 @@ class HangEnd:
             f"Thread {names.get(ident, ident)} (most recent call first):\n{_describe_stack(frame)}"
             for ident, frame in sorted(frames.items(), key=lambda pair: pair[0] != main)
         ]
-        workers = in_time(lambda: find_worker_stacks(_WORKER_SECONDS), _FILE_SECONDS / 2) or {}
-        for pid, text in workers.items():
-            parts.append(f"Loader worker, process {pid}:\n{text or '  It did not answer.'}\n")
         return "\n".join([head, *parts])
 
     def finish(self, words: str, *, num_ranks: int, speaks: bool) -> int:
@@ -175,7 +170,7 @@ class HangEnd:
         if not self._is_in_file or self._place is None:
             return "The stacks are above."
         path = _path_of(self._place, str(self._rank) if num_ranks == 1 else "*")
-        return f"The stacks of all threads and loader workers are in {path}."
+        return f"The stacks of all threads are in {path}."
 
     def _find_obstacle(self) -> str:
         """Remember this end, and return why another start would not help."""

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 import helios
 from helios.core import rng
-from helios.data import Stream, create_dataloader, worker_recovery, workers
+from helios.data import Stream, create_dataloader, workers
 from helios.data.phase_sources import open_source
 from helios.data.source import Shard
-from helios.errors import ArgumentError, UsageError, WorkerError
+from helios.errors import ArgumentError, WorkerError
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.data.datasets import FETCH, Augmented, Indices
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 LENGTH = 24
 PATIENT = 3.0
 """Longer than any worker needs for a batch on a busy machine."""
-LOGGER = worker_recovery.__name__
+LOGGER = workers.__name__
 
 
 class Fatal(Augmented):
@@ -124,7 +124,6 @@ def test_a_worker_that_is_lost_changes_no_bit(
     # Both samples may have been under way when the first worker was lost.
     lines = lines_of(caplog)
     assert 1 <= len(lines) <= 2
-    assert all("begins anew." in line for line in lines)
     assert multiprocessing.active_children() == []
     if options.get("method") is None:
         assert stuck_workers.count_files_at_rest() == before
@@ -138,23 +137,12 @@ def test_the_line_says_what_was_seen(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert found == [*range(LENGTH)]
     died, silent = lines_of(caplog)
     assert died.startswith("A loader worker died: process ")
-    assert " was ended by SIGKILL (no child used more than " in died
-    assert "iB are available)" in died
-    assert " New workers fetch the 2 batches that were under way. What the data set" in died
-    assert silent.startswith("No batch came from the loader workers for 3 s: process ")
-    assert "(stopped" in silent
-
-
-def test_a_data_set_that_keeps_nothing_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    data = TensorDataset(torch.arange(8.0))
-    batches = make(data, num_workers=1, batch_size=1, shuffle=False).batches(0)
-    found = [next(batches)]
-    kill_children()
-    assert torch.tensor([float(batch) for ((batch,),) in [*found, *batches]]).tolist() == [
-        *range(8)
-    ]
-    [line] = lines_of(caplog)
-    assert line.endswith("under way.")
+    assert "was ended by SIGKILL" in died
+    assert "of memory are available" in died
+    assert "New workers fetch the 2 batches that were under way." in died
+    # What it had sent may still have to be read from its memory.
+    silences = "No batch came from the loader workers for 3 s", "A loader worker stopped while"
+    assert silent.startswith(silences)
 
 
 def kill_children(number: int = signal.SIGKILL) -> None:
@@ -167,19 +155,14 @@ def test_a_batch_that_ends_every_worker_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = Fatal(tmp_path, {9: (stuck_workers.die, 9)})
-    source = make(data, num_workers=2, shuffle=False)
+    source = make(data, num_workers=2, shuffle=False, worker_timeout=PATIENT)
     batches = source.batches(0)
     with pytest.raises(WorkerError) as caught:
         list(batches)
-    # In the second one, batches before it may have been under way.
-    first, *others = lines_of(caplog)
-    assert "New workers fetch the 4 batches" in first
-    assert all("One new worker fetches" in line for line in others)
-    assert 1 <= len(others) <= 2
+    assert len(lines_of(caplog)) == 2
     text = str(caught.value)
-    assert "with nothing to fetch but the samples 8, 9. A loader worker died: process " in text
-    assert "worker_timeout" not in text
-    assert text.count("SIGKILL") == len(others) + 2
+    assert "They did not fetch the samples 8, 9." in text
+    assert text.count("SIGKILL") == 3
     # The remedy works: what it says is what the batch is.
     [key] = [int(part.split(")")[0]) for part in text.split("rng.reseed(")[1:]]
     with rng.stream(0):
@@ -193,9 +176,7 @@ def test_a_batch_that_ends_every_worker_is_named(
 @pytest.mark.shows("P141")
 def test_a_batch_that_never_comes_is_named(tmp_path: Path) -> None:
     data = Fatal(tmp_path, {9: (stuck_workers.hang, 9)})
-    with pytest.raises(
-        WorkerError, match=r"samples 8, 9\. No batch came .* for 3 s.*raise worker_timeout\."
-    ):
+    with pytest.raises(WorkerError, match=r"No batch came .* for 3 s.*samples 8, 9\."):
         read(data, num_workers=2, shuffle=False, worker_timeout=PATIENT)
 
 
@@ -219,7 +200,7 @@ def test_workers_that_leak_are_replaced_as_often_as_needed(
     """Each gets further than the one before it, also where more is under way than it can fetch."""
     found = read(Leaking(LENGTH), num_workers=num_workers, prefetch_factor=8)
     assert found == read(num_workers=0)
-    assert len(lines_of(caplog)) > 4
+    assert len(lines_of(caplog)) > 2
 
 
 class Counting(Sampler[int]):
@@ -252,9 +233,8 @@ class Large(Indices):
 
 @pytest.mark.shows("P141")
 def test_a_worker_that_dies_within_a_message_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    source = make(
-        Large(4), num_workers=1, batch_size=1, shuffle=False, collate_fn=unwrap, prefetch_factor=1
-    )
+    options = {"batch_size": 1, "shuffle": False, "collate_fn": unwrap, "prefetch_factor": 1}
+    source = make(Large(4), num_workers=1, worker_timeout=PATIENT, **options)
     batches = source.batches(0)
     first = next(batches)
     [child] = multiprocessing.active_children()
@@ -295,17 +275,6 @@ def test_a_worker_that_stops_with_its_results_sent_is_replaced(
     assert len(lines_of(caplog)) == 1
 
 
-class Unpicklable(Indices):
-    def __getitem__(self, index: int) -> Any:
-        return (each for each in range(index))
-
-
-def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
-    """PyTorch waits forever for it."""
-    with pytest.raises(UsageError, match=r"can be pickled, but: cannot pickle 'generator' object"):
-        read(Unpicklable(4), num_workers=1, batch_size=None)
-
-
 def test_an_idle_worker_that_died_between_passes_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -326,8 +295,7 @@ def test_an_idle_worker_that_was_stopped_is_replaced(caplog: pytest.LogCaptureFi
     found += [batch.numpy().tobytes() for (batch,) in source.batches(1)]
     source.close()
     assert found == read(num_workers=0)
-    [line] = lines_of(caplog)
-    assert line.startswith("No batch came from the loader workers for 3 s: process ")
+    assert len(lines_of(caplog)) == 1
 
 
 def test_an_idle_worker_of_the_users_loader_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -365,14 +333,13 @@ def test_workers_whose_batches_are_pinned_are_replaced(
     """A thread receives what they send, while this one may replace them."""
     data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
     with stuck_workers.forks({1: stuck_workers.die, 4: stuck_workers.die}):
-        found = read(data, num_workers=2, pin_memory=True)
+        found = read(data, num_workers=2, pin_memory=True, worker_timeout=PATIENT)
     assert found == read(num_workers=0)
-    assert len(lines_of(caplog)) == 1
+    assert lines_of(caplog)
 
 
 @pytest.mark.usefixtures("pins")
-def test_a_pass_with_a_worker_that_was_stopped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_PINNING_SECONDS", 0.2)
+def test_a_pass_with_a_worker_that_was_stopped_ends() -> None:
     data = Large(8)
     source = make(data, num_workers=1, batch_size=1, collate_fn=unwrap, pin_memory=True)
     batches = source.batches(0)
@@ -394,9 +361,8 @@ class Helped(Large):
 def test_a_worker_that_dies_within_a_message_is_missed_also_beside_a_helper(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    source = make(
-        Helped(4), num_workers=1, batch_size=1, shuffle=False, collate_fn=unwrap, prefetch_factor=1
-    )
+    options = {"batch_size": 1, "shuffle": False, "collate_fn": unwrap, "prefetch_factor": 1}
+    source = make(Helped(4), num_workers=1, worker_timeout=PATIENT, **options)
     batches = source.batches(0)
     first = next(batches)
     [child] = multiprocessing.active_children()
@@ -434,26 +400,11 @@ def test_an_error_of_the_data_set_is_none_of_a_worker(
         Failing(tmp_path), num_workers=1, multiprocessing_context="fork", pin_memory=False
     )
     batches = iter(loader)
-    began = time.monotonic()
     assert [int(next(batches)) for _ in range(2)] == [0, 1]
     with pytest.raises(FileNotFoundError, match="sample 2"):
         next(batches)
     assert [*map(int, batches)] == [*range(3, 10)]
     assert len(lines_of(caplog)) == 1
-    assert time.monotonic() - began < 10
-
-
-class Unsendable(Indices):
-    def __getitem__(self, index: int) -> int:
-        class MineError(Exception):
-            pass
-
-        raise MineError("the reason")
-
-
-def test_an_error_that_cannot_be_pickled_keeps_its_text() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)MineError.*the reason"):
-        read(Unsendable(4), num_workers=1)
 
 
 class Broken(Sampler[list[int]]):
@@ -601,7 +552,7 @@ def test_a_stream_that_ends_every_worker_is_an_error() -> None:
         Stream(die), batch_size=2, num_workers=1, multiprocessing_context="fork"
     )
     batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
-    with pytest.raises(WorkerError, match=r"lost 3 times in a row at batch 0 of epoch 1"):
+    with pytest.raises(WorkerError, match=r"lost 3 times.*batch 0 of epoch 1"):
         next(batches)
 
 
@@ -638,11 +589,6 @@ class _Counted:
 
     def __init__(self, loader: Resumable) -> None:
         self.loader = loader
-        workers.leave_watch(loader.inner)
-        vars(self).update(
-            (name, vars(loader.inner)[name]) for name in ("_workers", "_shutdown", "_dataset_kind")
-        )
-        self._shutdown_workers = loader.inner._shutdown_workers
 
     def __iter__(self) -> Any:
         return self
