@@ -22,10 +22,11 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 import helios
 from helios.core import rng
+from helios.core.utils import collector_at_rest
 from helios.data import Stream, create_dataloader, workers
 from helios.data.phase_sources import open_source
 from helios.data.source import Shard
-from helios.errors import ArgumentError, WorkerError
+from helios.errors import ArgumentError, UsageError, WorkerError
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.data.datasets import FETCH, Augmented, Indices
@@ -243,6 +244,12 @@ def test_a_worker_that_dies_within_a_message_is_replaced(caplog: pytest.LogCaptu
     found = [int(batch[0]) for (batch,) in [first, *batches]]
     assert found == [0, 1, 2, 3]
     assert len(lines_of(caplog)) == 1
+
+
+def test_what_workers_cannot_get_is_an_error() -> None:
+    """Where they are not forked."""
+    with pytest.raises(UsageError, match=r"must be something that can be pickled.*num_workers=0"):
+        read(Indices(4), num_workers=1, method="spawn", collate_fn=lambda samples: samples)
 
 
 def unwrap(samples: list[Any]) -> Any:
@@ -715,3 +722,32 @@ def test_a_run_that_loses_workers_ends_with_the_same_bits(
     lines = run_ranks(_train_lossy, num_ranks, tmp_path / "lossy", setting)
     assert all(lines)
     elastic.assert_same(elastic.read_bits(tmp_path / "lossy"), elastic.read_bits(tmp_path / "calm"))
+
+
+class Dropped:
+    """Something in a cycle, which only the collector frees, and which notes who has done so."""
+
+    def __init__(self, marks: Path) -> None:
+        self.cycle, self.marks = self, marks
+
+    def __del__(self) -> None:
+        (self.marks / str(os.getpid())).touch()
+
+
+class Collecting(Augmented):
+    """Samples that let the collector run where they are fetched."""
+
+    def __getitem__(self, index: int) -> Any:
+        gc.collect()
+        return super().__getitem__(index)
+
+
+@pytest.mark.shows("P144")
+def test_a_worker_frees_nothing_that_the_training_process_has_dropped(tmp_path: Path) -> None:
+    """Tensors on a GPU cannot be freed in a fork: the worker would be ended."""
+    gc.collect()
+    with collector_at_rest():
+        Dropped(tmp_path)
+        read(Collecting(LENGTH), num_workers=2)
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]

@@ -100,19 +100,11 @@ def test_stacks_are_beside_the_log_file_where_no_checkpoints_are(tmp_path: Path)
 
 
 @pytest.mark.shows("P142")
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=slow)])
-def test_the_stacks_of_loader_workers_are_in_the_file_and_none_survives(
-    method: str, tmp_path: Path
-) -> None:
-    # Their start counts, too.
-    timeout = 2.0 if method == "fork" else 60.0
-    codes, _ = run_forked(tmp_path, num_workers=2, method=method, timeout=timeout)
+def test_loader_workers_end_with_their_run(tmp_path: Path) -> None:
+    codes, _ = run_forked(tmp_path, num_workers=2)
     assert codes == [75]
-    stacks = read_stacks(tmp_path)
     found = list_workers(tmp_path)
     assert len(found) == 2
-    assert all(f"Loader worker, process {pid}:" in stacks for pid in found)
-    assert " in read_from_stopped_disk" in stacks
     assert not any(map(survives, found))
 
 

@@ -7,7 +7,6 @@ from tests.planted.planting import fault
 LAUNCHER = "tests/launch/test_launcher.py"
 SIGNALS = "tests/distributed/test_signals.py"
 WATCH = "tests/core/test_signal_watch.py"
-WORKERS = "tests/data/test_workers.py"
 
 
 @fault(
@@ -103,87 +102,30 @@ def ranks_that_wait_do_not_speak_with_each_other(post, heartbeats, words):
     return None
 
 
-WORKERS = "tests/data/test_workers.py"
+LOST = "tests/data/test_lost_workers.py"
+
+
+@fault("helios.data.loader:_walk", f"{LOST}::test_a_worker_that_is_lost_changes_no_bit")
+def new_workers_do_not_fetch_what_was_under_way(walk, items, owed):
+    for item in items:
+        owed.append(item)
+        yield item
 
 
 @fault(
-    "helios.data.workers:_Glance.may_advance",
-    f"{WORKERS}::test_a_worker_that_makes_progress_is_waited_for",
+    "helios.data.workers:_describe_deaths",
+    f"{LOST}::test_a_worker_that_dies_within_a_message_is_replaced",
 )
-def a_worker_that_computes_is_taken_for_one_that_hangs(may_advance, look, before):
-    return False
-
-
-@fault(
-    "helios.data.workers:WorkerContext.record_start",
-    f"{WORKERS}::test_after_a_slow_worker_the_patience_is_longer",
-)
-def a_slow_worker_makes_nobody_wait_longer(record_start, context, seconds):
-    return None
-
-
-@fault(
-    "helios.data.workers:_describe_end",
-    f"{WORKERS}::test_the_line_says_what_was_seen",
-)
-def it_is_not_said_which_signal_ended_a_worker(describe_end, process):
-    return describe_end(process)._replace(text=f"process {process.pid} has ended")
-
-
-@fault(
-    "helios.data.workers:_end_begun",
-    f"{WORKERS}::test_ctrl_c_ends_the_wait",
-)
-def workers_that_had_begun_survive_an_error_of_a_later_one(end_begun, iterator):
-    return None
-
-
-RECOVERY = "tests/data/test_worker_recovery.py"
-
-
-@fault(
-    "helios.data.worker_recovery:_Dealt.walk",
-    f"{RECOVERY}::test_a_worker_that_is_lost_changes_no_bit",
-)
-def new_workers_do_not_fetch_what_was_under_way(walk, dealt, *, stops):
-    found = [*dealt.owed]
-    dealt.owed.clear()
-    yield from walk(dealt, stops=stops)
-    dealt.owed.extendleft(reversed(found))
-
-
-@fault(
-    "helios.data.workers:Worker.pid",
-    f"{RECOVERY}::test_a_death_raises_nothing_where_training_is",
-)
-def pytorch_watches_workers_itself(pid, worker):
-    pid(worker)
-    return worker.process.pid
-
-
-@fault(
-    "helios.data.worker_recovery:describe_silence",
-    f"{RECOVERY}::test_the_line_says_what_was_seen",
-)
-def workers_that_did_not_answer_are_said_to_have_died(describe_silence, iterator, seconds):
+def a_death_is_an_error_of_the_run(describe_deaths, items):
     return ""
 
 
 @fault(
-    "helios.data.worker_recovery:describe_deaths",
-    f"{RECOVERY}::test_a_worker_that_dies_within_a_message_is_replaced",
+    "helios.data.loader:FetchedBatches._describe_next",
+    f"{LOST}::test_a_batch_that_ends_every_worker_is_named",
 )
-def half_a_message_is_an_error_of_the_run(describe_deaths, iterator, error=None, **options):
+def the_samples_that_end_every_worker_are_not_named(describe_next, batches):
     return ""
-
-
-@fault(
-    "helios.data.worker_recovery:WorkerItems._make_error",
-    f"{RECOVERY}::test_a_batch_that_ends_every_worker_is_named",
-)
-def the_samples_that_end_every_worker_are_not_named(make_error, items, **options):
-    items._dealt.owed[0] = items._dealt.owed[0]._replace(indices=[])
-    return make_error(items, **options)
 
 
 HANG_ENDS = "tests/startup/test_hang_end.py"
@@ -206,14 +148,6 @@ def a_hang_is_remembered_after_a_start_that_ended_in_another_way(forget_hang, fo
 
 
 @fault(
-    "helios.data.workers:find_worker_stacks",
-    f"{HANG_ENDS}::test_the_stacks_of_loader_workers_are_in_the_file_and_none_survives",
-)
-def loader_workers_do_not_show_where_they_hang(find_worker_stacks, seconds):
-    return {}
-
-
-@fault(
     "helios.startup.hangs:HangWatch.hurry",
     f"{HANG_ENDS}::test_ranks_that_got_a_signal_say_who_waits_for_whom",
 )
@@ -231,7 +165,7 @@ def a_process_ends_in_silence_that_holds_the_lock_of_the_log(write_to_stderr, te
 
 @fault(
     "helios.data.workers:gc.freeze",
-    f"{WORKERS}::test_a_worker_frees_nothing_that_the_training_process_has_dropped",
+    f"{LOST}::test_a_worker_frees_nothing_that_the_training_process_has_dropped",
 )
 def a_loader_worker_frees_what_its_parent_has_dropped(freeze):
     return None
