@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,17 +25,11 @@ from helios.core import rng
 from helios.core.loss_means import LossMeans, Viewer, as_numbers
 from helios.core.sharded_tensors import is_sharded
 from helios.engines.engine import Engine, redefines
-from helios.errors import UsageError
 from helios.findings import FindingKind
 from helios.hooks.context import Context
 from helios.hooks.events import EVENTS, Receiver
 from helios.hooks.live_run import LiveRun
-from helios.hooks.overrides import (
-    check_overrides,
-    check_state_methods,
-    find_without_super,
-    warn_of_reserved_names,
-)
+from helios.hooks.overrides import check_overrides, check_state_methods
 from helios.listeners import Listening
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
@@ -56,13 +50,6 @@ def _do_nothing() -> None:
 
 
 _OF_ENGINES = [event.name for event in EVENTS.values() if Receiver.ENGINE in event.receivers]
-_DEFAULTS = {
-    "on_training_batch_start": "losses of earlier batches stay in _loss_items",
-    "on_training_batch_end": "_running_losses gets no losses",
-    "on_validation_start": "scores of the last validation stay in metrics",
-    "on_validation_end": "_running_losses is not cleared",
-}
-"""What is not done if a model overrides a method without calling that of its base."""
 
 
 def _accept(_: object) -> None:
@@ -138,17 +125,10 @@ class Session(LiveRun):
         self.gradients = self.engine._gradients
         if type(self.engine) is not Engine:
             check_overrides(self.engine, Engine, receives=_OF_ENGINES)
-            self._check_state_of_engine()
-        if self.writer is not None:
-            self._warn_of_lost_defaults()
+            check_state_methods(self.engine, Engine)
         is_there = self.engine.device.type == "cpu"
         self.leaves_batches = is_there and type(self.model).batch_to_device is Model.batch_to_device
         has_own = redefines(self.engine, Engine, "autocast")
-        if has_own and not isinstance(self.engine.autocast(), AbstractContextManager):
-            raise UsageError(
-                f"{type(self.engine).__name__}.autocast must return a context manager. Return "
-                "super().autocast(), or contextlib.nullcontext()."
-            )
         self.is_plain = not self.engine.precision.casts and not has_own
         self.is_discovered = type(self.model).state_dict is Model.state_dict
         self.context = Context(self)
@@ -171,30 +151,6 @@ class Session(LiveRun):
             watch=watch,
             agreement=self.agreement,
         )
-
-    def _check_state_of_engine(self) -> None:
-        """Check what a user's engine saves, and warn if it leaves out what its base saves."""
-        engine = self.engine
-        check_state_methods(engine, Engine)
-        warn_of_reserved_names(engine)
-        for name in find_without_super(engine, ("state_dict", "load_state_dict")):
-            _LOGGER.warning(
-                "%s.%s does not call super().%s(...), which has the open window and the scaler of "
-                "fp16: a resume would lose them. Add what it returns or takes.",
-                type(engine).__name__,
-                name,
-                name,
-            )
-
-    def _warn_of_lost_defaults(self) -> None:
-        for name in find_without_super(self.model, _DEFAULTS):
-            _LOGGER.warning(
-                "%s.%s does not call super().%s(...), so %s.",
-                type(self.model).__name__,
-                name,
-                name,
-                _DEFAULTS[name],
-            )
 
     @property
     def trial_length(self) -> int | None:
@@ -382,18 +338,15 @@ class Session(LiveRun):
                 gather=self.replicas.gather_objects,
             )
 
-    def follow_idle_steps(self) -> None:
-        """Look whether an iteration has learned something, until one has."""
-        if self.idle_watch is not None and not self.idle_watch.follow(
-            self.state.global_iteration,
-            is_manual=bool(self.is_manual),
-            ends_window=self.state.is_step_boundary,
-        ):
-            self.idle_watch = None
+    def refuse_idle_steps(self, *, at: int = 0) -> None:
+        """Raise ``UsageError`` if nothing was learned so far, before a save or after an epoch.
 
-    def refuse_idle_steps(self) -> None:
-        """Raise ``UsageError`` if nothing was learned so far, before a save or after an epoch."""
-        if self.idle_watch is not None:
+        Args:
+            at: the iteration to look in at the earliest.
+        """
+        if self.is_manual is False:
+            self.idle_watch = None
+        if self.idle_watch is not None and self.state.global_iteration >= at:
             self.idle_watch.refuse(self.state.global_iteration)
             self.idle_watch = None
 

@@ -100,11 +100,10 @@ class Trainer:
             file.
         allow_changes: names of settings that may differ from those in the checkpoint.
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state,
-            and for a ``RunMismatchError`` if the data is not what the run was trained on.
+            and for a ``RunMismatchError`` if the data is not what the run was trained on, or if a
+            resumed run reaches a lower level of reproducibility than it had.
         ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
             written; ``"off"`` writes no evidence at all.
-        reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
-            changed in a way that may change the training; ``"warn"`` warns.
         skip_batches: numbers of batches that are not trained on, counted from 1 over all epochs.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
@@ -177,7 +176,6 @@ class Trainer:
         allow_changes: Sequence[Change | str] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
         ledger: Literal["steps", "off"] = "steps",
-        reproducibility: Literal["warn", "strict"] = "warn",
         skip_batches: Sequence[int] = (),
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,

@@ -87,9 +87,8 @@ start events, not in reverse: what a plugin reads of an earlier one is complete 
 are plugins with `monitor = True`. An event without receivers costs nothing. A method with other
 arguments raises an error: in a plugin when it is registered, anywhere else when a run starts.
 
-- If a plugin raises an exception, Helios adds a note that names the plugin and the event. Like any
-  other exception, it ends the run; only `StopIteration` from `on_training_step_start` or
-  `on_training_batch_start` ends the epoch instead.
+- An exception in a plugin ends the run like any other; only `StopIteration` from
+  `on_training_step_start` or `on_training_batch_start` ends the epoch instead.
 - If a phase has several loaders, methods that also take `dataloader_idx` get the number of the
   loader that the batch comes from.
 - Arguments named `state` are the live `TrainingState`: copy what you keep. `current_epoch` counts

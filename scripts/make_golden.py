@@ -22,7 +22,6 @@ from tests.support import (  # noqa: E402
     event_situations,
     file_trails,
     frozen,
-    mistakes,
     replica_logs,
     statements,
 )
@@ -41,7 +40,6 @@ MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
     "decisions": lambda: {decisions.GOLDEN: decisions.golden_table()},
     "events": lambda: _in(GOLDEN / "events", event_situations.golden_logs()),
     "replicas": lambda: _in(replica_logs.FOLDER, replica_logs.golden_logs()),
-    "mistakes": lambda: {mistakes.PAGE: mistakes.page()},
     "help": lambda: _in(GOLDEN / "help", helps.help_texts()),
     "page": lambda: {ROOT / "docs" / "hooks.md": event_page.render()},
     "order": lambda: {file_trails.PAGE: file_trails.page()},

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import helios  # noqa: E402 (found by the line above)
-from helios.ledger.run_file import STARTS, read_run_file  # noqa: E402
+from helios.ledger.run_file import START, read_run_file  # noqa: E402
 from tests.support.slurm_cluster import Cluster, ClusterError, missing, wait_until  # noqa: E402
 from tests.support.started import interrupt_at_signals  # noqa: E402
 
@@ -56,7 +56,7 @@ def digest(folder: Path) -> str:
 
 def start_places(folder: Path) -> list[str]:
     """Return for each start of a run: on how many processes, and after which iteration."""
-    events = [event for event in read_run_file(folder) if event["event"] in STARTS]
+    events = [event for event in read_run_file(folder) if event["event"] == START]
     return [f"{event['processes']}@{event['iteration']}" for event in events]
 
 

@@ -6,13 +6,12 @@ import gc
 import logging
 import os
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import leaks
-from tests.support import tier, tracked
+from tests.support import tier
 
 # To import inductor would start processes that stay, in PyTorch 2.6.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -82,16 +81,3 @@ def nothing_is_left_behind() -> Iterator[None]:
     yield
     if found := before.leaks():
         pytest.fail("This test leaves behind: " + "; ".join(found), pytrace=False)
-
-
-@pytest.fixture
-def stand_in_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let trackers import the stand-ins of MLflow and W&B, here and in child processes."""
-    with tracked.stand_ins(monkeypatch):
-        yield
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    """Return the address of a tracking server in the folder of the test."""
-    return f"sqlite:///{tmp_path / 'server.db'}"

@@ -17,6 +17,7 @@ import torch
 from helios.checkpoint.rank_part import refer_to_sharded
 from helios.checkpoint.record import Record
 from helios.core import rng
+from helios.engines.engine import Engine
 from helios.errors import StateError
 from helios.findings import Finding, FindingKind, Findings
 from helios.hooks.live_run import LiveRun
@@ -38,7 +39,7 @@ def capture(run: LiveRun) -> Record:
     with run.model.discovery.keeping_names():
         model = run.model.state_dict()
         plugins, loops = run.plugin_states.capture(), run.loop_states.capture()
-        engine = run.engine.state_dict()
+        engine = _state_of_engine(run.engine)
         own = {"model": model, "engine": engine}
         own |= {**_named("plugin", plugins), **_named("loop", loops)}
         owners, lacking = run.owner_states.capture(own)
@@ -163,7 +164,7 @@ def choose_trained(record: Record, replicas: Replicas) -> Trained:
 def capture_trained(run: LiveRun) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
     with run.model.discovery.keeping_names():
-        model, engine = run.model.state_dict(), run.engine.state_dict()
+        model, engine = run.model.state_dict(), _state_of_engine(run.engine)
         plugins, loops = run.plugin_states.capture(), run.loop_states.capture()
         own = {"model": model, "engine": engine}
         own |= {**_named("plugin", plugins), **_named("loop", loops)}
@@ -183,6 +184,8 @@ def apply_trained(trained: Trained, run: LiveRun, *, is_inference: bool) -> None
     Raises:
         StateError: if an object refuses its state.
     """
+    # Also where a method of the user's leaves out that of its base.
+    Engine.load_state_dict(run.engine, trained.engine)
     run.engine.load_state_dict(trained.engine)
     run.owner_states.prepare(trained.owners)
     run.model.load_state_dict(trained.model, fast_init=is_inference)
@@ -190,6 +193,11 @@ def apply_trained(trained: Trained, run: LiveRun, *, is_inference: bool) -> None
     run.plugin_states.restore(trained.plugins)
     run.loop_states.restore(trained.loops)
     run.owner_states.restore(trained.owners, is_inference=is_inference)
+
+
+def _state_of_engine(engine: Engine) -> dict[str, Any]:
+    """Return the state of an engine, also where a method of the user's leaves out its base's."""
+    return {**Engine.state_dict(engine), **engine.state_dict()}
 
 
 def _named(kind: str, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -44,7 +44,7 @@ class Record:
         findings: what limits the reproducibility of the run, under a key for each kind.
         owners: plain attributes of plugins, data module, loops and engine, by owner.
         options: what defines the run and what ends it.
-        machine: PyTorch and the device.
+        machine: versions, devices and settings that bits of arithmetic depend on.
         resumed_from: the path of ``resume=<path>`` from which the run was started.
         log_path: the log file.
         run_path: the folder of the event files.

@@ -40,17 +40,6 @@ class Validated:
 class RunListener:
     """Listens to a run; by default it does nothing."""
 
-    def checked(self) -> str:
-        """Compare this start with the one that wrote the checkpoint, or refuse it.
-
-        Returns:
-            A sentence on what differs; empty if nothing does.
-
-        Raises:
-            RunMismatchError: naming what may change the training, if the user demands it.
-        """
-        return ""
-
     def opened(self) -> None:
         """Begin or continue files, once nothing can refuse the start any more."""
 

@@ -440,10 +440,7 @@ def _is_orphan(path: Path) -> bool:
 
 
 # What a run records of itself, also of earlier starts.
-_EVIDENCE = (
-    *("ledger*.jsonl", "run.jsonl", "timing.jsonl"),
-    *("run.json", "run.before-*.json", "stacks-rank-*.txt"),
-)
+_EVIDENCE = (*("ledger*.jsonl", "run.jsonl", "stacks-rank-*.txt"),)
 
 
 def _with_sidecars(checkpoints: Iterable[Path]) -> list[Path]:

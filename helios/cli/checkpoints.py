@@ -28,7 +28,7 @@ from helios.checkpoint.status import (
 )
 from helios.cli import output
 from helios.cli.output import Answer, Column, Command, argument
-from helios.core.stored_values import list_values, stored_arguments, stored_params
+from helios.core.stored_values import list_values, stored_params
 from helios.errors import ArgumentError, LedgerError, UsageError
 from helios.ledger.book import FILE_NAME
 from helios.ledger.verification import LedgerStatus, verify
@@ -144,7 +144,6 @@ class _Listing:
             "start": None if folder.is_moved_aside else folder.outcome.value,
             "start_path": None if folder.is_moved_aside else start,
             "params": stored_params(_newest_options(folder)),
-            "found": stored_arguments(_newest_options(folder)),
             "best": None if self.is_single else _best_document(rank_files(folder.files)),
             "files": [output.status_document(status) for status in folder.files],
         }
@@ -172,10 +171,9 @@ def _list_one(path: Path, look: Callable[[Path], Status]) -> FolderStatus:
 
 
 def _values(folder: FolderStatus) -> list[str]:
-    """Return what the newest checkpoint says that the run is declared with, and was given."""
-    options = _newest_options(folder)
-    known = {"params": stored_params(options), "found": stored_arguments(options)}
-    return output.facts({name: list_values(table) for name, table in known.items() if table})
+    """Return what the newest checkpoint says that the run is declared with."""
+    params = stored_params(_newest_options(folder))
+    return output.facts({"params": list_values(params)} if params else {})
 
 
 def _newest_options(folder: FolderStatus) -> dict[str, Any]:
@@ -304,7 +302,7 @@ def _show_content(status: Status, tree: Any, nodes: list[Node], depth: int) -> I
         "refers to": ", ".join(status.needs),
         **({} if status.sidecar is None else _sidecar_facts(status.sidecar)),
         **{key: _in_one_line(section(tree, key)) for key in _SECTIONS},
-        **_value_facts(status.sidecar, tree),
+        "params": list_values(stored_params(_options_of(status.sidecar, tree))),
     }
     yield from output.facts({name: text for name, text in facts.items() if text})
     if nodes:
@@ -313,20 +311,6 @@ def _show_content(status: Status, tree: Any, nodes: list[Node], depth: int) -> I
         yield from output.table(_TREE_COLUMNS, rows, output.terminal_width())
         total = size_text(nodes[0].num_bytes)
         yield f"{nodes[0].num_tensors} tensors, {total}"
-
-
-def _value_facts(sidecar: Sidecar | None, tree: Any) -> dict[str, str]:
-    """Return what the run is declared with, and what constructors were given."""
-    options = _options_of(sidecar, tree)
-    earlier = options.get("params_history", [])[:-1]
-    return {
-        "params": list_values(stored_params(options)),
-        "earlier params": "; ".join(
-            f"from iteration {each['iteration']}: {list_values(stored_params(each))}"
-            for each in earlier
-        ),
-        "found": list_values(stored_arguments(options)),
-    }
 
 
 def _options_of(sidecar: Sidecar | None, tree: Any) -> Mapping[str, Any]:

@@ -28,7 +28,6 @@ _COMMANDS = {
     "replay": ("runs", "repeat a part of a run, and compare it with its ledger"),
     "report": ("runs", "write a report of a run"),
     "compare": ("runs", "mean, deviation and interval of the results of several runs"),
-    "send": ("runs", "send the stored points of a tracker"),
     "export": ("conversions", "write the weights of a checkpoint to a separate file"),
     "doctor": ("doctor", "show versions, devices and settings, for bug reports"),
     "migrate": (
@@ -39,7 +38,7 @@ _COMMANDS = {
 _WIDTH = 80
 _EPILOG = """\
 Nothing in a file is ever executed, except the script of replay. Only report,
-compare, send, export and migrate write files. All commands take --json: one
+compare, export and migrate write files. All commands take --json: one
 document on standard output. Exit codes: 0 good, 1 not good, 2 wrong usage.
 """
 

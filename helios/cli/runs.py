@@ -25,7 +25,6 @@ from helios.errors import (
     UsageError,
 )
 from helios.ledger.differences import Difference, LineComparison, diff
-from helios.ledger.manifest_file import Effect, ManifestChange
 from helios.ledger.run_facts import find_run, read_run
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 
 _MOST_TENSORS = 20
-_MOST_CHANGES = 20
 _MOST_SHOWN = 20
 
 
@@ -115,19 +113,17 @@ def _show_difference(found: Difference) -> list[str]:
             *_show_comparison(found),
         ]
     lines += _show_first_difference(found)
-    return [*lines, *_manifest_lines(found.manifest)]
+    return [*lines, *_show_starts(found.starts)]
 
 
-def _manifest_lines(changes: list[ManifestChange]) -> list[str]:
-    shown = [each for each in changes if each.effect is not Effect.NONE]
-    if not shown:
+def _show_starts(differences: Mapping[str, Sequence[Any]]) -> list[str]:
+    if not differences:
         return []
-    lines = ["the newest starts of both runs differ in:"]
-    lines += [f"  - {each} ({each.effect.value}: {each.reason})" for each in shown[:_MOST_CHANGES]]
-    rest = len(shown) - _MOST_CHANGES
-    lines += [f"  and {rest} more, see --json"] if rest > 0 else []
-    harmless = len(changes) - len(shown)
-    return [*lines, f"  and {harmless} harmless differences"] if harmless else lines
+    lines = [
+        f"  - {name}: {_show_value(one)} | {_show_value(other)}"
+        for name, (one, other) in differences.items()
+    ]
+    return ["the newest starts of both runs differ in:", *lines]
 
 
 def _show_comparison(found: LineComparison) -> list[str]:
@@ -382,40 +378,6 @@ def _score_text(scores: Mapping[str, float], name: str) -> str:
     return number_text(scores[name]) if name in scores else "-"
 
 
-def send_points(namespace: argparse.Namespace) -> Answer:
-    """Send what the plugin Tracker has stored in its folder and not sent yet: to its
-    server of MLflow or Weights & Biases, or into an offline run of the latter,
-    which contains all points of the run, and replaces an earlier one. Upload that
-    with `wandb sync`.
-
-    Call it after a training that was killed, that could not reach its server, or
-    that ran with Tracker(sends=False). Points that were sent before are not stored
-    twice.
-    """
-    from helios.tracking import sender_process
-
-    folder = output.existing_folder(namespace.folder)
-    try:
-        number, place = sender_process.send(folder)
-    except HeliosError:
-        raise
-    except ImportError as error:
-        raise UsageError(
-            f"The library of the tracker cannot be imported: {error}. Install "
-            '"helios-trainer[mlflow]" or "helios-trainer[wandb]".'
-        ) from error
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}".rstrip(". ")
-        raise HeliosError(
-            f"Not everything was sent: {cause}. What is missing is kept in {folder}. Run "
-            "the same command again."
-        ) from error
-    return Answer(
-        [f"Sent {number} rows to {place}."],
-        lambda: {"path": str(folder), "num_rows": number, "place": place},
-    )
-
-
 _RUN = argument(
     "run_place", metavar="RUN", help="the folder of a run, its ledger, or a checkpoint in it"
 )
@@ -476,9 +438,5 @@ COMMANDS = {
         argument("--plot", metavar="FILE", help="also draw their curves over each other"),
         # Versions of Python write several arguments of one name in different ways.
         usage="%(prog)s RUN RUN [RUN ...] [options]",
-    ),
-    "send": Command(
-        send_points,
-        argument("folder", metavar="DIR", help="the folder of the tracker"),
     ),
 }

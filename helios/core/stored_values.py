@@ -53,15 +53,9 @@ def stored_params(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters that a run has declared; empty if it has declared none.
 
     Args:
-        table: the options of a checkpoint or of its sidecar, or the facts of a manifest.
+        table: the options of a checkpoint or of its sidecar.
     """
     return dict(table.get("params", {}))
-
-
-def stored_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what constructors were given, according to the options of a checkpoint or sidecar."""
-    tables: Mapping[str, Mapping[str, Any]] = options.get("found", {})
-    return {name: value for table in tables.values() for name, value in table.items()}
 
 
 def list_values(values: Mapping[str, Any]) -> str:

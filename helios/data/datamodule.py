@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from helios.core.assigned import assigned
-from helios.core.declared_values import KeepsArguments
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.params import DataLoaderParams
 from helios.data.phase_sources import check_loader_names, check_some
@@ -73,7 +71,7 @@ LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
 """A loader with its sampler, or a list or dict of such pairs."""
 
 
-class DataModule(KeepsArguments, ABC):
+class DataModule(ABC):
     """The data of a run.
 
     ``setup`` assigns ``_train_dataset``, ``_valid_dataset``, ``_test_dataset`` and
@@ -100,10 +98,6 @@ class DataModule(KeepsArguments, ABC):
     num_replicas: int | None = None
     if TYPE_CHECKING:  # Where annotations are evaluated, the trainer is not known.
         trainer: Trainer
-    else:
-        trainer = assigned(
-            "DataModule.trainer is not set yet: fit, validate, test and predict set it."
-        )
     global_rank: int = 0
     local_rank: int = 0
 

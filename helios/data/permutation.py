@@ -25,19 +25,16 @@ _BLOCK = 65_536
 _NUM_ROUNDS = 12
 _MIN_BITS = 4
 _MAX_LENGTH = (1 << 63) - 1
-# Below this number of elements, Python's integers are faster than calls of NumPy.
-_FEW = 4
 
 _ONE = np.uint64(1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
-_FACTORS = (0x7FEB352D, 0x846CA68B, 0x9E3779B1)
-_SHIFTS = (15, 16)
-_WORD = 0xFFFFFFFF
 # Arrays without dimensions: with scalars, operations on short arrays take twice as long.
-_FACTOR_A, _FACTOR_B, _FACTOR_C = (np.array(factor, dtype=np.uint32) for factor in _FACTORS)
-_SHIFT_A, _SHIFT_B = (np.array(shift, dtype=np.uint32) for shift in _SHIFTS)
+_FACTOR_A, _FACTOR_B, _FACTOR_C = (
+    np.array(factor, dtype=np.uint32) for factor in (0x7FEB352D, 0x846CA68B, 0x9E3779B1)
+)
+_SHIFT_A, _SHIFT_B = (np.array(shift, dtype=np.uint32) for shift in (15, 16))
 
 _Ints = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -150,14 +147,11 @@ class _Network:
     def _walk(self, values: _Ints, rounds: range) -> _Ints:
         found = _cross(values.astype(np.uint64), self._parts, rounds)
         stray = np.flatnonzero(found >= self._parts[0])
-        while stray.size > _FEW:
+        while stray.size:
             parts = self._parts if self._is_single else _pick(self._parts, stray)
             moved = _cross(found[stray], parts, rounds)
             found[stray] = moved
             stray = stray[moved >= parts[0]]
-        for place in stray.tolist():
-            parts = self._parts if self._is_single else _pick(self._parts, place)
-            found[place] = _walk_one(int(found[place]), parts, rounds)
         return found.astype(np.int64)
 
 
@@ -194,28 +188,6 @@ def _round(half: _Halves, first: _Halves, second: _Halves, shift: _Halves) -> _H
     mixed *= _FACTOR_C
     mixed >>= shift
     return mixed
-
-
-def _walk_one(word: int, parts: _Parts, rounds: range) -> int:
-    """Apply :func:`_cross` to one word until it is inside its range."""
-    length, low_bits, (high_shift, low_shift), keys = (part.tolist() for part in parts)
-    mask = (1 << low_bits) - 1
-    while word >= length:
-        high, low = word >> low_bits, word & mask
-        for number in rounds:
-            first, second = keys[number]
-            if number % 2:
-                low ^= _round_one(high, first, second, low_shift)
-            else:
-                high ^= _round_one(low, first, second, high_shift)
-        word = high << low_bits | low
-    return word
-
-
-def _round_one(half: int, first: int, second: int, shift: int) -> int:
-    mixed = (half ^ first) * _FACTORS[0] & _WORD
-    mixed = ((mixed ^ mixed >> _SHIFTS[0]) + second) * _FACTORS[1] & _WORD
-    return ((mixed ^ mixed >> _SHIFTS[1]) * _FACTORS[2] & _WORD) >> shift
 
 
 @final

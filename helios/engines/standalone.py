@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helios.core.assigned import assigned
 from helios.core.wrappers import BareNames, bare_state_dict
 from helios.distributed.collectives import get_dist_info, home_of, safe_barrier
 from helios.distributed.process_groups import (
@@ -35,7 +34,6 @@ from helios.engines.data_parallel import make_reducer
 from helios.engines.device import sync_to_device
 from helios.errors import ArgumentError, ArgumentTypeError, RankError, StateError, UsageError
 from helios.launch.launcher import Launch, LaunchKind, spawn
-from helios.protocols import Stateful
 from helios.replicas.named_sums import NumberReducer
 from helios.replicas.replicas import Replicas
 from helios.storage import codec, files
@@ -82,10 +80,7 @@ class StandaloneEngine:
 
     _internals: ClassVar[str] = "_has_joined _means device"
 
-    device: torch.device = assigned(
-        "{kind}.__init__ must call super().__init__(device): without it the engine has neither a "
-        "device nor a precision. Add the call as its first line."
-    )
+    device: torch.device
 
     _replicas: Replicas
 
@@ -329,11 +324,11 @@ class StandaloneEngine:
             **extra: is added unchanged.
 
         Raises:
-            ArgumentError: if a part has no state, or a name is taken.
+            ArgumentError: if a name is taken.
         """
         parts = (model, criterion, optimizer, scheduler)
         table = _flatten(dict(zip(_PARTS, parts, strict=True)))
-        packed = {key: _state_of(key, part) for key, part in table} | self._scaler_state()
+        packed = {key: bare_state_dict(part) for key, part in table} | self._scaler_state()
         taken = sorted(packed.keys() & extra.keys())
         if taken:
             raise ArgumentError(
@@ -457,25 +452,10 @@ def _choose_gpu(device: torch.device, launch: Launch, info: DistributedInfo) -> 
 
 
 def _build_model(make: Maker, prepare: Callable[[nn.Module], nn.Module]) -> tuple[Any, Any]:
-    """Return a model, or a dict of models, as it was built, and prepared for training.
-
-    Raises:
-        ArgumentError: if it is neither a module nor a dict of modules.
-    """
+    """Return a model, or a dict of models, as it was built, and prepared for training."""
     if make is None:
         return None, None
-    if isinstance(make, nn.Module):
-        raise ArgumentError(
-            "init_components(model_fn=...) must be a function that returns the model, got the "
-            f"module {type(make).__name__}. Pass lambda: model."
-        )
     made = make()
-    members = made.values() if isinstance(made, dict) else [made]
-    if not all(isinstance(member, nn.Module) for member in members):
-        raise ArgumentError(
-            "init_components(model_fn=...) must return a module or a dict of modules, got "
-            f"{made!r}. Return the model to train."
-        )
     if isinstance(made, dict):
         return made, {name: prepare(member) for name, member in made.items()}
     return made, prepare(made)
@@ -490,16 +470,6 @@ def _flatten(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{name}_state_dict", part
 
 
-def _state_of(key: str, part: Any) -> dict[str, Any]:
-    if not isinstance(part, Stateful):
-        name = key.removesuffix("_state_dict")
-        raise ArgumentError(
-            f"pack_checkpoint({name}=...) must have state_dict() and load_state_dict(), got "
-            f"{part!r}. Omit it."
-        )
-    return bare_state_dict(part)
-
-
 def _load_state(part: Any, state: dict[str, Any]) -> None:
     if not isinstance(part, nn.Module):
         part.load_state_dict(state)
@@ -512,10 +482,6 @@ def _load_state(part: Any, state: dict[str, Any]) -> None:
 
 def _sync_tensor(tensor: Tensor, mode: str | None) -> Any:
     """Return a tensor's sum, mean or values over all processes; see ``Engine.sync_tensor``."""
-    if not isinstance(tensor, Tensor):
-        raise ArgumentTypeError(
-            f"sync_tensor(tensor=...) must be a tensor, got {tensor!r}. Pass torch.tensor(value)."
-        )
     if mode not in (*_MODES, None):
         raise ArgumentError(
             f'sync_tensor(mode=...) must be "sum", "mean" or "all", got {mode!r}. Correct the name.'

@@ -1,19 +1,15 @@
 """The bus: the receivers of every event, found once, so that unused events cost nothing.
 
 ``emit`` calls all receivers, ``ask`` returns True if any of them does, and ``transform`` passes a
-batch through the one plugin that processes it. A note in a traceback names the plugin and event.
+batch through the one plugin that processes it.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FunctionType, MethodType
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
-from weakref import WeakKeyDictionary
 
 from helios.core.utils import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -25,9 +21,6 @@ _WHATEVER = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 _Form: TypeAlias = tuple[int, tuple[str, ...]] | None
 """How many arguments of an event a method takes by position, and the names of all that it takes;
 ``None`` if it takes all of them by position."""
-
-# Reading a signature is slow, and each start reads those of all receivers several times.
-_FORMS: WeakKeyDictionary[FunctionType, dict[str, _Form]] = WeakKeyDictionary()
 
 
 @runtime_checkable
@@ -65,26 +58,6 @@ def _find_dynamically(owner: object, name: str) -> Callable[..., Any] | None:
     except AttributeError:
         return None
     return None if method is None or is_silent(method) else method
-
-
-@contextmanager
-def naming(owner: object, event: str) -> Iterator[None]:
-    """Note in the traceback of exceptions which plugin raised them, and in which event."""
-    try:
-        yield
-    except BaseException as error:
-        _note(error, owner, event)
-        raise
-
-
-def _note(error: BaseException, owner: object, event: str) -> None:
-    if not isinstance(owner, HasId):
-        return
-    text = f"Raised by {owner_name(owner)} in {event}."
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
-    else:
-        _LOGGER.error("%s", text)
 
 
 def signature_of(name: str, method: object, *, may_yield: bool = False) -> inspect.Signature:
@@ -138,11 +111,7 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
     Raises:
         ArgumentTypeError: as :func:`_find_form`.
     """
-    function = method.__func__ if isinstance(method, MethodType) else None
-    known = _FORMS.setdefault(function, {}) if isinstance(function, FunctionType) else {}
-    if event.name not in known:
-        known[event.name] = _find_form(owner, method, event)
-    form = known[event.name]
+    form = _find_form(owner, method, event)
     if form is None:
         return method
     count, taken = form
@@ -267,13 +236,8 @@ class Bus:
 
     def emit(self, event: str, *args: Any) -> None:
         """Call all receivers of an event."""
-        receivers = self._receivers[event]
-        try:
-            for receiver in receivers:
-                receiver(*args)
-        except BaseException as error:
-            self._note(error, event, receivers.index(receiver))
-            raise
+        for receiver in self._receivers[event]:
+            receiver(*args)
 
     def emit_to_all(self, event: str, *args: Any) -> None:
         """Call all receivers of an event, even if one of them raises; log what is raised.
@@ -288,16 +252,9 @@ class Bus:
 
     def ask(self, event: str) -> bool:
         """Ask all receivers of an event; returns True if any of them does."""
-        receivers = self._receivers[event]
-        if not receivers:
-            return False
         says_yes = False
-        try:
-            for receiver in receivers:
-                says_yes |= bool(receiver())
-        except BaseException as error:
-            self._note(error, event, receivers.index(receiver))
-            raise
+        for receiver in self._receivers[event]:
+            says_yes |= bool(receiver())
         return says_yes
 
     def call(self, event: str, *args: Any) -> Any:
@@ -312,11 +269,7 @@ class Bus:
             UsageError: if it returns nothing.
         """
         for receiver in self._receivers[event]:
-            try:
-                mapped = receiver(batch, *args)
-            except BaseException as error:
-                self._note(error, event, 0)
-                raise
+            mapped = receiver(batch, *args)
             if mapped is None and batch is not None:
                 owner = self._owners[event][0]
                 raise UsageError(
@@ -325,10 +278,6 @@ class Bus:
                 )
             batch = mapped
         return batch
-
-    def _note(self, error: BaseException, event: str, place: int) -> None:
-        """Note in the error's traceback which plugin raised it, and in which event."""
-        _note(error, self._owners[event][place], event)
 
 
 def check_receiver(plugin: object) -> None:

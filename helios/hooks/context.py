@@ -8,7 +8,6 @@ loss that a hook exchanged there would be taken by some of Helios, and not by th
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -159,12 +158,12 @@ class Context(Generic[RunModel]):
         return self._run.run_folder
 
     @property
-    def went_back(self) -> bool:
-        """Whether this start went back on purpose: to ``Trainer(resume=<path>)``.
+    def has_changed(self) -> bool:
+        """Whether this start may compute other values than the last one, on purpose.
 
-        What follows may differ from what followed before.
+        It went back to ``Trainer(resume=<path>)``, or values changed that define it.
         """
-        return self._run.went_back
+        return self._run.has_changed
 
     @property
     def loss(self) -> Tensor | None:
@@ -496,13 +495,8 @@ def _only(found: Mapping[str, Item]) -> Item | None:
 
 def _refuse_assignment(name: str) -> ReadOnlyError:
     rule = f"context.{name} must not be assigned: hooks only read the context."
-    known = [each for each in dir(Context) if not each.startswith("_")]
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        meant = f" Did you mean to read context.{close[0]}?" if close else ""
-        return ReadOnlyError(f"{rule} It has no such attribute.{meant} Keep values in self.{name}.")
     for change in CHANGES:
         if name in change.attributes:
             way = change.by.replace("`", "")
             return ReadOnlyError(f"{rule} To {change.what}, {way}.")
-    return ReadOnlyError(f"{rule} Copy the value, and change the copy.")
+    return ReadOnlyError(f"{rule} Keep values of your own in self.{name}.")

@@ -108,7 +108,7 @@ class LiveRun:
         is_replay: whether a part of a run is only repeated.
         run_folder: folder of the run's checkpoints and records.
         training_batches: the pass over the training data; ``None`` outside one.
-        went_back: whether this start went back on purpose.
+        has_changed: whether this start may compute other values than the last one, on purpose.
         is_logging: whether numbers are being logged.
     """
 
@@ -148,7 +148,7 @@ class LiveRun:
     is_replay: bool = False
     run_folder: Path | None = None
     training_batches: BatchIterator | None = None
-    went_back: bool = False
+    has_changed: bool = False
     is_logging: bool = False
     plugin_states: States = field(init=False)
     replicas: Replicas = field(init=False)

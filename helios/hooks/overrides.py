@@ -1,18 +1,16 @@
 """Checks what users override in loops and engines, before anything calls it.
 
-A name that is almost one of ours is never called, parameters that do not fit fail in the middle of
-a run, and a method whose base does something may lose that without ``super()``.
+A name that is almost one of ours is never called, and parameters that do not fit fail in the middle
+of a run.
 """
 
 from __future__ import annotations
 
 import difflib
-import dis
 import inspect
-import itertools
 import logging
 from collections.abc import Collection, Sequence
-from types import CodeType, FunctionType
+from types import FunctionType
 
 from helios.core.utils import read_signature
 from helios.errors import ArgumentError, ArgumentTypeError
@@ -24,14 +22,13 @@ _OURS = ("helios", "torch")
 _CALLED_IN_FULL = frozenset({"backward", "backward_loss", "update"})
 
 
-def _written(owner: object, *, constructors: bool = False) -> dict[str, tuple[FunctionType, bool]]:
+def _written(owner: object) -> dict[str, tuple[FunctionType, bool]]:
     """Return the methods that a user has written, and whether each gets its object first."""
     found: dict[str, tuple[FunctionType, bool]] = {}
     own = [kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] not in _OURS]
     for members in (vars(owner), *(vars(kind) for kind in own if kind is not object)):
         for name, member in members.items():
-            is_special = name.startswith("__") and not (constructors and name == "__init__")
-            if isinstance(member, FunctionType) and not is_special:
+            if isinstance(member, FunctionType) and not name.startswith("__"):
                 found.setdefault(name, (member, members is not vars(owner)))
     return found
 
@@ -99,46 +96,6 @@ def _check_kind(place: str, name: str, overridden: object) -> None:
         )
 
 
-def warn_of_reserved_names(owner: object) -> None:
-    """Say which attributes a user's class sets that Helios keeps for itself: they are not saved.
-
-    Args:
-        owner: the loop, engine or plugin.
-    """
-    reserved: dict[str, str] = {}
-    for kind in type(owner).__mro__:
-        if kind.__module__.partition(".")[0] in _OURS:
-            names = vars(kind).get("_internals", "").split()
-            reserved |= {name: kind.__name__ for name in names if name.startswith("_")}
-    for name, (method, _) in _written(owner, constructors=True).items():
-        for attribute in sorted(_attributes_set_by(method) & reserved.keys()):
-            _LOGGER.warning(
-                "%s.%s sets the attribute %r, which %s keeps for itself: it is not saved, and may "
-                "change at any time. Choose another name.",
-                type(owner).__name__,
-                name,
-                attribute,
-                reserved[attribute],
-            )
-
-
-def _attributes_set_by(method: FunctionType) -> set[str]:
-    """Return the attributes of its own object that a method assigns, as far as code shows."""
-    steps = [*dis.get_instructions(_code_of(method))]
-    return {
-        step.argval
-        for before, step in itertools.pairwise(steps)
-        # Another object in an attribute has attributes of its own.
-        if step.opname == "STORE_ATTR" and before.opname != "LOAD_ATTR"
-    }
-
-
-def _code_of(method: FunctionType) -> CodeType:
-    """Return what a user has written, also if a decorator surrounds it."""
-    inside: object = inspect.unwrap(method)
-    return inside.__code__ if isinstance(inside, FunctionType) else method.__code__
-
-
 def check_state_methods(
     owner: object, base: type, *, remedy: str = "Add the other one.", may_show: bool = False
 ) -> bool:
@@ -162,19 +119,6 @@ def check_state_methods(
             f"got {names[loads]} only. {remedy}"
         )
     return saves
-
-
-def warn_of_near_names(owner: object, base: type) -> None:
-    """Say which methods of the user's are almost named as one of their base.
-
-    Args:
-        owner: the object.
-        base: the class of Helios that it derives from.
-    """
-    known = [name for name in dir(base) if not name.startswith("_")]
-    for name in _written(owner):
-        if not name.startswith("_") and inspect.getattr_static(base, name, None) is None:
-            _warn_of_typo(f"{type(owner).__name__}.{name}", name, known)
 
 
 def _warn_of_typo(place: str, name: str, known: Sequence[str]) -> None:
@@ -204,17 +148,3 @@ def check_arguments(owner: object, names: Sequence[str], arguments: Sequence[str
             first = ("self",) if is_bound else ()
             place = f"{type(owner).__name__}.{name}"
             check_call(place, method, (*first, *arguments))
-
-
-def find_without_super(owner: object, names: Collection[str]) -> list[str]:
-    """Return the methods of a user that call that of their base nowhere, as far as code shows.
-
-    Args:
-        owner: the object.
-        names: the methods to look for.
-    """
-    return [
-        name
-        for name, (method, _) in _written(owner).items()
-        if name in names and {"super", name}.isdisjoint(_code_of(method).co_names)
-    ]

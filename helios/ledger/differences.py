@@ -16,7 +16,7 @@ from typing import Any, final
 from helios.errors import LedgerError
 from helios.ledger.book import find_ledger, parse_header, read_lines
 from helios.ledger.line import TAIL_BYTES, has_buffers, match_buffers, read_float, step_of
-from helios.ledger.manifest_file import ManifestChange, compare_facts, read_manifest
+from helios.ledger.run_facts import find_differences, read_run
 from helios.ledger.validation_scores import RunScores, ScoreComparison, compare_scores, read_scores
 from helios.text import with_step
 
@@ -182,15 +182,14 @@ class Difference(LineComparison):
         first, second: the two ledgers.
         lengths: the last iteration of each ledger.
         have_ended: whether each ledger has the line of the end of its run.
-        manifest: what differs between the newest starts of both runs, the strongest effect first;
-            empty if one of them has no manifest.
+        starts: what the newest starts of both runs differ in: both values, by name.
     """
 
     first: Path
     second: Path
     lengths: tuple[int, int] = (0, 0)
     have_ended: tuple[bool, bool] = (False, False)
-    manifest: list[ManifestChange] = field(default_factory=list)
+    starts: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def is_equal(self) -> bool:
@@ -202,8 +201,7 @@ class Difference(LineComparison):
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""
         paths = {"first": str(self.first), "second": str(self.second)}
-        manifest = [change.as_dict() for change in self.manifest]
-        return {**vars(self), **paths, "is_equal": self.is_equal, "manifest": manifest}
+        return {**vars(self), **paths, "is_equal": self.is_equal}
 
 
 def diff(first: str | Path, second: str | Path) -> Difference:
@@ -251,20 +249,15 @@ def diff(first: str | Path, second: str | Path) -> Difference:
     scores = [read_scores(path) for path in (found.first, found.second)]
     found.add_scores(compare_scores(*scores, after=start, last=last))
     found.lengths, found.have_ended = (counts[0], counts[1]), (ends[0], ends[1])
-    found.manifest = _compare_manifests(found.first.parent, found.second.parent)
+    starts = [read_run(path.parent) for path in (found.first, found.second)]
+    if all(run.newest for run in starts):
+        found.starts = find_differences(starts)
     return found
 
 
 def _read_complete_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a ledger but one that is being written, which has no end yet."""
     return (data for data in read_lines(path) if data.endswith(b"\n"))
-
-
-def _compare_manifests(first: Path, second: Path) -> list[ManifestChange]:
-    manifests = read_manifest(first), read_manifest(second)
-    if manifests[0] is None or manifests[1] is None:
-        return []
-    return compare_facts(manifests[0].sections[-1].facts, manifests[1].sections[-1].facts)
 
 
 def describe_difference(

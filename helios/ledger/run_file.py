@@ -1,24 +1,38 @@
-"""The lineage of a run: what happened to it, one line per event, in the order of time.
+"""``run.jsonl``: what a run was started with, and what happened to it, a JSON line an event.
 
-It holds the time and the host, so lineages of equal runs differ; they are never compared. Like the
-times of a run, it is a file of JSON lines, which may fail without stopping the training.
+docs/run_file.md lists the events. The file depends on time and place, so it is never compared. A
+line that cannot be written costs a warning; one that a kill has cut off is skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import logging
+import math
+import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import Any, final
 
 from helios.errors import LedgerError
+from helios.protocols import Clock
 from helios.storage import files
 
 _LOGGER = logging.getLogger(__name__)
+FILE_NAME = "run.jsonl"
+
+START, STRETCH, VALIDATION = "start", "stretch", "validation"
+FALLBACK, MIGRATION, LOST_LEDGER = "fallback", "migration", "lost ledger"
+SAVE, FAILED_SAVE = "save", "failed save"
+INTERRUPTION, ERROR, END = "interruption", "error", "end"
+_SECONDS, _SHARE = 1.0, 100
 
 
 def now() -> str:
@@ -26,38 +40,61 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-@final
-class AppendOnlyLog:
-    """Appends lines to a file; several threads may do so.
+def host() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()
 
-    A failure is logged once, and stops nothing.
+
+@final
+class RunFile:
+    """Appends events to the file of a run; several threads may do so.
+
+    A stretch of iterations takes at least a second and a 100th of the time since the start, so the
+    file stays small.
 
     Args:
-        path: the file; a missing folder is created.
+        folder: the run's folder; a missing one is created.
+        find_memory: returns the most memory in bytes that was used so far, by name.
+        clock: returns seconds.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        find_memory: Callable[[], Mapping[str, int]] = dict,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._path = folder / FILE_NAME
         self._lock = threading.Lock()
         self._has_failed = False
+        self._find_memory = find_memory
+        self._clock = clock
+        self._begin = self._due = self._paused = 0.0
+        # Iteration and time of the last stretch, and of the last iteration.
+        self._written = self._newest = (0, 0.0)
+        self._find_rates: Callable[[], list[float]] = list
 
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Append a line of plain values."""
-        text = ""
+    def add(self, event: str, **details: Any) -> None:
+        """Append an event.
+
+        Args:
+            event: one of the names above.
+            details: values of any type; ``None`` is left out.
+        """
         try:
-            text = json.dumps(line, ensure_ascii=False)
+            known = {name: value for name, value in details.items() if value is not None}
+            text = json.dumps(as_plain({"time": now(), "event": event, **known}))
             with self._lock:
-                # A name that is no text becomes an escape of JSON.
-                self._append(f"{text}\n".encode("utf-8", "backslashreplace"))
+                self._append(f"{text}\n".encode())
         except (OSError, ValueError, TypeError, RecursionError) as error:
             if not self._has_failed:
                 self._has_failed = True
                 _LOGGER.warning(
-                    "%s could not be written: %s. The line %s is missing in it; the training does "
-                    "not depend on it.",
+                    "Could not write the event %r to %s: %s. Training continues without it.",
+                    event,
                     self._path,
                     error,
-                    text,
                 )
 
     def _append(self, data: bytes) -> None:
@@ -70,19 +107,123 @@ class AppendOnlyLog:
                 data = data if handle.read(1) == b"\n" else b"\n" + data
             files.write(handle, data)
 
+    def begin(self, iteration: int) -> None:
+        """Begin the first stretch.
 
-def read_event_file(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file, the oldest first; nothing if there is none.
+        Args:
+            iteration: the last one before it.
+        """
+        self._begin = self._clock()
+        self._written = self._newest = (iteration, self._begin)
+        self._due = self._begin + _SECONDS
 
-    A line that a kill has cut off is left out.
+    def note(self, iteration: int, find_rates: Callable[[], list[float]]) -> None:
+        """Note that an iteration has ended.
 
-    Args:
-        path: the file.
-        keys: what every line must have.
+        Args:
+            iteration: its number.
+            find_rates: returns the learning rates now; called for the last one of a stretch.
+        """
+        moment = self._clock()
+        self._newest, self._find_rates = (iteration, moment), find_rates
+        if moment >= self._due:
+            self._add_stretch()
+
+    def end_pause(self) -> None:
+        """Note that no iteration has used the time since the last one."""
+        iteration, before = self._newest
+        self._newest = (iteration, self._clock())
+        self._paused += self._newest[1] - before
+
+    def close(self) -> None:
+        """Append the last stretch."""
+        if self._newest != self._written:
+            self._add_stretch()
+
+    def _add_stretch(self) -> None:
+        iteration, moment = self._newest
+        before, begin = self._written
+        paused, rates = round(self._paused, 3) or None, None
+        # After an error of an accelerator, its numbers cannot be read.
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            rates = self._find_rates()
+        self._written, self._paused = self._newest, 0.0
+        self._due = moment + max(_SECONDS, (moment - self._begin) / _SHARE)
+        self.add(
+            STRETCH,
+            iteration=iteration,
+            iterations=iteration - before,
+            seconds=round(moment - begin, 3),
+            paused=paused,
+            rates=rates,
+            **self._find_memory(),
+        )
+
+
+def as_plain(value: Any) -> Any:
+    """Return a value as JSON has it: other objects as their types."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        # JSON has neither infinities nor NaN.
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = (each.name for each in dataclasses.fields(value) if each.init)
+        return as_plain({name: getattr(value, name) for name in own})
+    if isinstance(value, Mapping):
+        return {str(as_plain(key)): as_plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [*map(as_plain, value)]
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_NOT_WRITTEN = "<not written>"
+_SECRET = re.compile(r"(?<![a-z])(?:token|api[_.-]?key|password|secret)(?![a-z])", re.IGNORECASE)
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(_HUMP.sub("_", name)) is not None
+
+
+def without_secrets(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat table in which texts of secret names, such as ``api_key``, are replaced."""
+    return {
+        name: _NOT_WRITTEN if _is_secret(name) and _has_text(value) else value
+        for name, value in table.items()
+    }
+
+
+def _has_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and any(map(_has_text, value)))
+
+
+def without_secret_words(words: Iterable[str]) -> list[str]:
+    """Return words of a command line, in which values of secret names are replaced."""
+    found: list[str] = []
+    is_value = False
+    for word in words:
+        name, equal, _ = word.partition("=")
+        is_name = _is_secret(name)
+        if is_value and not word.startswith("-"):
+            found.append(_NOT_WRITTEN)
+        else:
+            found.append(f"{name}={_NOT_WRITTEN}" if equal and is_name else word)
+        is_value = is_name and not equal and word.startswith("-")
+    return found
+
+
+def read_run_file(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run, the oldest first; nothing without a file.
 
     Raises:
         LedgerError: if the file cannot be read.
     """
+    path = folder / FILE_NAME
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []
     except OSError as error:
@@ -90,58 +231,7 @@ def read_event_file(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             found = json.loads(line)
-            for key in keys:
-                found[key]
+            found["time"], found["event"]
         except (ValueError, LookupError, TypeError):
             continue
         yield found
-
-
-FILE_NAME = "run.jsonl"
-
-START, RESUME, BRANCH = "start", "resume", "branch"
-CHANGE, FALLBACK, MIGRATION, LOST_LEDGER = "change", "fallback", "migration", "lost ledger"
-SAVE, FAILED_SAVE = "save", "failed save"
-INTERRUPTION, ERROR, END = "interruption", "error", "end"
-STARTS = (START, RESUME, BRANCH)
-"""The events with which a process begins to train."""
-
-
-def host() -> str:
-    """Return the name of this machine."""
-    return socket.gethostname()
-
-
-@final
-class RunFile:
-    """Appends events to the lineage of a run; several threads may do so.
-
-    A failure is logged once, and stops nothing.
-
-    Args:
-        folder: the run's folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._file = AppendOnlyLog(folder / FILE_NAME)
-
-    def add(self, event: str, **details: Any) -> None:
-        """Append an event.
-
-        Args:
-            event: one of the names above.
-            details: plain values; ``None`` is left out.
-        """
-        given = {name: value for name, value in details.items() if value is not None}
-        self._file.append({"time": now(), "event": event, **given})
-
-
-def read_run_file(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run, the oldest first; nothing if there is no lineage.
-
-    A line that a kill has cut off is left out.
-
-    Raises:
-        LedgerError: if the file cannot be read.
-    """
-    yield from read_event_file(folder / FILE_NAME, "time", "event")

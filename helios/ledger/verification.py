@@ -66,8 +66,8 @@ def verify(
     Args:
         run: the folder of the run, or its ledger.
         marks: the ``ledger`` entry of each checkpoint, by file name: they must be in the ledger.
-        digests: the digest of each checkpoint, by file name: if the lineage names the checkpoint,
-            it must name this digest.
+        digests: the digest of each checkpoint, by file name: where the run has recorded one, it
+            must be equal.
         ended_at: the entry of the checkpoint with which the run is known to have ended.
         scores: what each checkpoint says of validations: scores by iteration, by file name. They
             must be those that the run has recorded, where it has.
@@ -153,7 +153,7 @@ def _check_buffers(
 
 
 def _check_digests(folder: Path, digests: Mapping[str, str]) -> Iterator[str]:
-    """Yield what differs from the lineage, which names each checkpoint that was saved or loaded."""
+    """Yield each checkpoint with another digest than when the run saved or loaded it."""
     known: dict[str, set[str]] = {}
     for event in read_run_file(folder):
         if "digest" in event:

@@ -20,10 +20,9 @@ from typing import Any, Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from helios.ledger.line import write_float, write_floats, write_hash
-from helios.ledger.timing import Timing
+from helios.ledger.run_file import RunFile
 from helios.ledger.weight_digests import WeightDigests
 from helios.listeners import IterationListener
 from helios.state import TrainingState
@@ -68,7 +67,7 @@ class LedgerWriter(IterationListener):
         weights: takes the digests of the weights.
         find_optimizers: returns the optimizers by path.
         attributes: those of the model, in which an optimizer may be replaced.
-        timing: the times of the run; ``None`` on ranks that do not write.
+        run_file: takes the times; ``None`` on ranks that do not write.
     """
 
     def __init__(
@@ -79,24 +78,17 @@ class LedgerWriter(IterationListener):
         weights: WeightDigests,
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
         attributes: Mapping[str, Any],
-        timing: Timing | None = None,
+        run_file: RunFile | None = None,
     ) -> None:
         self._book = book
         self._block = block
         self._weights = weights
         self._find_optimizers = find_optimizers
         self._attributes = attributes
-        self._timing = timing
+        self._run_file = run_file
         self._holders: list[tuple[str, Any]] = []
         self._is_nested = True
         self._optimizers: list[Optimizer] = []
-        # What the newest step of each optimizer has used in this iteration.
-        self._used: dict[Optimizer, list[Any]] = {}
-        self._has_far_rates = False
-        # The rates at the end of the last iteration, and whether it has used these.
-        self._ends: list[Any] | None = None
-        self._is_own = True
-        self._hook: Any = None
         self._names: Sequence[Any] = ()
         self._losses: list[Any] = []
         # Epoch, iteration and step, batches, numbers, the rest of the line, and when they arrive.
@@ -104,11 +96,6 @@ class LedgerWriter(IterationListener):
         self._is_far = False
         self._forms: dict[tuple[Sequence[Any], int, bool], str] = {}
         self._has_warned = False
-
-    @property
-    def has_noted(self) -> bool:
-        """Whether an iteration was noted, whose line was not yet composed."""
-        return bool(self._iterations)
 
     def batches_fetched(
         self,
@@ -127,19 +114,8 @@ class LedgerWriter(IterationListener):
 
     def paused(self) -> None:
         """Leave out of the times what has passed since the last iteration."""
-        if self._timing is not None:
-            self._timing.end_pause()
-
-    def open(self) -> None:
-        """Begin to watch the steps of optimizers."""
-        if self._timing is not None and self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(self._see_rates)
-
-    def close(self) -> None:
-        """Stop watching; may be called twice."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._run_file is not None:
+            self._run_file.end_pause()
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[None]:
@@ -181,15 +157,9 @@ class LedgerWriter(IterationListener):
         self, state: TrainingState, totals: Sequence[float], norm: Tensor | None, rest: str
     ) -> None:
         norm = None if norm is None else self._read(norm)
-        rates = self._rates()
-        timing, iteration = self._timing, state.global_iteration
-        if timing is not None:
-            timing.note(iteration)
-            used = self._find_used() if self._used else rates
-            if self._has_far_rates or not self._is_own or used != rates:
-                known = None if self._has_far_rates else used
-                self._is_own = timing.trace_rates(iteration, known, rates, before=self._ends)
-            self._ends = rates
+        rates, iteration = self._rates(), state.global_iteration
+        if self._run_file is not None:
+            self._run_file.note(iteration, self._rates_now)
         numbers = self._names, self._losses, rates, norm
         moment = _mark_time() if self._is_far else None
         place = state.global_epoch, iteration, state.global_step
@@ -273,31 +243,16 @@ class LedgerWriter(IterationListener):
             self.epoch_opened()
         rates = []
         for optimizer in self._optimizers:
-            rates += self._rates_of(optimizer)
+            for group in optimizer.param_groups:
+                if "lr" in group:
+                    rate = group["lr"]
+                    rates.append(rate if type(rate) is float else self._read(rate))
         return rates
 
-    def _rates_of(self, optimizer: Optimizer) -> list[Any]:
-        rates = []
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                rate = group["lr"]
-                if type(rate) is not float:
-                    rate = self._read(rate)
-                    self._has_far_rates |= isinstance(rate, Tensor)
-                rates.append(rate)
-        return rates
-
-    def _see_rates(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note the rates that a step uses: schedulers may change them right after it."""
-        self._used[optimizer] = self._rates_of(optimizer)
-
-    def _find_used(self) -> list[Any]:
-        """Return the rates that the iteration has used; without a step, as they are."""
-        used = []
-        for optimizer in self._optimizers:
-            used += self._used.get(optimizer) or self._rates_of(optimizer)
-        self._used.clear()
-        return used
+    def _rates_now(self) -> list[float]:
+        """Return the learning rates; waits for those of an accelerator."""
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        return [float(group["lr"]) for group in groups if "lr" in group]
 
     def epoch_opened(self) -> None:
         """Search for the optimizers, also if one may be another now."""

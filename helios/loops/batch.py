@@ -48,14 +48,11 @@ class BatchLoop(Loop):
         elif session is None and self._replaced is not None:
             self.optimizer_loop, self._replaced = self._replaced, None
 
-    def _find_progress(self) -> object:
-        return self._is_done
-
     def _guarded_advance(self) -> Callable[..., None]:
         """Return ``advance``; one of the user's must prepare the batch that it trains on."""
         advance, session = super()._guarded_advance(), self._session
         maps = "process_training_batch" in session.hooks.active or not session.leaves_batches
-        if not maps or not (self._has_own["advance"] or "advance" in vars(self)):
+        if not maps or not self._has_own_advance:
             return advance
 
         def checked(*args: Any) -> None:

@@ -20,6 +20,7 @@ from helios.session import Session
 _LOGGER = logging.getLogger(__name__)
 _NONE = NoBatches("EpochLoop.batches")
 _END = object()
+_IDLE_BATCHES = 100
 
 
 class EpochLoop(Loop):
@@ -69,10 +70,6 @@ class EpochLoop(Loop):
         ``UsageError``.
         """
         return self._batches
-
-    def _find_progress(self) -> object:
-        # A subclass may pass batches over, until the last one.
-        return self._num_done, self._batches.num_samples, self._batches.is_last
 
     @property
     def has_left(self) -> bool:  # type: ignore[override]
@@ -447,7 +444,7 @@ class EpochLoop(Loop):
         self._num_done += 1
         state.average_iter_time = self._timer.record()
         if session.idle_watch is not None:
-            session.follow_idle_steps()
+            session.refuse_idle_steps(at=_IDLE_BATCHES)
 
     def _validate(self) -> bool:
         try:

@@ -76,9 +76,6 @@ class EvaluationLoop(Loop):
         """Whether the data is exhausted; the batches raise ``StopIteration`` then."""
         return False
 
-    def _find_progress(self) -> object:
-        return self._loader, self._step
-
     @property
     def source(self) -> Source:
         """The data of the current loader."""

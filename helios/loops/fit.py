@@ -45,9 +45,6 @@ class FitLoop(Loop):
             return require(self.epoch_loop).has_left
         return self._session.is_leaving and not self._session.is_in_epoch
 
-    def _find_progress(self) -> object:
-        return self._has_run
-
     def reset(self) -> None:
         """Prepare a run."""
         self._has_run = False

@@ -6,23 +6,18 @@ and cursor, so a replaced loop resumes from any checkpoint.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import final
 
-from helios.core.assigned import assigned
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.overrides import (
     check_arguments,
     check_overrides,
     check_state_methods,
-    warn_of_reserved_names,
 )
 from helios.loops.view import SessionView
 from helios.session import Session
@@ -32,12 +27,7 @@ _LOGGER = logging.getLogger(__name__)
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
 _TAKING = ("on_run_start", "on_advance_start", "advance")
-_UNATTACHED = "{kind}.session is not set: a loop has a session only while the trainer runs it."
-_PARTS = (
-    *("reset", "on_run_start", "on_advance_start", "advance", "on_advance_end", "on_run_end"),
-    *("skip", "on_skip", "done"),
-)
-_CYCLE = (*_PARTS, "run")
+_CYCLE = {*_HOOKS, "advance", "on_run_end", "on_skip", "done"}
 
 
 def require(loop: Child | None) -> Child:
@@ -80,31 +70,26 @@ class Loop(ABC):
             may take any role.
         role_arguments: what a loop passes to its child in a role; nothing if it is not named.
         unsaved: names of attributes that training changes and that need not be saved.
-        session: what the loop may access; a ``UsageError`` before it is attached. Helios' own loops
-            access all of it, under another name.
+        session: what the loop may access, while a trainer runs it. Helios' own loops access all of
+            it, under another name.
         has_left: of an epoch loop, whether the run ends after it; by default, whether all processes
             have agreed on a stop.
     """
 
-    _internals: ClassVar[str] = "_has_own_cycle _is_made _session session"
+    _internals: ClassVar[str] = "_session session"
     unsaved: ClassVar[tuple[str, ...]] = ()
 
     roles: ClassVar[tuple[str, ...]] = ()
     _role_types: ClassVar[Mapping[str, type[Loop]]] = {}
     _role_arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    session: SessionView = assigned(_UNATTACHED)
-    _session: Session = assigned(_UNATTACHED)
+    session: SessionView
+    _session: Session
     has_left: bool = _StopAgreed()  # type: ignore[assignment]
     _overridden: ClassVar[frozenset[str]] = frozenset()
-    _has_own: ClassVar[Mapping[str, bool]] = {}
-    _made: ClassVar[Sequence[tuple[str, object]]] = ()
-    """The parts of the cycle as Helios has made them, of a class or of its base in Helios."""
-    _is_made = False
-    _has_own_cycle = True
-    """Whether a user has written a part of the cycle. If not, one round may stand for it."""
-
-    def __init__(self) -> None:
-        self._is_made = True
+    _has_own_advance: ClassVar[bool] = False
+    """Whether a user has written ``advance``."""
+    _has_own_cycle: ClassVar[bool] = False
+    """Whether a user has written any of it. If not, one round of ours may stand for ``run``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Determine once which hooks a class overrides: run() calls no others."""
@@ -112,20 +97,13 @@ class Loop(ABC):
         cls._overridden = frozenset(
             name for name in _HOOKS if getattr(cls, name) is not getattr(Loop, name)
         )
-        cls._has_own = {
-            name: not _find_owner(cls, name).__module__.startswith("helios.") for name in _CYCLE
-        }
-        if cls.__module__.startswith("helios."):
-            cls._made = [(name, inspect.getattr_static(cls, name)) for name in _PARTS]
+        own = [base for base in cls.__mro__ if not _is_ours(base)]
+        cls._has_own_advance = any("advance" in vars(base) for base in own)
+        cls._has_own_cycle = any(vars(base).keys() & _CYCLE for base in own)
 
     @final
     def _children(self) -> dict[str, Loop]:
-        """Return the child loops that are set, by role.
-
-        Raises:
-            UsageError: if a subclass's ``__init__`` does not call that of its base.
-        """
-        self._check_made()
+        """Return the child loops that are set, by role."""
         found = {role: getattr(self, role) for role in self.roles}
         return {role: child for role, child in found.items() if child is not None}
 
@@ -155,18 +133,16 @@ class Loop(ABC):
             vars(self).pop(name, None)
         if session is not None:
             self.session = self._session = session
-            self._has_own_cycle = self._find_own_cycle()
-            if not type(self).__module__.startswith("helios.") or self._is_redefined():
+            if not _is_ours(type(self)):
                 check_overrides(self, _find_base(type(self)), apart=_TAKING)
                 check_state_methods(self, Loop)
-                warn_of_reserved_names(self)
                 session.agreement.expect_late_requests()
                 session.agreement.has_own_loops = True
         self._adapt(session)
         for role, child in self._children().items():
             if session is not None:
                 self._check_child(role, child)
-                if not self._has_own["advance"]:
+                if not self._has_own_advance:
                     check_arguments(child, _TAKING, self._role_arguments.get(role, ()))
             child._attach(session)
 
@@ -190,18 +166,11 @@ class Loop(ABC):
     def _adapt(self, session: Session | None) -> None:
         """Choose children that the model decides, before they are attached."""
 
-    def _check_made(self) -> None:
-        if not self._is_made:
-            raise UsageError(
-                f"{type(self).__name__}.__init__ must call super().__init__(): without it the "
-                "loop has neither children nor a session. Add the call."
-            )
-
     def _check_child(self, role: str, loop: object) -> None:
         if role not in self.roles:
             raise ArgumentError(
                 f"{type(self).__name__}.connect(...) must name one of its roles "
-                f"{list(self.roles)}, got {role!r}. {self._find_role(role)}"
+                f"{list(self.roles)}, got {role!r}. A loop below has roles of its own."
             )
         if not isinstance(loop, Loop):
             remedy = "Derive it from a class of helios.loops."
@@ -211,7 +180,6 @@ class Loop(ABC):
                 f"{type(self).__name__}.connect({role}=...) must be a Loop instance, got {loop!r}. "
                 f"{remedy}"
             )
-        loop._children()  # raises
         wanted = self._role_types.get(role, Loop)
         if not isinstance(loop, wanted) and _is_built_in(type(loop)):
             raise ArgumentError(
@@ -220,26 +188,12 @@ class Loop(ABC):
                 f"{wanted.__name__}, or connect it in the right role."
             )
 
-    def _find_role(self, role: str) -> str:
-        """Return where a role is that this loop does not have."""
-        waiting = list(self._children().items())
-        for path, child in waiting:
-            if role in child.roles:
-                return f"It is a role of {path}: call {path}.connect({role}=...)."
-            waiting += [(f"{path}.{name}", each) for name, each in child._children().items()]
-        close = difflib.get_close_matches(role, self.roles, n=1)
-        return f"Did you mean {close[0]}?" if close else "Correct the name."
-
     @final
     def run(self, *args: Any) -> Any:
         """Reset, then advance until done; returns what :meth:`on_run_end` returns.
 
         ``StopIteration`` from an advance ends the loop like ``break``; other exceptions propagate
         at once.
-
-        Raises:
-            UsageError: if an ``advance`` that does not call ``super().advance`` has left an
-                inherited ``done`` where it was, twice: it would run for ever.
         """
         overridden = self._overridden
         if "skip" in overridden and self.skip:
@@ -260,48 +214,9 @@ class Loop(ABC):
                 break
         return self.on_run_end()
 
-    def _find_own_cycle(self) -> bool:
-        """Whether a user has written a part of the cycle: in a subclass, or put it in later."""
-        kind = type(self)
-        return (
-            any(self._has_own.values())
-            or self._is_redefined()
-            or any(inspect.getattr_static(kind, name) is not each for name, each in self._made)
-        )
-
-    def _is_redefined(self) -> bool:
-        """Whether the instance itself has a method of the cycle."""
-        return not vars(self).keys().isdisjoint(_CYCLE)
-
-    def _may_stand_still(self) -> bool:
-        """Whether an ``advance`` of the user's decides when a ``done`` of Helios ends the loop."""
-        own = self._has_own
-        return not own["done"] and (own["advance"] or "advance" in vars(self))
-
     def _guarded_advance(self) -> Callable[..., None]:
         """Return ``advance``, with the checks of what a subclass does in it."""
-        return self._watched_advance() if self._may_stand_still() else self.advance
-
-    def _watched_advance(self) -> Callable[..., None]:
-        """Return ``advance``, which refuses a third round if the first two have moved nothing."""
-        before, rounds = self._find_progress(), count()
-
-        def advance(*args: Any) -> None:
-            if next(rounds) == 2 and before is not None and before == self._find_progress():
-                kind = type(self)
-                origin = _find_owner(kind, "done").__name__
-                raise UsageError(
-                    f"{kind.__name__}.advance has run twice, and {origin}.done is where it was: it "
-                    f"depends on what {origin}.advance does, so the loop would never end. Call "
-                    f"super().advance(...) in {kind.__name__}.advance, or override done."
-                )
-            self.advance(*args)
-
-        return advance
-
-    def _find_progress(self) -> object:
-        """Return what :meth:`advance` changes and ``done`` depends on; ``None`` for nothing."""
-        return None
+        return self.advance
 
     @property
     def skip(self) -> bool:
@@ -415,17 +330,16 @@ class LoopStates:
             )
 
 
-def _find_owner(kind: type, name: str) -> type:
-    """Return the class that defines an attribute of a class."""
-    return next(base for base in kind.__mro__ if name in vars(base))
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("helios.")
 
 
 def _find_base(kind: type) -> type:
     """Return the class of Helios from which a loop of the user's derives."""
-    return next(base for base in kind.__mro__ if base.__module__.startswith("helios."))
+    return next(base for base in kind.__mro__ if _is_ours(base))
 
 
 def _is_built_in(kind: type) -> bool:
     """Whether a class is one of Helios' own loops, or derives from one."""
     kinds = (base for base in kind.__mro__ if issubclass(base, Loop) and base is not Loop)
-    return any(base.__module__.startswith("helios.") for base in kinds)
+    return any(map(_is_ours, kinds))

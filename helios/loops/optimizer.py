@@ -92,9 +92,6 @@ class OptimizerLoop(Loop):
         """Whether the micro-batch is done."""
         return self._is_done
 
-    def _find_progress(self) -> object:
-        return self._is_done
-
     def reset(self) -> None:
         """Prepare for one micro-batch."""
         self._is_done = False
@@ -319,7 +316,7 @@ class OptimizerLoop(Loop):
     def _guarded_advance(self) -> Callable[..., None]:
         """Return ``advance``; one of the user's must call all that belongs to a micro-batch."""
         advance = super()._guarded_advance()
-        if not self._has_own["advance"] and "advance" not in vars(self):
+        if not self._has_own_advance:
             return advance
 
         def checked(*args: Any) -> None:

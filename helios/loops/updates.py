@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from helios.core.utils import parameters_of
 from helios.engines.engine import Engine, redefines
 from helios.errors import UsageError
-from helios.loops.override_checks import FirstUpdate, OwnRound
+from helios.loops.override_checks import OwnRound
 from helios.loops.step import find_loss, weighted_in
 from helios.session import Session
 
@@ -30,7 +30,6 @@ class Updates:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._listening = session.listening
-        self._first = FirstUpdate.of(session.engine)
         # Optimizers whose gradients are averaged and clipped, and whether they skip their update.
         self._is_skipped: dict[Optimizer, bool] = {}
         self._draws = session.engine._find_draws()
@@ -84,7 +83,7 @@ class Updates:
         """
         session = self._session
         hooks, active = session.hooks, session.hooks.active
-        engine = self._first or session.engine
+        engine = session.engine
         if group:
             is_skipped = self._average_and_clip(group)
             for each in group[1:]:
@@ -109,7 +108,6 @@ class Updates:
         if "on_before_zero_grad" in active:
             hooks.emit("on_before_zero_grad", optimizer)
         engine.zero_grad(optimizer)
-        self._first = None
         if "on_optimizer_step_end" in active:
             hooks.emit("on_optimizer_step_end", optimizer, is_committed)
         session.stepping_optimizer = None
@@ -122,7 +120,7 @@ class Updates:
             name = f"{type(own).__name__}.optimizer_step, with {name},"
         assert self._draws is not None
         with self._draws.refused(optimizer, name):
-            return (self._first or own).optimizer_step(optimizer)
+            return own.optimizer_step(optimizer)
 
     def _average_and_clip(self, group: Sequence[Optimizer]) -> bool:
         """Average and clip the gradients of one backward, between the events of their updates.
@@ -134,10 +132,10 @@ class Updates:
             Whether their updates are skipped.
         """
         session, is_empty = self._session, False
-        engine = self._first or session.engine
-        session.engine._group = group
+        engine = session.engine
+        engine._group = group
         if len(group) > 1:
-            session.engine._group_parameters = self._in_order(group)
+            engine._group_parameters = self._in_order(group)
         for optimizer in group:
             is_empty |= not self.is_plain and self._read_weight(optimizer) == 0
             engine.average_gradients(optimizer)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from helios.core.assigned import assigned
-from helios.core.declared_values import KeepsArguments
 from helios.core.loss_means import RunningSums, WeightedLoss
 from helios.core.registry import Registry
 from helios.engines.device import move_to_device
@@ -61,7 +59,7 @@ def find_pretrained_file(root: Path, name: str) -> Path:
     raise UsageError(f"No .pth file in {root} has {part!r} in its name. Check the folder.")
 
 
-class Model(Hooks, KeepsArguments, ABC):
+class Model(Hooks, ABC):
     """Base of all models.
 
     Attributes:
@@ -70,11 +68,9 @@ class Model(Hooks, KeepsArguments, ABC):
             measures time: comparisons of runs leave them out.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
-        device: device of the training; a ``UsageError`` before a trainer has set it.
+        device: device of the training, which a trainer sets before ``setup``.
         engine: the engine, for manual mode: backward, the update, wrapping; set as ``device`` is.
         trainer: the trainer that runs the model; set as ``device`` is.
-        context: the run as hooks see it, as in plugins: counters, phase, and ``context.log``; a
-            ``UsageError`` before ``setup`` has ended, after the end of the run, and if assigned.
         global_rank: rank of this process among all, from 0.
         rank: same as ``local_rank``.
         batch_processor: a :class:`BatchProcessor` that replaces the steps; ``None`` for none.
@@ -90,7 +86,7 @@ class Model(Hooks, KeepsArguments, ABC):
 
     _internals: ClassVar[str] = (
         "_loss_items _val_scores _running_sums _test_scores _save_name is_distributed map_loc "
-        "device engine trainer _discovery _modes_before_eval unsaved unscored "
+        "device engine trainer _discovery _modes_before_eval _run_context unsaved unscored "
         "global_rank rank scheduler_interval train_mode loads_after_setup"
     )
 
@@ -99,20 +95,11 @@ class Model(Hooks, KeepsArguments, ABC):
     batch_processor: BatchProcessor | None = None
     scheduler_interval: Mapping[str, str] = {}
     train_mode: Literal["all", "keep"] | None = None
-    device: torch.device = assigned(
-        "Model.device is not set yet: a trainer sets it before setup()."
-    )
-    engine: Engine = assigned("Model.engine is not set yet: a trainer sets it before setup().")
+    device: torch.device
+    engine: Engine
+    _run_context: Context | None = None
     if TYPE_CHECKING:  # Where annotations are evaluated, the trainer is not known.
         trainer: Trainer
-    else:
-        trainer = assigned("Model.trainer is not set yet: a trainer sets it before setup().")
-    context: Context = assigned(
-        "{kind} has no context yet: a run sets it after setup(). Use it in steps and events, such "
-        "as train_step or on_fit_start.",
-        refusal="{kind}.context must not be assigned, because it is the run, as in plugins. Give "
-        "your own attribute another name.",
-    )
 
     def __init__(self, save_name: str) -> None:
         is_name = isinstance(save_name, str) and save_name not in ("", ".", "..")
@@ -132,6 +119,20 @@ class Model(Hooks, KeepsArguments, ABC):
         self.loads_after_setup: list[tuple[str, Callable[..., None]]] | None = None
         self._modes_before_eval: list[tuple[torch.nn.Module, bool]] = []
         self._discovery = Discovery(self, exclude=internals_of(self), unsaved=self.unsaved)
+
+    @property
+    def context(self) -> Context:
+        """The run as hooks see it, as in plugins: counters, phase, and ``context.log``.
+
+        Raises:
+            UsageError: before ``setup`` has ended, and after the end of the run.
+        """
+        if self._run_context is None:
+            raise UsageError(
+                f"{type(self).__name__} has no context here: a run sets it after setup(). Use it "
+                "in steps and events, such as train_step or on_fit_start."
+            )
+        return self._run_context
 
     @property
     def local_rank(self) -> int:

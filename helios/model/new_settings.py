@@ -18,7 +18,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from helios.core.utils import parameters_of
+from helios.core.utils import parameters_of, read_signature
 from helios.errors import RunMismatchError
 from helios.model.schedulers import Schedulers
 
@@ -46,21 +46,14 @@ class NewSettings:
     Args:
         optimizers: by path.
         schedulers: those of the model.
-        names_of: returns the names of the constructor's arguments; none if they are unknown. What
-            else is in a group is not a setting: some optimizers count there.
     """
 
     def __init__(
         self,
         optimizers: Mapping[str, Optimizer],
         schedulers: Schedulers,
-        names_of: Callable[[Optimizer], set[str]],
     ) -> None:
-        self._optimizers = [
-            _copy_settings(path, part, names)
-            for path, part in optimizers.items()
-            if (names := names_of(part))
-        ]
+        self._optimizers = [_copy_settings(path, part) for path, part in optimizers.items()]
         self._schedulers = schedulers
         self._states = {
             path: copy.deepcopy(part.state_dict()) for path, part in schedulers.outermost.items()
@@ -158,14 +151,16 @@ class NewSettings:
         return max(found)
 
 
-def _copy_settings(path: str, optimizer: Optimizer, names: set[str]) -> _OfOptimizer:
-    defaults = getattr(optimizer, "defaults", {})
+def setting_names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
+    """Return which entries of a group are settings: some optimizers count there."""
+    arguments = read_signature(type(optimizer).__init__).parameters
+    counted = (*getattr(optimizer, "defaults", {}), "params", "param_names")
+    return [name for name in group if name in {*arguments} - {"params"} or name not in counted]
+
+
+def _copy_settings(path: str, optimizer: Optimizer) -> _OfOptimizer:
     groups = [
-        {
-            name: copy.deepcopy(value)
-            for name, value in group.items()
-            if name in names or name not in (*defaults, "params", "param_names")
-        }
+        {name: copy.deepcopy(group[name]) for name in setting_names(optimizer, group)}
         for group in optimizer.param_groups
     ]
     members = [set(map(id, group["params"])) for group in optimizer.param_groups]

@@ -68,14 +68,8 @@ class BatchProcessor(ABC):
         """Check that the processor is ready for use.
 
         Raises:
-            UsageError: if a subclass's ``__init__`` does not call that of this class.
             ArgumentTypeError: for a forward pass that does not take the model and a batch.
         """
-        if "_transforms" not in vars(self):
-            raise UsageError(
-                f"{type(self).__name__}.__init__ must call super().__init__(): without it there is "
-                "neither need_backward nor transforms. Add the call."
-            )
         check_call(self._name(), self._function_of_step(), ("model", "batch"))
 
     @staticmethod
@@ -90,15 +84,7 @@ class BatchProcessor(ABC):
             function: takes the model and a batch, returns ``(outputs, loss)``.
             need_backward: see the class.
             transforms: see the class.
-
-        Raises:
-            ArgumentTypeError: for something that cannot be called.
         """
-        if not callable(function):
-            raise ArgumentTypeError(
-                "BatchProcessor.from_callable(function=...) must be a function of (model, batch), "
-                f"got {function!r}. Pass one that returns (outputs, loss)."
-            )
         return _FunctionProcessor(function, need_backward, transforms)
 
     @property

@@ -18,9 +18,8 @@ from helios.plugins.plugin import (
 )
 from helios.plugins.profiler import Profiler
 from helios.plugins.row_loggers import CSVLogger, JSONLLogger
+from helios.plugins.server_loggers import MlflowLogger, WandbLogger
 from helios.plugins.time_limit import TimeLimit
-from helios.plugins.tracker import Tracker
-from helios.tracking.targets import MLflow, WandB
 
 __all__ = [
     "CSVLogger",
@@ -32,8 +31,8 @@ __all__ = [
     "HookHandle",
     "JSONLLogger",
     "LearningRateMonitor",
-    "MLflow",
     "Metrics",
+    "MlflowLogger",
     "NaNGuard",
     "PLUGIN_REGISTRY",
     "PipelineHooks",
@@ -41,9 +40,8 @@ __all__ = [
     "Profiler",
     "SWA",
     "TimeLimit",
-    "Tracker",
     "UniquePluginOverrides",
-    "WandB",
+    "WandbLogger",
     "asks_nothing",
     "create_plugin",
 ]

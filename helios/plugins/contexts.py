@@ -19,7 +19,7 @@ from typing_extensions import TypeVar
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import signature_of
 from helios.hooks.context import Context
-from helios.hooks.overrides import check_state_methods, warn_of_near_names
+from helios.hooks.overrides import check_state_methods
 from helios.model.model import Model
 
 _LOGGER = logging.getLogger(__name__)
@@ -127,7 +127,6 @@ def check_parts(hook: HookContext[Any]) -> None:
             f"{kind.__name__} must override on_enter(self, ctx), on_exit(self, ctx) or both, got "
             "neither: the context would do nothing. Check the names of its methods."
         )
-    warn_of_near_names(hook, HookContext)
     _check_part(f"{kind.__name__}.on_enter", hook.on_enter)
     _check_part(f"{kind.__name__}.on_exit", hook.on_exit)
 

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 
 import torch
 
-from helios.core.assigned import assigned
 from helios.core.registry import Registry
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.hooks.bus import naming
 from helios.hooks.context import Context, RunModel
 from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
@@ -91,10 +89,7 @@ class Plugin(Hooks, ABC, Generic[RunModel]):
     monitor: bool = False
     unsaved: tuple[str, ...] = ()
     _plug_id: str = ""
-    context: Context[RunModel] = assigned(
-        "{kind} has no context yet: a run sets it after setup(). Use it in events, such as "
-        "on_fit_start."
-    )
+    context: Context[RunModel]
 
     def __init__(self, plug_id: str) -> None:
         if not isinstance(plug_id, str):
@@ -236,14 +231,13 @@ class PluginStates:
 
     def capture(self) -> dict[str, Any]:
         """Return the states by id."""
-        return self._carried | {name: _capture_state(part) for name, part in self._plugins.items()}
+        return self._carried | {name: part.state_dict() for name, part in self._plugins.items()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the state of each plugin."""
         for name, state in states.items():
             if name in self._plugins:
-                with naming(self._plugins[name], "load_state_dict"):
-                    self._plugins[name].load_state_dict(state)
+                self._plugins[name].load_state_dict(state)
             elif state and self._carries:
                 self._carried[name] = state
         if self._carried:
@@ -252,11 +246,6 @@ class PluginStates:
                 "kept unread in later checkpoints; register the plugin again to use it.",
                 ", ".join(self._carried),
             )
-
-
-def _capture_state(plugin: Plugin) -> dict[str, Any]:
-    with naming(plugin, "state_dict"):
-        return plugin.state_dict()
 
 
 def check_folder(plugin: str, folder: object, *, example: str) -> Path:

@@ -11,13 +11,8 @@ from typing import Any, TypeVar
 
 from helios.best import BestRule, rank_by_score
 from helios.errors import ArgumentError
-from helios.ledger.manifest_file import flatten
-from helios.ledger.run_facts import RunFacts, read_curves, read_run
+from helios.ledger.run_facts import RunFacts, find_differences, find_run, read_curves, read_run
 
-# The first one of several that have the same values under the same name is shown.
-_TOPICS = ("params", "found", "data", "seeds", "options", "program", "versions", "git")
-_HIDDEN = ("options.chkpt_root", "options.run_path", "options.log_path", "options.src_root")
-_ALSO_HIDDEN = ("versions.helios_files", "versions.torch_build", "git.patch", "git.patch_hash")
 _MOST_CHARACTERS = 40
 # Squares of larger numbers are not finite.
 _MOST = 1e150
@@ -87,7 +82,7 @@ def read_runs(places: Sequence[str | Path]) -> dict[str, RunFacts]:
         ArgumentError: for fewer than two runs, or for one that is named twice.
         LedgerError: if a run has no files, or if one cannot be read.
     """
-    found = [read_run(place) for place in places]
+    found = [read_run(find_run(place)) for place in places]
     folders = {run.folder.resolve() for run in found}
     if len(folders) < max(2, len(found)):
         raise ArgumentError(
@@ -137,34 +132,13 @@ def _rank(
 
 def _find_differences(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
     """Return the values in each run of what differs, by name."""
-    hidden = {*_HIDDEN, *_ALSO_HIDDEN}
-    tables = [
-        {
-            name: _shorten(value)
-            for topic in _TOPICS
-            for name, value in flatten({topic: run.facts.get(topic, {})})
-            if name not in hidden
-        }
-        for run in runs
-    ]
-    found: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for table in tables for name in table):
-        values = [table.get(name, "-") for table in tables]
-        is_known = any(_end(name) == _end(other) and values == x for other, x in found.items())
-        if len(set(values)) > 1 and not is_known:
-            found[name] = values
-    lengths = ["-" if (x := run.find_last_iteration()) is None else str(x) for run in runs]
-    if len(set(lengths)) > 1:
-        found["iterations"] = lengths
-    return {_end(x) if [*map(_end, found)].count(_end(x)) == 1 else x: found[x] for x in found}
-
-
-def _end(name: str) -> str:
-    return name.rpartition(".")[2]
+    found = {name: [*map(_shorten, values)] for name, values in find_differences(runs).items()}
+    lengths = [_shorten(run.find_last_iteration()) for run in runs]
+    return found | ({"iterations": lengths} if len(set(lengths)) > 1 else {})
 
 
 def _shorten(value: Any) -> str:
-    text = str(value)
+    text = "-" if value is None else str(value)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 
 
@@ -174,14 +148,14 @@ def _group(rows: Sequence[ComparedRun], rule: BestRule | None) -> list[ScoreGrou
     for row in rows:
         sides: tuple[list[str], list[str]] = ([], [])
         for name, value in row.settings.items():
-            sides[_end(name).endswith("seed")].append(value)
+            sides[name.endswith("seed")].append(value)
         members.setdefault(tuple(sides[0]), {}).setdefault(tuple(sides[1]), row)
     found = []
     for each in members.values():
         group = [*each.values()]
         if len(group) < 2:
             continue
-        shared = {x: y for x, y in group[0].settings.items() if not _end(x).endswith("seed")}
+        shared = {x: y for x, y in group[0].settings.items() if not x.endswith("seed")}
         made = ScoreGroup(shared, [row.run for row in group])
         for name in group[0].scores:
             values = [row.scores.get(name, math.nan) for row in group]

@@ -11,17 +11,12 @@ from typing import Any
 import numpy as np
 from jinja2 import Template
 
-from helios.ledger.manifest_file import flatten
 from helios.ledger.run_facts import Curve, RunCurves, RunFacts, read_curves
 from helios.reports.charts import MOST_CHARTS, draw_svg
 from helios.text import number_text, with_step
 from helios.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("run_report.html")
-_TOPICS = (
-    *("params", "options", "seeds", "data", "found", "program", "parameters", "versions"),
-    *("system", "gpu", "switches", "environment", "git"),
-)
 
 
 def report_run(run: RunFacts) -> tuple[dict[str, Any], str]:
@@ -39,9 +34,7 @@ def report_run(run: RunFacts) -> tuple[dict[str, Any], str]:
         "best": None if (best := run.best) is None else best.as_plain(),
         "starts": [vars(start) for start in run.starts],
         "curves": {title: _describe(curve) for title, curve in curves.items()},
-        "settings": {
-            topic: dict(flatten(run.facts[topic])) for topic in _TOPICS if run.facts.get(topic)
-        },
+        "settings": run.settings,
     }
     resumes = [start.iteration for start in run.starts[1:] if start.iteration]
     scores = {} if best is None else best.scores
@@ -70,18 +63,15 @@ def _summarize(run: RunFacts, found: RunCurves) -> Iterator[tuple[str, str]]:
     if run.starts:
         killed = sum(start.end == "killed" for start in run.starts)
         yield "Starts", f"{len(run.starts)} (killed: {killed}), the last one: {run.starts[-1].end}"
-    if run.times.lines:
-        paused = sum(line.get("paused", 0.0) for line in run.times.lines)
-        seconds = sum(line["seconds"] for line in run.times.lines) - paused
-        speed = sum(line["iterations"] for line in run.times.lines) / max(seconds, 1e-9)
-        yield "Training time", f"{run.times.seconds:,.1f} s"
+    if run.stretches:
+        paused = sum(line.get("paused", 0.0) for line in run.stretches)
+        seconds = sum(line["seconds"] for line in run.stretches) - paused
+        speed = sum(line["iterations"] for line in run.stretches) / max(seconds, 1e-9)
+        yield "Training time", f"{run.seconds:,.1f} s"
         yield "Throughput", f"{number_text(speed)} iterations per second, without validations"
-    words = run.facts.get("command", {}).get("words")
-    if words:
-        yield "Command", shlex.join(map(str, words))
-    level = run.facts.get("level", {}).get("text")
-    if level:
-        yield "Level", level
+    if run.newest:
+        yield "Command", shlex.join(map(str, run.newest["command"]))
+        yield "Level", run.newest["level"]
     if found.status is not None:
         bad = f"{len(found.status.findings)} findings, the first: {found.status.findings[:1]}"
         yield "Ledger", "no problems found" if found.status.is_good else bad

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import helios.ledger.timing as timing
 from helios.best import BestRule, BestSoFar, Mode, Validation
 from helios.errors import ArgumentError, LedgerError
+from helios.ledger.run_facts import read_run
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.early_stopping import EarlyStopping
@@ -129,16 +129,16 @@ def _read_scores(folder: Path | None, after: int) -> tuple[int, list[tuple[Valid
     if folder is None:
         return after, []
     try:
-        found = timing.read_timing(folder)
+        found = read_run(folder)
         validations = [
             (
-                Validation(line["iteration"], line["scores"], line.get("step")),
-                bool(line.get("improved")),
+                Validation(line["iteration"], line["scores"], line["step"]),
+                bool(line.get("has_improved")),
             )
-            for line in found.scores
+            for line in found.validations
             if line["iteration"] <= after
         ]
-    except (LedgerError, TypeError):
+    except (LedgerError, LookupError, TypeError):
         # A file that somebody has edited is as good as none.
         return after, []
-    return (found.starts[0]["iteration"] if found.starts else after), validations
+    return (found.starts[0].iteration if found.starts else after), validations

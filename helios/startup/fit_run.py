@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,16 +18,16 @@ from helios.best import BestSoFar
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import apply, choose_trained
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import list_missing
+from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.checkpoint.run_listener import RunListener
-from helios.core.declared_values import arguments_of
-from helios.core.stored_values import stored_params
+from helios.core.stored_values import ValueChange, stored_params
 from helios.data.source import Source
 from helios.engines.numerics import numerics
-from helios.errors import ArgumentError, Interrupted, StateError
+from helios.errors import ArgumentError, Interrupted, RunMismatchError, StateError
 from helios.findings import Findings
 from helios.hooks.live_run import find_none
-from helios.ledger.scrubbing import scrub_table
+from helios.ledger.environment import describe_machine
+from helios.ledger.run_file import without_secret_words, without_secrets
 from helios.listeners import Listening
 from helios.loops.loop import LoopStates
 from helios.model.new_settings import NewSettings, steps_of_epochs
@@ -35,15 +36,14 @@ from helios.replicas.on_all_ranks import on_first
 from helios.session import Session
 from helios.startup import run_identity, run_log
 from helios.startup.best_validations import continue_best, find_best_rule, require_one_mode
-from helios.startup.data_check import DataCheck
-from helios.startup.given_values import (
-    DeclaredParams,
-    GivenValues,
-    begin_params,
-    compare_given,
+from helios.startup.changed_start import (
+    PARAMS_KEY,
+    StartChanges,
+    compare_fresh,
     compare_params,
-    has_ended,
+    refuse_other_values,
 )
+from helios.startup.data_check import DataCheck
 from helios.startup.hangs import forget_hang
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import check_training_source, log_order
@@ -63,13 +63,14 @@ from helios.startup.resume_point import (
 from helios.startup.run_evidence import Evidence, make_evidence
 from helios.startup.run_identity import find_cursor
 from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
-from helios.startup.run_manifest import describe_topic, manifest_facts, report_changed_start
 from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
 from helios.startup.state_owners import find_stranded_generators
+from helios.startup.trainer_options import ROWS
 from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import with_step
+from helios.version import __version__
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -150,10 +151,13 @@ class Training:
         self._saves: RunSaves | None = None
         self._evidence: Evidence | None = None
         self._listeners: list[RunListener] = [self._scores]
-        self._params = begin_params({})
-        self._given = GivenValues()
+        self._is_over = False
+        self._params: dict[str, Any] = {}
+        self._new_params: list[ValueChange] = []
+        self._changes = StartChanges()
         self._stranded: dict[str, str] = {}
         self._begun_at = 0 if self._record is None else self._record.place[1]
+        self._machine: dict[str, str] = {}
         self._seconds = 0.0
 
     def train(self, *, known: Record | None = None) -> str:
@@ -245,22 +249,29 @@ class Training:
         log_order(run.plugins, run.hooks)
         if record is not None:
             self._load(session, record)
-            on_first(run.replicas, lambda: self._compare_start(record))
+            on_first(run.replicas, lambda: self._compare_machine(record))
         on_first(run.replicas, lambda: set_newer_aside(self._start))
         run_log.cut_logs()
         if record is None or self._start.is_branch:
-            params = stored_params(self._params.options)
-            named = {f"params.{name}": value for name, value in params.items()}
-            run_log.log_hparams(named | self._given.all)
+            named = {f"params.{name}": value for name, value in self._params.items()}
+            run_log.log_hparams(named | self._changes.all_values)
         for listener in self._listeners:
             listener.opened()
 
-    def _compare_start(self, record: Record) -> None:
-        """Warn once of all that differs from the start that wrote the checkpoint, or refuse."""
-        machine = run_log.describe_other_machine(record.machine, self._run.engine)
-        others = [listener.checked() for listener in self._listeners]
-        if text := " ".join(filter(None, (machine, *others))):
-            _LOGGER.warning("%s", text)
+    def _compare_machine(self, record: Record) -> None:
+        """Warn once of versions, devices and settings other than those of the checkpoint."""
+        changes = [
+            f"{name}: {before} -> {self._machine[name]}"
+            for name, before in record.machine.items()
+            if self._machine.get(name, before) != before
+        ]
+        if changes:
+            _LOGGER.warning(
+                "The run resumes where equal bits are not guaranteed: %s. Order and randomness "
+                "stay exact; arithmetic may differ in the last bits.",
+                ", ".join(changes),
+            )
+            self._start.changes += changes
 
     @property
     def _record(self) -> Record | None:
@@ -289,61 +300,44 @@ class Training:
         assert loaded is not None
         record, options = loaded.record, run.options
         run.restore(choose_trained(run.detach(record), run.replicas))
+        changes = self._compare_fresh()
         keep_in_hand(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
         is_passed = run_identity.is_shortened(options, record.options)
-        changes = "" if is_passed else self._compare_given().changes
-        if not is_passed and run.replicas.rank == 0 and options.writes_ledger:
-            report_changed_start(
-                loaded.path.parent,
-                lambda: manifest_facts(run.call, None),
-                after=record.place[1],
-                allowed=options.allow_changes,
-            )
-        run_identity.report_finished(
-            self._name, loaded, reason, is_passed=is_passed, changes=changes
-        )
-        self._params.report()
+        run_identity.report_finished(self._name, loaded, reason, is_passed=is_passed)
+        changes.report()
         on_first(run.replicas, lambda: set_newer_aside(self._start))
 
     def compare_params(self, *, is_finished: bool) -> None:
         """Compare what rank 0 declares with the checkpoint, before anything is built."""
         options, loaded = self._run.options, self._start.loaded
 
-        def compare() -> DeclaredParams:
-            params = scrub_table(options.params)
+        def compare() -> tuple[bool, dict[str, Any], list[ValueChange]]:
+            params = without_secrets(options.params)
             if loaded is None:
-                return begin_params(params)
-            return compare_params(
-                params,
-                loaded.record,
-                options,
-                name=self._name,
-                path=loaded.path,
-                is_finished=is_finished,
-            )
+                return False, params, []
+            is_over = is_finished or run_identity.has_ended(options, loaded.record)
+            found = compare_params(params, loaded, options, name=self._name, is_over=is_over)
+            return is_over, stored_params(loaded.record.options) if is_over else params, found
 
-        self._params = on_first(self._run.replicas, compare)
+        self._is_over, self._params, self._new_params = on_first(self._run.replicas, compare)
 
-    def _compare_given(self) -> GivenValues:
-        """Compare what the constructors of rank 0 were given with the checkpoint."""
-        run, record = self._run, self._record
-        model, options = run.model, run.options
+    def _compare_fresh(self) -> StartChanges:
+        """Compare what setup has made in rank 0 with the checkpoint, before anything is loaded."""
+        run, loaded, is_over = self._run, self._start.loaded, self._is_over
 
-        def compare() -> GivenValues:
-            owners = {"model": model, "data": run.datamodule}
-            arguments = {
-                f"{prefix}.{name}": value
-                for prefix, owner in owners.items()
-                for name, value in arguments_of(owner).items()
-                # The name of the run is compared by itself.
-                if value != model.save_name
-            }
-            parts = {**model.discovery.optimizers(), **model.discovery.schedulers()}
-            settings = scrub_table(run.constructor_calls.settings(parts))
-            allowed = options.allow_changes
-            stored = None if record is None else record.options
-            is_over = record is not None and has_ended(options, record)
-            return compare_given(scrub_table(arguments), settings, stored, allowed, is_over=is_over)
+        def compare() -> StartChanges:
+            record = None if loaded is None else loaded.record
+            allowed = run.options.allow_changes
+            found = compare_fresh(run.fresh, record, self._new_params, allowed, is_over=is_over)
+            # A script in stages starts those again that the run has passed.
+            if (
+                loaded is not None
+                and is_over
+                and self._make_evidence is None
+                and not run_identity.is_shortened(run.options, loaded.record.options)
+            ):
+                refuse_other_values(found, self._name, loaded.path)
+            return found
 
         return on_first(run.replicas, compare)
 
@@ -411,7 +405,7 @@ class Training:
         folder = self._start.folder
         session.is_replay = self._make_evidence is not None
         session.run_folder = None if folder is None else folder.path
-        session.went_back = self._start.is_branch or self._start.goes_back
+        session.has_changed = self._start.is_branch or self._start.goes_back
         return session
 
     def _check_record(self, record: Record) -> None:
@@ -436,16 +430,18 @@ class Training:
             record=self._record,
             known=known,
         )
+        self._require_level(reproducibility)
+        self._machine = describe_machine(run.engine.device)
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         limits = run_identity.limits(run.options)
         self._start.definition = identity | limits
-        self._given = self._compare_given()
-        self._start.definition |= self._params.options | self._given.options
+        self._changes = self._compare_fresh()
+        self._start.definition |= {PARAMS_KEY: self._params} | self._changes.options
         self._start.definition[run_log.KEY] = run_log.read_arguments()
         if self._make_evidence is not None:
             self._evidence = self._make_evidence(identity, reproducibility)
         elif self._start.folder is not None and run.options.writes_ledger:
-            self._evidence = self._make_files(source, identity, reproducibility)
+            self._evidence = self._make_files(identity, reproducibility)
         if self._evidence is not None:
             run.listeners = self._evidence.run
             self._listeners += self._evidence.run
@@ -457,6 +453,7 @@ class Training:
             run.model,
             self._start,
             reproducibility=reproducibility,
+            machine=self._machine,
             engine=run.engine,
             schedule=run.options.schedule,
             listeners=self._listeners,
@@ -481,29 +478,34 @@ class Training:
         )
         return saves
 
-    def _make_files(
-        self, source: Source, identity: dict[str, Any], reproducibility: Reproducibility
-    ) -> Evidence:
+    def _make_files(self, identity: dict[str, Any], reproducibility: Reproducibility) -> Evidence:
         """Return what the run records of itself, in files."""
-        run = self._run
+        run, options = self._run, self._run.options
+        given = {name: options.plain(name) for name in ROWS if name != "params"}
+        facts = {
+            "helios": __version__,
+            "machine": self._machine,
+            "level": str(reproducibility),
+            "command": without_secret_words(sys.argv),
+            "params": self._params,
+            "given": self._changes.all_values,
+            "options": {name: value for name, value in given.items() if value is not None},
+        }
+        return make_evidence(self._start, run.model, run.replicas, identity, facts)
 
-        def describe() -> dict[str, Any]:
-            return {
-                **manifest_facts(run.call, source),
-                "processes": {"number": run.replicas.num_processes},
-                "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
-                **describe_topic("params", stored_params(self._params.options)),
-                **describe_topic("found", self._given.all),
-            }
-
-        return make_evidence(
-            self._start,
-            run.model,
-            run.replicas,
-            identity,
-            describe=describe,
-            options=run.options,
-        )
+    def _require_level(self, reproducibility: Reproducibility) -> None:
+        """Refuse a lower level than that of the checkpoint, if the user demands it."""
+        loaded = self._start.loaded
+        sidecar = None if loaded is None or self._start.is_branch else loaded.sidecar
+        if self._run.options.on_incomplete != "raise" or sidecar is None or not sidecar.level:
+            return
+        level = level_of(reproducibility.findings, reproducibility.level)
+        if level.height < Level(sidecar.level).height:
+            raise RunMismatchError(
+                f'Trainer(on_incomplete="raise") requires the level {sidecar.level!r}, which the '
+                f"run had so far, but this start reaches {reproducibility}. Undo what has changed, "
+                "or omit on_incomplete to go on at the lower level."
+            )
 
     def _identify(self, source: Source) -> dict[str, Any]:
         """Return what defines the run, by name."""
@@ -543,11 +545,10 @@ class Training:
         self._start.is_shortened = run_identity.is_shortened(run.options, record.options)
         skipped = (record.options.get("skip_batches", ()), run.options.skip_batches)
         run_identity.check_skipped(*skipped, source, cursor)
+        num_known = len(self._start.changes)
         self._start.changes += changes
-        self._start.changes += self._params.report()
-        # What held at the end of a stage that the run has passed is not known.
-        if not (self._start.is_shortened and has_ended(run.options, record)):
-            self._start.changes += self._given.report()
+        self._start.changes += self._changes.report()
+        session.has_changed |= len(self._start.changes) > num_known
         renamed = run_identity.note_fingerprint(source.description, record.options)
         self._start.changes += renamed
         if record.options.get("length") == identity["length"]:
@@ -555,9 +556,7 @@ class Training:
             session.allows_other_length = "length" in run.options.allow_changes
         limits = run_identity.note_limits(run.options, record.options)
         self._start.changes += limits
-        texts = map(run_log.as_change, (*changes, *limits))
-        told = (*self._params.named, *self._given.named, *texts)
-        run_log.report_arguments(record.options, told)
+        run_log.report_arguments(record.options)
         self._start.changes += self._note_missing(record)
         self._check_data(session, record, changes + renamed)
         payload = record.to_payload()
@@ -598,20 +597,16 @@ class Training:
     def _make_adoption(self, session: Session) -> Callable[[], None]:
         """Return what puts the settings of ``setup`` back after the load, if they are allowed."""
         run = self._run
-        given, schedule = self._given, run.options.schedule
-        if not given.are_settings_adopted or session.schedulers is None:
+        changes, schedule = self._changes, run.options.schedule
+        if not changes.are_settings_adopted or session.schedulers is None:
             return lambda: None
-        new = NewSettings(
-            run.model.discovery.optimizers(),
-            session.schedulers,
-            run.constructor_calls.names_of,
-        )
+        new = NewSettings(run.model.discovery.optimizers(), session.schedulers)
         steps = steps_of_epochs(
             session.training_source.num_batches(),
             schedule.accumulation_steps,
             is_by_epoch=schedule.is_by_epoch,
         )
-        return lambda: new.apply(given.old_settings, steps)
+        return lambda: new.apply(changes.old_settings, steps)
 
     def _note_missing(self, record: Record) -> list[str]:
         """Warn of what the checkpoint lacks; returns it as text, to be recorded.

@@ -277,8 +277,6 @@ _PATIENCE = {
     "torch._dynamo.convert_frame": 10.0,
     "torch._inductor": 10.0,
 }
-# Stands between the user's code and the constructor of an optimizer.
-_WRAPPER = "helios.startup.given_values"
 _COLLECTIVE = "torch.distributed.distributed_c10d"
 # So often a rank looks in the time after which it warns.
 _LOOKS = 6
@@ -319,9 +317,7 @@ def find_whereabouts(frame: FrameType | None) -> Whereabouts:
             return known
         is_collective |= module == _COLLECTIVE and user is None
         path = frame.f_code.co_filename
-        if module == _WRAPPER:
-            pass
-        elif path.startswith(_HELIOS):
+        if path.startswith(_HELIOS):
             if user is not None:
                 break
             own = own or frame

@@ -15,7 +15,7 @@ from helios.data.source import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus, check_owners, check_receiver, overridden
 from helios.hooks.events import EVENTS
-from helios.hooks.overrides import check_state_methods, warn_of_reserved_names
+from helios.hooks.overrides import check_state_methods
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
@@ -151,25 +151,6 @@ def check_file(plugin: Plugin, others: Iterable[Plugin]) -> None:
                 raise ArgumentError(
                     f"{type(plugin).__name__}(path=...) must be a file that no other plugin "
                     f"writes, got {plugin.path}, the file of {other.plug_id!r}. Pass another path."
-                )
-
-
-_OPTIONS = ("loads_shards", "monitor", "unsaved")
-
-
-def check_options(plugin: Plugin) -> None:
-    """Warn of options that a class of the user's sets beside its methods and that do not exist."""
-    name = type(plugin).__name__
-    warn_of_reserved_names(plugin)
-    for kind in type(plugin).__mro__:
-        for attribute in () if kind.__module__.startswith("helios.") else vars(kind):
-            close = difflib.get_close_matches(attribute, _OPTIONS, n=1, cutoff=0.85)
-            if close and attribute not in _OPTIONS:
-                _LOGGER.warning(
-                    "%s.%s is no option of a plugin and has no effect; did you mean %s?",
-                    name,
-                    attribute,
-                    close[0],
                 )
 
 
@@ -338,7 +319,6 @@ class PluginTable(UserDict[str, Plugin]):
         check_state_methods(
             plugin, Plugin, remedy="Without them nothing of it is saved. Add it.", may_show=True
         )
-        check_options(plugin)
         check_file(plugin, self.data.values())
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])

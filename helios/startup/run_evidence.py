@@ -1,4 +1,4 @@
-"""The evidence of a run: ledger, manifest, lineage and times, in the folder of the run.
+"""The evidence of a run, in its folder: the ledger, and the file of its events.
 
 The ledger joins its file to the loops and to the checkpoints.
 """
@@ -6,7 +6,7 @@ The ledger joins its file to the loops and to the checkpoints.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +17,15 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.core.utils import find_peak_memory
 from helios.ledger import run_file
 from helios.ledger.book import EVERY, Book
+from helios.ledger.environment import describe_git
 from helios.ledger.line import hash_of
-from helios.ledger.run_file import RunFile
-from helios.ledger.scrubbing import scrub
-from helios.ledger.timing import Timing
+from helios.ledger.run_file import RunFile, host
 from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.listeners import IterationListener
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.startup.resume_point import Start
-from helios.startup.run_manifest import RunManifest
-from helios.startup.trainer_options import Options
 from helios.state_graph.network_parts import name_buffers, name_weights
 
 _MOST_CHARACTERS = 300
@@ -68,7 +65,6 @@ class LedgerFile(RunListener):
 
     def opened(self) -> None:
         """Begin or continue the file."""
-        self.writer.open()
         if self.book is not None:
             self.book.open(self._found, after=self._after)
 
@@ -92,7 +88,6 @@ class LedgerFile(RunListener):
 
     def closed(self) -> None:
         """Write the lines that wait, and close the file."""
-        self.writer.close()
         if self.book is not None:
             # After an error of an accelerator, its numbers cannot be read.
             with contextlib.suppress(RuntimeError):
@@ -114,7 +109,7 @@ def make_ledger(
     replicas: Replicas,
     definition: Mapping[str, Any],
     *,
-    timing: Timing | None,
+    events: RunFile | None,
 ) -> LedgerFile:
     """Return the ledger of a run; its file is not opened yet.
 
@@ -123,7 +118,7 @@ def make_ledger(
         model: the model.
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
-        timing: the times of the run; ``None`` on ranks other than 0.
+        events: the file of its events; ``None`` on ranks other than 0.
     """
     assert start.folder is not None
     record = None if start.loaded is None else start.loaded.record
@@ -131,7 +126,7 @@ def make_ledger(
     found = None if record is None or start.is_branch else record.ledger
     book = Book(start.folder.path, run=run) if replicas.rank == 0 else None
     every = EVERY if found is None else found["every"]
-    writer = make_writer(book, model, replicas, timing, every=every)
+    writer = make_writer(book, model, replicas, events, every=every)
     return LedgerFile(
         run,
         writer,
@@ -152,7 +147,7 @@ def make_writer(
     book: LineReceiver | None,
     model: Model,
     replicas: Replicas,
-    timing: Timing | None = None,
+    events: RunFile | None = None,
     *,
     every: int = EVERY,
 ) -> LedgerWriter:
@@ -162,7 +157,7 @@ def make_writer(
         book: takes the lines; ``None`` on ranks other than 0.
         model: the model.
         replicas: the replicas of the run.
-        timing: the times of the run; ``None`` where nothing is written.
+        events: the file of its events; ``None`` where nothing is written.
         every: the number of steps between two hashes of the weights.
     """
     discovery = model.discovery
@@ -183,103 +178,88 @@ def make_writer(
         ),
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
-        timing=timing,
+        run_file=events,
     )
 
 
 class RunEvents(RunListener):
-    """What happens to a run, as a line for each event, on rank 0.
+    """What a run was started with, and what happens to it, on rank 0.
 
     Args:
-        events: the file.
+        file: where events are written.
         start: where the run starts.
         ledger: whose file the run may have lost.
-        begin: what is known of this start.
+        facts: what is known of this start, by name.
     """
 
     def __init__(
-        self, events: RunFile, start: Start, ledger: LedgerFile, begin: Mapping[str, Any]
+        self, file: RunFile, start: Start, ledger: LedgerFile, facts: Mapping[str, Any]
     ) -> None:
-        self._events = events
+        self._file = file
         self._start = start
         self._ledger = ledger
-        self._begin = begin
+        self._facts = facts
         # Earlier starts have recorded these.
         self._num_known = len(start.changes)
         self._is_open = False
 
     def opened(self) -> None:
         """Add how the run starts, and what it had to leave behind."""
-        start, loaded, add = self._start, self._start.loaded, self._events.add
+        start, loaded, add = self._start, self._start.loaded, self._file.add
         self._is_open = True
         for path in [] if start.folder is None else start.folder.damaged:
             add(run_file.FALLBACK, checkpoint=path.name, cause="the file is damaged")
-        if loaded is None:
-            add(run_file.START, **self._begin)
-        else:
-            add(run_file.BRANCH if start.is_branch else run_file.RESUME, **self._begin)
-            origin = loaded.record.migrated_from
-            if origin is not None:
-                add(run_file.MIGRATION, cause=f"helios-ml {origin}")
-        for text in start.changes[self._num_known :]:
-            add(run_file.CHANGE, cause=text)
+        found: dict[str, Any] = {"iteration": 0}
+        if loaded is not None:
+            found["iteration"] = loaded.record.place[1]
+            found["checkpoint"] = str(loaded.path) if start.is_branch else loaded.path.name
+            found["digest"] = None if loaded.sidecar is None else loaded.sidecar.digest or None
+        changes = start.changes[self._num_known :] or None
+        add(run_file.START, **found, **self._facts, git=describe_git() or None, changes=changes)
+        if loaded is not None and loaded.record.migrated_from is not None:
+            add(run_file.MIGRATION, cause=f"helios-ml {loaded.record.migrated_from}")
         book = self._ledger.book
         if book is not None and book.loss is not None:
             add(run_file.LOST_LEDGER, cause=book.loss)
+        self._file.begin(found["iteration"])
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
         """Add a checkpoint."""
-        self._events.add(run_file.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
+        self._file.add(run_file.SAVE, checkpoint=path.name, digest=sidecar.digest or None)
 
     def save_failed(self, path: Path, error: Exception) -> None:
         """Add a checkpoint that could not be written."""
-        self._events.add(run_file.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
+        self._file.add(run_file.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
+
+    def validated(self, validated: Validated) -> None:
+        """Add the scores of a validation; without any nothing is written."""
+        state, best = validated.state, validated.best
+        if validated.scores:
+            self._file.add(
+                run_file.VALIDATION,
+                iteration=state.global_iteration,
+                step=state.global_step,
+                scores=validated.scores,
+                has_improved=validated.has_improved or None,
+                best=None if best is None else best.as_plain(),
+            )
 
     def ended(self, reason: str, *, interruption: str | None) -> None:
-        """Add the end of the training, or its interruption."""
+        """Add the last stretch, and the end of the training or its interruption."""
+        self._file.close()
         if interruption is None:
-            self._events.add(run_file.END, cause=reason)
+            self._file.add(run_file.END, cause=reason)
         else:
-            self._events.add(run_file.INTERRUPTION, cause=interruption)
+            self._file.add(run_file.INTERRUPTION, cause=interruption)
 
     def failed(self, error: BaseException) -> None:
         """Add an error that ends the training; a start that is refused adds none."""
         if self._is_open:
-            self._events.add(run_file.ERROR, cause=_describe(error))
-
-
-class RunTimes(RunListener):
-    """When a run has trained, and the scores of its validations, on rank 0.
-
-    Args:
-        timing: the file.
-        iteration: the last one before this start.
-        processes: the number of processes.
-    """
-
-    def __init__(self, timing: Timing, iteration: int, processes: int) -> None:
-        self._timing = timing
-        self._iteration = iteration
-        self._processes = processes
-
-    def opened(self) -> None:
-        """Write the line of the start."""
-        self._timing.begin(self._iteration)
-
-    def validated(self, validated: Validated) -> None:
-        """Write the scores."""
-        self._timing.add_scores(
-            validated.state.global_iteration,
-            validated.scores,
-            step=validated.state.global_step,
-            has_improved=validated.has_improved,
-            best=validated.best,
-            by_hand=count_by_hand(validated, self._processes),
-        )
+            self._file.add(run_file.ERROR, cause=_describe(error))
 
     def closed(self) -> None:
-        """Write the line of the last stretch."""
-        self._timing.close()
+        """Add the last stretch, if an error has ended the training."""
+        self._file.close()
 
 
 class Evidence(NamedTuple):
@@ -290,9 +270,9 @@ class Evidence(NamedTuple):
 
 
 def _describe(error: BaseException) -> str:
-    """Return an error as text without secrets, whatever its own text is."""
+    """Return an error as text, whatever its own text is."""
     try:
-        return scrub(f"{type(error).__name__}: {error}")[:_MOST_CHARACTERS]
+        return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
     except Exception:
         return type(error).__name__
 
@@ -302,9 +282,7 @@ def make_evidence(
     model: Model,
     replicas: Replicas,
     definition: Mapping[str, Any],
-    *,
-    describe: Callable[[], Mapping[str, Any]],
-    options: Options,
+    facts: Mapping[str, Any],
 ) -> Evidence:
     """Return the evidence of a run; no file is opened yet.
 
@@ -313,40 +291,15 @@ def make_evidence(
         model: the model.
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
-        describe: returns what is known of this start, by topic.
-        options: what may differ from the last start.
+        facts: what else is known of this start, by name.
     """
     assert start.folder is not None
-    folder, loaded, processes = start.folder.path, start.loaded, replicas.num_processes
-    timing = None
+    file = None
     if replicas.rank == 0:
-        run = hash_definition(definition, replicas)
-        timing = Timing(
-            folder,
-            processes=processes,
-            run=run,
-            unscored=model.unscored,
-            find_memory=find_peak_memory,
-        )
-    ledger = make_ledger(start, model, replicas, definition, timing=timing)
-    if timing is None:
+        file = RunFile(start.folder.path, find_memory=find_peak_memory)
+    ledger = make_ledger(start, model, replicas, definition, events=file)
+    if file is None:
         return Evidence([ledger.writer], [ledger])
-    iteration = 0 if loaded is None else loaded.record.place[1]
-    begin: dict[str, Any] = {"host": run_file.host(), "processes": processes}
-    begin |= {"iteration": iteration}
-    if loaded is not None:
-        digest = None if loaded.sidecar is None else loaded.sidecar.digest
-        begin |= {"checkpoint": loaded.path.name, "digest": digest or None}
-    manifest = RunManifest(
-        folder,
-        ledger.run,
-        describe,
-        begin={name: value for name, value in begin.items() if value is not None},
-        after=None if loaded is None or start.is_branch else iteration,
-        allowed=options.allow_changes,
-        has_stepped=lambda: ledger.writer.has_noted,
-        is_strict=options.reproducibility == "strict",
-    )
-    events = RunEvents(RunFile(folder), start, ledger, begin)
-    times = RunTimes(timing, iteration, processes)
-    return Evidence([ledger.writer], [ledger, events, manifest, times])
+    own = {"run": ledger.run, "host": host(), "processes": replicas.num_processes}
+    events = RunEvents(file, start, ledger, {**own, **facts, "definition": definition})
+    return Evidence([ledger.writer], [ledger, events])

@@ -111,6 +111,13 @@ def is_still_finished(options: Options, record: Record, reason: str) -> bool:
     return not is_extended(options, stored)
 
 
+def has_ended(options: Options, record: Record) -> bool:
+    """Whether nothing is left to train, also if a kill has prevented the mark that says so."""
+    state, cursor = TrainingState(**record.training_state), Cursor(**record.cursor)
+    is_stopped = cursor.stop_reason and not is_extended(options, record.options)
+    return bool(is_stopped or find_limit(options.schedule, state, cursor))
+
+
 def note_limits(options: Options, stored: Mapping[str, Any]) -> list[str]:
     """Log which limits differ from the checkpoint's; returns them as text, to be recorded."""
     changes = [
@@ -140,9 +147,7 @@ def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) 
     return [text]
 
 
-def report_finished(
-    name: str, loaded: Loaded, reason: str, *, is_passed: bool, changes: str
-) -> None:
+def report_finished(name: str, loaded: Loaded, reason: str, *, is_passed: bool) -> None:
     """Log that the run is finished, and how to continue it.
 
     If the run has passed this total, as in the earlier stages of a script that is started again,
@@ -153,18 +158,16 @@ def report_finished(
         loaded: its newest checkpoint.
         reason: why it has ended.
         is_passed: whether the run has passed the end of this start.
-        changes: what this start was given otherwise; empty for nothing.
     """
     _LOGGER.log(
         logging.INFO if is_passed else logging.WARNING,
-        "Nothing to do: the run %r in %s is finished (%s; %s). %sRaise total_steps or "
+        "Nothing to do: the run %r in %s is finished (%s; %s). Raise total_steps or "
         "early_stop_cycles to continue it, pass resume='never' to start a new run, or give another "
         "model its own save_name.",
         name,
         loaded.path.parent,
         reason,
         loaded.path.name,
-        f"It was trained with other values: {changes}. " if changes else "",
     )
 
 

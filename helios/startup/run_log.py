@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import logging
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -21,13 +20,12 @@ from helios.best import BestValidation
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.record import Record
 from helios.checkpoint.run_listener import RunListener, Validated
-from helios.core.stored_values import ABSENT, ValueChange, compare_values
 from helios.core.utils import get_env_info_str
 from helios.core.wrappers import class_of
 from helios.data.source import Source
 from helios.data.steps import StepsSource
 from helios.engines.engine import Engine
-from helios.ledger.scrubbing import scrub_arguments
+from helios.ledger.run_file import without_secret_words
 from helios.model.model import Model
 from helios.model.new_settings import steps_of_epochs
 from helios.model.schedulers import Schedulers, find_epoch_like
@@ -42,28 +40,6 @@ from helios.text import count_text, number_text, size_text, with_step
 _LOGGER = logging.getLogger(__name__)
 # What a resume does not repeat: it is that of the first start, or named where it differs.
 _ONCE = ("plan", "model", "data")
-
-
-def machine(engine: Engine) -> dict[str, str]:
-    """Return what the bits of the arithmetic depend on, besides the run."""
-    device = engine.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"torch": str(torch.__version__), "device": name}
-
-
-def describe_other_machine(stored: dict[str, str], engine: Engine) -> str:
-    """Return a sentence if hardware or PyTorch have changed, so that bits may differ; else ""."""
-    changed = [
-        f"{name} {stored[name]} -> {value}"
-        for name, value in machine(engine).items()
-        if name in stored and stored[name] != value
-    ]
-    if not changed:
-        return ""
-    return (
-        f"The run resumes where equal bits are not guaranteed: {', '.join(changed)}. Order and "
-        "randomness stay exact; arithmetic may differ in the last bits."
-    )
 
 
 def say_what_does_not_seed(torch_seed: int, seed: int) -> None:
@@ -308,80 +284,15 @@ KEY = "command"
 
 def read_arguments() -> list[str]:
     """Return the arguments of the command line, without secrets."""
-    return scrub_arguments(sys.argv[1:])
+    return without_secret_words(sys.argv[1:])
 
 
-def report_arguments(stored: Mapping[str, Any], told: Iterable[ValueChange]) -> None:
-    """Log which words of the command line have changed, unless another line explains them.
-
-    Args:
-        stored: the options of the checkpoint; one of an earlier release does not say them.
-        told: the changes that the log has named already.
-    """
-    if KEY not in stored:
-        return
-    known = list(told)
-    new = [
-        change
-        for change in compare_values(parse_words(stored[KEY]), parse_words(read_arguments()))
-        if not any(_explains(each, change) for each in known)
-    ]
-    if new:
-        shown = ", ".join(f"{change.name} {change.values}" for change in new)
+def report_arguments(stored: Mapping[str, Any]) -> None:
+    """Log whether the arguments of the command line are others than those of the checkpoint."""
+    before, now = stored.get(KEY), read_arguments()
+    if before is not None and before != now:
+        shown = " -> ".join(shlex.join(words) or "none" for words in (before, now))
         _LOGGER.info("The command line has changed since the checkpoint: %s.", shown)
-
-
-def parse_words(words: Sequence[str]) -> dict[str, str]:
-    """Return the values of ``--name value``, ``--name=value`` and ``name=value``, and other words.
-
-    Other words are numbered. All values of one name are joined.
-    """
-    found: dict[str, str] = {}
-    name, number = "", 0
-    for word in words:
-        if word.startswith("-") and not _is_number(word):
-            name, equal, value = word.partition("=")
-            found[name] = f"{found.get(name, '')} {value}".strip()
-            name = "" if equal else name
-        elif name:
-            found[name] = f"{found[name]} {word}".strip()
-        elif "=" in word:
-            key, _, value = word.partition("=")
-            found[key] = f"{found.get(key, '')} {value}".strip()
-        else:
-            number += 1
-            found[f"argument {number}"] = word
-    return found
-
-
-def as_change(text: str) -> ValueChange:
-    """Return a change that is recorded as ``name: old -> new``."""
-    name, _, values = text.partition(": ")
-    before, _, after = values.partition(" -> ")
-    return ValueChange(name, before, after)
-
-
-def _explains(line: ValueChange, change: ValueChange) -> bool:
-    """Whether a line is about what a word sets: it has its name, or the values that it has."""
-    name = change.name.lstrip("-").replace("-", "_")
-    if line.name.rpartition(".")[2] == name:
-        return True
-    # A word that is new or has gone has one value.
-    return all(
-        _as_number(one) == _as_number(other)
-        for one, other in ((line.before, change.before), (line.after, change.after))
-        if other is not ABSENT
-    )
-
-
-def _is_number(text: str) -> bool:
-    return isinstance(_as_number(text), float)
-
-
-def _as_number(value: Any) -> Any:
-    with contextlib.suppress(ValueError):
-        return float(str(value))
-    return str(value).strip("'")
 
 
 _STEP = "valid_step"

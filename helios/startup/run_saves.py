@@ -21,7 +21,7 @@ from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
 from helios.startup.reproducibility_level import Reproducibility, find_compiled
 from helios.startup.resume_point import Start
-from helios.startup.run_log import log_places, machine
+from helios.startup.run_log import log_places
 from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class RunSaves:
         model: appends to checkpoint names and holds the metrics.
         start: the run's folder, definition and history.
         reproducibility: the level of reproducibility that the run reaches.
+        machine: versions, devices and settings that bits of arithmetic depend on.
         engine: the engine, with the replicas; rank 0 completes.
         schedule: determines whether checkpoints are written.
         listeners: what listens to the run.
@@ -51,6 +52,7 @@ class RunSaves:
         start: Start,
         *,
         reproducibility: Reproducibility,
+        machine: dict[str, str],
         engine: Engine,
         schedule: Schedule,
         listeners: Sequence[RunListener],
@@ -63,7 +65,7 @@ class RunSaves:
         self._start = start
         self._reproducibility = reproducibility
         self._replicas = engine.replicas
-        self._machine = machine(engine)
+        self._machine = machine
         self._listeners = listeners
         self.writer = self._make_writer(engine)
 

@@ -18,7 +18,6 @@ from helios.checkpoint.capture import Trained, apply_trained, capture_trained, d
 from helios.checkpoint.record import Record
 from helios.checkpoint.run_listener import RunListener
 from helios.core import rng
-from helios.core.assigned import is_assigned_later
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
 from helios.data.datamodule import DataModule
@@ -29,7 +28,7 @@ from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError, Interrupted
-from helios.hooks.bus import Bus, naming
+from helios.hooks.bus import Bus
 from helios.launch.ipc import pickle_value
 from helios.loops.loop import Loop, LoopStates
 from helios.model.model import Model
@@ -37,7 +36,7 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.session import Session
-from helios.startup.given_values import ConstructorCalls
+from helios.startup.changed_start import FreshStart, read_fresh
 from helios.startup.hangs import HangEnd, HangWatch, showing_stacks
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import (
@@ -111,6 +110,7 @@ class Run:
         is_reported: whether another process has logged the error of this one.
         listeners: what hears of an error that ends the call.
         describe_rescue: returns what an error leaves to the user, as sentences.
+        fresh: what a training starts with, before anything is loaded.
         collects: whether to keep the state at the end of the call for another process.
         collected: that state, packed; ``None`` before the regular end.
         in_hand: how a training leaves the model, for the evaluations that follow.
@@ -145,7 +145,7 @@ class Run:
         self.sources: dict[Phase, list[Source]] = {}
         self.session: Session | None = None
         self.settings = ExitStack()
-        self.constructor_calls = ConstructorCalls()
+        self.fresh = FreshStart()
         self.owners = Owners()
 
     def _make_bus(self) -> Bus:
@@ -372,8 +372,7 @@ class Run:
         self.call.show(session)
         for plugin in self.plugins.values():
             plugin.context = session.context
-        if is_assigned_later(type(self.model), "context"):
-            vars(self.model)["context"] = session.context
+        vars(self.model)["_run_context"] = session.context
         self.loop._attach(session)
 
     def make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
@@ -387,14 +386,15 @@ class Run:
             sources=self.sources,
             plugins=self.plugins,
             phase=phase,
+            run_folder=self.folder,
             loop_states=LoopStates(self.call.roots.fit, LOOP_PATH, carries=False),
             owner_states=self.owners,
         )
 
     def _forget_session(self) -> None:
-        for owner in (*self.plugins.values(), self.model):
-            if is_assigned_later(type(owner), "context"):
-                vars(owner).pop("context", None)
+        vars(self.model)["_run_context"] = None
+        for plugin in self.plugins.values():
+            vars(plugin).pop("context", None)
         # A user's engine outlives the run; a process group does not.
         self.engine.replicas.close()
         self.team.close()
@@ -424,8 +424,7 @@ class Run:
             update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
         self._set_places()
         for plugin in self.plugins.values():
-            with naming(plugin, "setup"):
-                plugin.setup()
+            plugin.setup()
         self.datamodule.setup()
 
     def open_saved_source(self, trained: Trained | None) -> Source | None:
@@ -435,7 +434,7 @@ class Run:
         return self.open_source(Phase.TRAINING) if is_saved else None
 
     def find_owners(self, source: Source | None = None) -> None:
-        """Find who holds state, right after the set-up."""
+        """Find who holds state, and what a training starts with, right after the set-up."""
         self.owners = find_owners(
             self.plugins,
             self.model,
@@ -444,6 +443,8 @@ class Run:
             loop=(LOOP_PATH, self.call.roots.fit),
             source=source,
         )
+        if self.call.phase is Phase.TRAINING:
+            self.fresh = read_fresh(self.model, self.datamodule, self.plugins, self.owners.parts)
 
     def set_up(self, *, is_inference: bool, is_resumed: bool = False) -> None:
         """Set up everything."""
@@ -455,8 +456,7 @@ class Run:
         if self.engine.device.type != "cpu":
             # A trainer and its model know each other, so a run that was dropped keeps its memory.
             gc.collect()
-        with self.constructor_calls.recording():
-            again = build_networks(self.model, self.engine, run, is_inference=is_inference)
+        again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         self.settings.enter_context(again)
         if not is_inference:
             set_train_mode(self.model, warns=not is_resumed)

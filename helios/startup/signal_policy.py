@@ -264,14 +264,14 @@ class Interruptions:
     found: ClassVar[dict[int, Interrupted]] = {}
 
 
-def _is_interactive() -> bool:
+def is_interactive() -> bool:
     """Return whether the user types the next statement: in a notebook, IPython or a console."""
     return sys.flags.interactive > 0 or "ps1" in vars(sys)
 
 
 def remember(error: Interrupted, signals: Signals) -> None:
     """Let the next call raise an interruption again: its script has not ended, but must."""
-    if signals.on_interrupt == "raise" and not _is_interactive():
+    if signals.on_interrupt == "raise" and not is_interactive():
         Interruptions.found[os.getpid()] = error
 
 
@@ -291,6 +291,6 @@ def find_swallowed(signals: Signals) -> Interrupted | None:
 def raise_interrupted(error: Interrupted, signals: Signals) -> NoReturn:
     """Raise what has interrupted a call, in the way that suits the session."""
     remember(error, signals)
-    if _is_interactive():
+    if is_interactive():
         raise KeyboardInterrupt(error.reason)
     raise error

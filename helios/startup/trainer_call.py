@@ -7,9 +7,7 @@ call may be asked for by ``helios replay``, which runs the script of the user.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -145,11 +143,6 @@ class RuntimeState:
         return vars(fresh) | {"queue": self.queue}
 
 
-def _find_words() -> tuple[str, ...]:
-    # A child of multiprocessing has the command line of its start method.
-    return () if multiprocessing.parent_process() is not None else tuple(sys.orig_argv)
-
-
 @dataclasses.dataclass
 class Call:
     """One call of fit, validate, test or predict.
@@ -168,7 +161,6 @@ class Call:
         reason_to_load: why it is not, if no checkpoint was asked for; empty for other models.
         handed: the state of a trained model, for ranks that set it up again.
         replay: the part of a run that is only repeated, once it is found; ``None`` to train.
-        words: the command line with which the user has started Python; empty if unknown.
         torch_seed: what PyTorch was seeded with when the trainer was called.
         checkpoint: the checkpoint that an evaluation was asked to load.
         choice: what that means.
@@ -187,7 +179,6 @@ class Call:
     reason_to_load: str = dataclasses.field(init=False)
     handed: Trained | None = None
     replay: Stretch | None = None
-    words: tuple[str, ...] = dataclasses.field(default_factory=_find_words)
     torch_seed: int = dataclasses.field(default_factory=torch.initial_seed)
     checkpoint: Choice = "auto"
     choice: CheckpointChoice = dataclasses.field(init=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from helios.checkpoint.store import CheckpointStore
-from helios.core.declared_values import flatten_params
+from helios.core.plain_values import flatten_params
 from helios.core.rng import get_default_seed
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
@@ -47,16 +47,6 @@ Change: TypeAlias = Literal[
     "is_distributed",
     "mixture",
     "precision",
-    "command",
-    "program",
-    "options",
-    "versions",
-    "libraries",
-    "environment",
-    "switches",
-    "data",
-    "parameters",
-    "code",
     "params",
     "optimizer",
 ]
@@ -69,7 +59,7 @@ PARAMS = "params."
 
 def allows(allowed: str, param: str) -> bool:
     """Whether a name in ``allow_changes`` allows another value of a parameter, or of its group."""
-    return f"{PARAMS}{param}.".startswith(f"{allowed}.")
+    return f"{param}.".startswith(f"{allowed}.")
 
 
 def refusal(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
@@ -305,17 +295,11 @@ def _require_chkpt_root(it: Options) -> None:
         raise refusal("chkpt_root", rule, None, "Pass the folder for new checkpoints.")
 
 
-def _require_evidence(it: Options) -> None:
-    if it.reproducibility == "strict" and it.ledger == "off":
-        rule = '"warn" with ledger="off": without evidence there is nothing to compare with'
-        raise refusal("reproducibility", rule, "strict", "Omit ledger.")
-
-
 def _require_declared(it: Options) -> None:
     """Refuse to allow changes of parameters that are not declared."""
     for name in it.allow_changes:
         asked = name.removeprefix(PARAMS)
-        if asked != name and not any(allows(name, each) for each in it.params):
+        if asked != name and not any(allows(asked, each) for each in it.params):
             known = ", ".join(f'"{PARAMS}{each}"' for each in it.params) or "none"
             rule = f"declared parameters ({known})"
             raise refusal("allow_changes", rule, name, "Correct the name.")
@@ -371,7 +355,6 @@ class Row:
         check: checks a value on its own.
         needs: raises if other options do not allow the value.
         is_alike: whether all processes of a run must have the same value.
-        is_recorded: whether the manifest of a start holds it.
         defines_run: whether a resume with another value is refused, unless it is allowed.
         ends_run: whether it says where a run ends; another value is allowed.
         without: what the option has no effect without.
@@ -381,7 +364,6 @@ class Row:
     check: Check
     needs: Callable[[Options], None] | None = None
     is_alike: bool = False
-    is_recorded: bool = True
     defines_run: bool = False
     ends_run: bool = False
     without: str = ""
@@ -407,8 +389,7 @@ class Options:
     run_name: str = field(metadata=_row(_FILE_NAME))
     random_seed: int | None = field(metadata=_row(_SEED, is_alike=True, defines_run=True))
     init: str = field(metadata=_row(_one_of("setup", "keyed"), is_alike=True, defines_run=True))
-    # The manifest has them as a topic of their own, and checkpoints their history.
-    params: dict[str, Any] = field(metadata=_row(_params, is_recorded=False))
+    params: dict[str, Any] = field(metadata=_row(_params))
     src_root: Path | None = field(metadata=_row(_existing_folder))
     import_prefix: str = field(
         metadata=_row(
@@ -498,14 +479,6 @@ class Options:
     ledger: str = field(
         metadata=_row(
             _one_of("steps", "off", remedy="Omit it for a line per iteration."),
-        )
-    )
-    reproducibility: str = field(
-        metadata=_row(
-            _one_of("warn", "strict", remedy="Omit it for a warning."),
-            needs=_require_evidence,
-            without="chkpt_root",
-            is_idle=lambda it: it.reproducibility == "strict" and it.chkpt_root is None,
         )
     )
     skip_batches: tuple[int, ...] = field(

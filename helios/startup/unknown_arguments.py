@@ -25,7 +25,7 @@ _PROCESSES = "nproc for the processes, num_replicas, sharding; or start the scri
 _ROOT = "chkpt_root"
 _CLIP = "clip_norm"
 _LIMITS = "batch_limits={Phase.TRAINING: 10, ...}"
-_LOGGERS = "plugins=[CSVLogger(...), Tracker(...)], or enable_tensorboard with run_path"
+_LOGGERS = "plugins=[CSVLogger(...), WandbLogger(...)], or enable_tensorboard with run_path"
 _RESUME = "resume=<path>; by default a run continues from its newest checkpoint"
 _BEST = 'store=CheckpointStore(keep_best=KeepBest(1, "loss", mode="min"))'
 _HERE = "trainer.fit(model, datamodule)"

@@ -24,19 +24,15 @@ from torch.utils.hooks import RemovableHandle
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
 from helios.state_graph import unsupported_values as reasons
-from helios.state_graph.attribute_rules import OF_MODULES
 from helios.state_graph.graph import (
     BUFFERS,
     MODULES,
     PARAMETERS,
-    PARTS,
     Cell,
     Graph,
     Table,
-    is_flat_tuple,
 )
 from helios.state_graph.object_names import has_state, path_of
-from helios.state_graph.registered_hooks import has_hooks
 from helios.state_graph.state_dict_coverage import Coverage
 from helios.state_graph.values import (
     ATOMS,
@@ -96,26 +92,7 @@ class Made:
         self.cells, self.tables, self.opaque = graph.cells, graph.tables, graph.opaque
         self.types = set(graph.types)
         self.late: set[str] = set()
-        self._keys = _keys_of_untouched(graph.tables)
         graph.release()
-
-    def untouched(self, name: str, module: nn.Module) -> dict[Any, Any] | None:
-        """Return the attributes of a module if all are atoms, and none has changed since setup."""
-        held, keys = vars(module), self._keys.get(name)
-        if keys is None or tuple(held) != keys or has_hooks(module):
-            return None
-        table = self.tables[name]
-        if table.kind is not type(module) or held.get("_non_persistent_buffers_set"):
-            return None
-        for key, slot in table.slots.items():
-            value = held.get(key, held)
-            # Other cells have forgotten their values.
-            is_same = value is slot or (
-                type(slot) is Cell and type(value) is tuple and slot.part is value
-            )
-            if not is_same and key not in PARTS:
-                return None
-        return table.slots
 
     def mark_as_changed(self, nodes: Mapping[str, Any]) -> None:
         """Treat what was restored as changed: the next checkpoint needs it too."""
@@ -168,22 +145,6 @@ class Made:
             if name not in self.tables and f"{name}.".startswith(begins) and begins:
                 self.late.add(name)
                 self.tables[name] = _without_parts(table)
-
-
-def _keys_of_untouched(tables: Mapping[str, Table]) -> dict[str, tuple[Any, ...]]:
-    """Return all keys of modules whose attributes cannot change in place, by name."""
-    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    found: dict[str, tuple[Any, ...]] = {}
-    for name, table in tables.items():
-        if isinstance(table.part, nn.Module):
-            slots, keys = table.slots, tuple(vars(table.part))
-            own = {key for key in keys if key not in OF_MODULES}
-            is_untouched = all(
-                type(slot) is not Cell or is_flat_tuple(slot.part) for slot in slots.values()
-            )
-            if is_untouched and own == slots.keys() - PARTS:
-                found[name] = known.setdefault(keys, keys)
-    return found
 
 
 def _mark_parts_as_changed(slots: dict[Any, Any], record: Mapping[str, Any]) -> None:

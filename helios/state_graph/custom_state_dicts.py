@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -147,14 +147,14 @@ def _odd_networks(found: ObjectNames) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in found.all_modules().items()
-        if _is_odd(found.networks.of(module), found.untouched)
+        if _is_odd(found.networks.of(module))
     }
 
 
-def _is_odd(network: Network, untouched: Collection[int]) -> bool:
+def _is_odd(network: Network) -> bool:
     if not all(is_known(getattr(kind, name)) for kind in network.kinds for name in _WRITERS):
         return True
-    for table in [vars(part) for _, part in network.modules if id(part) not in untouched]:
+    for table in [vars(part) for _, part in network.modules]:
         own = [table[name] for name in _WRITERS if name in table]
         if not all(map(is_known, (*own, *table.get("_state_dict_hooks", {}).values()))):
             return True

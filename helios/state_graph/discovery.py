@@ -419,7 +419,6 @@ class Discovery:
             None if self._baseline is None else self._baseline.tops,
             Outside() if is_alone else self._outside(),
             PLAIN if self._is_data else (),
-            (lambda name, part: None) if self._baseline is None else self._baseline.made.untouched,
             self.values.clock,
             self.values.times.add,
         )

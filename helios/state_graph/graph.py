@@ -313,7 +313,7 @@ class Graph(Scanner):
             self._unit = ""
 
     def _enter_network(self, path: str, network: nn.Module) -> None:
-        names, known = self.found.names, self.found.untouched
+        names = self.found.names
         for place, part in self.found.networks.of(network).modules:
             number, held = id(part), vars(part)
             self._unit = f"{path}.{place}" if place else path
@@ -321,31 +321,13 @@ class Graph(Scanner):
                 continue
             self._entered.add(number)
             name = names.get(number, self._unit)
-            if number in known:
-                table = self.tables[name] = Table(name, part, known[number])
-            else:
-                begin = self.rules.clock()
-                table = self._scan_with_hooks(name, part, self.found.members.get(number, ()))
-                self.rules.add_time(self._unit, self.rules.clock() - begin)
-            if number not in known or not self._has_parts(table.slots, held):
-                self._add_parts(table, held)
+            begin = self.rules.clock()
+            table = self._scan_with_hooks(name, part, self.found.members.get(number, ()))
+            self.rules.add_time(self._unit, self.rules.clock() - begin)
+            self._add_parts(table, held)
             self._enter_tensors(held.get("_parameters"))
             self._enter_tensors(held.get("_buffers"))
         self._unit = ""
-
-    def _has_parts(self, slots: Mapping[Any, Any], held: Mapping[str, Any]) -> bool:
-        """Return whether a module, none of whose buffers is hidden, has the parts in its slots."""
-        names = self.found.names
-        for part in (PARAMETERS, BUFFERS):
-            now, known = held[part[0]], slots.get(part, {})
-            if len(now) != len(known):
-                return False
-            for key, tensor in now.items():
-                name = None if tensor is None else names.get(id(tensor), False)
-                if name is False or known.get(key, False) != name:
-                    return False
-        kids = held["_modules"]
-        return bool(slots.get(MODULES, ()) == tuple([(k, names.get(id(kids[k]))) for k in kids]))
 
     def _add_parts(self, table: Table, held: Mapping[str, Any]) -> None:
         """Add the names of the parts of a module."""

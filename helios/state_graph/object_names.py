@@ -101,7 +101,6 @@ class Rules:
         outside: what other owners save.
         data_types: the only types that count as attributes of the owner, besides generators;
             empty for all.
-        untouched: returns the attributes of a module, by its name, if none has changed since setup.
         clock: returns the time in seconds.
         add_time: receives the seconds that the walk spends on an attribute or a module.
     """
@@ -112,7 +111,6 @@ class Rules:
     tops: frozenset[str] | None = None
     outside: Outside = field(default_factory=Outside)
     data_types: tuple[type, ...] = ()
-    untouched: Callable[[str, nn.Module], dict[Any, Any] | None] = lambda name, part: None
     clock: Callable[[], float] = lambda: 0.0
     add_time: Callable[[str, float], object] = lambda unit, seconds: None
 
@@ -175,7 +173,6 @@ class ObjectNames:
         nameless: names of tensors that only an inner optimizer holds.
         tables: the ids of the tables of optimizers, which are saved with these.
         members: the attributes of each object that its state may leave out, by id.
-        untouched: those of modules in which none has changed since setup, all atoms, by id.
     """
 
     def __init__(self, owner: object, rules: Rules) -> None:
@@ -191,7 +188,6 @@ class ObjectNames:
         self.nameless: set[str] = set()
         self.tables: dict[int, str] = {}
         self.members: dict[int, list[tuple[str, Any]]] = {}
-        self.untouched: dict[int, dict[Any, Any]] = {}
         self.outside_names = rules.outside.names
         self._named: set[str] = set()
         self._done: set[str] = set()
@@ -445,13 +441,8 @@ class ObjectNames:
                 yield path, part
             return
         for name, inner in self.networks.of(part).modules:
-            if id(inner) in self.untouched:
-                continue
             place = f"{path}.{name}" if name else path
-            slots = self.rules.untouched(self.names.get(id(inner), place), inner)
-            if slots is not None:
-                self.untouched[id(inner)] = slots
-            elif may_hold_more(inner) and not self.rules.is_declared(place):
+            if may_hold_more(inner) and not self.rules.is_declared(place):
                 yield place, inner
 
     def _name_members(self, path: str, optimizer: Optimizer) -> None:

@@ -93,6 +93,11 @@ class Owners:
         for found in self._found.values():
             found.values.safe_types = tuple(safe_types)
 
+    @property
+    def parts(self) -> dict[str, object]:
+        """The objects by name, without data sets."""
+        return {name: owner.part for name, owner in self._owners.items() if not owner.is_data}
+
     def limit(self, num_bytes: int) -> None:
         """Limit the bytes of plain values that each owner may have in a checkpoint."""
         for found in self._found.values():

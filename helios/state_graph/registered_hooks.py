@@ -35,8 +35,7 @@ def hooks_of(found: ObjectNames) -> dict[str, tuple[Any, ...]]:
         if isinstance(part, nn.Module):
             network = found.networks.of(part)
             for name, module in network.modules:
-                tables = {} if id(module) in found.untouched else _tables_of(module)
-                if tables:
+                if tables := _tables_of(module):
                     _note(hooks, (path, name), tables)
             for name, tensor in network.parameters:
                 if tables := _tables_of(tensor):

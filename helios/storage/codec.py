@@ -160,7 +160,8 @@ def write_file(path: Path, tree: Any, *, hashes: bool = False) -> str:
     Returns:
         The digest of the file; empty without ``hashes``.
     """
-    with files.create(path) as handle, DigestWriter(handle, hashes=hashes) as writer:
+    with files.create(path) as handle:
+        writer = DigestWriter(handle, hashes=hashes)
         write_encoded(writer, tree)
         digest = writer.digest()
         files.fsync(handle)

@@ -3,9 +3,6 @@
 It is a POSIX record lock, which the system releases when the process ends. Child processes do not
 inherit it, so it is released even if loader workers outlive a killed run. It is also released when
 the process closes any descriptor of the file, so the file is opened only once.
-
-Another lock is shared with a process that this one starts to do work of its own, and that may live
-on for a moment after this one is killed: it is free once both have ended.
 """
 
 from __future__ import annotations
@@ -20,8 +17,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -40,7 +35,6 @@ _HELD_BY_ANOTHER = frozenset((errno.EACCES, errno.EAGAIN))
 _MAX_BYTES = 4096
 _PATIENCE = 10.0
 _PAUSE = 0.1
-_REMEDY = "give this run another chkpt_root, or its model another save_name"
 
 
 class _Held:
@@ -64,7 +58,6 @@ class FolderLock:
         folder: the folder of the run.
         makes_folder: whether to create a missing folder; if not, nothing is locked then.
         name: name of the lock file; locks with different names do not exclude each other.
-        remedy: what the error says that the second run can use instead.
     """
 
     def __init__(
@@ -73,12 +66,10 @@ class FolderLock:
         *,
         makes_folder: bool = True,
         name: str = LOCK_NAME,
-        remedy: str = _REMEDY,
     ) -> None:
         self._folder = folder
         self._makes_folder = makes_folder
         self._name = name
-        self._remedy = remedy
         self._descriptor: int | None = None
         self._key: tuple[int, int] | None = None
         self._has_warned = False
@@ -243,7 +234,8 @@ class FolderLock:
     def _describe(self, owner: str) -> FolderInUseError:
         return FolderInUseError(
             f"The folder {self._folder} is in use by another run: {owner}. Wait for that run to "
-            f"end or stop it, and start again; or {self._remedy}."
+            "end or stop it, and start again; or give this run another chkpt_root, or its model "
+            "another save_name."
         )
 
 
@@ -283,62 +275,3 @@ def _read_owner(descriptor: int) -> str:
         return f"process {owner['pid']} on {owner['host']} locked it at {owner['since']}"
     except (OSError, ValueError, TypeError, KeyError):
         return "another process has locked it"
-
-
-if sys.platform != "win32":
-    import fcntl
-
-_STDIN = 0
-
-
-class InheritedLock:
-    """A lock on a file.
-
-    On Windows, nothing is locked.
-
-    Args:
-        path: the lock file; created if missing.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def acquire(self) -> None:
-        """Acquire the lock.
-
-        Raises:
-            FolderInUseError: if another process has it, or one that it has started.
-        """
-        if sys.platform == "win32" or self._descriptor is not None:
-            return
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(descriptor)
-            raise FolderInUseError(
-                f"A process that sends what {self._path.parent} contains, for an earlier start, "
-                "is still running. Wait for its end, or kill it."
-            ) from error
-        self._descriptor = descriptor
-
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Let processes that are started in this block inherit the lock, as standard input."""
-        if self._descriptor is None:
-            yield
-            return
-        before = os.dup(_STDIN)
-        os.dup2(self._descriptor, _STDIN)
-        try:
-            yield
-        finally:
-            os.dup2(before, _STDIN)
-            os.close(before)
-
-    def release(self) -> None:
-        """Release the lock of this process; those that have inherited it keep it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None

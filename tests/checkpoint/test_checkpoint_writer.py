@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +18,7 @@ from helios.checkpoint.checkpoint_writer import PlainWriter
 from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder
 from helios.errors import SaveError, StateError
 from helios.state import TrainingState
-from helios.storage import codec, files
+from helios.storage import files
 from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import make_payload, make_sidecar, names
 
@@ -129,15 +126,6 @@ def test_the_file_holds_what_was_there_at_the_call(make: MakeWriter, gate: Gate)
     assert model["view"].untyped_storage().data_ptr() == model["live"].untyped_storage().data_ptr()
 
 
-@pytest.mark.shows("S4")
-def test_without_a_thread_the_file_is_there_when_the_call_returns(
-    make: MakeWriter,
-) -> None:
-    writer = make(is_async=False)
-    assert save(writer, 1).exists()
-    assert writer.newest is not None
-
-
 @pytest.mark.shows("S2")
 def test_a_save_in_flight_counts_as_saved_and_the_next_one_waits_for_it(
     make: MakeWriter, gate: Gate
@@ -156,16 +144,6 @@ def test_a_save_in_flight_counts_as_saved_and_the_next_one_waits_for_it(
     assert writer.newest == writer._folder.path / "run_epoch_1_iter_2.pth"
     assert writer.has(at(1))
     assert writer.has(at(2))
-
-
-@pytest.mark.shows("S4")
-def test_objects_that_nobody_can_copy_are_written_before_the_call_returns(
-    make: MakeWriter, gate: Gate
-) -> None:
-    gate.is_open.set()
-    writer = make()
-    payload = make_payload(1, 1, extra=torch.Size((2, 3)), half=Half(torch.ones(3)))
-    assert writer.save(payload).exists()
 
 
 class Half:
@@ -222,24 +200,6 @@ def test_a_refused_last_save_is_raised_at_the_end(
     assert caught.value.__cause__ is disk.error
 
 
-@pytest.mark.shows("S6")
-def test_a_sidecar_is_not_left_behind_by_a_rename_that_fails(
-    make: MakeWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace = files.replace
-
-    def refuse(source: Path, target: Path) -> None:
-        if target.suffix == ".pth":
-            raise OSError(errno.EIO, "Input/output error")
-        replace(source, target)
-
-    monkeypatch.setattr(files, "replace", refuse)
-    writer = make()
-    path = save(writer, 1)
-    writer.wait()
-    assert names(path.parent) == []
-
-
 @pytest.mark.shows("S7")
 @pytest.mark.parametrize(
     ("options", "error"),
@@ -274,18 +234,6 @@ def test_the_memory_of_the_copies_is_one_state_and_given_back(
     assert writer._thread.buffers.num_bytes == 0
 
 
-def test_a_failure_of_torch_while_it_writes_is_named(
-    make: MakeWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(handle: Any, tree: Any) -> None:
-        raise RuntimeError("a fault of torch")
-
-    monkeypatch.setattr(codec, "write_encoded", fail)
-    writer = make(is_async=False)
-    with pytest.raises(RuntimeError, match="a fault of torch"):
-        save(writer, 1)
-
-
 @pytest.mark.shows("S4")
 def test_without_memory_for_a_copy_saves_wait_for_the_disk(
     make: MakeWriter,
@@ -300,71 +248,3 @@ def test_without_memory_for_a_copy_saves_wait_for_the_disk(
     assert save(writer, 1).exists()
     assert "too little memory" in caplog.text
     assert len(caplog.records) == 1
-
-
-def test_a_copy_that_fails_in_the_middle_costs_no_save(
-    make: MakeWriter,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    writer = make()
-    allocate = HostBuffers._allocate
-
-    def refuse_large(buffers: HostBuffers, size: int) -> torch.UntypedStorage:
-        return allocate(buffers, size if size < 1000 else 1 << 60)
-
-    monkeypatch.setattr(HostBuffers, "_allocate", refuse_large)
-    path = save(writer, 1, large=torch.ones(1000))
-    assert "too little memory" in caplog.text
-    assert load_model(path)["large"].sum() == 1000
-
-
-@contextlib.contextmanager
-def _interruption() -> Iterator[None]:
-    """Send a SIGINT that reaches nothing after the block, however early the block ends."""
-    main = threading.main_thread().ident
-    assert main is not None
-    # A shell starts what runs in the background with SIGINT ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    interrupter = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
-    interrupter.start()
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        interrupter.join()
-        signal.signal(signal.SIGINT, before)
-
-
-def test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short(
-    make: MakeWriter, gate: Gate
-) -> None:
-    """A second Ctrl-C, or one in a notebook: the folder may be another run's when fit has left."""
-    writer = make()
-    path = save(writer, 1)
-    assert gate.has_come.wait(150)
-    for act in (partial(finish, writer), writer.close):
-        opener = threading.Timer(0.3, gate.is_open.set if act == writer.close else str)
-        opener.start()
-        with pytest.raises(KeyboardInterrupt), _interruption():
-            act()
-        opener.join()
-    assert path.exists()
-    assert not [thread for thread in threading.enumerate() if thread.name == "helios-checkpoint"]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs fork")
-def test_a_process_that_is_forked_meanwhile_does_not_wait_for_the_writer(
-    make: MakeWriter, gate: Gate
-) -> None:
-    writer = make()
-    path = save(writer, 1)
-    assert gate.has_come.wait(150)
-    child = os.fork()
-    if child == 0:
-        writer.close()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    gate.is_open.set()
-    finish(writer)
-    assert path.exists()

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,8 +26,8 @@ def _compare(folder: Path, one: Any, other: Any) -> Any:
 
 
 @pytest.mark.shows("P13")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("start", [-1.5, -0.0, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("start", [-0.0, 1.5])
 def test_distances_are_counted_in_units_of_the_last_place(
     dtype: torch.dtype, start: float, tmp_path: Path
 ) -> None:
@@ -44,23 +43,14 @@ def test_distances_are_counted_in_units_of_the_last_place(
     assert found.max_ulp == (6 if start == 0 else 5)
 
 
-def test_the_whole_range_of_a_type_is_no_overflow(tmp_path: Path) -> None:
-    top = torch.tensor([torch.finfo(torch.float64).max], dtype=torch.float64)
-    (found,) = _compare(tmp_path, top, -top).tensors
-    bits = int(np.float64(top.item()).view(np.uint64))
-    assert found.max_ulp == 2 * bits + 1
-
-
 @pytest.mark.parametrize(
     ("one", "other"),
     [
         (torch.tensor([0.0]), torch.tensor([-0.0])),
-        (torch.tensor([True, False]), torch.tensor([True, True])),
-        (torch.tensor([1j]), torch.tensor([2j])),
         (torch.tensor([1, 2]), torch.tensor([2, 1])),
         (torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse()),
     ],
-    ids=["sign of zero", "bool", "complex", "exchanged", "sparse"],
+    ids=["sign of zero", "exchanged", "sparse"],
 )
 def test_every_type_is_compared(one: Any, other: Any, tmp_path: Path) -> None:
     assert not _compare(tmp_path, one, other).is_equal
@@ -70,25 +60,6 @@ def test_every_type_is_compared(one: Any, other: Any, tmp_path: Path) -> None:
 def test_not_a_number_is_equal_to_itself(tmp_path: Path) -> None:
     nan = torch.tensor([math.nan, 1.0])
     assert _compare(tmp_path, nan, nan.clone()).is_equal
-
-
-@pytest.mark.parametrize(
-    "other", [torch.ones(2, 3), torch.ones(6, dtype=torch.int32)], ids=["shape", "type"]
-)
-def test_another_form_is_named(other: Any, tmp_path: Path) -> None:
-    (found,) = _compare(tmp_path, torch.ones(6), other).tensors
-    assert found.what == "type or shape"
-
-
-def test_a_tensor_of_one_file_only_is_named(tmp_path: Path) -> None:
-    one = _write(tmp_path / "one.pth", {"a": torch.ones(2), "b": torch.ones(2)})
-    other = _write(tmp_path / "other.pth", {"b": torch.ones(2), "c": torch.ones(2)})
-    found = compare_checkpoints(one, other)
-    assert found.num_tensors == 1
-    assert {each.path: each.what for each in found.tensors} == {
-        "model.a": f"only in {one}",
-        "model.c": f"only in {other}",
-    }
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

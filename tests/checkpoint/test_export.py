@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -71,17 +70,6 @@ class Two(One):
         return (self.heads[0](self.net(batch[0])) * self.scale).square().sum()
 
 
-class Own(One):
-    """A model with a state_dict of its own, under the names of wrappers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {f"_orig_mod.module.{key}": v for key, v in self.net.state_dict().items()}
-        return {"net": state, "opt": self.optimizer.state_dict(), "step": 3}
-
-    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
-        """Not needed here."""
-
-
 def train(model: helios.Model, root: Path, **options: Any) -> Path:
     """Train two steps, and return the checkpoint."""
     trainer = helios.Trainer(
@@ -135,13 +123,6 @@ def test_one_network_keeps_its_own_names_compiled_or_not(is_compiled: bool, tmp_
     assert is_same(state, fresh)
 
 
-def test_versions_of_classes_come_along_in_pt(tmp_path: Path) -> None:
-    path = train(One(), tmp_path)
-    write_weights(tmp_path / "x.pt", select_weights(content_of(path)), kind="pt", metadata={})
-    state = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert state._metadata["norm"] == {"version": 2}
-
-
 @pytest.mark.shows("S28")
 def test_several_networks_stand_under_their_attributes(tmp_path: Path) -> None:
     model = Two()
@@ -171,22 +152,6 @@ def test_an_average_stands_in_for_the_weights(tmp_path: Path) -> None:
         select_weights(content_of(path), average="swa")
 
 
-def test_a_state_of_the_models_own_gives_all_but_optimizers(tmp_path: Path) -> None:
-    model = Own()
-    path = train(model, tmp_path)
-    state = export(path, tmp_path / "all")
-    assert list(state) == [f"net.{key}" for key in model.net.state_dict()]
-    assert is_same(export(path, tmp_path / "net", network="net"), model.net)
-    with pytest.raises(ArgumentError, match=r"'net', 'opt', 'step'"):
-        select_weights(content_of(path), network="model")
-
-
-def test_names_that_would_become_one_stay_as_they_are() -> None:
-    tensors = {"a": torch.zeros(1), "_orig_mod.a": torch.ones(1)}
-    found = select_weights({"model": {"net": tensors}}, network="net")
-    assert list(found.tensors) == ["a", "_orig_mod.a"]
-
-
 def test_a_checkpoint_without_weights_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="no weights"):
         select_weights(make_payload(1, 1) | {"model": {"opt": {"state": {}, "param_groups": []}}})
@@ -194,36 +159,6 @@ def test_a_checkpoint_without_weights_is_an_error() -> None:
 
 def weights_of(**tensors: torch.Tensor) -> Weights:
     return Weights(tensors)
-
-
-@pytest.mark.shows("S28")
-def test_every_kind_of_tensor_is_the_same_in_both_formats(tmp_path: Path) -> None:
-    base = torch.arange(12, dtype=torch.float32)
-    weights = weights_of(
-        half=base.to(torch.bfloat16),
-        turned=base.view(3, 4).t(),
-        part=base[2:5],
-        wide=base[:1].expand(4),
-        empty=torch.zeros(0, 3),
-        other_empty=torch.zeros(0),
-        scalar=torch.tensor(3),
-        flags=torch.tensor([True, False]),
-        conjugate=torch.tensor([1 + 2j]).conj(),
-    )
-    write_weights(tmp_path / "x.safetensors", weights, kind="safetensors", metadata={})
-    found = load_file(tmp_path / "x.safetensors")
-    assert set(found) == set(weights.tensors)
-    for name, tensor in weights.tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor.resolve_conj())
-
-
-@pytest.mark.shows("S28")
-def test_the_header_of_safetensors_says_where_the_weights_come_from(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    write_weights(path, weights_of(a=torch.zeros(1)), kind="safetensors", metadata={"epoch": "3"})
-    with safe_open(path, framework="pt") as opened:
-        assert opened.metadata() == {"epoch": "3"}
 
 
 def test_a_file_is_never_written_over_unasked(tmp_path: Path) -> None:
@@ -260,8 +195,3 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(kind: str, tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_text() == "old"
     assert [part.name for part in tmp_path.iterdir()] == ["x"]
-
-
-def test_an_export_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a training would load it"):
-        write_weights(tmp_path / "run_epoch_1_iter_2.pth", weights_of(), kind="pt", metadata={})

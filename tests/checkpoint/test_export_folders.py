@@ -8,7 +8,6 @@ import pickle
 import re
 import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from helios.checkpoint import status
-from helios.checkpoint.export import Weights, select_weights
+from helios.checkpoint.export import Weights
 from helios.checkpoint.export_folders import (
     NOTE_NAME,
     DistributedCheckpoint,
@@ -33,10 +30,7 @@ from helios.checkpoint.shard_index import INDEX_NAME, RECORD_NAME
 from helios.checkpoint.store import RunFolder
 from helios.cli import main
 from helios.cli.conversions import FORMATS
-from helios.core import sharded_tensors
-from helios.errors import ArgumentError, CheckpointError, FolderInUseError
-from helios.storage import files
-from helios.storage.folder_lock import FolderLock
+from helios.errors import ArgumentError, CheckpointError
 from tests.checkpoint.helpers import make_payload, make_sidecar, names, save_payload
 from tests.checkpoint.sharded_helpers import save_network
 from tests.support.scripts import call
@@ -127,35 +121,6 @@ def test_every_kind_of_tensor_has_its_bytes_in_every_format(
     assert is_equal(load(kind, path.with_suffix(f".{kind}"), state), state)
 
 
-def test_types_that_no_sharded_checkpoint_holds_have_their_bytes_too(tmp_path: Path) -> None:
-    state = {
-        "tiny": torch.arange(5.0).to(torch.float8_e4m3fn),
-        "unsigned": torch.arange(5).to(torch.uint16),
-        "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
-    }
-    for kind, layout in LAYOUTS.items():
-        write_folder(tmp_path / kind, Weights(state), layout, metadata={})
-        like = {name: torch.zeros(part.shape, dtype=part.dtype) for name, part in state.items()}
-        found = load_dcp(tmp_path / kind) if kind == "dcp" else load(kind, tmp_path / kind, like)
-        assert is_equal(found, state)
-
-
-def load_dcp(path: Path) -> State:
-    target = path.with_name("converted.pt")
-    dcp_to_torch_save(path, target)
-    found: State = torch.load(target, weights_only=True)
-    return found
-
-
-@pytest.mark.shows("P98")
-@pytest.mark.parametrize("form", SAVES)
-def test_torch_converts_the_folder_to_a_plain_state(form: str, tmp_path: Path) -> None:
-    state = make_state()
-    path = SAVES[form](RunFolder(tmp_path / "run"), state)
-    assert run(path, "dcp", "--out", tmp_path / "out") == 0
-    assert is_equal(load_dcp(tmp_path / "out"), state)
-
-
 @pytest.mark.shows("P98")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("form", SAVES)
@@ -194,56 +159,6 @@ def test_tensors_are_spread_over_files_that_an_index_names(tmp_path: Path) -> No
     assert is_equal(load("huggingface", out, state), state)
 
 
-def test_what_fits_is_one_file_without_an_index(tmp_path: Path) -> None:
-    state = {"a": torch.zeros(2), "b": torch.zeros(1)}
-    write_folder(tmp_path / "x", Weights(state), HuggingFace(12), metadata={})
-    assert names(tmp_path / "x") == [NOTE_NAME, "model.safetensors"]
-
-
-class Memory(bytearray):
-    """Memory of a tensor that can be watched."""
-
-
-KEEPS_ALL = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="PyTorch 2.6 keeps all tensors until the end"
-)
-
-
-@pytest.mark.shows("P98")
-@pytest.mark.parametrize(
-    ("kind", "limit"), [("huggingface", 4_800), pytest.param("dcp", 2_400, marks=KEEPS_ALL)]
-)
-def test_memory_is_needed_for_one_file_or_one_tensor(
-    kind: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {f"layer.{number}": torch.full((3, 100), float(number)) for number in range(12)}
-    means = {name: part.double() for name, part in state.items()}
-    _, tree = status.look_into(save_network(RunFolder(tmp_path / "run"), state, means))
-    alive, most = [0], [0]
-
-    def watch(tensor: torch.Tensor) -> torch.Tensor:
-        # Whoever keeps a view of it keeps its memory.
-        memory = Memory(tensor.nbytes)
-        found = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-        alive[0] += found.nbytes
-        most[0] = max(most[0], alive[0])
-        weakref.finalize(memory, lambda size=found.nbytes: alive.__setitem__(0, alive[0] - size))
-        return found.copy_(read(tensor))
-
-    read = sharded_tensors.read_deferred
-    monkeypatch.setattr(sharded_tensors, "read_deferred", watch)
-    layout = HuggingFace(2_400) if kind == "huggingface" else DistributedCheckpoint()
-    write_folder(tmp_path / "plain", select_weights(tree), layout, metadata={})
-    assert 1_200 <= most[0] <= limit / 2 + 1_200 * (kind == "dcp")
-    most[0] = 0
-    weights = select_weights(tree, average="ema")
-    assert not most[0], "read before it is written"
-    write_folder(tmp_path / "mean", weights, layout, metadata={})
-    # The average, and what becomes of it.
-    assert 2_400 <= most[0] <= limit + 2_400
-    assert is_equal(load(kind, tmp_path / "mean", state), state)
-
-
 def small(value: float = 0.0) -> Weights:
     return Weights({"a": torch.full((2,), value)})
 
@@ -265,95 +180,6 @@ def test_an_export_is_replaced_only_if_asked_for(kind: str, tmp_path: Path) -> N
     assert names(tmp_path) == ["out"]
 
 
-@pytest.mark.shows("P99")
-def test_an_export_is_not_replaced_from_inside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, layout = tmp_path / "out", LAYOUTS["dcp"]
-    write_folder(path, small(1.0), layout, metadata={})
-    monkeypatch.chdir(path)
-    for place in (Path(), Path("..")):
-        with pytest.raises(ArgumentError, match=r"a folder with a name.*got \.+\. Write out"):
-            write_folder(place, small(2.0), layout, metadata={}, replaces=True)
-    assert value_in("dcp", path) == 1.0
-    assert names(tmp_path) == ["out"]
-
-
-@pytest.mark.shows("P99")
-def test_nothing_but_an_export_is_ever_replaced(tmp_path: Path) -> None:
-    path, layout = tmp_path / "out", LAYOUTS["huggingface"]
-    path.mkdir()
-    (path / "thesis.tex").write_text("mine")
-    with pytest.raises(ArgumentError, match="not a folder that Helios has exported"):
-        write_folder(path, small(), layout, metadata={}, replaces=True)
-    (path / "thesis.tex").rename(tmp_path / "file")
-    with pytest.raises(ArgumentError, match="not a folder that Helios has exported"):
-        write_folder(tmp_path / "file", small(), layout, metadata={}, replaces=True)
-    path.rmdir()
-    write_folder(path, small(), layout, metadata={})
-    (path / "tokenizer.json").write_text("mine")
-    with pytest.raises(ArgumentError, match=r"also holds tokenizer\.json"):
-        write_folder(path, small(), layout, metadata={}, replaces=True)
-    assert names(path) == [NOTE_NAME, "model.safetensors", "tokenizer.json"]
-    (tmp_path / "link").symlink_to(path)
-    with pytest.raises(ArgumentError, match="not a folder that Helios has exported"):
-        write_folder(tmp_path / "link", small(), layout, metadata={}, replaces=True)
-    assert names(tmp_path) == ["file", "link", "out"]
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.shows("P99")
-@pytest.mark.parametrize("name", ["out.tmp", "out.replaced.tmp"])
-def test_what_is_in_the_way_is_removed_only_if_an_export_left_it(name: str, tmp_path: Path) -> None:
-    path, layout = tmp_path / "out", LAYOUTS["huggingface"]
-    write_folder(path, small(1.0), layout, metadata={})
-    other = tmp_path / name
-    other.mkdir()
-    (other / "mine").write_text("mine")
-    with pytest.raises(CheckpointError, match="is in the way"):
-        write_folder(path, small(2.0), layout, metadata={}, replaces=True)
-    assert value_in("huggingface", path) == 1.0
-    (other / NOTE_NAME).write_text((path / NOTE_NAME).read_text())
-    write_folder(path, small(2.0), layout, metadata={}, replaces=True)
-    assert value_in("huggingface", path) == 2.0
-    assert names(tmp_path) == ["out"]
-
-
-@pytest.mark.shows("P99")
-def test_two_processes_do_not_export_to_one_folder(tmp_path: Path) -> None:
-    refused = pytest.raises(FolderInUseError, match="Another process is exporting")
-    with FolderLock(tmp_path, name=".out.lock"), refused:
-        write_folder(tmp_path / "out", small(), LAYOUTS["dcp"], metadata={})
-    write_folder(tmp_path / "out", small(), LAYOUTS["dcp"], metadata={})
-    assert names(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_an_export_is_not_named_like_a_checkpoint(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a training would load it"):
-        write_folder(tmp_path / "run_epoch_1_iter_2.ckpt", small(), LAYOUTS[kind], metadata={})
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_no_export_is_put_into_a_checkpoint(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = save_network(RunFolder(tmp_path / "run"), make_state())
-    before = names(path)
-    assert run(path, kind, "--out", path / "out") == 2
-    assert "must not be in the folder of a checkpoint" in capsys.readouterr().err
-    assert names(path) == before
-
-
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_what_a_format_cannot_hold_is_named(kind: str, tmp_path: Path) -> None:
-    weights = Weights({"a": torch.zeros(2), "b": torch.zeros(2, 2).to_sparse()})
-    with pytest.raises(CheckpointError, match=r"b is torch\.sparse_coo.*Export to pt"):
-        write_folder(tmp_path / "x", weights, LAYOUTS[kind], metadata={})
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_full_disk_leaves_the_old_folder_and_no_other(kind: str, tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
@@ -371,25 +197,6 @@ def test_a_full_disk_leaves_the_old_folder_and_no_other(kind: str, tmp_path: Pat
     assert names(tmp_path) == ["x"]
 
 
-@pytest.mark.shows("P99")
-def test_a_rename_that_fails_brings_the_old_folder_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, layout = tmp_path / "x", LAYOUTS["huggingface"]
-    write_folder(path, small(1.0), layout, metadata={})
-    replace = files.replace
-
-    def fail(source: Path, target: Path) -> None:
-        if source.name == "x.tmp":
-            raise PermissionError("not now")
-        replace(source, target)
-
-    monkeypatch.setattr(files, "replace", fail)
-    with pytest.raises(PermissionError):
-        write_folder(path, small(2.0), layout, metadata={}, replaces=True)
-    assert value_in("huggingface", path) == 1.0
-
-
 class Bomb:
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -403,8 +210,16 @@ _RANK = "rank-00001-of-00003.safetensors"
 
 @pytest.mark.shows("P100")
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", [RECORD_NAME, INDEX_NAME, _RANK, "foreign.pkl"])
-@pytest.mark.parametrize("damage", ["a flipped bit", "truncated", "missing", "a pickle"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (RECORD_NAME, "a pickle"),
+        (INDEX_NAME, "missing"),
+        (_RANK, "a flipped bit"),
+        (_RANK, "truncated"),
+        ("foreign.pkl", "a pickle"),
+    ],
+)
 def test_a_damaged_folder_is_refused_by_name_and_nothing_is_written(
     kind: str, name: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -421,10 +236,9 @@ def test_a_damaged_folder_is_refused_by_name_and_nothing_is_written(
     if damage == "missing":
         part.unlink()
     before = names(path.parent)
-    is_whole = name == "foreign.pkl" and damage == "missing"
-    assert run(path, kind) == (0 if is_whole else 1)
-    assert (name in capsys.readouterr().err) != is_whole
-    assert (names(path.parent) == before) != is_whole
+    assert run(path, kind) == 1
+    assert name in capsys.readouterr().err
+    assert names(path.parent) == before
     assert not mark.exists()
 
 
@@ -481,11 +295,7 @@ def test_transformers_loads_the_folder_with_every_byte_and_tie(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "base_model.model.block.query.lora_A.default.weight",
-        "encoder.block.lora_B.default.weight",
-        "base_model.model.block.ia3_l.default",
-    ],
+    ["base_model.model.block.query.lora_A.default.weight", "encoder.block.lora_B.default.weight"],
 )
 def test_adapters_are_refused_with_what_works_instead(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,9 +15,6 @@ NAMES = [
     "",
     "epoch_1_iter_2",
     "a_epoch_9_iter_9_epoch_8_iter_8",
-    "epoch",
-    "my_iter_epoch_7_run.v2",
-    "run_epoch_5",
     "läuft",
 ]
 
@@ -69,7 +66,6 @@ STEM = "run_epoch_3_iter_100"
         ("", STEM),
         (STEM + "_acc_0.89", STEM + "_acc_0.89"),
         ("acc_0.89", STEM + "_acc_0.89"),
-        ("7", STEM + "_7"),
         (STEM + "-best", STEM + "-best"),
     ],
 )
@@ -83,13 +79,9 @@ def test_metadata_replaces_the_name_if_it_begins_with_it_and_is_appended_else(
     "returned",
     [
         "a/b",
-        STEM + "/best",
-        "a\\b",
         "x" * 240,
         STEM + "0",
         "best_epoch_1_iter_2",
-        STEM + "_epoch_4_iter_4",
-        None,
         3,
     ],
 )
@@ -111,12 +103,6 @@ def test_the_last_checkpoint_has_the_highest_pair_and_not_the_highest_iteration(
     assert file_names.find_last_checkpoint(tmp_path) == tmp_path / "r_epoch_10_iter_4.pth"
 
 
-@pytest.mark.shows("H23")
-def test_the_first_state_of_all_is_found(tmp_path: Path) -> None:
-    touch(tmp_path, "r_epoch_0_iter_0.pth")
-    assert file_names.find_last_checkpoint(tmp_path) == tmp_path / "r_epoch_0_iter_0.pth"
-
-
 def test_partial_damaged_and_foreign_files_and_folders_are_no_checkpoints(tmp_path: Path) -> None:
     touch(
         tmp_path,
@@ -129,39 +115,15 @@ def test_partial_damaged_and_foreign_files_and_folders_are_no_checkpoints(tmp_pa
     assert file_names.find_last_checkpoint(tmp_path) == tmp_path / "r_epoch_1_iter_1.pth"
 
 
-def test_no_folder_and_no_file_give_none(tmp_path: Path) -> None:
-    assert file_names.find_last_checkpoint(None) is None
-    assert file_names.find_last_checkpoint(tmp_path) is None
-    assert file_names.find_last_checkpoint(tmp_path / "missing") is None
-
-
-def test_a_damaged_file_never_takes_the_name_of_an_earlier_one(tmp_path: Path) -> None:
-    path = tmp_path / "r_epoch_1_iter_1.pth"
-    seen = set()
-    for _ in range(3):
-        target = file_names.damaged_path(path)
-        target.touch()
-        assert file_names.is_damaged(target)
-        assert not file_names.is_checkpoint(target)
-        seen.add(target)
-    assert len(seen) == 3
-
-
 @pytest.mark.parametrize(
     ("file", "name", "expected"),
     [
         ("run_epoch_3_iter_100.pth", "run", True),
         ("run_epoch_3_iter_100_accuracy_0.89.pth", "run", True),
-        ("run_epoch_3_iter_100-best_epoch_3_iter_100.pth", "run", True),
         ("epoch_1_iter_2_epoch_3_iter_4.pth", "epoch_1_iter_2", True),
-        ("my_epoch_run_epoch_3_iter_4.pth", "my_epoch_run", True),
         ("my_run_epoch_3_iter_100.pth", "run", False),
         ("run2_epoch_3_iter_100.pth", "run", False),
-        ("run_epoch_3_iter_100.pth", "run2", False),
-        ("runs_epoch_3_iter_100_run_epoch_3_iter_100.pth", "run", False),
         ("run_epoch_1_iter_2_epoch_3_iter_4.pth", "run", False),
-        ("run_epoch_3_iter_10_x_epoch_3_iter_1.pth", "run", False),
-        ("run_epoch_03_iter_1.pth", "run", False),
         ("run.pth", "run", False),
     ],
 )

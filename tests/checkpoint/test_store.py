@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import PlainWriter
 from helios.checkpoint.store import CheckpointStore, PendingCheckpoint, RunFolder
-from helios.errors import DamagedCheckpointError, StateError
 from helios.storage import digest, files
-from tests.checkpoint.helpers import is_same, make_payload, make_sidecar, names, save, save_payload
+from tests.checkpoint.helpers import make_payload, make_sidecar, names, save
 
 
 @pytest.fixture
@@ -39,29 +34,6 @@ def test_a_checkpoint_is_a_file_and_a_sidecar_with_its_digest(folder: RunFolder)
     assert table["version"]
 
 
-def test_what_was_saved_is_loaded(folder: RunFolder) -> None:
-    save(folder, 1, 3, extra=np.float32(0.5))
-    loaded = folder.load_newest()
-    assert loaded is not None
-    assert is_same(loaded.payload, make_payload(1, 3, extra=np.float32(0.5)))
-    assert loaded.sidecar is not None
-    assert loaded.sidecar.metrics == {"loss": 0.25}
-
-
-def test_a_new_folder_has_no_checkpoint(folder: RunFolder) -> None:
-    assert folder.load_newest() is None
-    assert folder.entries() == []
-    folder.clean()
-    assert folder.move_aside() is None
-    assert not folder.path.exists()
-
-
-def test_entries_are_sorted_by_epoch_and_iteration(folder: RunFolder) -> None:
-    for place in [(10, 4), (2, 50), (2, 6)]:
-        save(folder, *place)
-    assert [(e.epoch, e.iteration) for e in folder.entries()] == [(2, 6), (2, 50), (10, 4)]
-
-
 @pytest.mark.shows("R41", "S18")
 def test_a_committed_pair_is_not_written_again_whatever_its_metadata(folder: RunFolder) -> None:
     path = save(folder, 1, 3)
@@ -75,37 +47,6 @@ def test_a_committed_pair_is_not_written_again_whatever_its_metadata(folder: Run
     assert PlainWriter(again, describe).save(make_payload(1, 3, other=1)) == path
     assert path.read_bytes() == before
     assert len(names(folder.path)) == 2
-
-
-def test_a_value_that_cannot_be_loaded_is_named_and_leaves_no_file(folder: RunFolder) -> None:
-    with pytest.raises(StateError, match=r"^model\.history\[1\] "):
-        save(folder, 1, 1, history=[1, object()])
-    assert not folder.path.exists()
-
-
-@pytest.mark.parametrize(
-    ("stem", "sidecar", "text"),
-    [
-        ("run_epoch_1_iter_2", make_sidecar(1, 1), r"iteration\) \(1, 1\) / \(1, 2\)"),
-        ("run_epoch_1_iter_1", make_sidecar(1, 2), r"iteration\) \(1, 1\) / \(1, 2\)"),
-        ("run_epoch_1_iter_1", make_sidecar(1, 1, num_replicas=2), "num_replicas 1 / 2"),
-        ("run", make_sidecar(1, 1), "must name"),
-    ],
-)
-def test_a_save_that_would_be_refused_later_is_refused_now(
-    folder: RunFolder, stem: str, sidecar: Any, text: str
-) -> None:
-    with pytest.raises(StateError, match=text):
-        save_payload(folder, make_payload(1, 1), stem=stem, sidecar=sidecar)
-    assert not folder.path.exists()
-
-
-@pytest.mark.shows("H18")
-def test_a_payload_without_a_required_key_is_refused(folder: RunFolder) -> None:
-    payload = make_payload(1, 1)
-    del payload["rng"]
-    with pytest.raises(StateError, match="lacks 'rng'"):
-        save_payload(folder, payload, stem="run_epoch_1_iter_1", sidecar=make_sidecar(1, 1))
 
 
 @pytest.mark.shows("H28")
@@ -170,16 +111,6 @@ def test_retention_deletes_file_and_sidecar_but_not_the_one_resumed_from(tmp_pat
 
 
 @pytest.mark.shows("S11")
-def test_the_file_goes_before_its_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = RunFolder(tmp_path, CheckpointStore(keep_last=1))
-    save(folder, 1, 1)
-    removed: list[str] = []
-    monkeypatch.setattr(files, "unlink", lambda path, **kwargs: removed.append(path.suffix))
-    save(folder, 1, 2)
-    assert removed == [".pth", ".json"]
-
-
-@pytest.mark.shows("S11")
 def test_a_deletion_that_fails_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,16 +140,6 @@ def test_the_end_of_a_run_is_noted_under_the_same_digest(folder: RunFolder) -> N
     assert len(names(folder.path)) == 2
 
 
-def test_the_end_of_a_run_cannot_be_noted_without_a_sidecar(
-    folder: RunFolder, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = save(folder, 1, 1)
-    file_names.sidecar_path(path).unlink()
-    folder.mark_finished(path, "stopped")
-    assert "no sidecar" in caplog.text
-    assert names(folder.path) == [path.name]
-
-
 @pytest.mark.shows("U2")
 def test_cleaning_removes_what_a_kill_left_and_nothing_else(folder: RunFolder) -> None:
     path = save(folder, 1, 1)
@@ -239,66 +160,6 @@ def test_cleaning_removes_what_a_kill_left_and_nothing_else(folder: RunFolder) -
     assert path.exists()
 
 
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise OSError(errno.EROFS, "Read-only file system", str(args[0]))
-
-
-def test_what_a_kill_left_on_a_read_only_disk_is_told_of_and_stays(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(folder, 1, 1)
-    (folder.path / "run_epoch_1_iter_2.pth.tmp").write_bytes(b"half")
-    (folder.path / "run_epoch_1_iter_3.json.tmp").write_bytes(b"{")
-    present = names(folder.path)
-    monkeypatch.setattr(files, "unlink", _refuse)
-    folder.clean()
-    assert names(folder.path) == present
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "iter_2.pth.tmp" in caplog.text
-    assert folder.load_newest() is not None
-
-
-def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over_and_written_again(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(folder, 1, 1)
-    path = save(folder, 1, 2)
-    path.write_bytes(path.read_bytes()[:-100])
-    present = names(folder.path)
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "replace", _refuse)
-        loaded = folder.load_newest()
-    assert loaded is not None
-    assert file_names.parse(loaded.path) == (1, 1)
-    assert names(folder.path) == present
-    assert "iter_2.pth could not be renamed" in caplog.text
-    assert folder.find(1, 2) is None
-    assert save(folder, 1, 2) == folder.find(1, 2) == path
-    assert is_same(folder.load(path).payload, make_payload(1, 2))
-
-
-def test_where_all_are_damaged_and_none_can_be_renamed_no_start_begins_afresh(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(folder, 1, 1).write_bytes(b"")
-    monkeypatch.setattr(files, "replace", _refuse)
-    with pytest.raises(DamagedCheckpointError, match=r"iter_1\.pth"):
-        folder.load_newest()
-
-
-def test_what_is_protected_by_any_way_that_leads_to_it_stays(
-    folder: RunFolder, tmp_path: Path
-) -> None:
-    paths = [save(folder, 1, iteration) for iteration in (1, 2, 3)]
-    (tmp_path / "link.pth").symlink_to(paths[0])
-    (tmp_path / "folder").symlink_to(folder.path)
-    keeping = RunFolder(folder.path, CheckpointStore(keep_last=1))
-    keeping.protect(tmp_path / "link.pth")
-    keeping.protect(tmp_path / "folder" / paths[1].name)
-    save(keeping, 1, 4)
-    assert [entry.iteration for entry in keeping.entries()] == [1, 2, 4]
-
-
 def test_everything_of_the_run_is_moved_aside_and_nothing_else(folder: RunFolder) -> None:
     save(folder, 1, 1)
     save(folder, 1, 2)
@@ -313,80 +174,3 @@ def test_everything_of_the_run_is_moved_aside_and_nothing_else(folder: RunFolder
     assert names(folder.path) == [target.name, "notes.txt"]
     assert folder.load_newest() is None
     assert RunFolder(target).load(target / "run_epoch_1_iter_2.pth").sidecar is not None
-
-
-def test_a_second_move_in_the_same_second_takes_another_name(folder: RunFolder) -> None:
-    save(folder, 1, 1)
-    first = folder.move_aside()
-    save(folder, 1, 1)
-    second = folder.move_aside()
-    assert first != second
-    assert first is not None
-    assert second is not None
-    assert names(first) == names(second)
-
-
-def test_the_checkpoint_to_start_from_stays(folder: RunFolder) -> None:
-    save(folder, 1, 1)
-    save(folder, 1, 2)
-    target = folder.move_newer_aside(1)
-    assert target is not None
-    stay = ["run_epoch_1_iter_1.json", "run_epoch_1_iter_1.pth"]
-    assert names(folder.path) == [target.name, *stay]
-
-
-def test_without_digest_the_file_is_checked_by_its_own_sums(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, CheckpointStore(digest=False))
-    path = save(folder, 1, 1)
-    loaded = folder.load(path)
-    assert loaded.sidecar is not None
-    assert loaded.sidecar.digest == ""
-    data = bytearray(path.read_bytes())
-    data[data.find(torch.arange(50.0).numpy().tobytes())] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(DamagedCheckpointError):
-        folder.load(path)
-
-
-def test_saving_many_checkpoints_says_nothing(
-    folder: RunFolder, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        for iteration in range(3):
-            save(folder, 1, iteration)
-        folder.load_newest()
-    assert caplog.text == ""
-
-
-def test_an_error_of_the_disk_names_the_checkpoint_and_keeps_its_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object) -> None:
-        # As the system does for a file that is open.
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
-    monkeypatch.setattr(files, "fsync", refuse)
-    with pytest.raises(OSError, match=r"run_epoch_1_iter_2\.pth") as caught:
-        save(RunFolder(tmp_path), 1, 2)
-    assert type(caught.value) is OSError
-    assert caught.value.errno == errno.EDQUOT
-
-
-@pytest.mark.parametrize(("options", "expected"), [({}, 0), ({"keep_last": 2}, 1)])
-def test_a_commit_lists_its_folder_once_at_most(
-    options: dict[str, Any], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = RunFolder(tmp_path / "run", CheckpointStore(**options))
-    save(folder, 1, 1)
-    listed: list[Any] = []
-    scandir = os.scandir
-
-    def note(path: Any) -> Any:
-        listed.append(path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", note)
-    save(folder, 1, 2)
-    assert len(listed) == expected
-    assert folder.find(1, 2) is not None
-    assert len(listed) == expected + 1

@@ -540,5 +540,5 @@ def test_the_module_is_the_command(root: Path) -> None:
 def test_every_command_is_listed_once() -> None:
     assert set(commands._COMMANDS) == {
         *("ls", "inspect", "verify", "diff", "replay"),
-        *("report", "compare", "send", "export", "doctor", "migrate"),
+        *("report", "compare", "export", "doctor", "migrate"),
     }

@@ -16,23 +16,17 @@ from helios.cli import main
 
 @pytest.mark.shows("P74")
 def test_the_doctor_shows_versions_devices_and_settings(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("OMP_PROC_BIND", "spread")
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    versions = found["versions"]
-    assert versions["helios"] == helios.__version__
-    assert versions["python_build"].endswith(platform.python_version())
-    assert (versions["torch"], versions["numpy"]) == (torch.__version__, np.__version__)
-    assert len(found["gpu"].get("devices", ())) == torch.cuda.device_count()
-    assert found["switches"]["threads"] == torch.get_num_threads()
-    assert found["environment"]["OMP_PROC_BIND"] == "spread"
+    assert (found["helios"], found["python"]) == (helios.__version__, platform.python_version())
+    assert (found["torch"], found["numpy"]) == (torch.__version__, np.__version__)
+    assert found["threads"] == str(torch.get_num_threads())
+    assert {"device", "deterministic_algorithms", "matmul_precision"} <= found.keys()
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in shown
-    assert f"threads={torch.get_num_threads()}" in shown
-    assert "OMP_PROC_BIND=spread" in shown
+    assert all(value in shown for value in found.values())
 
 
 @pytest.mark.shows("P74")

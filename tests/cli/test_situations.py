@@ -36,7 +36,6 @@ READ = {
     "replay": ["replay", "RUN"],
     "report": ["report", "RUN", "--out", "OUT/report.html"],
     "compare": ["compare", "RUN", "OTHER", "--plot", "OUT/compare.png"],
-    "send": ["send", "RUN"],
     "export": ["export", "RUN", "--to", "pt", "--out", "OUT/weights.pt"],
     "migrate": ["migrate", "RUN"],
 }
@@ -126,7 +125,7 @@ def test_every_command_ends_with_a_code_and_a_message(
     make_run(other)
     out.mkdir()
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    usual = {"replay": 2, "send": 2}
+    usual = {"replay": 2}
     with FolderLock(folder):
         code = main(words_of(command, folder, other, out))
     printed = capsys.readouterr()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.core.loss_means import as_number, as_numbers
+from helios.core.loss_means import as_number
 from helios.errors import UsageError
 
 
@@ -24,8 +24,3 @@ def test_a_number_or_a_tensor_of_one_element_is_a_number(value: Any) -> None:
 def test_anything_else_is_an_error_that_names_it(value: Any) -> None:
     with pytest.raises(UsageError, match=r"must be a single number, but 'loss' is"):
         as_number("loss", value)
-
-
-def test_scores_that_are_no_single_numbers_are_left_out() -> None:
-    scores = {"a": 1, 2: torch.tensor([0.5]), "c": torch.zeros(2), "d": "text", "e": None}
-    assert as_numbers(scores) == {"a": 1.0, "2": 0.5}

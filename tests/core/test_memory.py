@@ -6,7 +6,6 @@ import itertools
 import math
 import struct
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,17 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.two_tensor import TwoTensor
 
 from helios.core.memory import same
 from tests.support.ranks import run_ranks
 
 _OTHER_NAN = struct.unpack("d", struct.pack("Q", 0xFFF8000000000001))[0]
 
-_TYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2),
-    *(torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int16, torch.int64),
-]
+_TYPES = [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.bool]
 
 
 @pytest.mark.parametrize("dtype", _TYPES, ids=str)
@@ -60,39 +55,6 @@ def test_zeros_have_a_sign_and_a_nan_equals_itself() -> None:
             assert same(left, right) == (one == other), (left, right)
 
 
-def test_a_view_that_is_read_otherwise_is_not_the_memory_itself() -> None:
-    one = torch.tensor([[1 + 2j, 3 - 1j], [0j, 5j]])
-    assert not same(one, one.conj())
-    assert same(one.conj(), one.conj().clone())
-    assert not same(one, one.t())
-    assert not same(one.imag, one.conj().imag)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: torch.eye(2).to_sparse(), lambda: torch.eye(2, device="meta")],
-)
-def test_tensors_without_plain_bytes_are_the_same_as_themselves_only(make: Any) -> None:
-    one = make()
-    assert same(one, one)
-    assert not same(one, make())
-    assert not same(one, torch.eye(2))
-
-
-class Own(Tensor):
-    """A subclass with memory of its own."""
-
-
-def test_tensors_of_other_classes_are_compared_by_what_is_inside() -> None:
-    one = torch.arange(3.0)
-    assert same(one.as_subclass(Own), one.clone().as_subclass(Own))
-    assert not same(one.as_subclass(Own), (one + 1).as_subclass(Own))
-    pair = TwoTensor(one, -one)
-    assert same(pair, TwoTensor(one.clone(), -one))
-    assert not same(pair, TwoTensor(one.clone(), one))
-    assert not same(pair, one)
-
-
 def _compare_shards(rank: int) -> tuple[bool, ...]:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(6.0).reshape(3, 2)
@@ -123,37 +85,12 @@ def test_of_sharded_tensors_each_process_compares_its_shard() -> None:
         (1, True),
         (1, 1.0),
         ([1], (1,)),
-        ({"a": 1}, {"b": 1}),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
         ({"a": 1}, OrderedDict(a=1)),
-        ([1, 2], [1]),
-        (np.zeros(2), np.zeros((2, 1))),
         (np.zeros(2), np.zeros(2, np.float32)),
-        (np.array([None, 1]), np.array([None, True])),
         (torch.zeros(1), np.zeros(1, np.float32)),
-        (None, 0),
-        ("1", 1),
     ],
 )
 def test_values_of_other_types_or_members_are_not_the_same(one: Any, other: Any) -> None:
     assert not same(one, other)
     assert not same(other, one)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: {"a": [1, (torch.zeros(2), "text")], 2: None},
-        lambda: np.array([[1, None], ["a", 2.5]], dtype=object),
-        lambda: (Path("a"), {1, 2}, b"bytes", np.float32(1), OrderedDict(a=math.nan)),
-    ],
-)
-def test_nested_values_are_compared_by_their_members(make: Any) -> None:
-    assert same(make(), make())
-
-
-def test_masked_arrays_are_the_same_with_the_same_mask() -> None:
-    one = np.ma.masked_array([0.0, 1.0], mask=[True, False])
-    assert same(one, one.copy())
-    assert not same(one, np.ma.masked_array([0.0, 1.0], mask=[False, True]))
-    assert not same(one, np.ma.masked_array([0.0, 2.0], mask=[True, False]))

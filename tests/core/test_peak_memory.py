@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-
-from helios.core import utils
-from helios.core.utils import find_peak_memory, peak_text
 
 _SCRIPT = """
 import sys
@@ -30,18 +24,3 @@ def test_the_peak_of_memory_is_not_that_of_the_process_that_started_this_one() -
     command = [sys.executable, "-c", _SCRIPT, "800", _CHILD]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert 20 << 20 < int(done.stdout) < 700 << 20
-
-
-def test_a_peak_by_another_name_names_its_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    status = tmp_path / "status"
-    status.write_bytes(b"Name:\tpython\nVmHWM:\t  204800 kB\nVmRSS:\t 1024 kB\n")
-    monkeypatch.setattr(utils, "_STATUS", status)
-    assert peak_text(find_peak_memory()) == "peak 200 MiB"
-    for content in (b"Name:\tpython\n", None):
-        status.unlink()
-        if content is not None:
-            status.write_bytes(content)
-        assert find_peak_memory()["memory"] >= 1 << 24, "in bytes"
-        assert peak_text(find_peak_memory()).endswith(" (ru_maxrss)")

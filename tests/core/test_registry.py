@@ -28,20 +28,6 @@ def test_a_registered_object_is_returned_and_found_by_its_name() -> None:
     assert str(registry) == "thing"
 
 
-def test_a_suffix_is_part_of_the_name() -> None:
-    registry = Registry("thing")
-    registry.register(Thing, suffix="new")
-    assert registry.get("Thing_new") is Thing
-    assert registry.get("Thing", suffix="new") is Thing
-    assert "Thing" not in registry
-
-
-def test_a_name_without_the_suffix_comes_first() -> None:
-    registry = Registry("thing")
-    registry.register(Thing)
-    assert registry.get("Thing", suffix="new") is Thing
-
-
 def test_a_second_object_of_the_same_name_is_refused() -> None:
     registry = Registry("thing")
     registry.register(Thing)
@@ -80,22 +66,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_only_modules_that_register_something_are_imported(package: Path) -> None:
     update_all_registries(package)
     assert sorted(FOUND.keys()) == ["Deep", "Top"]
-
-
-def test_sub_packages_can_be_left_out(package: Path) -> None:
-    update_all_registries(package, recurse=False)
-    assert list(FOUND.keys()) == ["Top"]
-
-
-def test_a_package_inside_another_is_imported_by_its_prefix(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outer = tmp_path / "outer"
-    outer.mkdir()
-    (outer / "__init__.py").touch()
-    package.rename(outer / "registering")
-    update_all_registries(outer / "registering", import_prefix="outer")
-    assert FOUND.get("Deep").__module__ == "outer.registering.sub.deep"
 
 
 @pytest.mark.parametrize(("name", "rule"), [("file.txt", "be a folder"), ("folder", "__init__")])

@@ -19,7 +19,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core import signal_watch
-from helios.core.signal_watch import SignalReceiver, held_back, noted_signals, signal_name
+from helios.core.signal_watch import SignalReceiver, held_back, noted_signals
 from helios.data.workers import WorkerInit, end_workers
 
 ECHO = 0.2
@@ -124,13 +124,6 @@ def test_a_process_that_is_to_exit_by_itself_is_ended_by_no_signal() -> None:
     assert process.exitcode == 0
 
 
-def test_a_handler_of_the_user_is_restored_in_such_a_process_too(found: Callable[..., Any]) -> None:
-    receiver = SignalReceiver([signal.SIGTERM])
-    with receiver.installed():
-        receiver.stay()
-    assert signal.getsignal(signal.SIGTERM) is found
-
-
 @pytest.mark.shows("S14")
 def test_a_second_interrupt_is_obeyed_and_an_echo_of_the_first_is_not() -> None:
     receiver = SignalReceiver([signal.SIGINT])
@@ -147,16 +140,6 @@ def test_a_second_interrupt_is_obeyed_and_an_echo_of_the_first_is_not() -> None:
                 press_and_wait()
             # Once for each: cleaning up must not be cut off by the same one again.
             pass_time(0.05)
-
-
-def test_other_signals_may_come_again_and_before_an_interrupt() -> None:
-    receiver = SignalReceiver([signal.SIGTERM, signal.SIGINT])
-    with receiver.installed():
-        send(signal.SIGTERM)
-        pass_time(1.5 * ECHO)
-        send(signal.SIGTERM, signal.SIGINT)
-        pass_time(0.05)
-        assert receiver.take() == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.mark.shows("S14")
@@ -176,34 +159,6 @@ def test_it_gives_up_after_the_grace_and_says_on_what() -> None:
         assert moment - began >= 0.1
         pass_time(0.2)
     assert len(numbers) == 1
-
-
-@pytest.mark.parametrize("is_before", [True, False])
-def test_who_makes_progress_has_all_the_time(is_before: bool) -> None:
-    numbers: list[int] = []
-    receiver = SignalReceiver([signal.SIGUSR2], grace=0.1, give_up=numbers.append)
-    with receiver.installed():
-        if is_before:
-            receiver.wait_without_end()
-        send(signal.SIGUSR2)
-        receiver.wait_without_end()
-        pass_time(0.3)
-    assert not numbers
-
-
-def test_a_forked_process_obeys_and_wakes_nobody_here(found: Callable[..., Any]) -> None:
-    """A pool, for one, ends its processes by SIGTERM, and waits for that."""
-    numbers: list[int] = []
-    receiver = SignalReceiver([signal.SIGUSR1, signal.SIGUSR2], grace=0.05, give_up=numbers.append)
-    with receiver.installed():
-        child = FORK.Process(target=send, args=(signal.SIGUSR1,))
-        child.start()
-        child.join()
-        code = child.exitcode
-        child.close()
-        pass_time(0.2)
-    assert code == -signal.SIGUSR1
-    assert (receiver.first, numbers) == ("", [])
 
 
 class Sender(Dataset):
@@ -245,18 +200,6 @@ def test_loader_workers_ignore_what_the_training_notes(method: str) -> None:
     assert receiver.first == ""
 
 
-def test_workers_of_other_loaders_do_nothing_on_a_ctrl_c() -> None:
-    with SignalReceiver(NUMBERS[1:]).installed():
-        loader = DataLoader(_Interrupted(), num_workers=1, multiprocessing_context=FORK)
-        assert [int(batch) for batch in loader] == [0, 1]
-
-
-class _Interrupted(Sender):
-    def __getitem__(self, index: int) -> int:
-        os.kill(os.getpid(), signal.SIGINT)
-        return index
-
-
 def test_workers_that_stand_still_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     with SignalReceiver(NUMBERS).installed():
@@ -279,26 +222,3 @@ def test_signals_wait_for_a_process_that_does_not_take_them_yet() -> None:
         said = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
     assert "SIGUSR1" in said.stdout
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-
-
-def be_sent_one_early() -> None:
-    receiver = SignalReceiver([signal.SIGUSR1])
-    with held_back([signal.SIGUSR1]):
-        send(signal.SIGUSR1)
-        with receiver.installed():
-            assert receiver.first == "SIGUSR1"
-        assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-
-
-def test_what_was_held_back_comes_when_it_is_noted() -> None:
-    # In a process without other threads, to which the system could give the signal.
-    child = FORK.Process(target=be_sent_one_early)
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    child.close()
-
-
-def test_signals_without_a_name_have_a_number() -> None:
-    assert signal_name(signal.SIGTERM) == "SIGTERM"
-    assert signal_name(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"

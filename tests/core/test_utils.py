@@ -13,18 +13,6 @@ from helios import core
 from helios.version import __version__
 
 
-def test_an_optional_gives_its_value_with_and_without_the_flag() -> None:
-    assert core.get_from_optional(0) == 0
-    assert core.get_from_optional("", raise_on_empty=True) == ""
-
-
-def test_an_empty_optional_is_an_assertion_or_a_runtime_error() -> None:
-    with pytest.raises(AssertionError, match="got None"):
-        core.get_from_optional(None)
-    with pytest.raises(RuntimeError, match="got None"):
-        core.get_from_optional(None, raise_on_empty=True)
-
-
 def test_a_list_stays_the_same_list_and_others_become_one() -> None:
     items = [1, 2]
     assert core.convert_to_list(items) is items
@@ -52,20 +40,6 @@ def test_the_timer_averages_its_newest_records() -> None:
         timer.record()
         averages.append(timer.get_average_time())
     assert averages == [0.0, 1.0, 1.5, 2.5, 3.5]
-
-
-def test_the_timer_does_not_count_what_passed_before_a_start() -> None:
-    times = iter([0.0, 1.0, 100.0, 103.0])
-    timer = core.AverageTimer(clock=lambda: next(times))
-    timer.record()
-    timer.start()
-    timer.record()
-    assert timer.get_average_time() == 2.0
-
-
-def test_a_timer_without_a_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        core.AverageTimer(sliding_window=0)
 
 
 class _Unsafe:

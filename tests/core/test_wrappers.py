@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from helios.core.wrappers import BareNames, match_names, unwrap
+from helios.core.wrappers import BareNames, unwrap
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -50,19 +50,3 @@ def test_a_shared_module_has_both_of_its_names() -> None:
         "b.weight",
         "b.bias",
     ]
-
-
-def test_stored_names_are_matched_with_those_of_the_present_wrappers() -> None:
-    present = ["0.weight", "1.module.bias", "2.scale"]
-    stored = ["module.0.weight", "_orig_mod.module.1.module.bias", "2.scale"]
-    assert match_names(stored, present) == dict(zip(stored, present, strict=True))
-    assert match_names(present, present) == {name: name for name in present}
-
-
-def test_stored_names_that_wrappers_alone_tell_apart_stay() -> None:
-    twice = ["a.weight", "module.a.weight"]
-    assert match_names(twice, ["b.a.weight"]) == {name: name for name in twice}
-    assert match_names(["c.weight"], ["a.weight"]) == {"c.weight": "c.weight"}
-    assert match_names(["module.module.a"], ["a", "module.a"]) == {
-        "module.module.a": "module.module.a"
-    }

@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 
-from helios.data import DataLoaderParams, DataModule, DatasetSplit
-from helios.data.datamodule import Dataset
-from helios.data.loader import create_dataloader
+from helios.data import DataLoaderParams, DataModule
 from helios.data.phase_sources import open_source
 from helios.data.samplers import (
-    ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
 from helios.data.source import Shard
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError
 from tests.data.datasets import FETCH, Indices, as_lists, join, walk_shares
 
 SPLITS = ("train", "valid", "test", "predict")
@@ -51,8 +48,6 @@ def test_without_a_trainer_each_split_has_its_loader() -> None:
         assert isinstance(sampler, ResumableRandomSampler)
         assert sorted(join(as_lists(list(loader)))) == list(range(length))
     module.teardown()
-    with pytest.raises(UsageError, match=r"DataModule\.trainer is not set yet"):
-        module.trainer  # noqa: B018 - reading it is the test
 
 
 def test_a_split_without_data_is_none() -> None:
@@ -61,28 +56,6 @@ def test_a_split_without_data_is_none() -> None:
     for split in SPLITS:
         assert getattr(module, f"{split}_dataset") is None
         assert getattr(module, f"{split}_dataloader")() is None
-
-
-def test_each_call_gives_a_new_pair() -> None:
-    module = Numbers(DataLoaderParams())
-    module.setup()
-    first, second = module.train_dataloader(), module.train_dataloader()
-    assert first is not None
-    assert second is not None
-    assert first[0] is not second[0]
-    assert first[1] is not second[1]
-
-
-def test_options_are_copied_and_a_sampler_in_them_is_not() -> None:
-    sampler = ResumableSequentialSampler(range(10))
-    params = DataLoaderParams(batch_size=2, sampler=sampler)
-    module = Numbers(params)
-    module.setup()
-    params.batch_size = 9
-    pair = module.train_dataloader()
-    assert pair is not None
-    assert pair[1] is sampler
-    assert len(pair[0]) == 5
 
 
 def test_distribution_is_taken_from_the_module_unless_the_options_say() -> None:
@@ -95,17 +68,6 @@ def test_distribution_is_taken_from_the_module_unless_the_options_say() -> None:
     module.params = DataLoaderParams(is_distributed=False)
     module.setup()
     assert module.train_dataloader() is not None
-
-
-def test_the_replicas_are_told_by_whoever_knows_them() -> None:
-    module = Numbers(DataLoaderParams(shuffle=True))
-    module.setup()
-    assert module.num_replicas is None
-    module.is_distributed, module.num_replicas = True, 4
-    for split in SPLITS:
-        _, sampler = getattr(module, f"{split}_dataloader")()
-        assert isinstance(sampler, ResumableDistributedSampler)
-        assert sampler.num_replicas == 4
 
 
 @pytest.mark.parametrize("is_distributed", [None, False, True])
@@ -121,37 +83,6 @@ def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | 
             source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
             (first,) = walk_shares(source, 0)[0]
             assert first.tolist() == [0 if is_distributed is False and pads else 1]
-
-
-def test_the_pair_gives_the_arguments_of_a_loader() -> None:
-    pair = Dataset(Indices(4), DataLoaderParams(batch_size=3))
-    loader, _ = create_dataloader(**pair.dict())
-    assert as_lists(list(loader)) == [[0, 1, 2], [3]]
-
-
-def test_options_are_checked_when_the_data_set_is_made() -> None:
-    with pytest.raises(ArgumentError, match="batch_size"):
-        Numbers({"batch_size": 0}).setup()
-    with pytest.raises(ArgumentTypeError, match="must be a DataLoaderParams or a dict, got 7"):
-        Numbers(7).setup()
-
-
-def test_messages_name_the_split() -> None:
-    module = Numbers(DataLoaderParams())
-    module.setup()
-    module._valid_dataset = module._create_dataset(Indices(0), {})
-    with pytest.raises(ArgumentError, match="The validation data set must contain at least one"):
-        module.valid_dataloader()
-    module._test_dataset = Indices(3)  # type: ignore[assignment]
-    with pytest.raises(ArgumentTypeError, match="test data set of Numbers must be created by"):
-        module.test_dataloader()
-
-
-def test_splits_have_labels() -> None:
-    labels = ["train", "valid", "test"]
-    assert [DatasetSplit.from_str(label) for label in labels] == list(DatasetSplit)
-    with pytest.raises(ValueError, match='must be "train", "valid" or "test", got \'dev\''):
-        DatasetSplit.from_str("dev")
 
 
 def test_a_module_must_say_what_its_data_is() -> None:
@@ -209,14 +140,6 @@ def test_what_is_wrong_among_several_is_named(make: Any, words: str) -> None:
     module._valid_dataset = make(module._valid_dataset)
     with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
         module.valid_dataloader()
-
-
-def test_an_empty_data_set_among_several_is_named() -> None:
-    module = Numbers(DataLoaderParams())
-    module.setup()
-    module._test_dataset = {"full": module._test_dataset, "void": module._create_dataset([], {})}
-    with pytest.raises(ArgumentError, match="The test data set 'void' must contain at least one"):
-        module.test_dataloader()
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda pairs: {"a": pairs[0]}])

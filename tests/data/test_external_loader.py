@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
-from helios.data.samplers import ResumableRandomSampler
 from helios.data.source import ByOwnState, CannotResume, Shard, Source
-from helios.errors import ArgumentError, StateError, UsageError
+from helios.errors import StateError, UsageError
 from tests.data.datasets import FETCH, Augmented, Indices, Lone, as_lists, draw, walk
 
 
@@ -98,32 +97,6 @@ def test_a_stream_is_walked_and_its_last_batch_is_known() -> None:
     assert source.num_batches() is None
     assert isinstance(source.resumes_by, CannotResume)
     assert source.state_dict() == {}
-
-
-def test_a_loader_of_known_length_is_not_asked_ahead() -> None:
-    data = Indices(5)
-    source = open_foreign(DataLoader(data, batch_size=2))
-    batches = Lone(source.batches(0))
-    next(batches)
-    assert data.counts.sum() == 2
-    assert not batches.is_last
-    next(batches)
-    next(batches)
-    assert batches.is_last
-    assert source.num_batches() == 3
-    with pytest.raises(StopIteration):
-        next(batches)
-
-
-def test_whoever_wants_to_know_the_epoch_is_told() -> None:
-    assert as_lists(walk(open_foreign(DataLoader(Stream(), batch_size=None)), 3)) == list(
-        range(3, 8)
-    )
-    sampler = ResumableRandomSampler(range(9), seed=1)
-    loader = DataLoader(Indices(9), batch_size=9, sampler=sampler)
-    first, second = (as_lists(walk(open_foreign(loader), epoch)) for epoch in (0, 1))
-    assert first != second
-    assert sampler.epoch == 1
 
 
 def test_order_and_augmentation_of_a_plain_loader_follow_seed_and_epoch() -> None:
@@ -222,16 +195,6 @@ def test_what_cannot_resume_says_what_would() -> None:
     assert "collate_fn=loader.collate_fn" in remedy_of(plain)
 
 
-def test_a_loop_that_stops_at_the_last_batch_lets_the_loader_run_out() -> None:
-    for kind in (Rewinding, SizedRewinding):
-        loader = kind()
-        batches = Lone(open_foreign(loader).batches(0))
-        while not batches.is_last:
-            next(batches)
-        batches.close()
-        assert loader.num_passes == 1
-
-
 def test_a_loader_that_is_shorter_than_it_says_is_an_error() -> None:
     class Short(SizedRewinding):
         def __len__(self) -> int:
@@ -261,23 +224,6 @@ def test_a_state_that_does_not_fit_the_loader_is_an_error() -> None:
         with_state.load_state_dict({})
 
 
-def test_a_state_is_a_copy() -> None:
-    class Sharing(Rewinding):
-        def state_dict(self) -> dict[str, Any]:
-            return self.__dict__
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.__dict__ = state_dict
-
-    source = open_foreign(Sharing())
-    state = source.state_dict()
-    walk(source, 0)
-    assert state == {"loader": {"position": 0, "num_passes": 0}}
-    source.load_state_dict(state)
-    walk(source, 0)
-    assert state == {"loader": {"position": 0, "num_passes": 0}}
-
-
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_no_worker_of_a_foreign_loader_is_left(is_persistent: bool) -> None:
     loader = DataLoader(Indices(6), num_workers=1, persistent_workers=is_persistent)
@@ -291,64 +237,9 @@ def test_no_worker_of_a_foreign_loader_is_left(is_persistent: bool) -> None:
     source.close()
 
 
-def test_the_description_says_what_can_be_seen() -> None:
-    assert open_foreign(Rewinding()).description == {"loader": "Rewinding"}
-    assert open_foreign(DataLoader(Indices(3))).description == {
-        "loader": "DataLoader",
-        "dataset": "Indices",
-        "fingerprint": None,
-        "length": 3,
-        "num_workers": 0,
-    }
-
-
-def test_a_fetch_of_a_foreign_loader_runs_under_one_thread() -> None:
-    class Threads(Indices):
-        def __getitem__(self, index: int) -> int:
-            return torch.get_num_threads()
-
-    torch.set_num_threads(2)
-    try:
-        assert as_lists(walk(open_foreign(DataLoader(Threads(2))), 0)) == [[1], [1]]
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_opening_a_pass_draws_from_no_generator() -> None:
-    rng.seed_rngs(3)
-    expected = draw()
-    rng.seed_rngs(3)
-    batches = Lone(open_foreign(DataLoader(Indices(5), shuffle=True)).batches(0))
-    assert draw() == expected
-    batches.close()
-
-
 def open_rank(loader: Any, rank: int, num_replicas: int = 3) -> Source:
     share = Shard(num_replicas, range(rank, rank + 1), pads=True)
     return open_source(loader, run_seed=4, purpose=FETCH, share=share)
-
-
-def test_a_foreign_loader_is_that_of_the_one_replica_of_its_process() -> None:
-    # R46: each process has its own, and they may end in different iterations.
-    data = Indices(7)
-    for rank in range(3):
-        sampler = DistributedSampler(data, 3, rank, shuffle=False)
-        source = open_rank(DataLoader(data, batch_size=2, sampler=sampler), rank)
-        batches = source.batches(0)
-        told = [(as_lists(found), batches.is_last, batches.num_samples) for found in batches]
-        assert told == [([[rank, rank + 3]], False, 0), ([[(6, 0, 1)[rank]]], True, 0)]
-        assert (source.num_batches(), source.indices(0)) == (2, None)
-        assert (source.ends_together, source.state_is_per_process) == (False, False)
-    alone = open_foreign(DataLoader(data))
-    assert (alone.ends_together, alone.state_is_per_process) == (True, False)
-
-
-@pytest.mark.parametrize("loader", [DataLoader(Indices(7)), Rewinding(), DataLoader(Stream())])
-def test_a_foreign_loader_cannot_be_dealt_out(loader: Any) -> None:
-    name = type(loader).__name__
-    with pytest.raises(ArgumentError, match=rf"A {name} .* runs replicas \[1, 2\]. Start as many"):
-        open_source(loader, run_seed=4, purpose=FETCH, share=Shard(4, range(1, 3), pads=False))
 
 
 @pytest.mark.parametrize("kind", [Rewinding, SizedRewinding])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,30 +48,6 @@ def test_a_class_is_named_through_its_wrappers() -> None:
     assert describe_class(ConcatDataset([tensors, tensors, Cached(tensors)])) == (
         "ConcatDataset(TensorDataset, Cached(TensorDataset))"
     )
-
-
-def test_what_only_has_a_name_there_wraps_nothing() -> None:
-    assert describe_class(Cached("imagenet")) == "Cached"
-    assert describe_class(Cached([1, 2])) == "Cached"
-
-
-def test_a_wrapper_around_itself_comes_to_an_end() -> None:
-    endless = Cached(None)
-    endless.dataset = endless
-    assert describe_class(endless).startswith("Cached(Cached(")
-    assert find_fingerprint(endless) is None
-
-
-def test_a_class_of_a_script_is_the_class_of_the_same_file_imported(tmp_path: Path) -> None:
-    """``python train.py`` has it in ``__main__``, a launcher in ``train``."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "from helios.data.fingerprint import describe_class\n"
-        "class Words:\n    pass\n"
-        "name = describe_class(Words())\n"
-    )
-    names = [runpy.run_path(str(script), run_name=each)["name"] for each in ("__main__", "train")]
-    assert names == ["Words", "Words"]
 
 
 def test_samples_are_counted_where_the_data_set_says_how_many() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from helios.data.samplers import (
     ResumableSampler,
 )
 from helios.data.source import Source
-from tests.data.datasets import FETCH, Indices, Lone, as_lists, draw, walk
+from tests.data.datasets import FETCH, Indices, Lone, draw, walk
 from tests.data.test_order import Lazy, Remembering, Reusing
 
 LENGTH = 11
@@ -77,10 +76,6 @@ _ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def _num_samples(batch: Any) -> int:
-    return 1 if isinstance(batch, int) else len(batch)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("case", _ORDERS)
@@ -104,12 +99,6 @@ def test_the_indices_are_those_that_are_fetched(case: str, num_workers: int) -> 
         batches.close()
         assert seen == expected, "looking aside has changed the order"
         assert source.indices(epoch, batch=len(seen), sample=sample) is None
-
-
-def test_indices_of_a_changed_batch_size_begin_at_the_sample() -> None:
-    order = [i for batch in as_lists(walk(open_with(batch_size=2, shuffle=True), 0)) for i in batch]
-    source = open_with(batch_size=5, shuffle=True)
-    assert source.indices(0, batch=2, sample=4) == order[4:9]
 
 
 class Careless(ResumableRandomSampler):
@@ -148,21 +137,6 @@ def test_looking_aside_moves_no_generator_and_no_sampler(case: str) -> None:
     assert str(states[1]) == str(after[1])
     assert {name: repr(value) for name, value in getattr(sampler, "__dict__", {}).items()} == before
     assert not loader.keyed_dataset.dataset.counts.any()
-
-
-class Counting(ResumableSampler):
-    """Its order follows from the passes that it has made: a state that it tells nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        return iter([self.passes, 0])
-
-    def __len__(self) -> int:
-        return 2
 
 
 class Settable(ResumableSampler):
@@ -207,51 +181,15 @@ class Uncopyable(ResumableSampler):
         return iter(range(3))
 
 
-class Broken(ResumableSampler):
-    """Fails where it is asked a second time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = [3]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.left.pop()))
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: Remembering(5),
-        Counting,
         Settable,
         Uncopyable,
-        Broken,
         lambda: Alone(torch.Generator()),
-        lambda: Alone(random.Random(3)),
-        lambda: Alone(np.random.default_rng(3)),
     ],
 )
 def test_what_cannot_be_known_is_not_told(make: Callable[[], ResumableSampler]) -> None:
     source = open_with(101, sampler=make())
-    assert source.indices(0) is None
-
-
-def test_the_data_set_is_not_copied_with_its_sampler() -> None:
-    class Huge(Indices):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise MemoryError
-
-    data = Huge(LENGTH)
-    loader, sampler = create_dataloader(data, batch_size=3, sampler=Backwards(data))
-    source = open_source(loader, sampler, run_seed=7, purpose=FETCH)
-    assert source.indices(0) == as_lists(walk(source, 0))[0]
-
-
-def test_a_grouped_sampler_with_a_generator_is_not_told() -> None:
-    sampler = BatchSampler(RandomSampler(range(4), generator=torch.Generator()), 2, False)
-    assert open_with(batch_sampler=sampler).indices(0) is None
-
-
-def test_a_foreign_loader_tells_nothing() -> None:
-    source = open_source([[0], [1]], run_seed=0, purpose=FETCH)
     assert source.indices(0) is None

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from helios.data import Mixture, create_dataloader
+from helios.data import Mixture
 from helios.data.mixture import BLOCK, MixtureSampler
-from helios.data.samplers import ResumableSequentialSampler
-from helios.data.source import LONE
 from helios.errors import ArgumentError
 from tests.data.datasets import Augmented
-from tests.data.shards import SPLITS, Run, dealt, opener, order_of
+from tests.data.shards import SPLITS, Run, dealt, opener
 
 LENGTHS = (7, 600, 70_000)
 """Sources whose orders are computed differently; the first is used up within a block."""
@@ -85,7 +83,7 @@ def test_the_sources_continue_over_the_epochs_of_a_run() -> None:
 
 
 @pytest.mark.shows("P56")
-@pytest.mark.parametrize("position", [0, 1, 255, 256, 700, 10**12, 10**12 + 77])
+@pytest.mark.parametrize("position", [0, 1, 256, 10**12 + 77])
 def test_any_position_gives_the_tail_of_the_order(position: int) -> None:
     mixture = mix(length=10**13)
     base = position - position % BLOCK
@@ -111,9 +109,7 @@ def test_the_order_stays_what_it_is(shuffle: bool, expected: str) -> None:
 
 
 @pytest.mark.shows("P56")
-@pytest.mark.parametrize(
-    "weights", [(1.0,), (0.7, 0.3), (1e-3, 1.0, 1e-3), (3, 2, 2, 1), (0.1,) * 10, (1, 1e-9)]
-)
+@pytest.mark.parametrize("weights", [(1.0,), (0.7, 0.3), (0.1,) * 10])
 def test_after_each_block_shares_are_those_of_the_weights(weights: Sequence[float]) -> None:
     mixture = mix([50] * len(weights), weights, length=4 * BLOCK)
     assert math.isclose(sum(mixture.weights), 1)
@@ -142,16 +138,6 @@ def test_shares_of_any_window_are_at_most_as_uneven_as_chance() -> None:
         most = 4.5 * math.sqrt(width * 0.7 * 0.3)
         worst = max(abs(b - a - 0.7 * width) for a, b in zip(sums, sums[width:], strict=False))
         assert worst <= min(most, 4.5 * math.sqrt(2 * BLOCK * 0.7 * 0.3))
-
-
-def test_each_place_of_a_block_has_each_source_by_its_weight() -> None:
-    mixture, num_keys = mix((9, 9), (0.75, 0.25)), 800
-    counts = [0] * 8
-    for seed in range(num_keys):
-        for place, sample in enumerate(start(mixture, count=8, run_seed=seed)):
-            counts[place] += sample < 9
-    deviation = math.sqrt(num_keys * 0.75 * 0.25)
-    assert all(abs(count - 0.75 * num_keys) < 4 * deviation for count in counts)
 
 
 @pytest.mark.shows("P56")
@@ -186,18 +172,6 @@ def as_numbers(mixture: Mixture, turns: list[list[Any]]) -> list[list[Any]]:
     return [[[mixture[index] for index in batch] for batch in turn] for turn in turns]
 
 
-def test_indices_are_known_and_name_their_source() -> None:
-    mixture = mix((20, 9))
-    source = opener(mixture, batch_size=4, shuffle=True)(LONE)
-    found = source.indices(1, batch=2, sample=8)
-    assert found == order_of_mixture(mixture, 1)[8:12]
-    assert mixture.locate(0) == ("s0", 0)
-    assert mixture.locate(20) == ("s1", 0)
-    for index in (-1, 29):
-        with pytest.raises(IndexError, match="has no index"):
-            mixture.locate(index)
-
-
 @pytest.mark.shows("P56")
 def test_workers_change_nothing() -> None:
     mixture = Mixture({"a": (Augmented(30), 2), "b": (Augmented(9), 1)})
@@ -208,42 +182,16 @@ def test_workers_change_nothing() -> None:
     assert found[0] == found[1]
 
 
-def test_a_loop_of_ones_own_gets_the_order() -> None:
-    mixture = mix((20, 9))
-    loader, sampler = create_dataloader(mixture, batch_size=None, shuffle=True)
-    assert sampler is not None
-    sampler.run_seed = 6691
-    assert order_of(29) != list(loader)
-    assert [int(x) for x in loader] == [mixture[i] for i in order_of_mixture(mixture, 0)]
-
-
 @pytest.mark.parametrize(
     ("sources", "rule"),
     [
         ({}, "at least one entry"),
-        ([("a", 1)], "must be a dict"),
         ({"a": (range(3), 0)}, "a positive, finite weight"),
-        ({"a": (range(3), math.nan)}, "a positive, finite weight"),
         ({"a": (range(3), math.inf)}, "a positive, finite weight"),
-        ({"a": (range(3), True)}, "a positive, finite weight"),
-        ({"a": (range(0), 1)}, "at least one sample"),
         ({"a": (iter([1]), 1)}, "A stream cannot be mixed"),
         ({"a": range(3)}, "must be name: "),
-        ({1: (range(3), 1)}, "must be name: "),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(sources: Any, rule: str) -> None:
     with pytest.raises(ArgumentError, match=rule):
         Mixture(sources)
-
-
-def test_options_that_a_mixture_cannot_have_are_refused() -> None:
-    for length in (0, 1.5, True):
-        with pytest.raises(ArgumentError, match=r"Mixture\(length"):
-            mix(length=length)
-    with pytest.raises(ArgumentError, match="must not have a sampler"):
-        create_dataloader(mix(), sampler=ResumableSequentialSampler(range(3)))
-    with pytest.raises(ArgumentError, match="must not have a sampler"):
-        create_dataloader(mix(), batch_sampler=[[0, 1]])
-    with pytest.raises(ArgumentError, match="only a Trainer can shard"):
-        create_dataloader(mix(), is_distributed=True)

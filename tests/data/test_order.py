@@ -91,16 +91,6 @@ def test_a_user_sampler_goes_on_exactly_from_any_batch(epoch: int) -> None:
         assert as_lists(walk(source, epoch, batch=batch, sample=batch * 7)) == full[batch:]
 
 
-def test_a_user_sampler_gets_the_epoch_and_a_start_of_zero() -> None:
-    sampler = Lazy(10)
-    sampler.start_iter = 3
-    source = open_with(10, sampler=sampler, batch_size=5)
-    walk(source, 4, batch=1, sample=5)
-    walk(source, 5)
-    assert sampler.epochs == [4, 5]
-    assert sampler.start_iter == 0
-
-
 def test_what_a_user_sampler_draws_and_what_training_draws_do_not_shift_each_other() -> None:
     quiet = as_lists(walk(open_with(sampler=Lazy(LENGTH), batch_size=100), 0))
     loud = []
@@ -122,23 +112,6 @@ def test_a_user_sampler_leaves_the_generators_as_it_finds_them() -> None:
     place.close()
     assert torch.equal(before["torch"], after["torch"])
     assert (before["rand"], before["numpy"]) == (after["rand"], after["numpy"])
-
-
-def test_a_user_batch_sampler_goes_on_exactly_and_its_list_is_copied() -> None:
-    full = as_lists(walk(open_with(100, batch_sampler=Reusing()), 2))
-    assert [indices[0] for indices in full] == [0, 1, 2, 3, 4]
-    for batch in range(5):
-        rest = walk(open_with(100, batch_sampler=Reusing()), 2, batch=batch, sample=2 * batch)
-        assert as_lists(rest) == full[batch:]
-
-
-def test_a_batch_sampler_without_length_still_knows_its_last_batch() -> None:
-    source = open_with(100, batch_sampler=Reusing())
-    assert source.num_batches() is None
-    batches = Lone(source.batches(0))
-    assert [(batches.is_last, batches.num_samples) for _ in batches] == [(False, 2)] * 4 + [
-        (True, 2)
-    ]
 
 
 def test_the_batch_sampler_of_pytorch_shuffles_anew_in_each_epoch() -> None:
@@ -182,27 +155,6 @@ def test_a_sampler_with_state_is_put_back_to_the_start_of_its_epoch(workers: int
         assert run_stateful(resumed, epoch, batch, 3) == full[epoch * 4 + batch :]
 
 
-def test_a_state_taken_behind_an_epoch_leads_into_the_next_one() -> None:
-    # In EPOCH unit the checkpoint is written when the cursor has moved on, but no pass has begun.
-    def open_fresh() -> Source:
-        return open_with(20, sampler=Remembering(20), batch_size=6)
-
-    full = run_stateful(open_fresh(), 0, 0, 3)
-    source = open_fresh()
-    walk(source, 0)
-    resumed = open_fresh()
-    resumed.load_state_dict(source.state_dict())
-    assert run_stateful(resumed, 1, 0, 3) == full[4:]
-
-
-def test_a_state_is_a_copy() -> None:
-    source = open_with(20, sampler=Remembering(20), batch_size=6)
-    batches = Lone(source.batches(0))
-    state = source.state_dict()
-    list(batches)
-    assert state == {"epoch": 0, "state": {"first": [0]}}
-
-
 def test_a_state_that_nobody_takes_or_that_is_missing_is_an_error() -> None:
     with_state = open_with(20, sampler=Remembering(20))
     without = open_with(20, shuffle=True)
@@ -214,28 +166,6 @@ def test_a_state_that_nobody_takes_or_that_is_missing_is_an_error() -> None:
         open_with(20, sampler=Lazy(20)).load_state_dict(with_state.state_dict())
     with pytest.raises(StateError, match="the checkpoint contains no state"):
         with_state.load_state_dict({})
-
-
-def test_a_user_sampler_that_overrides_a_built_in_one_is_followed() -> None:
-    class Halved(ResumableRandomSampler):
-        def __iter__(self) -> Iterator[int]:
-            return iter(list(super().__iter__())[:5])
-
-        def __len__(self) -> int:
-            return 5
-
-    source = open_with(10, sampler=Halved(range(10)))
-    plain = as_lists(walk(open_with(10, sampler=ResumableRandomSampler(range(10))), 0))
-    assert as_lists(walk(source, 0)) == plain[:5]
-    assert as_lists(walk(source, 0, batch=2, sample=2)) == plain[2:5]
-
-
-def test_a_state_that_is_asked_for_is_the_present_one_and_nothing_is_kept() -> None:
-    sampler = Remembering(LENGTH)
-    source = open_with(sampler=sampler, batch_size=7)
-    assert source.state_dict()["state"] == {"first": [0]}
-    sampler.first = [5]
-    assert source.state_dict()["state"] == {"first": [5]}
 
 
 @pytest.mark.sampled(3)
@@ -257,27 +187,4 @@ def test_a_pass_that_is_cut_leaves_the_sampler_where_it_was_left(
     assert as_lists(walk(here, 1)) == following
     resumed = make()
     resumed.load_state_dict(state)
-    assert as_lists(walk(resumed, 1)) == following
-
-
-class Turning(Remembering):
-    """Moves once more behind its last sample."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from super().__iter__()
-        self.first[0] += 11
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_that_is_opened_at_its_end_leaves_the_sampler_at_its_end(num_workers: int) -> None:
-    def make() -> Source:
-        return open_with(12, sampler=Turning(12), batch_size=4, num_workers=num_workers)
-
-    undisturbed = make()
-    assert len(walk(undisturbed, 0)) == 3
-    state = undisturbed.state_dict()
-    following = as_lists(walk(undisturbed, 1))
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert walk(resumed, 0, batch=3, sample=12) == []
     assert as_lists(walk(resumed, 1)) == following

@@ -62,12 +62,6 @@ def test_whole_samples_fill_the_space_that_is_left() -> None:
 
 
 @pytest.mark.shows("P57")
-def test_whole_samples_waste_little_space() -> None:
-    packed = Packed(draw_lengths(5, 3_000, 50), 128, is_whole=True)
-    assert sum(size_of(packed[n]) for n in range(len(packed))) > 0.98 * 128 * len(packed)
-
-
-@pytest.mark.shows("P57")
 def test_any_pack_is_found_among_10_to_the_12() -> None:
     packed = Packed([10**15, 7, 10**15 + 1], 1_000)
     assert len(packed) == 2 * 10**12 + 1
@@ -116,23 +110,3 @@ def test_other_lengths_and_options_have_another_fingerprint() -> None:
 def test_a_block_that_is_none_is_refused(block: Any) -> None:
     with pytest.raises(ArgumentError, match=r"Packed\(block=\.\.\.\) must be a positive int"):
         Packed([1], block)
-
-
-@pytest.mark.parametrize("lengths", [[1, -1], [1.0], [[1, 2]], ["a"], [], [0, 0], [True], 3])
-def test_lengths_that_are_none_are_refused(lengths: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"Packed\(lengths=\.\.\.\) must"):
-        Packed(lengths, 4)
-
-
-@pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("number", [2, -3])
-def test_there_is_no_pack_outside(is_whole: bool, number: int) -> None:
-    with pytest.raises(IndexError, match="There are 2 packs"):
-        Packed([3, 4], 4, is_whole=is_whole)[number]
-
-
-def test_a_negative_length_is_named_with_its_sample() -> None:
-    with pytest.raises(ArgumentError, match=r"at least 0, got -1 for sample 1"):
-        Packed([3, -1, 2], 4)
-    with pytest.raises(ArgumentError, match=r"at least one token, got none"):
-        Packed([], 4)

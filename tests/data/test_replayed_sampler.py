@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 from helios.data.order import Position
 from helios.data.replayed_sampler import OwnGenerators, ReplayedOrder, find_generators
@@ -35,30 +33,11 @@ def test_generators_are_found_in_samplers_inside_samplers() -> None:
     assert find_generators([[0, 1]]) == {}
 
 
-@pytest.mark.shows("S66")
-def test_generators_are_found_in_containers_and_objects_of_a_sampler() -> None:
-    one, other = torch.Generator(), random.Random(1)
-    around = Around(tools={"draw": [0, one]}, holder=SimpleNamespace(draw=other))
-    assert find_generators(around) == {"tools.draw.1": one, "holder.draw": other}
-
-
 class Slotted:
     __slots__ = ("draw",)
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
-
-
-@pytest.mark.shows("S66")
-def test_a_generator_in_a_slot_is_found() -> None:
-    generator = random.Random(1)
-    assert find_generators(Around(tool=Slotted(generator))) == {"tool.draw": generator}
-
-
-def test_generators_of_data_sets_and_networks_are_not_the_samplers() -> None:
-    data, net = TensorDataset(torch.zeros(2)), nn.Dropout()
-    data.draw, net.draw = torch.Generator(), torch.Generator()  # type: ignore[attr-defined]
-    assert find_generators(Around(data_source=data, net=net, rows=[[data.draw]] * 200)) == {}  # type: ignore[attr-defined]
 
 
 @pytest.mark.shows("S74")
@@ -69,16 +48,6 @@ def test_a_generator_that_the_class_of_its_sampler_declares_is_left_out() -> Non
     inner, outer = torch.Generator(), random.Random(1)
     around = Around(inner=Declaring(jitter=outer, order=inner), jitter=outer)
     assert find_generators(around) == {"inner.order": inner, "jitter": outer}
-
-
-def test_the_default_generator_is_the_trainers() -> None:
-    assert find_generators(RandomSampler(range(4), generator=torch.default_generator)) == {}
-
-
-def test_a_sampler_that_holds_itself_comes_to_an_end() -> None:
-    endless = Around()
-    endless.inner = endless
-    assert find_generators(endless) == {}
 
 
 def _draw(generator: Any) -> Any:
@@ -105,13 +74,6 @@ def test_a_generator_goes_on_from_its_saved_state(generator: Any) -> None:
     assert _draw(generator) != following
     generators.load_state_dict(state)
     assert _draw(generator) == following
-
-
-def test_the_state_of_another_kind_is_left_out() -> None:
-    state = OwnGenerators({"own": random.Random(3)}).state_dict()
-    generator = torch.Generator().manual_seed(4)
-    OwnGenerators({"own": generator, "new": random.Random(5)}).load_state_dict(state)
-    assert generator.initial_seed() == 4
 
 
 class Counting(ResumableSampler):
@@ -288,44 +250,3 @@ def test_only_a_generator_that_the_sampler_draws_from_is_its_state(lead: Any) ->
     assert list(again.state_dict()["state"]) == ["own"]
     assert [index for block in again.blocks(start) for index in block] == first
     assert torch.equal(kept.get_state(), torch.Generator().manual_seed(4).get_state())
-
-
-@pytest.mark.shows("S66")
-def test_a_generator_is_found_by_the_shortest_path_whatever_comes_first() -> None:
-    shuffler = SimpleNamespace(draw=torch.Generator())
-    chain: Any = shuffler
-    for _ in range(7):
-        chain = SimpleNamespace(next=chain)
-    assert list(find_generators(Around(first=chain, shuffler=shuffler))) == ["shuffler.draw"]
-
-
-def test_a_generator_that_many_objects_lead_to_is_found_once() -> None:
-    generator = torch.Generator()
-    nodes = [SimpleNamespace(draw=generator) for _ in range(40)]
-    for node in nodes:
-        node.others = nodes
-    assert list(find_generators(Around(nodes=nodes))) == ["nodes.0.draw"]
-
-
-class Shape(NamedTuple):
-    rows: int
-
-
-@pytest.mark.shows("P114")
-@pytest.mark.parametrize(
-    "values", [(signal.SIGINT, signal.SIGTERM), (Shape(1), Shape(2)), ([signal.SIGINT], [])]
-)
-def test_a_subclass_of_a_plain_type_that_changes_is_named(
-    values: tuple[Any, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    class Phased(Counting):
-        def __init__(self) -> None:
-            super().__init__()
-            self.phase = values[0]
-
-        def __iter__(self) -> Iterator[int]:
-            self.phase = values[1]
-            yield from self.order
-
-    _read(ReplayedOrder(Phased()), 2)
-    assert "Phased changes phase while it is iterated over" in caplog.text

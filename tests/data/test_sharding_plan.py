@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
 from helios.data.phase_sources import open_sources
 from helios.data.samplers import (
@@ -17,7 +17,7 @@ from helios.data.samplers import (
 from helios.data.source import LONE, NO_BATCH, Shard
 from helios.errors import ArgumentError
 from tests.data.datasets import FETCH, join
-from tests.data.shards import SPLITS, Run, dealt, dealt_once, opener, order_of, plain
+from tests.data.shards import SPLITS, Run, dealt, dealt_once, opener, order_of
 from tests.data.test_order import Lazy, Remembering, Reusing
 
 LENGTHS = (1, 2, 5, 6, 12, 23)
@@ -167,39 +167,6 @@ def test_lists_are_dealt_out_whole(num_lists: int) -> None:
         assert [x for turn in shown.indices() for x in turn if x is not NO_BATCH] == lists
 
 
-def test_the_end_of_lists_is_cut_where_their_sampler_drops_its_last() -> None:
-    def grouped() -> BatchSampler:
-        return BatchSampler(SequentialSampler(range(23)), 3, drop_last=True)
-
-    run = Run(opener(range(23), batch_sampler=grouped), 2, 4)
-    assert run.indices() == [[[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]]
-    shown = Run(opener(range(23), batch_sampler=grouped), 2, 4, pads=False)
-    assert shown.indices()[1:] == [[[12, 13, 14], [15, 16, 17], [18, 19, 20], NO_BATCH]]
-
-
-def test_an_end_of_which_nothing_is_left_is_no_iteration() -> None:
-    def split() -> ResumableDistributedSampler:
-        return ResumableDistributedSampler(range(10), 4, 0, shuffle=False, drop_last=True)
-
-    run = Run(opener(range(10), batch_size=2, sampler=split), 2, 4)
-    assert run.indices() == [[[0, 4], [1, 5], [2, 6], [3, 7]]]
-
-
-class Spoiling(list[int]):
-    """Samples; a batch that is fetched at once is taken from the caller's list."""
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [indices.pop(0) for _ in range(len(indices))]
-
-
-@pytest.mark.parametrize("is_distributed", [None, False])
-def test_a_list_that_a_data_set_changes_is_given_anew(is_distributed: bool | None) -> None:
-    how = {"batch_sampler": lambda: [[0, 1], [2, 3], [4, 5]], "is_distributed": is_distributed}
-    alone, together = (Run(opener(Spoiling(range(6)), **how), p, 4) for p in (4, 1))
-    assert together.indices() == alone.indices()
-    assert all(batch for turn in together.indices() for batch in turn)
-
-
 @pytest.mark.parametrize("how", [{"shuffle": True}, {"sampler": lambda: Lazy(23)}])
 def test_data_that_is_not_shared_goes_to_each_replica_whole(how: dict[str, Any]) -> None:
     order = order_of(23, **how)
@@ -218,25 +185,6 @@ def test_data_that_is_not_shared_goes_to_each_replica_whole(how: dict[str, Any])
             assert run.sources[0].num_batches(batch=batch, sample=sample) == 6
         description = run.sources[0].description
         assert description.get("is_distributed") is (False if num_replicas > 1 else None)
-
-
-@pytest.mark.parametrize("case", _ORDERS)
-def test_the_indices_of_an_iteration_are_those_of_all_replicas(case: str) -> None:
-    for num_processes, num_replicas in [(1, 1), (1, 3), (2, 3), (3, 3)]:
-        run = Run(opener(range(101), **_fit(case, num_replicas)), num_processes, num_replicas)
-        full = run.indices(1)
-        for (batch, sample), turn in zip(_places(full, run.told), full, strict=False):
-            found = run.sources[-1].indices(1, batch=batch, sample=sample)
-            assert found == (turn if case == "single" else join(turn))
-        assert run.sources[0].indices(1, batch=len(full), sample=1_000 * num_replicas) is None
-        assert run.indices(1) == full
-    stateful = opener(range(23), sampler=Remembering(23))(Shard(2, range(1), pads=True))
-    assert stateful.indices(0) is None
-
-
-def test_the_indices_of_an_evaluation_leave_out_who_has_none() -> None:
-    source = opener(range(5), batch_size=2)(Shard(3, range(2, 3), pads=False))
-    assert [source.indices(0, batch=i, sample=6 * i) for i in range(2)] == [[0, 3, 1, 4, 2], None]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 9])
@@ -281,12 +229,3 @@ def test_a_long_order_is_sought_and_never_walked() -> None:
     full = run.indices(sample=4 * 10**10, limit=3)
     assert run.indices(sample=4 * 10**10 + 12, limit=2) == full[1:]
     assert len(set(chain.from_iterable(map(join, full)))) == 36
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loop_by_hand_is_not_shared(num_workers: int) -> None:
-    how = {"batch_size": 2, "shuffle": True, "num_workers": num_workers}
-    source = opener(range(7), **how)(Shard(3, range(1), pads=True))
-    list(source.batches(0))
-    order = order_of(7, shuffle=True)
-    assert list(map(plain, source.loader)) == [order[i : i + 2] for i in range(0, 7, 2)]

@@ -13,7 +13,7 @@ from helios.data.source import LONE, ByPosition, Shard
 from helios.errors import ArgumentError
 from tests.data.datasets import as_lists, join, walk
 from tests.data.shards import Run, dealt, opener, order_of
-from tests.data.test_order import Remembering, Turning
+from tests.data.test_order import Remembering
 
 
 def test_a_sampler_of_shares_gives_its_whole_order_whatever_its_rank() -> None:
@@ -25,18 +25,6 @@ def test_a_sampler_of_shares_gives_its_whole_order_whatever_its_rank() -> None:
     run = Run(opener(range(23), batch_size=2, sampler=lambda: cutting), 3, 4)
     assert run.indices() == dealt(order, 4, 2, cuts=True)
     assert run.sources[0].num_batches() == 3
-
-
-def test_a_sampler_of_another_number_of_shares_is_refused() -> None:
-    open_one = opener(range(9), sampler=ResumableDistributedSampler(range(9), 2, 0))
-    with pytest.raises(ArgumentError, match=r"num_replicas=...\) must be .* of the run, 3, got 2"):
-        open_one(Shard(3, range(3), pads=True))
-
-
-def test_a_sampler_that_was_chosen_for_another_number_of_shares_is_overruled() -> None:
-    # As under a process group, whose processes are fewer than the replicas.
-    how = {"shuffle": True, "batch_size": 2, "is_distributed": True, "num_replicas": 2}
-    assert Run(opener(range(23), **how), 2, 4).indices() == dealt(order_of(23, shuffle=True), 4, 2)
 
 
 class Own(ResumableDistributedSampler):
@@ -102,25 +90,6 @@ def test_a_derived_sampler_may_decide_the_order_that_is_shared() -> None:
     assert run.indices() == dealt(list(range(11))[::-1], 3, 2)
 
 
-class Biased(Own):
-    """Has a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rank": self.rank}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict == {"rank": self.rank}
-
-
-def test_the_state_of_a_sampler_that_splits_by_rank_is_one_of_each_process() -> None:
-    share = Shard(3, range(1, 2), pads=True)
-    source = opener(range(12), sampler=Biased(range(12), 3, 1))(share)
-    assert source.state_is_per_process
-    shared = opener(range(12), sampler=Remembering(12))(share)
-    assert (shared.state_is_per_process, shared.ends_together) == (False, True)
-    assert shared.resumes_by == ByPosition()
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sampler_with_state_is_put_back_and_left_where_it_stood(num_workers: int) -> None:
     how = {"sampler": lambda: Remembering(1_103), "num_workers": num_workers}
@@ -139,24 +108,4 @@ def test_a_sampler_with_state_is_put_back_and_left_where_it_stood(num_workers: i
         resumed = open_run(2)
         for source in resumed.sources:
             source.load_state_dict(states[-1])
-        assert resumed.indices(1) == following
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_that_is_opened_at_its_end_leaves_the_sampler_at_its_end(num_workers: int) -> None:
-    def open_run() -> Run:
-        how = {"sampler": lambda: Turning(24), "batch_size": 4, "num_workers": num_workers}
-        return Run(opener(range(24), **how), 2, 3)
-
-    undisturbed = open_run()
-    assert len(undisturbed.indices(0)) == 2
-    states = [source.state_dict() for source in undisturbed.sources]
-    following = undisturbed.indices(1)
-    for takes_a_step in (True, False):
-        resumed = open_run()
-        for source, state in zip(resumed.sources, states, strict=True):
-            source.load_state_dict(state)
-            batches = source.batches(0, batch=2, sample=24)
-            assert not takes_a_step or next(batches, None) is None
-            batches.close()
         assert resumed.indices(1) == following

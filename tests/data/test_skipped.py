@@ -14,7 +14,7 @@ from helios.data.loader import build_loader
 from helios.data.phase_sources import open_source
 from helios.data.source import Shard, Source
 from helios.errors import ArgumentError
-from tests.data.datasets import FETCH, Augmented, Indices, limited
+from tests.data.datasets import FETCH, Augmented, Indices
 
 LENGTH, SIZE = 11, 3
 NUM_BATCHES = 4
@@ -113,29 +113,6 @@ def test_all_replicas_skip_the_same_batches() -> None:
     for block in (range(2), range(1), range(1, 2)):
         whole = walk(block)
         assert walk(block, 1) == [whole[0], *whole[2:]]
-
-
-def test_skipped_batches_count_towards_the_limit_of_a_pass() -> None:
-    for limit, skipped in itertools.product(range(1, 6), SETS):
-        source = limited(_open(Indices(LENGTH)), limit)
-        source.skip([(0, batch) for batch in skipped])
-        whole = range(min(limit, NUM_BATCHES))
-        for batch in whole:
-            left = [each for each in whole if each >= batch and each not in skipped]
-            found = _walk(source, 0, batch, batch * SIZE)
-            assert [each[0] for each in found] == left
-            assert [is_last for *_, is_last in found] == [each == left[-1] for each in left]
-        done = sum(each not in skipped for each in whole)
-        assert source.measure(0, batch=0, sample=0) == (done, 0)
-
-
-def test_a_pass_is_measured_without_skipped_batches() -> None:
-    source = _open(Indices(LENGTH))
-    assert source.measure(0, batch=2, sample=6) == (4, 2)
-    source.skip([(0, 0), (0, 3), (1, 1)])
-    assert source.measure(0, batch=2, sample=6) == (2, 1)
-    assert source.measure(1, batch=1, sample=3) == (3, 1)
-    assert source.measure(2, batch=4, sample=11) == (4, 4)
 
 
 @pytest.mark.shows("P60")

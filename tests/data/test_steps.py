@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import pytest
 
-import helios
 from helios.data import Steps
 from helios.data.phase_sources import open_source
 from helios.data.source import LONE, Shard, Source
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentError
 from tests.data.datasets import FETCH, join, limited, walk
 from tests.data.shards import SPLITS, Run
 
@@ -42,12 +40,6 @@ def test_an_endless_pass_continues_anywhere() -> None:
     assert walk(limited(open_steps(LONE, None), 2), 0) == [0, 1]
 
 
-def test_indices_are_the_numbers_of_all_replicas() -> None:
-    source = open_steps(Shard(num_replicas=3, block=range(1), pads=True))
-    assert source.indices(1, batch=2) == [21, 22, 23]
-    assert source.indices(1, batch=5) is None
-
-
 @pytest.mark.shows("P55")
 def test_skipped_steps_leave_the_numbers_of_all_others() -> None:
     source = open_steps()
@@ -59,28 +51,7 @@ def test_skipped_steps_leave_the_numbers_of_all_others() -> None:
     assert source.measure(0, batch=3, sample=3) == (3, 2)
 
 
-def test_a_loop_of_ones_own_counts() -> None:
-    assert list(Steps(3)) == [0, 1, 2]
-    assert list(islice(Steps(), 4)) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("n", [0, -1, 2.0, True, "3"])
 def test_a_number_that_is_none_is_refused(n: Any) -> None:
     with pytest.raises(ArgumentError, match=r"Steps\(n=\.\.\.\) must be a positive int or None"):
         Steps(n)
-
-
-class _Data(helios.DataModule):
-    def setup(self) -> None:
-        self._train_dataset = Steps(3)
-        self._valid_dataset = Steps(3)  # type: ignore[assignment]
-
-
-def test_steps_are_for_training() -> None:
-    data = _Data()
-    data.setup()
-    assert data.train_dataset is data.train_dataloader()[0]  # type: ignore[index]
-    with pytest.raises(ArgumentTypeError, match="validation data set of _Data must be created by"):
-        data.valid_dataloader()
-    with pytest.raises(ArgumentError, match=r"Steps must be training data.*range\(10\)"):
-        open_steps(Shard(num_replicas=1, block=range(1), pads=False))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from helios.core import rng
-from helios.data import Stream, create_dataloader
+from helios.data import Stream
 from helios.data.loader_state_check import Verdict, try_state
 from helios.data.source import NO_BATCH
 from helios.data.stream_source import StreamSource
-from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError
 from tests.data.datasets import collate_noisily
 from tests.data.shards import Run, opener
 from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, make_sample, read_rows, shuffle_rows
@@ -92,23 +89,6 @@ def test_a_replay_gives_the_tail_of_the_epoch(source: Any, batch: int) -> None:
 
 
 @pytest.mark.shows("P82")
-def test_a_replay_shows_how_far_it_is() -> None:
-    (stream,) = make_run(read_rows).sources
-    batches = stream.batches(0, batch=3, sample=3 * SIZE * 4)
-    assert batches.replay_length == 100
-    steps = batches.catch_up()
-    found = torch.get_rng_state()
-    deque(islice(steps, 40), maxlen=0)
-    assert batches.replay_length == 60
-    assert torch.equal(torch.get_rng_state(), found), "hooks draw the same as without a replay"
-    turn = next(batches)
-    assert torch.equal(torch.get_rng_state(), found)
-    assert plain([turn]) == plain(make_run(read_rows).walk(0))[3:4]
-    assert [*steps] == []
-    assert make_run(read_rows).sources[0].batches(0).replay_length == 0
-
-
-@pytest.mark.shows("P82")
 @pytest.mark.parametrize("num_processes", [1, 3])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_state_gives_the_tail_of_the_epoch_on_any_number_of_processes(
@@ -135,21 +115,6 @@ def test_a_state_gives_the_tail_of_the_epoch_on_any_number_of_processes(
     tail = resumed.walk(1, batch=2, sample=2 * SIZE * 4)
     assert plain(tail) == whole[2:]
     assert plain(resumed.walk(2)) == plain(make_run(Shards()).walk(2)), "later epochs begin anew"
-
-
-def test_states_are_read_and_not_replayed() -> None:
-    (stream,) = make_run(Shards()).sources
-    part = {"state": {"position": 9, "epoch": 1}, "is_over": False}
-    state = {"parts": {str(replica): part for replica in range(4)}, "seconds": 0.1}
-    stream.load_state_dict(state)
-    batches = stream.batches(1, batch=3, sample=3 * SIZE * 4)
-    assert batches.replay_length == 0
-    assert stream.state_dict()["parts"] == state["parts"], "also before the next batch"
-    again = make_run(Shards()).sources[0]
-    again.loader.stream.replay = True
-    again.load_state_dict(state)
-    assert again.batches(1, batch=3, sample=3 * SIZE * 4).replay_length == 100
-    assert (again.uses_state, again.find_stateful()) == (False, "")
 
 
 @pytest.mark.shows("P82")
@@ -182,31 +147,6 @@ def test_an_evaluation_reads_every_sample() -> None:
     assert turns[-1][:2] == [None, None]
 
 
-def test_single_samples_are_not_collated() -> None:
-    run = make_run(make_uneven, 1, 2, batch_size=None, collate_fn=None)
-    assert [int(row[0]) for turn in plain(run.walk(0)) for row in turn] == [
-        0,
-        100,
-        1,
-        101,
-        2,
-        102,
-        3,
-        103,
-    ]
-
-
-def test_a_limit_keeps_the_parts() -> None:
-    (stream,) = make_run(Shards()).sources
-    stream.limit = 2
-    assert len(walk_all(stream)) == 2
-    assert stream.batches(0, batch=1, sample=SIZE * 4).replay_length == 100
-
-
-def walk_all(stream: StreamSource) -> list[Any]:
-    return list(stream.batches(0))
-
-
 @pytest.mark.shows("P82")
 def test_fewer_shards_than_replicas_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"a shard for each of the 9 replicas, got 8\. .*files"):
@@ -227,37 +167,6 @@ class _Nothing(IterableDataset[Any]):
 @pytest.mark.parametrize("source", [[1, 2], _Nothing(), "path", None])
 def test_what_cannot_be_divided_is_refused(source: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=r"must have shard\(num_shards, index\)"):
-        Stream(source)
-
-
-def test_options_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    create_dataloader(Stream(read_rows), num_workers=1, persistent_workers=True)
-    assert "persistent_workers=True) has no effect with a Stream" in caplog.text
-    with pytest.raises(ArgumentError, match="is_distributed=False\\) cannot be used with a Stream"):
-        create_dataloader(Stream(read_rows), is_distributed=False)
-
-
-def test_other_arguments_and_states_are_refused() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"Stream\(replay=\.\.\.\) must be True or False"):
-        Stream(read_rows, replay=1)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="must not have the option shuffle"):
-        create_dataloader(Stream(read_rows), shuffle=True)
-    with pytest.raises(StateError, match=r"not that of a Stream: it contains \['loader'\]"):
-        make_run(read_rows).sources[0].load_state_dict({"loader": {}})
-
-
-def test_a_loop_of_ones_own_iterates_over_the_stream() -> None:
-    loader, sampler = create_dataloader(Stream(Shards()), batch_size=2)
-    assert sampler is None
-    with pytest.raises(UsageError, match="Iterate over the Stream itself"):
-        iter(loader)
-    rng.seed_rngs(0)
-    assert sorted(int(row[0]) for row in Stream(Shards())) == list(range(NUM_SAMPLES))
-
-
-@pytest.mark.parametrize("source", [lambda: [1], lambda index: [index]])
-def test_a_function_of_other_parameters_is_refused_at_once(source: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match=r"takes index and number of a part, but it takes"):
         Stream(source)
 
 

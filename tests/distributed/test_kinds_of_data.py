@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import io
@@ -222,25 +221,3 @@ def test_streams_of_libraries_depend_on_neither_processes_nor_workers(
                 assert walk(num_processes, num_workers, 0) == alone[0]
                 tail = walk(num_processes, num_workers, 1, batch=3, sample=3 * 2 * 4)
                 assert tail == alone[1][3:]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", ["rows", "datasets", "webdataset"])
-def test_streams_of_libraries_survive_kills_at_random(tmp_path: Path, kind: str, seed: int) -> None:
-    make = make_stream(kind, tmp_path)
-    setting = Elastic(num_replicas=4, total_steps=12, make_data=partial(StreamData, make=make))
-    alone = run_to_end(tmp_path / "alone", 1, setting)
-    ids = [number for turn in alone.turns.values() for number in turn["ids"]]
-    assert len(set(ids)) == NUM_SAMPLES
-    several, chance = tmp_path / "several", random.Random(f"{kind} {seed}")
-    events = ["on_training_batch_start", "on_forward_end", "on_backward_end", "on_save_checkpoint"]
-    iteration = 0
-    for num_processes in chance.sample(range(1, 5), 4):
-        iteration += chance.randint(1, 3)
-        setting = dataclasses.replace(setting, num_workers=chance.choice((0, 1, 2)))
-        rank = chance.choice((None, chance.randrange(num_processes)))
-        kill = KillRank(chance.choice(events), iteration, rank)
-        with contextlib.suppress(RankError):  # the run may be over before the kill
-            run(several, num_processes, setting, kill)
-    assert_same(run_to_end(several, chance.randint(1, 4), setting), alone)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import signal
 import socket
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,9 @@ import pytest
 import helios
 from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train
 from tests.support.ranks import run_ranks
-from tests.support.runs import IndexModule, Setting, SmallModel
 from tests.support.signals import (
     SignalAt,
     codes,
-    command,
-    environment,
     newest,
     start,
     stick,
@@ -172,21 +166,6 @@ def test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued(
     assert "exit code 1. Another rank had failed before: its log" in capfd.readouterr().err
 
 
-@pytest.mark.shows("P109")
-def test_tasks_that_all_hang_end_by_the_signal(tmp_path: Path) -> None:
-    setting = Elastic(num_replicas=2, chkpt_frequency=1000, total_steps=8)
-    tasks = start_tasks(hang, tmp_path, setting, None)
-    for rank in (0, 1):
-        wait_until((tmp_path / f"waits-{rank}").exists, "both tasks wait")
-    # The second one gives up when the first one is gone.
-    for task in tasks:
-        task.terminate()
-        time.sleep(0.2)
-    for task in tasks:
-        task.join()
-    assert [task.exitcode for task in tasks] == [143, 143], "nothing was saved yet"
-
-
 @slow
 def test_a_signal_to_the_launcher_reaches_all_ranks(whole: Bits, tmp_path: Path) -> None:
     options = ("--at", "on_validation_batch_start", "--iteration", 4, "--rank", 1, "--to", "parent")
@@ -196,33 +175,6 @@ def test_a_signal_to_the_launcher_reaches_all_ranks(whole: Bits, tmp_path: Path)
     assert "Traceback" not in log
     assert newest(tmp_path / "run")[1] >= 5
     go_on(tmp_path / "run", whole)
-
-
-@slow
-def test_a_signal_while_ranks_are_starting_waits_for_them(whole: Bits, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    line = command(folder, "--steps", STEPS, "--nproc", 3)
-    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(line, env=environment(), **pipes) as launcher:
-        while not _children(launcher.pid):
-            assert launcher.poll() is None
-        # To the terminal's whole group: the launcher, and ranks that import their first modules.
-        for _ in range(2):
-            launcher.send_signal(signal.SIGINT)
-            for pid in _children(launcher.pid):
-                subprocess.run(["kill", "-INT", str(pid)], check=False)
-        _, log = launcher.communicate(timeout=120)
-    assert launcher.returncode == 128 + signal.SIGINT, log
-    assert "Traceback" not in log
-    assert newest(folder) == (0, 0)
-    go_on(folder, whole)
-
-
-def _children(pid: int) -> list[int]:
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(text) for text in path.read_text().split()]
-    return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @slow
@@ -247,48 +199,3 @@ def test_ranks_that_come_to_no_safe_point_end_everything_by_the_signal(
     assert "Traceback" not in log
     assert (codes(folder), newest(folder)) == ([143], (0, 0))
     go_on(folder, whole)
-
-
-@slow
-def test_a_second_ctrl_c_at_the_launcher_ends_all_ranks(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    # The ranks stand still, so that only the second one can end them.
-    options = ("--at", "on_forward_end", "--iteration", 4, "--rank", 2, "--stick", "--grace", 100)
-    line = command(folder, "--steps", STEPS, "--nproc", 3, *options, "--to", "parent")
-    line += ["--send", str(int(signal.SIGINT))]
-    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(line, env=environment(), **pipes) as launcher:
-        assert launcher.stderr is not None
-        for said in launcher.stderr:
-            if re.search("Hook order", said):
-                break
-        while not list(folder.glob("sent.*")):
-            assert launcher.poll() is None
-        # The first one was sent by then; this one comes when it is no echo.
-        try:
-            launcher.wait(1.5)
-        except subprocess.TimeoutExpired:
-            launcher.send_signal(signal.SIGINT)
-        _, log = launcher.communicate(timeout=120)
-    assert launcher.returncode == -signal.SIGINT, log
-    assert log.rstrip().endswith("KeyboardInterrupt")
-    assert newest(folder) == (0, 0)
-
-
-def evaluate(rank: int) -> int:
-    """Test a model on three replicas while one of the processes gets a signal."""
-    plugin = SignalAt("on_testing_batch_end", rank=1)
-    setting = Setting()
-    trainer = helios.Trainer(use_cpu=True, print_banner=False, num_replicas=3, plugins=[plugin])
-    with pytest.raises(helios.Interrupted, match=r"\d+") as caught:
-        trainer.test(SmallModel(setting), IndexModule(setting), checkpoint=None)
-    return caught.value.code
-
-
-@pytest.mark.shows("S12")
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_an_evaluation_in_several_processes_is_interrupted_in_all_of_them(
-    num_processes: int,
-) -> None:
-    assert run_ranks(evaluate, num_processes) == [143] * num_processes

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from helios.ledger.run_file import STARTS, read_run_file
+from helios.ledger.run_file import START, read_run_file
 from tests.support import elastic_script
 from tests.support.elastic import Bits, assert_same, read_bits
 from tests.support.scripts import call
@@ -102,7 +102,7 @@ class Agents:
 def starts_of(folder: Path) -> list[int]:
     """Return on how many processes each start of the run was made."""
     events = read_run_file(folder / "elastic")
-    return [event["processes"] for event in events if event["event"] in STARTS]
+    return [event["processes"] for event in events if event["event"] == START]
 
 
 @pytest.mark.parametrize("first", [1, 2])
@@ -125,20 +125,6 @@ def test_both_agents_restart_their_ranks_if_one_is_killed(
         codes = [agent.wait(SECONDS) for agent in agents.start_both(1)]
         assert codes == [0, 0], agents.read_logs()
         assert agents.read_logs().count("exitcode: -9") == 1
-    assert starts_of(tmp_path / "run") == [4, 4]
-    assert_same(read_bits(tmp_path / "run"), alone)
-
-
-@pytest.mark.parametrize("first", [1, 2])
-def test_the_first_agent_waits_for_another_one_in_place_of_a_killed_one(
-    first: int, alone: Bits, tmp_path: Path
-) -> None:
-    second = 3 - first
-    with Agents(tmp_path / "run", *OPTIONS, "--kill-agent", 4) as agents:
-        survivor, doomed = agents.start_both(first, doomed=second)
-        assert doomed.wait(SECONDS) == -signal.SIGKILL, agents.read_logs()
-        codes = [agent.wait(SECONDS) for agent in (survivor, agents.start(second))]
-        assert codes == [0, 0], agents.read_logs()
     assert starts_of(tmp_path / "run") == [4, 4]
     assert_same(read_bits(tmp_path / "run"), alone)
 

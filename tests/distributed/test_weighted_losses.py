@@ -76,8 +76,7 @@ class _Model(helios.Model):
         self.seen.setdefault(state.global_iteration, []).append(index)
         total = _total(self.net, index)
         # A weight that depends on parameters must not get into the gradient.
-        loss = helios.WeightedLoss(sum=total, weight=_weight_of(index) + 0.0 * total)
-        return {"dict": {"loss": loss, "n": 1}}.get(self.form, loss)
+        return helios.WeightedLoss(sum=total, weight=_weight_of(index) + 0.0 * total)
 
     def on_training_end(self) -> None:
         found = b"".join(bits(whole_of(each.detach())) for each in self.net.parameters())
@@ -88,11 +87,6 @@ class _Model(helios.Model):
 class _Yielding(_Model):
     def train_step(self, batch: Tensor, state: TrainingState) -> Any:
         yield super().train_step(batch, state)
-
-
-class _Backward(_Model):
-    def backward(self, losses: Any) -> None:
-        self.engine.backward_loss(losses["loss"])
 
 
 class _Own(OptimizerLoop):
@@ -113,7 +107,7 @@ class _Own(OptimizerLoop):
 
 
 def _kind_of(form: str) -> type[_Model]:
-    kinds = {"yield": _Yielding, "backward": _Backward, "in": _Counting, "mixed": _Mixing}
+    kinds = {"yield": _Yielding, "mixed": _Mixing}
     return kinds.get(form.partition(" ")[0], _Model)
 
 
@@ -184,7 +178,7 @@ def _by_hand(seen: dict[int, list[int]], accumulation: int, clip: float | None =
     return b"".join(bits(each.detach()) for each in net.parameters()), losses
 
 
-@pytest.mark.parametrize("form", ["loss", "dict", "backward", "advance", "twice"])
+@pytest.mark.parametrize("form", ["loss", "advance", "twice"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_gradients_are_sums_that_are_divided_once(
@@ -201,9 +195,7 @@ def test_gradients_are_sums_that_are_divided_once(
     assert losses == [struct.pack(">d", mean) for mean in means]
 
 
-@pytest.mark.parametrize(
-    ("form", "num_processes"), [("loss", 2), ("loss", 3), ("advance", 2), ("yield", 3)]
-)
+@pytest.mark.parametrize(("form", "num_processes"), [("loss", 3), ("advance", 2), ("yield", 3)])
 def test_bits_depend_on_neither_processes_nor_kills(
     form: str, num_processes: int, tmp_path: Path
 ) -> None:
@@ -224,56 +216,6 @@ def test_sharded_models_divide_once_too(num_processes: int, tmp_path: Path) -> N
     assert (found, losses) == expected[:2]
 
 
-class _Counting(_Model):
-    """Counts its tokens, and draws random numbers."""
-
-    unsaved = ("folder", "form", "seen")
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup()
-        self.count, self.generator = 0, torch.Generator().manual_seed(1)
-
-    def train_step(self, batch: Tensor, state: TrainingState) -> Any:
-        if self.form == "in the step":
-            self.count += _weight_of(int(batch))
-            torch.rand((), generator=self.generator)
-        noise = torch.rand(())
-        loss: helios.WeightedLoss = super().train_step(batch, state)
-        self._loss_items |= {"loss": loss.mean, "tokens": _weight_of(int(batch))}
-        return helios.WeightedLoss(loss.sum * noise, loss.weight)
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
-        super().on_training_batch_end(state, should_log)
-        if self.form != "in the step":
-            self.count += round(float(self._loss_items["tokens"]) * 3)
-
-    def on_training_end(self) -> None:
-        super().on_training_end()
-        (self.folder / f"count-{self.trainer.global_rank}").write_text(str(self.count))
-
-
-def _read_counts(folder: Path, num_processes: int) -> set[int]:
-    return {int((folder / f"count-{rank}").read_text()) for rank in range(num_processes)}
-
-
-def test_what_the_warning_of_a_step_that_counts_advises_works(tmp_path: Path) -> None:
-    *_, ((_, said), _) = _train(tmp_path / "step", 2, _Setting(form="in the step"))
-    assert len(_read_counts(tmp_path / "step", 2)) == 2
-    assert "changes generator. Each replica changes it" in said
-    for remedy in ("on_training_batch_end", "_loss_items", "default generators", "WeightedLoss"):
-        assert remedy in said
-    found = set()
-    for number in (1, 2, 3):
-        folder = tmp_path / str(number)
-        weights, _, ranks = _train(folder, number, _Setting(form="in a hook"))
-        found.add(weights)
-        assert _read_counts(folder, number) == {2 * sum(map(_weight_of, range(_LENGTH)))}
-        (newest, *_) = folder.glob("weighted/*_epoch_2_*.json")
-        assert json.loads(newest.read_text())["level"] == "elastic"
-        assert not any(said for _, said in ranks)
-    assert len(found) == 1
-
-
 class _Mixing(_Model):
     def train_step(self, batch: Tensor, state: TrainingState) -> Any:
         loss: helios.WeightedLoss = super().train_step(batch, state)
@@ -289,7 +231,7 @@ def _mix(rank: int, folder: Path, form: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("form", ["mixed in 1", "mixed in 3"])
+@pytest.mark.parametrize("form", ["mixed in 3"])
 def test_all_processes_are_told_of_a_loss_without_a_weight(form: str, tmp_path: Path) -> None:
     for text in run_ranks(_mix, 2, tmp_path, form):
         assert "must all be a WeightedLoss, or none" in text

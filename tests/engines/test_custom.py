@@ -79,3 +79,27 @@ def test_noise_hides_no_overflow(page: dict[str, Any]) -> None:
         engine.close_window()
     assert committed == [True, False, True]
     assert engine.num_steps == 2
+
+
+def test_the_state_of_an_engine_is_whole_without_super(
+    page: dict[str, Any], tmp_path: Path
+) -> None:
+    class Own(Engine):
+        def state_dict(self) -> dict[str, Any]:
+            return {"own": 1}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            assert state_dict["own"] == 1
+
+    def make() -> Engine:
+        return Own("cpu", precision=Precision.fp16(2.0**8, growth_interval=2))
+
+    def saved(folder: Path) -> Any:
+        return helios.load_checkpoint(folder / "curve/curve_epoch_1_iter_5.pth")["engine"]
+
+    fit(page, make(), tmp_path / "whole")
+    assert saved(tmp_path / "whole")["scaler"]["scale"] == 2.0**10
+    for path in sorted((tmp_path / "whole/curve").glob("*.pth"))[:-1]:
+        root = copy_checkpoint(path, tmp_path / path.stem)
+        fit(page, make(), root)
+        assert saved(root) == saved(tmp_path / "whole")

@@ -162,14 +162,6 @@ def test_what_cannot_be_wrapped_is_an_error() -> None:
     assert "num_replicas is 4 and the number of processes is 2" in carried
 
 
-@pytest.mark.shows("K18", "E18")
-def test_outside_of_a_group_a_module_stays_itself() -> None:
-    """E18: it is moved to the device."""
-    network = nn.BatchNorm1d(2)
-    assert Engine("cpu").wrap(network, sync_bn=True, find_unused_parameters=True) is network
-    assert Engine("meta").wrap(network).weight.device.type == "meta"  # type: ignore[union-attr]
-
-
 @pytest.mark.shows("E29")
 def test_options_that_are_the_engines_own_are_refused() -> None:
     with pytest.raises(UsageError, match=r"Engine\.wrap\(device_ids=\.\.\.\) must be omitted"):

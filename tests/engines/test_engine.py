@@ -57,41 +57,6 @@ def test_gradients_are_the_mean_over_the_batches_really_in_the_window(
         engine.close_window()
 
 
-def test_a_window_of_one_batch_is_not_divided() -> None:
-    """DESIGN section 5: one replica without accumulation is a plain step at no extra cost."""
-    engine, parameter = engine_for(), weights(1.0)
-    train_on(engine, parameter.sum())
-    version = parameter.grad._version  # type: ignore[union-attr]
-    engine.average_gradients(SGD([parameter], lr=1.0))
-    assert parameter.grad._version == version  # type: ignore[union-attr]
-
-
-def test_averaging_covers_every_group_and_passes_by_what_has_no_gradient() -> None:
-    """DESIGN R3: a missing gradient stays None; zeros would move Adam."""
-    engine = engine_for()
-    first, second, unused = weights(1.0), weights(1.0), weights(1.0)
-    optimizer = SGD([{"params": [first, unused]}, {"params": [second], "lr": 0.5}], lr=1.0)
-    engine.average_gradients(optimizer)
-    assert gradients(first, second, unused) == [None, None, None]
-    for _ in range(2):
-        train_on(engine, (first * 2 + second * 4).sum())
-    engine.average_gradients(optimizer)
-    assert gradients(first, second, unused) == [[2.0], [4.0], None]
-
-
-def test_averaging_covers_sparse_gradients() -> None:
-    engine, table = engine_for(), nn.Embedding(3, 2, sparse=True)
-    optimizer = SGD(table.parameters(), lr=1.0)
-    for _ in range(2):
-        train_on(engine, table(torch.tensor([1])).sum() * 3)
-    engine.average_gradients(optimizer)
-    assert table.weight.grad.to_dense().tolist() == [  # type: ignore[union-attr]
-        [0.0, 0.0],
-        [3.0, 3.0],
-        [0.0, 0.0],
-    ]
-
-
 def test_an_open_window_is_part_of_the_state() -> None:
     """DESIGN section 5: gradients that are open at a safe point are saved and restored."""
     engine, parameter = engine_for(), weights(1.0)
@@ -103,21 +68,6 @@ def test_an_open_window_is_part_of_the_state() -> None:
     run_window(other, parameter, [6.0])
     other.average_gradients(SGD([parameter], lr=1.0))
     assert gradients(parameter) == [[3.0]]
-
-
-@pytest.mark.shows("L29")
-def test_a_window_ends_when_the_loop_closes_it() -> None:
-    """L27, L29: several optimizers share a window; the first one's average must not end it."""
-    engine = engine_for()
-    first, second = weights(1.0), weights(1.0)
-    for _ in range(2):
-        train_on(engine, first.sum() * 3, second.sum() * 5)
-    for parameter, mean in ((first, 3.0), (second, 5.0)):
-        engine.average_gradients(SGD([parameter], lr=1.0))
-        assert gradients(parameter) == [[mean]]
-    assert engine.state_dict() == {"open_micro_batches": 2}
-    engine.close_window()
-    assert engine.state_dict() == {"open_micro_batches": 0}
 
 
 @pytest.mark.shows("E21")
@@ -136,14 +86,6 @@ def test_backward_may_be_kept_to_some_parameters() -> None:
 def test_a_device_may_be_given_by_its_name(device: Any, kind: str) -> None:
     """E3."""
     assert Engine(device).device.type == kind
-
-
-@pytest.mark.shows("E3")
-def test_the_device_is_found_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E3."""
-    for is_there, kind in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
-        assert Engine().device.type == kind
 
 
 @pytest.mark.parametrize(
@@ -204,15 +146,6 @@ def test_values_are_clipped_element_by_element() -> None:
     assert gradients(parameter) == [[2.0, -2.0, 1.0]]
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 100.0}, {"clip_value": 100.0}])
-def test_small_gradients_and_unset_options_clip_nothing(options: dict[str, float]) -> None:
-    """R39."""
-    engine, parameter = engine_for(**options), weights(1.0, 1.0)
-    engine.backward_loss((parameter * torch.tensor([30.0, -40.0])).sum())
-    engine.clip_gradients(SGD([parameter], lr=1.0))
-    assert gradients(parameter) == [[30.0, -40.0]]
-
-
 @pytest.mark.shows("E25")
 def test_the_mean_is_clipped_and_not_the_sum() -> None:
     """DESIGN R3: divide once, clip after that."""
@@ -234,26 +167,6 @@ def test_a_step_updates_is_committed_and_leaves_no_gradient() -> None:
     assert parameter.tolist() == [0.5]
     engine.zero_grad(optimizer)
     assert parameter.grad is None
-
-
-def test_moving_uses_the_device_of_the_engine() -> None:
-    """E7."""
-    moved = Engine(torch.device("meta")).sync_device({"a": [torch.ones(2)], "b": "text"})
-    assert moved["a"][0].device.type == "meta"
-    assert moved["b"] == "text"
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({}, []),
-        ({"clip_norm": 1.0}, ["Trainer(clip_norm=...)"]),
-        ({"clip_value": 1.0}, ["Trainer(clip_value=...)"]),
-    ],
-)
-def test_options_of_automatic_steps_are_named(options: dict[str, float], names: list[str]) -> None:
-    """DESIGN section 6: a model that steps itself is told which options it ignores."""
-    assert engine_for(**options)._automatic_options == names
 
 
 @pytest.mark.shows("K19", "E20", "E21", "E40")

@@ -55,36 +55,6 @@ def test_numerics_are_restored_also_after_an_error(restored_settings: None) -> N
     assert settings() == before
 
 
-def test_numerics_are_restored_where_they_cannot_be_set(restored_settings: None) -> None:
-    before = settings()
-    context = numerics(is_deterministic=True, use_cudnn_benchmark=True, num_threads=0)
-    with pytest.raises(RuntimeError), context:
-        pytest.fail("zero threads were accepted")
-    assert settings() == before
-
-
-def test_deterministic_settings_of_the_user_stay_where_none_are_demanded(
-    restored_settings: None,
-) -> None:
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.deterministic = True
-    before = settings()
-    with numerics(is_deterministic=False, use_cudnn_benchmark=False, num_threads=None):
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.backends.cudnn.deterministic
-    assert settings() == before
-
-
-def test_benchmarking_of_the_user_is_off_where_it_is_not_asked_for(
-    restored_settings: None,
-) -> None:
-    """H50: what was switched on outside must not change the bits of a run that did not ask."""
-    torch.backends.cudnn.benchmark = True
-    with numerics(is_deterministic=False, use_cudnn_benchmark=False, num_threads=None):
-        assert not torch.backends.cudnn.benchmark
-    assert torch.backends.cudnn.benchmark
-
-
 @pytest.mark.shows("H49")
 def test_a_demand_for_determinism_is_more_than_a_warning(restored_settings: None) -> None:
     """H49: with `warn_only` an algorithm that is not deterministic would only be warned of."""

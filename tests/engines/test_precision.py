@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import helios
-from helios.engines.engine import Engine
 from helios.engines.precision import Precision, ScalerOptions
 from helios.errors import ArgumentError
 from helios.hooks.context import Context
@@ -25,12 +23,7 @@ CPU = torch.device("cpu")
 LOW, FULL = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("precision", Precision.all())
-def test_a_precision_is_known_by_its_name(precision: Precision) -> None:
-    assert Precision.from_str(precision.value) is precision
-
-
-@pytest.mark.parametrize("name", ["fp8", "BF16", "", None, 16, []])
+@pytest.mark.parametrize("name", ["fp8", None])
 def test_another_name_is_an_error_that_shows_the_names(name: Any) -> None:
     for make in (Precision.from_str, Precision):
         with pytest.raises(ArgumentError, match='must be "fp32", "bf16" or "fp16", got'):
@@ -50,25 +43,14 @@ def test_only_half_precision_has_a_scaler_and_its_options() -> None:
     ("options", "message"),
     [
         ({"init_scale": 0.0}, r"fp16\(init_scale=\.\.\.\) must be a positive number, got 0.0"),
-        ({"init_scale": math.inf}, "positive number, got inf"),
-        ({"init_scale": "1"}, "positive number, got '1'"),
         ({"growth_factor": 1.0}, r"growth_factor=\.\.\.\) must be a number above 1, got 1.0"),
         ({"backoff_factor": 1}, "must be a number between 0 and 1, got 1. Omit it for 0.5"),
-        ({"backoff_factor": True}, "between 0 and 1, got True"),
         ({"growth_interval": 0}, r"growth_interval=\.\.\.\) must be a positive int, got 0"),
-        ({"growth_interval": 2.0}, "positive int, got 2.0"),
     ],
 )
 def test_a_wrong_option_of_the_scaler_is_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Precision.fp16(**options)
-
-
-def test_a_precision_that_needs_no_scaler_takes_none() -> None:
-    with pytest.raises(ArgumentError, match=r"Precision\('bf16', scaler=\.\.\.\) must be None"):
-        Precision("bf16", ScalerOptions())
-    with pytest.raises(ArgumentError, match="must be None, or ScalerOptions"):
-        Precision("fp16", {"init_scale": 2.0})  # type: ignore[arg-type]
 
 
 @pytest.mark.shows("E22")
@@ -90,13 +72,6 @@ def test_full_precision_leaves_a_users_own_autocast_alone() -> None:
     """E23: a null context, not one that switches autocast off."""
     with torch.autocast("cpu", dtype=LOW), Precision.FP32.autocast(CPU):
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == LOW
-
-
-def test_the_context_is_left_also_after_an_error() -> None:
-    engine = Engine(CPU, precision=Precision.BF16)
-    with pytest.raises(ZeroDivisionError), engine.autocast():
-        raise ZeroDivisionError
-    assert not torch.is_autocast_enabled("cpu")
 
 
 class Probe(helios.Model):
@@ -191,37 +166,6 @@ def test_every_step_computes_in_bf16_and_all_state_stays_in_full_precision() -> 
     assert len(hooks.heard) == 5
     tensors = [*model.net.parameters(), *model.net.buffers()]
     assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {FULL}
-
-
-def test_moments_of_the_optimizer_stay_in_full_precision() -> None:
-    """DESIGN section 6: parameters keep their own type."""
-    moments: set[torch.dtype] = set()
-
-    class Reader(Plugin):
-        def setup(self) -> None:
-            """Nothing to prepare."""
-
-        def on_optimizer_step_end(self, optimizer: Any, committed: bool) -> None:
-            for state in optimizer.state.values():
-                moments.update(tensor.dtype for tensor in state.values())
-
-    trainer_of("bf16", Reader("reader"), total_steps=1).fit(Probe(), Rows())
-    assert moments == {FULL}
-
-
-def test_full_precision_is_the_default() -> None:
-    model = Probe()
-    trainer_of(None, total_steps=1).fit(model, Rows())
-    assert model.dtypes == {"train": {FULL}}
-
-
-@pytest.mark.shows("E2")
-def test_the_precision_of_an_engine_of_ones_own_counts() -> None:
-    """E40."""
-    model = Probe()
-    engine = Engine(CPU, precision=Precision.BF16)
-    helios.Trainer(total_steps=1, engine=engine, print_banner=False).fit(model, Rows())
-    assert model.dtypes == {"train": {LOW}}
 
 
 @pytest.mark.shows("E22")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +51,6 @@ def test_a_hook_can_assign_nothing_to_the_context(name: str) -> None:
     with pytest.raises(ReadOnlyError) as caught:
         train(Assigning(name))
     assert re.match(rule, str(caught.value.args[0]))
-    assert any("Raised by plugin 'doing'" in note for note in caught.value.__notes__)
     assert isinstance(caught.value, AttributeError)
 
 
@@ -63,9 +61,7 @@ def test_a_hook_can_assign_nothing_to_the_context(name: str) -> None:
         ("loss", "To change the loss or the outputs, return others from train_step"),
         ("optimizer", "To change weights, buffers, optimizers and schedulers, change the objects"),
         ("max_step", "To stop, interrupt or save, call request_stop(reason), interrupt(reason)"),
-        ("epoch_id", "Copy the value, and change the copy."),
-        ("lss", "no such attribute. Did you mean to read context.loss? Keep values in self.lss."),
-        ("foo", "It has no such attribute. Keep values in self.foo."),
+        ("foo", "Keep values of your own in self.foo."),
     ],
 )
 def test_what_a_hook_assigns_to_the_context_has_its_remedy(name: str, remedy: str) -> None:
@@ -89,6 +85,8 @@ def _skip_first(context: Context, optimizer: Any) -> None:
 
 
 SHOWN: list[Any] = []
+
+
 WAYS: dict[str, tuple[str, Callable[..., Any], Callable[[Any], bool]]] = {
     "map the batch": (
         "process_training_batch",
@@ -140,17 +138,6 @@ def test_what_a_hook_may_change_it_can_change(what: str) -> None:
     session = train(Doing(event, act), seeing)
     assert is_changed(session)
     assert not is_changed(train()) or what == "log"
-
-
-def test_a_hook_may_refer_weakly_to_the_context() -> None:
-    def refer(context: Context, state: Any) -> None:
-        assert weakref.ref(context)() is context
-
-    train(Doing("on_training_batch_start", refer))
-
-
-def test_all_that_loops_change_is_shown() -> None:
-    assert {"batch", "loss", "model_outputs", "exception", "resumed", "optimizer"} <= {*NAMES}
 
 
 def test_numbers_are_logged_by_name_in_one_mapping() -> None:

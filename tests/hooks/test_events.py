@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import typing
 
@@ -11,7 +10,7 @@ import pytest
 
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
-from helios.hooks.events import CHANNELS, EVENTS, Event, Receiver, Verb, is_silent, silent
+from helios.hooks.events import CHANNELS, EVENTS, Event, Receiver, Verb
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 
@@ -88,13 +87,6 @@ VERBS = {
     "process_predicting_batch": Verb.TRANSFORM,
     "should_training_stop": Verb.ASK,
 }
-ACTING = {
-    "on_training_batch_start",
-    "on_training_batch_end",
-    "on_validation_start",
-    "on_validation_end",
-    "on_testing_start",
-}
 
 
 def row_of(line: str) -> Event:
@@ -166,22 +158,6 @@ def test_every_channel_is_a_scope_with_a_beginning_and_an_end_in_each_phase() ->
     assert [starts.count(channel) for channel in others] == [1] * 5
 
 
-def test_batches_are_mapped_by_plugins_only() -> None:
-    """C12, H60."""
-    for name, verb in VERBS.items():
-        if verb is Verb.TRANSFORM:
-            assert EVENTS[name].receivers == (P,)
-            assert EVENTS[name].parameters[0] == "batch"
-
-
-def test_every_row_says_when_it_is_told() -> None:
-    """DESIGN section 7: the docs page is generated from the table."""
-    moments = [event.moment for event in EVENTS.values()]
-    assert all(moments)
-    assert not [moment for moment in moments if "|" in moment or moment.endswith(".")]
-    assert all(event.name == name for name, event in EVENTS.items())
-
-
 @pytest.mark.parametrize(("kind", "receiver"), [(Model, M), (Plugin, P)])
 def test_every_event_is_a_declared_and_documented_method_of_who_receives_it(
     kind: type, receiver: Receiver
@@ -205,49 +181,3 @@ def test_base_methods_take_the_parameters_of_the_table(kind: type) -> None:
         taken = tuple(inspect.signature(getattr(kind, name)).parameters)[1:]
         more = ("fast_init",) if (kind, name) == (Model, "setup") else ()
         assert taken == (*EVENTS[name].parameters, *more), (kind, name)
-
-
-def test_base_methods_that_do_nothing_are_marked_and_all_others_are_not() -> None:
-    """DESIGN section 7: an event that nobody hears costs nothing; H58."""
-    for kind in (Model, Plugin):
-        for name in methods_of(kind):
-            is_acting = EVENTS[name].verb is Verb.CALL or (kind is Model and name in ACTING)
-            assert is_silent(getattr(kind, name)) is not is_acting, (kind, name)
-
-
-def test_the_mark_of_silence_is_seen_through_an_instance_and_lost_by_an_override() -> None:
-    class Base:
-        @silent
-        def hear(self) -> None: ...
-
-    class Heir(Base):
-        def hear(self) -> None:
-            super().hear()
-
-    class Quiet(Base): ...
-
-    assert is_silent(Base().hear)
-    assert is_silent(Quiet().hear)
-    assert not is_silent(Heir().hear)
-    assert not is_silent(Heir.hear)
-
-
-def test_an_override_that_copies_the_looks_of_the_base_method_is_heard() -> None:
-    """`functools.wraps` copies marks too: the override would be left out in silence (DESIGN R5)."""
-
-    class Base:
-        @silent
-        def hear(self) -> None: ...
-
-    class Heir(Base):
-        @functools.wraps(Base.hear)
-        def hear(self) -> None: ...
-
-    assert not is_silent(Heir().hear)
-    assert is_silent(Base().hear)
-
-
-def test_a_row_cannot_be_changed() -> None:
-    event: Event = EVENTS["on_training_start"]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        event.name = "other"  # type: ignore[misc]

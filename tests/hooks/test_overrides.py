@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -16,22 +15,16 @@ from helios.loops.evaluation import ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
-from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.state import Phase
-from helios.trainer import Trainer
 from tests.loops.sessions import ListSource, Stepper, fit, make_session
-from tests.support.runs import IndexModule, Setting, SmallModel
 
 
 def nothing(self: Any) -> None: ...
 
 
 def with_batch(self: Any, batch: Any) -> None: ...
-
-
-def with_optimizer(self: Any, optimizer: Any) -> None: ...
 
 
 def start(*loops: Loop, engine: Engine | None = None, plugins: tuple[Plugin, ...] = ()) -> Session:
@@ -58,12 +51,7 @@ def make(base: type, **members: Any) -> Any:
     ("base", "name", "method", "wanted"),
     [
         (OptimizerLoop, "advance", nothing, "(self, batch)"),
-        (OptimizerLoop, "on_run_start", nothing, "(self, batch)"),
-        (OptimizerLoop, "update", nothing, "(self, optimizer)"),
-        (OptimizerLoop, "forward", nothing, "(self, batch)"),
-        (OptimizerLoop, "reset", with_batch, "(self)"),
         (BatchLoop, "advance", nothing, "(self, batch)"),
-        (BatchLoop, "prepare", nothing, "(self, batch)"),
     ],
 )
 def test_a_loop_whose_method_takes_something_else_is_refused_at_the_start(
@@ -74,29 +62,6 @@ def test_a_loop_whose_method_takes_something_else_is_refused_at_the_start(
     assert str(caught.value).startswith(f"Own{base.__name__}.{name} must take {wanted}, but takes")
 
 
-def test_a_loop_of_another_base_must_take_what_its_parent_passes() -> None:
-    raw = make(Loop, advance=nothing, done=property(lambda self: True))
-    with pytest.raises(ArgumentTypeError, match=r"OwnLoop\.advance must take \(self, batch\)"):
-        start(raw())
-
-
-def test_a_child_of_a_loop_of_the_users_may_take_what_that_one_passes() -> None:
-    class Parent(BatchLoop):
-        def advance(self, batch: Any) -> None:
-            self.optimizer_loop.run(self.prepare(batch), 2)
-
-        @property
-        def done(self) -> bool:
-            return self.session.context.loss is not None
-
-    class Child(OptimizerLoop):
-        def advance(self, batch: Any, factor: int) -> None:  # type: ignore[override]
-            super().advance(batch * factor)
-
-    session = start(Parent(), Child())
-    assert session.model.weight == -2.0  # type: ignore[attr-defined]
-
-
 @pytest.mark.shows("K45")
 @pytest.mark.parametrize(("base", "name"), [(BatchLoop, "unsaved"), (Engine, "unsaved")])
 def test_a_method_in_the_place_of_an_attribute_is_refused(base: Any, name: str) -> None:
@@ -105,79 +70,11 @@ def test_a_method_in_the_place_of_an_attribute_is_refused(base: Any, name: str) 
         start(engine=owner("cpu")) if base is Engine else start(owner())
 
 
-def decorated(method: Any) -> Any:
-    @functools.wraps(method)
-    def inside(*args: Any) -> Any:
-        return method(*args)
-
-    return inside
-
-
-def test_what_a_decorator_surrounds_may_call_its_base(caplog: pytest.LogCaptureFixture) -> None:
-    class Kept(Engine):
-        @decorated
-        def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "own": 1}
-
-        @decorated
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            super().load_state_dict(state_dict)
-
-    class Lost(Kept):
-        def state_dict(self) -> dict[str, Any]:
-            return {"own": 1}
-
-    start(engine=Kept("cpu"))
-    assert not caplog.records
-    start(engine=Lost("cpu"))
-    (text,) = [record.getMessage() for record in caplog.records]
-    assert text.startswith("Lost.state_dict does not call super().state_dict(...), which has")
-
-
-class Choosy(BatchLoop):
-    """Leaves out batches that are negative."""
-
-    def advance(self, batch: Any) -> None:
-        if batch > 0:
-            super().advance(batch)
-        else:
-            self.is_over = True
-
-    @property
-    def done(self) -> bool:
-        return super().done or self.is_over
-
-    def reset(self) -> None:
-        super().reset()
-        self.is_over = False
-
-
-class Halving(Plugin):
-    def __init__(self) -> None:
-        super().__init__("halving")
-
-    def setup(self) -> None: ...
-
-    def process_training_batch(self, batch: Any, state: Any) -> Any:
-        return batch / 2
-
-
-def test_a_batch_loop_may_leave_out_a_batch_that_hooks_would_map() -> None:
-    sources: Any = {Phase.TRAINING: [ListSource([[2.0], [-1.0], [4.0]])]}
-    session = make_session(Stepper(), Halving(), sources=sources, total_steps=3)
-    fit(session, FitLoop(EpochLoop(Choosy(OptimizerLoop()), ValidationLoop())))
-    assert session.state.global_iteration == 3
-    assert session.model.weight == -2.0  # type: ignore[attr-defined]
-
-
 @pytest.mark.shows("L47")
 @pytest.mark.parametrize(
     ("name", "method", "wanted"),
     [
         ("clip_gradients", nothing, "(self, optimizer)"),
-        ("optimizer_step", nothing, "(self, optimizer)"),
-        ("backward_loss", with_batch, "(self, loss, inputs)"),
-        ("zero_grad", nothing, "(self, optimizer)"),
     ],
 )
 def test_an_engine_whose_method_takes_something_else_is_refused_at_the_start(
@@ -188,21 +85,12 @@ def test_an_engine_whose_method_takes_something_else_is_refused_at_the_start(
     assert str(caught.value).startswith(f"OwnEngine.{name} must take {wanted}, but takes")
 
 
-def test_an_engine_without_the_constructor_of_its_base_is_refused() -> None:
-    engine = make(Engine, __init__=nothing)
-    with pytest.raises(UsageError, match=r"OwnEngine\.__init__ must call super\(\)\.__init__\(dev"):
-        Trainer(engine=engine())
-
-
 @pytest.mark.shows("L47")
 @pytest.mark.parametrize(
     ("base", "name", "meant"),
     [
-        (OptimizerLoop, "on_advance_strat", "on_advance_start"),
         (OptimizerLoop, "updat", "update"),
-        (BatchLoop, "prepair", "prepare"),
         (Engine, "clip_gradient", "clip_gradients"),
-        (Engine, "on_training_batch_strat", "on_training_batch_start"),
     ],
 )
 def test_a_name_that_is_almost_one_of_ours_is_named(
@@ -214,41 +102,6 @@ def test_a_name_that_is_almost_one_of_ours_is_named(
     (text,) = [record.getMessage() for record in caplog.records]
     assert text.startswith(f"Own{base.__name__}.{name} is never called by Helios; did you mean ")
     assert f"mean {meant}?" in text
-
-
-def test_what_an_engine_receives_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    start(engine=make(Engine, on_training_epoch_start=with_batch)("cpu"))
-    assert not caplog.records
-
-
-@pytest.mark.shows("K44")
-@pytest.mark.parametrize("calls", [True, False])
-def test_a_model_that_loses_what_a_method_of_its_base_does_is_told_once(
-    calls: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Kept(SmallModel):
-        def on_training_batch_end(self, state: Any, should_log: bool = False) -> None:
-            super().on_training_batch_end(state, should_log)
-
-    class Direct(SmallModel):
-        def on_training_batch_end(self, state: Any, should_log: bool = False) -> None:
-            Model.on_training_batch_end(self, state, should_log)
-
-    class Lost(SmallModel):
-        def on_training_batch_end(self, state: Any, should_log: bool = False) -> None: ...
-
-    setting = Setting(unit="iteration", total_steps=3)
-    for kind in (Kept, Direct) if calls else (Lost,):
-        trainer = Trainer(train_unit="iteration", total_steps=3, use_cpu=True, print_banner=False)
-        with caplog.at_level(logging.WARNING):
-            trainer.fit(kind(setting), IndexModule(setting))
-    found = [text for record in caplog.records if "super()" in (text := record.getMessage())]
-    assert len(found) == (0 if calls else 1)
-    if found:
-        assert found[0] == (
-            "Lost.on_training_batch_end does not call super().on_training_batch_end(...), so "
-            "_running_losses gets no losses."
-        )
 
 
 class Mapping(Plugin):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -26,13 +24,10 @@ import helios.core as hlc
 import helios.core.logging as hll
 import helios.data as hld
 import helios.model as hlm
-import helios.plugins as hlp
 import helios.trainer as hlt
 from helios.core import rng
-from helios.errors import StateError
 from tests.startup.test_arguments import DEFAULTS
 from tests.support.kills import kill_self, run_in_child
-from tests.support.resume import copy_checkpoint
 from tests.support.runs import digest
 
 
@@ -291,26 +286,6 @@ def test_a_script_of_helios_1_is_tested_on_its_newest_checkpoint(tmp_path: Path)
     assert model._test_scores == {"count": 7}
 
 
-@pytest.mark.shows("H21", "H22")
-def test_metadata_stands_in_the_names_of_checkpoints(tmp_path: Path) -> None:
-    """H21, H22, C2: also in the way of the published sample, which returns the addition only."""
-
-    class Adding(Classifier):
-        def append_metadata_to_chkpt_name(self, chkpt_name: str) -> str:
-            return f"accuracy_{self._val_scores['accuracy']:.2f}"
-
-    make_trainer(tmp_path, total_steps=1).fit(Classifier(), PointsModule())
-    make_trainer(tmp_path, total_steps=2).fit(Adding(), PointsModule())
-    names = sorted(path.name for path in (tmp_path / "chkpt" / "classifier").glob("*.pth"))
-    assert [name[: name.index("_accuracy_")] for name in names] == [
-        "points_epoch_1_iter_4",
-        "points_epoch_2_iter_8",
-    ]
-    newest = hlt.find_last_checkpoint(tmp_path / "chkpt" / "classifier")
-    assert newest is not None
-    assert newest.name == names[1]
-
-
 @pytest.mark.shows("H18", "U10")
 def test_a_checkpoint_has_the_published_keys_and_loads_safely(tmp_path: Path) -> None:
     """H18, H24, H26, API section 8."""
@@ -327,13 +302,8 @@ def test_a_checkpoint_has_the_published_keys_and_loads_safely(tmp_path: Path) ->
     assert Path(saved["run_path"]).is_dir()
 
 
-class Accumulating(hlm.Model):
-    """The published sample of accumulation: backward and step in `on_training_batch_end`."""
-
-    def __init__(self, unit: str) -> None:
-        super().__init__("accumulating")
-        self._unit = unit
-        self._accumulation_steps = 2
+class Manual(hlm.Model):
+    """Backward and step in `on_training_batch_end`."""
 
     def setup(self, fast_init: bool = False) -> None:
         self._net = nn.Linear(4, 3)
@@ -344,47 +314,8 @@ class Accumulating(hlm.Model):
 
     def on_training_batch_end(self, state: hlt.TrainingState, should_log: bool = False) -> None:
         self._loss_items["loss"].backward()
-        count = state.current_iteration if self._unit == "epoch" else state.global_iteration
-        if count % self._accumulation_steps == 0:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-
-
-@pytest.mark.shows("H39")
-@pytest.mark.parametrize(("unit", "total"), [("epoch", 2), ("iteration", 4)])
-def test_the_published_sample_of_accumulation_resumes(
-    unit: str, total: int, tmp_path: Path
-) -> None:
-    """H37 to H39: which counter a model of Helios 1 takes; its gradients are open between steps."""
-
-    class Requesting(hlp.Plugin):
-        def setup(self) -> None:
-            """Nothing to prepare."""
-
-        def on_training_batch_end(self, state: hlt.TrainingState, should_log: bool) -> None:
-            self.trainer.request_checkpoint()
-
-    def train(folder: Path) -> str:
-        trainer = hlt.Trainer(
-            train_unit=unit,
-            total_steps=total,
-            accumulation_steps=2,
-            chkpt_frequency=1,
-            chkpt_root=folder,
-            use_cpu=True,
-            print_banner=False,
-            plugins=[Requesting("requesting")],
-        )
-        model = Accumulating(unit)
-        trainer.fit(model, PointsModule())
-        return digest(model._net.state_dict())
-
-    whole = train(tmp_path / "whole")
-    checkpoints = sorted((tmp_path / "whole").glob("*/*.pth"))
-    assert len(checkpoints) == (8 if unit == "epoch" else 4)
-    for path in checkpoints:
-        if not path.stem.endswith("iter_8"):
-            assert train(copy_checkpoint(path, tmp_path / path.stem)) == whole
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -437,7 +368,7 @@ def test_a_trainer_shows_what_it_works_on() -> None:
     """API section 12; H65: no queue in one process."""
     seen: list[Any] = []
 
-    class Model(Accumulating):
+    class Model(Manual):
         def setup(self, fast_init: bool = False) -> None:
             super().setup(fast_init)
             seen.append((self.trainer, self.trainer.datamodule.trainer, self.device, self.rank))
@@ -450,7 +381,7 @@ def test_a_trainer_shows_what_it_works_on() -> None:
         {},
         None,
     )
-    model, data = Model("epoch"), PointsModule()
+    model, data = Model("manual"), PointsModule()
     assert trainer.fit(model, data) is True
     assert (trainer.model, trainer.datamodule) == (model, data)
     assert (trainer.rank, trainer.local_rank, trainer.gpu_ids, trainer.exit_code) == (0, 0, [], 0)
@@ -459,122 +390,3 @@ def test_a_trainer_shows_what_it_works_on() -> None:
     assert isinstance(data.train_dataset, Points)
     assert isinstance(data.valid_dataset, Points)
     assert data.is_prepared
-
-
-def test_the_types_for_safe_loading_are_registered() -> None:
-    """API section 12: the registered set equals the list."""
-    found = torch.serialization.get_safe_globals()
-    try:
-        torch.serialization.clear_safe_globals()
-        hlt.register_trainer_types_for_safe_load()
-        registered = torch.serialization.get_safe_globals()
-        assert set(registered) == set(hlt.get_trainer_safe_types_for_load())
-        assert hlt.TrainingState in registered
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(found)
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package of a user that registers a data set, a model and a plugin."""
-    root = tmp_path / "users" / "shapes"
-    root.mkdir(parents=True)
-    for folder in (root.parent, root):
-        (folder / "__init__.py").touch()
-    (root / "parts.py").write_text(
-        "import helios.data as hld, helios.plugins as hlp, torch\n\n"
-        "@hld.DATASET_REGISTRY.register\n"
-        "class ShapesForTest(torch.utils.data.Dataset):\n"
-        "    def __len__(self):\n        return 4\n"
-        "    def __getitem__(self, index):\n        return torch.ones(4), index % 3, index\n\n"
-        "@hlp.PLUGIN_REGISTRY.register\n"
-        "class PluginForTest(hlp.Plugin):\n    def setup(self):\n        pass\n"
-    )
-    (root / "broken.py").write_text("raise RuntimeError('it registers nothing')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for registry in (hld.DATASET_REGISTRY, hlp.PLUGIN_REGISTRY):
-        monkeypatch.setattr(registry, "_objects", dict(iter(registry)))
-    yield root
-    for name in [name for name in sys.modules if name.split(".")[0] == "users"]:
-        del sys.modules[name]
-
-
-@pytest.mark.shows("H62")
-def test_registries_are_filled_before_anything_is_set_up(package: Path) -> None:
-    """API section 12: `src_root` and `import_prefix`."""
-
-    class Registered(PointsModule):
-        def setup(self) -> None:
-            assert isinstance(hlp.create_plugin("PluginForTest", "id"), hlp.Plugin)
-            shapes = hld.create_dataset("ShapesForTest")
-            self._train_dataset = self._create_dataset(shapes, hld.DataLoaderParams(batch_size=2))
-
-    trainer = hlt.Trainer(
-        total_steps=1, use_cpu=True, src_root=package, import_prefix="users", print_banner=False
-    )
-    assert trainer.fit(Accumulating("epoch"), Registered())
-    assert "users.shapes.parts" in sys.modules
-    assert "users.shapes.broken" not in sys.modules
-
-
-@pytest.mark.shows("K30")
-def test_loggers_are_there_in_every_part_of_a_users_code(tmp_path: Path) -> None:
-    """API section 15: from the first `setup` to the last `on_fit_end`; afterwards a KeyError."""
-
-    class Saying(hlp.Plugin):
-        def setup(self) -> None:
-            hll.get_root_logger().info("a plugin is set up")
-
-        def on_fit_end(self) -> None:
-            hll.get_root_logger().warning("the end of all")
-
-    class Module(PointsModule):
-        def setup(self) -> None:
-            super().setup()
-            hll.get_root_logger().info("data is set up")
-
-        def teardown(self) -> None:
-            hll.get_root_logger().info("data is torn down")
-
-    trainer = make_trainer(tmp_path, total_steps=1, chkpt_root=None, chkpt_frequency=None)
-    Saying("saying").configure_trainer(trainer)
-    trainer.fit(Classifier(), Module())
-    (log,) = (tmp_path / "logs").iterdir()
-    text = log.read_text()
-    places = [
-        text.index(part) for part in ("a plugin is", "data is set", "the end of", "data is t")
-    ]
-    assert places == sorted(places)
-    assert not hll.is_root_logger_active()
-    with pytest.raises(KeyError):
-        hll.get_root_logger()
-    assert hll.get_tensorboard_writer() is None
-
-
-def test_a_state_of_the_users_own_is_given_back_as_it_was_saved(tmp_path: Path) -> None:
-    """API section 13: what `load_state_dict` gets is what `state_dict` returned."""
-    got: list[dict[str, Any]] = []
-
-    class Own(Classifier):
-        def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
-            got.append(state_dict)
-            super().load_state_dict(state_dict, fast_init)
-
-    make_trainer(tmp_path, total_steps=1).fit(Own(), PointsModule())
-    make_trainer(tmp_path, total_steps=2).fit(Own(), PointsModule())
-    (state,) = got
-    assert set(state) == {"net", "optimizer", "scheduler", "best"}
-    assert isinstance(state["best"], Best)
-
-
-@pytest.mark.shows("H26", "U10")
-def test_a_type_that_is_not_declared_is_named_when_it_is_saved(tmp_path: Path) -> None:
-    """H26: the remedy is `types_for_safe_load`."""
-
-    class Undeclared(Classifier):
-        def types_for_safe_load(self) -> list[Any]:
-            return []
-
-    with pytest.raises(StateError, match=r"Best.*types_for_safe_load"):
-        make_trainer(tmp_path, total_steps=1).fit(Undeclared(), PointsModule())

@@ -15,16 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import helios
-from helios.errors import UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS
-from helios.loops.yielding import YieldLoop
 from helios.model.processor import BatchProcessor
 from helios.plugins import Plugin
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import HookContext
 from helios.state import Phase, TrainingState
-from tests.leaks import forget_interruptions
 from tests.support.models import OneLayer, forward
 from tests.support.resume import resume_everywhere
 from tests.support.runs import (
@@ -159,25 +156,6 @@ _FITS = {
             scope("epoch", scope("step", LAST)),
         ),
     ),
-    "by epochs": (
-        {"train_unit": "epoch", "total_steps": 2, "valid_frequency": 1},
-        Numbers(2, 2),
-        scope("loop", *[scope("epoch", STEP, STEP, VALID, VALID)] * 2),
-    ),
-    "by epochs, windows of 3": (
-        {
-            "train_unit": "epoch",
-            "total_steps": 2,
-            "valid_frequency": 2,
-            "accumulation_steps": 3,
-        },
-        Numbers(4, 1),
-        scope(
-            "loop",
-            scope("epoch", scope("step", OPEN, OPEN, LAST), STEP),
-            scope("epoch", scope("step", OPEN, OPEN, LAST), STEP, VALID),
-        ),
-    ),
 }
 
 
@@ -191,43 +169,6 @@ def test_channels_nest_in_a_training(name: str) -> None:
     assert log == expected.split()
 
 
-@pytest.mark.shows("R5")
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_manual_steps_have_neither_backward_nor_update(unit: str) -> None:
-    """R5, R6: the model does both."""
-    log: list[str] = []
-    model = Linear(BatchProcessor.from_callable(forward, need_backward=False))
-    make_trainer(noting(log), train_unit=unit, total_steps=1).fit(model, Numbers(1))
-    assert (
-        log
-        == scope("loop", scope("epoch", scope("step", scope("batch", scope("forward"))))).split()
-    )
-
-
-def test_channels_follow_each_other_at_every_yield() -> None:
-    """R1, L28: forward, backward and the update of one optimizer, then those of the next."""
-
-    class Twice(Linear):
-        def setup(self, fast_init: bool = False) -> None:
-            self.net, self.other = nn.Linear(1, 1), nn.Linear(1, 1)
-            self.first = torch.optim.SGD(self.net.parameters(), lr=0.01)
-            self.second = torch.optim.SGD(self.other.parameters(), lr=0.01)
-            self.batch_processor = None
-
-        def train_step(self, batch: Tensor, state: TrainingState) -> Any:
-            yield self.net(batch).square().mean()
-            yield self.other(batch).square().mean()
-
-    log: list[str] = []
-    trainer = make_trainer(noting(log), total_steps=1, accumulation_steps=2)
-    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())
-    trainer.fit(Twice(), Numbers(2))
-    turn = f"{scope('forward')} {scope('backward')}"
-    update = f"{turn} {scope('update')}"
-    step = scope("step", scope("batch", turn, turn), scope("batch", update, update))
-    assert log == scope("loop", scope("epoch", step)).split()
-
-
 @pytest.mark.shows("R1", "R6")
 @pytest.mark.parametrize(("call", "mark"), [("validate", "v:"), ("test", "t:"), ("predict", "p:")])
 def test_channels_nest_in_an_evaluation(call: str, mark: str) -> None:
@@ -236,81 +177,6 @@ def test_channels_nest_in_an_evaluation(call: str, mark: str) -> None:
     getattr(make_trainer(noting(log)), call)(Linear(), Numbers(1, 2), checkpoint=None)
     one = scope(f"{mark}batch", scope(f"{mark}forward"))
     assert log == scope(f"{mark}loop", one, one).split()
-
-
-def noting_outside(log: list[str]) -> PipelineHooks:
-    """Return a set that notes channels in a list that is no attribute of anything."""
-    hooks = PipelineHooks()
-
-    def note(mark: str) -> Callable[[Context], None]:
-        def act(ctx: Context) -> None:
-            error = f" {ctx.exception}" if ctx.exception is not None else ""
-            log.append(f"{'v:' if ctx.is_sanity_check else ''}{mark}{error}")
-
-        return act
-
-    for channel in CHANNELS:
-        name = short(channel)
-        hooks.register(channel, HookContext.from_callable(note(f"{name}("), note(f"{name})")))
-    return hooks
-
-
-@pytest.mark.shows("R4")
-def test_a_trial_validation_lies_in_the_loop_of_its_training() -> None:
-    """R1, R4: the loop begins once, before the trial."""
-    log: list[str] = []
-    make_trainer(noting_outside(log), sanity_steps=1, total_steps=1).fit(Linear(), Numbers(1, 2))
-    assert log == scope("loop", VALID, scope("epoch", STEP)).split()
-
-
-def test_after_an_error_in_a_trial_all_that_was_begun_is_left() -> None:
-    """R12: although what the trial has changed is put back before."""
-    log: list[str] = []
-    plugin = Teller()
-    plugin.on_forward_start = go_wrong
-    with pytest.raises(WrongError):
-        make_trainer(noting_outside(log), plugin, sanity_steps=1).fit(Linear(), Numbers(1, 2))
-    ends = [f"{name}) wrong" for name in ("forward", "batch", "loop")]
-    assert log == ["loop(", "v:batch(", "v:forward(", *ends]
-
-
-def test_a_trial_validation_keeps_what_the_loop_has_begun() -> None:
-    """C17: what the trial has changed is put back, and no more."""
-
-    class Counting(HookContext):
-        def __init__(self) -> None:
-            self.entered = 0
-
-        def on_enter(self, ctx: Context) -> None:
-            self.entered += 1
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"entered": self.entered}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.entered = state_dict["entered"]
-
-    hooks, loops, batches = PipelineHooks(), Counting(), Counting()
-    hooks.register("on_loop", loops)
-    hooks.register("on_batch", batches)
-    make_trainer(hooks, sanity_steps=1, total_steps=1).fit(Linear(), Numbers(1, 2))
-    assert (loops.entered, batches.entered) == (1, 1)
-
-
-def test_what_is_registered_in_a_trial_is_gone_with_it() -> None:
-    """C17, R17: its handle finds nothing to take back, and says nothing."""
-    hooks, handles, log = PipelineHooks(), [], []
-    late = HookContext.from_callable(before=lambda ctx: log.append(ctx.is_sanity_check))
-
-    def change(ctx: Context) -> None:
-        if ctx.is_sanity_check:
-            handles.append(hooks.register("on_model_forward", late))
-        else:
-            handles[0].remove()
-
-    hooks.register("on_batch", HookContext.from_callable(before=change))
-    make_trainer(hooks, sanity_steps=1, total_steps=1).fit(Linear(), Numbers(1, 2))
-    assert log == [True]
 
 
 @pytest.mark.shows("R13", "C11")
@@ -329,38 +195,16 @@ def test_two_sets_take_turns() -> None:
     assert log[-8:] == [f"{name}{n})" for name in ("batch", "step", "epoch", "loop") for n in "12"]
 
 
-def test_one_set_serves_several_runs() -> None:
-    """R4: of one trainer."""
-    log: list[str] = []
-    trainer, model = make_trainer(noting(log), total_steps=1), Linear()
-    trainer.fit(model, Numbers(1))
-    trainer.test(model, Numbers(1))
-    test = scope("t:batch", scope("t:forward"))
-    assert log == [
-        *scope("loop", scope("epoch", STEP)).split(),
-        *scope("t:loop", test, test).split(),
-    ]
-
-
 # Errors
 
-_PATHS = {
-    "on_loop": ("on_loop",),
-    "on_epoch": ("on_loop", "on_epoch"),
-    "on_step": ("on_loop", "on_epoch", "on_step"),
-    "on_batch": ("on_loop", "on_epoch", "on_step", "on_batch"),
-    **{
-        inner: ("on_loop", "on_epoch", "on_step", "on_batch", inner)
-        for inner in ("on_model_forward", "on_model_backward", "on_optimizer_step")
-    },
+_OUTER = {
+    "on_loop": (),
+    "on_batch": ("on_loop", "on_epoch", "on_step"),
+    "on_optimizer_step": ("on_loop", "on_epoch", "on_step", "on_batch"),
 }
 _STARTS = {
     "on_loop": "on_training_start",
-    "on_epoch": "on_training_epoch_start",
-    "on_step": "on_training_step_start",
     "on_batch": "on_training_batch_start",
-    "on_model_forward": "on_forward_start",
-    "on_model_backward": "on_backward_start",
     "on_optimizer_step": "on_optimizer_step_start",
 }
 
@@ -378,7 +222,7 @@ def _left(channel: str, names: str = "ab", error: str = " wrong") -> list[str]:
 
 
 @pytest.mark.shows("R12", "R14", "R16")
-@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("channel", _OUTER)
 @pytest.mark.parametrize("where", ["enter", "body", "exit"])
 def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) -> None:
     """R12, R14, R15, R16: innermost scope first; the error leaves fit unchanged."""
@@ -403,7 +247,7 @@ def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) ->
         "body": _left(channel),
         "exit": [*_left(channel, "a", ""), *_left(channel, "b")],
     }[where]
-    for outer in reversed(_PATHS[channel][:-1]):
+    for outer in reversed(_OUTER[channel]):
         expected += _left(outer)
     assert log[-len(expected) :] == expected
     count = {name: sum(entry.startswith(name) for entry in log) for name in set(log)}
@@ -411,74 +255,6 @@ def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) ->
     begun = [entry for entry in log if entry.endswith("(")]
     left = [entry for entry in log if not entry.endswith("(")]
     assert sorted(entry[:-1] for entry in begun) == sorted(entry.split(")")[0] for entry in left)
-
-
-@pytest.mark.shows("R16")
-def test_an_error_in_an_evaluation_is_seen_at_all_exits() -> None:
-    """R16."""
-    log: list[str] = []
-    with pytest.raises(WrongError):
-        make_trainer(noting(log), Teller("on_testing_batch_end", go_wrong)).test(
-            Linear(), Numbers(1), checkpoint=None
-        )
-    ends = ["t:forward)", "t:batch)", "t:loop) wrong"]
-    assert log == ["t:loop(", "t:batch(", "t:forward(", *ends]
-
-
-def test_an_error_in_a_validation_is_seen_in_the_scopes_of_the_training() -> None:
-    """R16: the phase is the one in which it came."""
-    log: list[str] = []
-    teller = Teller("on_validation_batch_start", go_wrong)
-    with pytest.raises(WrongError):
-        make_trainer(noting(log), teller, valid_frequency=1).fit(Linear(), Numbers(1, 1))
-    assert log[-3:] == ["v:batch) wrong", "v:epoch) wrong", "v:loop) wrong"]
-
-
-@pytest.mark.shows("R15")
-def test_errors_of_exits_go_along_with_the_error_of_the_run() -> None:
-    """R15: the run's error stays the one that is raised."""
-    hooks = PipelineHooks()
-
-    def fail(ctx: Context) -> None:
-        if ctx.exception is not None:
-            raise KeyError("cannot leave")
-
-    hooks.register("on_batch", HookContext.from_callable(after=fail))
-    with pytest.raises(WrongError) as caught:
-        make_trainer(hooks, Teller("on_backward_start", go_wrong)).fit(Linear(), Numbers(1))
-    assert isinstance(caught.value.__context__, KeyError)
-
-
-def _stop_once(at: int) -> Callable[..., None]:
-    told = iter(range(100))
-
-    def stop(*args: Any) -> None:
-        if next(told) == at:
-            raise StopIteration
-
-    return stop
-
-
-@pytest.mark.shows("R4")
-@pytest.mark.parametrize("where", ["a hook of the batch", "another plugin"])
-def test_an_epoch_that_ends_early_leaves_its_inner_scopes_first(where: str) -> None:
-    """R4: the end of that batch is never told; the training goes on."""
-    log: list[str] = []
-    hooks, stop = noting(log), _stop_once(1)
-    teller = Teller()
-    if where == "another plugin":
-        teller = Teller("on_training_batch_start", stop)
-    else:
-        hooks.register("on_batch", HookContext.from_callable(before=stop))
-    hooks.register("on_batch", Noting(log, "on_batch", "+"))
-    make_trainer(hooks, teller, train_unit="epoch", total_steps=2).fit(Linear(), Numbers(2))
-    text = " ".join(log)
-    if where == "another plugin":
-        begun = "step( batch( batch+( batch) batch+) step) epoch)"
-    else:
-        begun = "step( batch( batch) step) epoch)"
-    assert f"step) {begun} epoch( step( batch( batch+( forward(" in text
-    assert text.endswith("step) epoch) loop)")
 
 
 # Interruptions and restarts
@@ -541,28 +317,6 @@ def test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again(
         *("epoch( 1/0/2", *later * (2 if unit == "iteration" else 3), "epoch) 1/0/2"),
         "loop) {} resumed".format("1/0/2" if unit == "iteration" else "2/0/2"),
     ]
-
-
-def test_a_restart_between_epochs_begins_an_epoch_of_its_own(tmp_path: Path) -> None:
-    """DESIGN section 7: the loop was resumed, the epoch was not."""
-    options = {**_UNITS["epoch"], "chkpt_root": tmp_path, "chkpt_frequency": 100}
-    log: list[str] = []
-    trainer = make_trainer(_interrupt_at(2), _resumed(log), **options)
-    assert trainer.fit(Linear(), Numbers(3)) is False
-    assert log[-2:] == ["epoch) 0/0/0", "loop) 1/0/0"]
-    del log[:]
-    assert make_trainer(_resumed(log), **options).fit(Linear(), Numbers(3)) is True
-    assert log[:2] == ["loop( 1/1/3 resumed", "epoch( 1/1/3"]
-    assert log[-2:] == ["epoch) 1/1/3", "loop) 2/1/3 resumed"]
-
-
-def test_an_evaluation_is_never_resumed(tmp_path: Path) -> None:
-    """It begins anew, also where it loads a checkpoint."""
-    options = {**_UNITS["epoch"], "chkpt_root": tmp_path, "chkpt_frequency": 1}
-    make_trainer(**options).fit(Linear(), Numbers(3))
-    log: list[str] = []
-    make_trainer(_resumed(log), **options).test(Linear(), Numbers(3))
-    assert log == ["loop( 2/0/0", "loop) 2/0/0"]
 
 
 # Fields of the context object
@@ -751,16 +505,6 @@ def test_a_skipped_update_is_not_committed_and_moves_no_step(unit: str) -> None:
     ]
 
 
-def test_a_step_cannot_be_skipped_by_a_hook_where_the_model_steps_itself() -> None:
-    hooks = PipelineHooks()
-    hooks.register(
-        "on_batch", HookContext.from_callable(after=lambda ctx: ctx.skip_step("as a test"))
-    )
-    model = Linear(BatchProcessor.from_callable(forward, need_backward=False))
-    with pytest.raises(UsageError, match="automatic mode"):
-        make_trainer(hooks).fit(model, Numbers(3))
-
-
 # The promise
 
 
@@ -890,9 +634,7 @@ def train_processed(folder: Path, setting: Setting) -> Outcome:
 
 
 _RUNS = {
-    "by steps": {"total_steps": 12},
     "by steps, windows of 3": {"total_steps": 6, "accumulation": 3, "valid_frequency": 2},
-    "by epochs": {"unit": "epoch", "total_steps": 3, "valid_frequency": 1},
     "inside of epochs": {
         "unit": "epoch",
         "total_steps": 2,
@@ -903,7 +645,6 @@ _RUNS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _RUNS)
 def test_hooks_with_state_and_a_processor_resume_everywhere(name: str, tmp_path: Path) -> None:
     """The promise: contexts that steer a training have the bits of an undisturbed run."""
@@ -914,31 +655,3 @@ def test_hooks_with_state_and_a_processor_resume_everywhere(name: str, tmp_path:
     assert state["on_optimizer_step.0"]["updates"] >= 4
     assert set(state) == {f"{channel}.0" for channel in CHANNELS}
     assert all(item["begun"] == item["ended"] for item in state.values() if "begun" in item)
-
-
-def test_an_absorbed_interruption_gives_the_same_bits(tmp_path: Path) -> None:
-    """R12: exits at an interruption come after the checkpoint, so they change nothing in it."""
-    setting = Setting(total_steps=12)
-
-    def train(folder: Path) -> Outcome:
-        return train_processed(folder, setting)
-
-    whole = train(tmp_path / "whole")
-    hooks = [steering_hooks(), _interrupt_at(7), EventLog()]
-    model = Processed()
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=12,
-        valid_frequency=3,
-        chkpt_frequency=100,
-        chkpt_root=tmp_path / "cut",
-        print_banner=False,
-        use_cpu=True,
-        plugins=hooks,
-    )
-    with pytest.raises(helios.Interrupted):
-        trainer.fit(model, IndexModule(setting))
-    forget_interruptions()
-    resumed = train(tmp_path / "cut")
-    assert {**model.records, **resumed.records} == whole.records
-    assert resumed.bits() == whole.bits()

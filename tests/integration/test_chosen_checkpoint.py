@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from helios.errors import (
     ArgumentError,
     ArgumentTypeError,
     CheckpointError,
-    RunMismatchError,
-    UsageError,
 )
-from helios.plugins import EMA, EarlyStopping, Plugin
+from helios.plugins import EarlyStopping, Plugin
 from tests.support import graded
 from tests.support.graded import Graded, Samples, file_of, make
 
@@ -86,18 +83,6 @@ def test_a_script_finds_the_best_file(root: Path, tmp_path: Path) -> None:
     assert helios.find_best_checkpoint(None, low) is None
 
 
-@pytest.mark.shows("U23")
-def test_early_stopping_names_the_score_that_decides(root: Path) -> None:
-    stopping = EarlyStopping("quality", mode="max", patience=9)
-    found = evaluated(make(root, stopping), "test", checkpoint="best")
-    assert found == weight_of(file_of(root, 1)).numpy().tobytes()
-    other = EarlyStopping("error", mode="min", patience=9)
-    both = make(root, other, store=BEST)
-    second = weight_of(file_of(root, 2)).numpy().tobytes()
-    assert evaluated(both, "test", checkpoint="best") == second, "the rule of the store comes first"
-    assert evaluated(make(root), "test", checkpoint="best") == second, "or else that of the run"
-
-
 @pytest.mark.shows("U24")
 def test_the_file_of_resume_is_evaluated_until_the_trainer_has_trained(tmp_path: Path) -> None:
     fit(tmp_path / "first")
@@ -111,23 +96,6 @@ def test_the_file_of_resume_is_evaluated_until_the_trainer_has_trained(tmp_path:
     assert evaluated(trainer, "test") == end
     assert evaluated(make(tmp_path / "other", **options), "test") == start
     assert evaluated(make(tmp_path / "other", **options), "test", checkpoint="newest") == end
-
-
-@pytest.mark.shows("U24")
-def test_the_best_is_tested_with_its_average(tmp_path: Path) -> None:
-    error = KeepBest(1, "error", "min")
-    store = CheckpointStore(keep_last=1, keep_best=error)
-    fit(tmp_path, EMA(0.5), store=store)
-    model = Graded()
-    make(tmp_path, EMA(0.5), store=store).test(model, Samples(), checkpoint="best")
-    sidecars = [helios.find_last_checkpoint(tmp_path / "line")]
-    assert sidecars == [file_of(tmp_path, 4)], "the error falls, so the last one is the best"
-    plain = Graded()
-    make(tmp_path, store=store).test(plain, Samples(), checkpoint="best")
-    validated = Graded(())
-    make(tmp_path, EMA(0.5), store=store).validate(validated, Samples(), checkpoint="best")
-    assert model.test_scores["error"] == validated.metrics["error"]
-    assert plain.test_scores["error"] == model.test_scores["error"], "without the plugin, too"
 
 
 def _refused(trainer: Trainer, kind: type[Exception], text: str, choice: Any) -> None:
@@ -161,47 +129,15 @@ def test_a_mistyped_name_is_an_error_that_lists_the_runs(
     assert not (tmp_path / "line").exists()
 
 
-def test_a_mistyped_run_name_is_an_error_that_names_the_run(root: Path) -> None:
-    _refused(make(root, run_name="lime"), RunMismatchError, "belongs to the run 'line'", "auto")
-
-
-def test_a_wrong_root_is_named(root: Path, tmp_path: Path) -> None:
-    _refused(make(root / "line"), CheckpointError, "itself the folder of a run", "auto")
-    _refused(make(tmp_path / "none"), CheckpointError, "none does not exist", "auto")
-    _refused(make(tmp_path), CheckpointError, "holds no runs", "auto")
-
-
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("has_root", [False, True])
 def test_a_model_that_was_never_trained_must_be_asked_for(
-    root: Path, call: str, has_root: bool, tmp_path: Path
+    root: Path, call: str, tmp_path: Path
 ) -> None:
-    other = tmp_path if has_root else None
+    other = tmp_path
     _refused(make(other), CheckpointError, "pass checkpoint=None", "auto")
     found = {evaluated(make(folder), call, checkpoint=None) for folder in (other, root)}
     assert len(found) == 1
     assert found.isdisjoint(weight_of(file_of(root, n)).numpy().tobytes() for n in range(1, 5))
-
-
-@pytest.mark.parametrize("choice", ["auto", None])
-def test_a_model_may_load_its_own_weights_for_a_test(choice: Any, tmp_path: Path) -> None:
-    class Loading(Graded):
-        def load_for_testing(self) -> None:
-            with torch.no_grad():
-                self.net.weight.fill_(3)
-
-    model = Loading()
-    make(tmp_path).test(model, Samples(), checkpoint=choice)
-    assert torch.equal(model.net.weight, torch.full_like(model.net.weight, 3))
-
-
-@pytest.mark.parametrize("choice", ["auto", None])
-def test_a_model_that_fit_has_trained_needs_no_checkpoint(choice: Any, tmp_path: Path) -> None:
-    trainer, model = make(None, total_steps=1), Graded()
-    trainer.fit(model, Samples())
-    weight = model.net.weight.clone()
-    trainer.test(model, Samples(), checkpoint=choice)
-    assert torch.equal(model.net.weight, weight)
 
 
 @pytest.mark.shows("U23")
@@ -221,31 +157,3 @@ def test_a_choice_that_means_nothing_is_refused(root: Path, tmp_path: Path) -> N
         modes,
         "best",
     )
-
-
-@pytest.mark.shows("U23")
-def test_nan_is_never_the_best(tmp_path: Path) -> None:
-    fit(tmp_path, model=Graded([math.nan, 2.0, 3.0, math.nan]))
-    found = evaluated(make(tmp_path, store=BEST), "test", checkpoint="best")
-    assert found == weight_of(file_of(tmp_path, 2)).numpy().tobytes()
-
-
-@pytest.mark.shows("U28")
-def test_a_score_that_no_validation_computes_ends_the_training(tmp_path: Path) -> None:
-    rule = KeepBest(1, "qualty", "max")
-    with pytest.raises(UsageError, match=r"KeepBest\(metric='qualty'\).*\['error', 'quality'\]"):
-        fit(tmp_path, store=CheckpointStore(keep_best=rule))
-    trainer = make(None, total_steps=1, valid_frequency=1, store=CheckpointStore(keep_best=rule))
-    assert trainer.fit(Graded(), Samples()), "a run without checkpoints keeps none"
-
-
-@pytest.mark.full
-def test_processes_that_are_started_load_what_is_asked_for(tmp_path: Path) -> None:
-    fit(tmp_path, num_replicas=2)
-    path = tmp_path / "line" / "line_epoch_2_iter_4.pth"
-    for choice in ("best", path):
-        trainer = make(tmp_path, store=BEST, nproc=2)
-        found = evaluated(trainer, "test", checkpoint=choice)
-        assert found == weight_of(path).numpy().tobytes()
-    with pytest.raises(CheckpointError, match="no file at"):
-        make(tmp_path, nproc=2).test(Graded(), Samples(), checkpoint="missing.pth")

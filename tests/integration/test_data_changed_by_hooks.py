@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import helios
-from helios.data import Stream, create_dataloader
-from helios.errors import UsageError
 from helios.ledger.book import FILE_NAME
-from helios.loops.epoch import EpochLoop
 from helios.state import TrainingState
-from tests.support.quiet import Quiet
-from tests.support.ranks import FORKSERVER, run_ranks
+from tests.support.ranks import run_ranks
 
 # Machines with few processors would have fewer workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -56,32 +51,6 @@ class Changing(Dataset[torch.Tensor]):
         return torch.tensor([index, self.version, float(torch.rand(1))])
 
 
-class Caching(Changing):
-    """Each sample is made once in a version."""
-
-    def change(self, version: int) -> None:
-        super().change(version)
-        self.cache = {}
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index not in self.cache:
-            self.cache[index] = torch.tensor([index, self.version, float(index**self.version)])
-        return self.cache[index]
-
-
-class Counting(Changing):
-    """It counts its fetches in a version, of which there may be one for each sample."""
-
-    def change(self, version: int) -> None:
-        super().change(version)
-        self.num_fetched = 0
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.num_fetched += 1
-        assert self.num_fetched <= self.length
-        return super().__getitem__(index)
-
-
 class Growing(Changing):
     """Each version has more samples, so each epoch has more batches."""
 
@@ -90,7 +59,7 @@ class Growing(Changing):
         self.length = (STEPS + version % 10) * BATCH_SIZE
 
 
-KINDS = (Changing, Caching, Counting, Growing)
+KINDS = (Changing, Growing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,34 +213,15 @@ def test_workers_get_what_the_start_of_an_epoch_and_of_a_validation_change(
 
 
 @pytest.mark.shows("P143")
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resume_gives_the_same_samples(
-    tmp_path: Path, kind: type[Changing], num_workers: int
-) -> None:
+def test_a_resume_gives_the_same_samples(tmp_path: Path, kind: type[Changing]) -> None:
     # At the end of an epoch, inside of one, and at the start of one.
     stops = {"iteration": (3, 4) if kind is Growing else (2, 3), "epoch": (1,)}
     for unit in stops:
-        setting = Setting(kind, unit, num_workers)
+        setting = Setting(kind, unit, num_workers=2)
         train(tmp_path / unit, dataclasses.replace(setting, num_workers=0))
         for stop in stops[unit]:
             assert resume(tmp_path / f"{unit} {stop}", setting, stop) == read(tmp_path / unit)
-
-
-@pytest.mark.shows("P143")
-@pytest.mark.parametrize(
-    ("method", "stop"),
-    [(FORKSERVER, 2), (FORKSERVER, 3), ("spawn", 2)],
-    ids=["forkserver", "forkserver inside", "spawn"],
-)
-def test_workers_that_are_not_forked_get_it_too(tmp_path: Path, method: Any, stop: int) -> None:
-    setting, options = Setting(method=method), {"total_steps": 4, "valid_frequency": 4}
-    for count in (0, 2):
-        folder = tmp_path / str(count)
-        train(folder, setting, **{**options, "total_steps": stop})
-        train(folder, dataclasses.replace(setting, num_workers=count), **options)
-    assert versions(tmp_path / "2") == [1, 1, 2, 2]
-    assert read(tmp_path / "2") == read(tmp_path / "0")
 
 
 def _work(rank: int, folder: Path, setting: Setting, is_alone: bool) -> None:
@@ -283,7 +233,7 @@ def _work(rank: int, folder: Path, setting: Setting, is_alone: bool) -> None:
 
 
 @pytest.mark.shows("P143")
-@pytest.mark.parametrize(("num_processes", "stop"), [(1, 2), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("num_processes", "stop"), [(1, 2), (2, 3)])
 def test_processes_and_their_workers_get_it_too(
     tmp_path: Path, num_processes: int, stop: int
 ) -> None:
@@ -310,173 +260,3 @@ def test_tests_and_predictions_get_it_too(tmp_path: Path) -> None:
         assert set(versions(folder, "prediction")) == {30}
     assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
     assert read(tmp_path / "2") == read(tmp_path / "0")
-
-
-class Logged:
-    """A loader that is no ``DataLoader``, and notes when a pass over it is opened.
-
-    Args:
-        name: what it notes.
-        tell: where.
-    """
-
-    def __init__(self, name: str, tell: Callable[[str], None]) -> None:
-        self.name, self.tell = name, tell
-
-    def __len__(self) -> int:
-        return 2
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self.tell(self.name)
-        return iter([torch.ones(2, 3)] * 2)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict == {}
-
-
-class LoggedData(helios.DataModule):
-    """Loaders, or streams, that note when their passes are opened."""
-
-    unsaved = ("tell",)
-
-    def __init__(self, tell: Callable[[str], None], *, streams: bool) -> None:
-        super().__init__()
-        self.tell, self.streams = tell, streams
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def _make(self, name: str) -> Any:
-        if not self.streams:
-            return Logged(name, self.tell)
-
-        def open_part(index: int, count: int) -> Iterator[torch.Tensor]:
-            self.tell(name)
-            return iter([torch.ones(3)] * 2)
-
-        return create_dataloader(Stream(open_part, replay=True))[0]
-
-    def train_dataloader(self) -> Any:
-        return self._make("train")
-
-    def valid_dataloader(self) -> Any:
-        return [self._make("valid 0"), self._make("valid 1")]
-
-    def test_dataloader(self) -> Any:
-        return self._make("test")
-
-    def predict_dataloader(self) -> Any:
-        return self._make("predict")
-
-
-class Noting(Quiet):
-    """Notes hooks."""
-
-    unsaved = ("tell",)
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__("noting")
-        self.tell = tell
-        for name in (
-            *("on_training_start", "on_training_resume", "on_training_epoch_start"),
-            *("on_training_batch_start", "on_sanity_check_start", "on_validation_start"),
-            *("on_validation_batch_end", "on_testing_start", "on_predicting_start"),
-        ):
-            setattr(self, name, self._make(name))
-
-    def _make(self, name: str) -> Callable[..., None]:
-        return lambda *args: self.tell(name)
-
-
-class Silent(Model):
-    """Takes batches of the logged loaders."""
-
-    def __init__(self) -> None:
-        super().__init__(Data(Setting()), Path())
-
-    def _write(self, batch: torch.Tensor, *place: Any) -> None:
-        """Write nothing."""
-
-    def on_training_epoch_start(self, current_epoch: int) -> None:
-        """Change nothing."""
-
-    def on_training_resume(self, state: TrainingState) -> None:
-        """Change nothing."""
-
-    def on_validation_start(self, validation_cycle: int) -> None:
-        """Change nothing."""
-
-    def on_testing_start(self) -> None:
-        """Change nothing."""
-
-    def on_predicting_start(self) -> None:
-        """Change nothing."""
-
-
-@pytest.mark.shows("P143")
-@pytest.mark.parametrize("streams", [False, True], ids=["loaders", "streams"])
-def test_a_pass_is_opened_after_the_last_hook_before_it(tmp_path: Path, streams: bool) -> None:
-    def fit(total_steps: int) -> list[str]:
-        log: list[str] = []
-        trainer = make_trainer(
-            tmp_path,
-            Setting(),
-            total_steps=total_steps,
-            valid_frequency=total_steps + 1,
-            sanity_steps=1,
-            plugins=[Noting(log.append)],
-        )
-        trainer.fit(Silent(), LoggedData(log.append, streams=streams))
-        # The state of a loader is tried before.
-        return log[next(n for n, name in enumerate(log) if name.startswith("on_")) :]
-
-    validation = [
-        *("on_validation_start", "valid 0", "on_validation_batch_end"),
-        *("valid 1", "on_validation_batch_end"),
-    ]
-    batch, epoch = ["on_training_batch_start"], ["on_training_epoch_start", "train"]
-    expected = ["on_sanity_check_start", *validation, "on_training_start", *epoch, *batch * 2]
-    assert fit(3) == [*expected, *epoch, *batch]
-    begin = ["on_training_start", "on_training_resume", "train"]
-    assert fit(5) == [*begin, *batch, *epoch, *batch]
-
-
-@pytest.mark.shows("P143")
-def test_loops_get_their_batches_when_the_epoch_has_begun() -> None:
-    log: list[str] = []
-
-    class TooEarly(EpochLoop):
-        def reset(self) -> None:
-            super().reset()
-            next(self.batches)
-
-    class Reading(EpochLoop):
-        def on_run_start(self) -> None:
-            super().on_run_start()
-            next(self.batches)
-
-    class Alone(EpochLoop):
-        def on_run_start(self) -> None:
-            log.append("on_run_start")
-
-    def fit(loop: EpochLoop) -> list[str]:
-        log.clear()
-        trainer = helios.Trainer(
-            train_unit="iteration",
-            total_steps=2,
-            use_cpu=True,
-            print_banner=False,
-            plugins=[Noting(log.append)],
-        )
-        trainer.fit_loop.connect(epoch_loop=loop)
-        trainer.fit(Silent(), LoggedData(log.append, streams=False))
-        return log[1:]
-
-    with pytest.raises(UsageError, match="because the epoch was not started"):
-        fit(TooEarly())
-    batch = "on_training_batch_start"
-    assert fit(Reading()) == ["on_training_epoch_start", "train", batch] * 2
-    assert fit(Alone()) == ["on_run_start", "train", batch, batch]

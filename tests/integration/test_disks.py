@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import resource
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ import helios
 from helios.errors import ArgumentError, SaveError
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from helios.storage import files
 from helios.storage.folder_lock import LOCK_NAME
 from tests.support import faults
 from tests.support.faults import Faults, make_store
@@ -27,12 +24,9 @@ from tests.support.kills import outcome_of, run_in_child
 from tests.support.resume import assert_equal
 from tests.support.runs import Outcome, Setting, train
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork, uids and mounts")
-
 _NUM_STEPS = 12
 # Each checkpoint takes 1.2 MB: three of them fit.
 _DISK_BYTES = 4_500_000
-_NOBODY = 65534
 _MODES = ("async", "sync")
 
 
@@ -154,6 +148,7 @@ def test_a_full_disk_ends_the_training_where_that_is_asked_for(
     assert_equal(train(small_disk, setting, Faults()), whole, since=6)
 
 
+@pytest.mark.shows("S37")
 def test_a_limit_of_the_size_of_files_is_borne_like_a_full_disk(
     whole: Outcome, tmp_path: Path
 ) -> None:
@@ -176,34 +171,6 @@ def test_a_limit_of_the_size_of_files_is_borne_like_a_full_disk(
     assert run_in_child(work, folder.with_suffix(".outcome")) == 0
     assert_equal(outcome_of(folder), whole, since=0)
     check_sound(folder, [2, 4, 10, 12])
-
-
-@pytest.mark.parametrize("rights", [0o555, 0o000], ids=["read only", "no access"])
-@pytest.mark.parametrize("mode", _MODES)
-def test_a_folder_without_rights_for_a_while_costs_only_the_saves_in_it(
-    mode: str, rights: int, whole: Outcome
-) -> None:
-    """The child is nobody in particular, because permissions mean nothing to root."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "run"
-        place = folder / "small"
-
-        def work() -> Outcome:
-            if os.getuid() == 0:
-                os.setuid(_NOBODY)
-            plugin = Faults()
-            changes = At({5: lambda: place.chmod(rights), 9: lambda: place.chmod(0o755)})
-            outcome = train(folder, make_setting(mode), plugin, changes)
-            assert len(refusals(plugin)) == 2
-            assert all("Permission denied" in text for text in refusals(plugin))
-            return outcome
-
-        result = Path(name) / "run.outcome"
-        if os.getuid() == 0:
-            os.chown(name, _NOBODY, _NOBODY)
-        assert run_in_child(work, result) == 0
-        assert_equal(outcome_of(folder), whole, since=0)
-        check_sound(folder, [2, 4, 10, 12])
 
 
 def test_a_disk_that_turns_read_only_leaves_what_was_committed(
@@ -229,6 +196,7 @@ def test_a_disk_that_turns_read_only_leaves_what_was_committed(
     assert_equal(train(folder, make_setting("async"), Faults()), whole, since=4)
 
 
+@pytest.mark.shows("S37")
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_folder_deleted_between_saves_is_made_again_aloud(
     mode: str, whole: Outcome, tmp_path: Path
@@ -240,55 +208,6 @@ def test_a_folder_deleted_between_saves_is_made_again_aloud(
     assert text.startswith(f"WARNING The folder {folder / 'small'} disappeared during the run")
     check_sound(folder, [6, 8, 10, 12])
     assert not (folder / "small" / LOCK_NAME).exists()
-
-
-@pytest.mark.parametrize("operation", ["fsync", "replace"])
-def test_a_folder_deleted_under_a_save_costs_that_save(
-    operation: str, whole: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, plugin, call = tmp_path / "run", Faults(), getattr(files, operation)
-
-    def delete(subject: Any, *rest: Any) -> Any:
-        path = subject if isinstance(subject, Path) else Path(subject.name)
-        if "_iter_6.pth" in path.name:
-            shutil.rmtree(folder / "small")
-        return call(subject, *rest)
-
-    monkeypatch.setattr(files, operation, delete)
-    assert_equal(train(folder, make_setting("async"), plugin), whole, since=0)
-    assert len(refusals(plugin)) == 1
-    assert "_iter_6" in refusals(plugin)[0]
-    check_sound(folder, [8, 10, 12])
-
-
-def test_a_folder_deleted_behind_the_last_save_is_told_at_the_end(
-    whole: Outcome, tmp_path: Path
-) -> None:
-    class Delete(Plugin):
-        def setup(self) -> None:
-            pass
-
-        def on_training_end(self) -> None:
-            faults.join_writer()
-            shutil.rmtree(tmp_path / "run")
-
-    plugin = Faults()
-    outcome = train(tmp_path / "run", make_setting("async"), plugin, Delete("delete"))
-    assert_equal(outcome, whole, since=0)
-    (text,) = besides_the_ledger(plugin)
-    assert text.startswith("ERROR The last checkpoint")
-    assert "was deleted after its save" in text
-
-
-@pytest.mark.parametrize("place", ["root/run/small", "root/run", "root"])
-def test_a_file_in_the_way_is_told_before_the_training(place: str, tmp_path: Path) -> None:
-    file = tmp_path / place
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("of somebody else")
-    with pytest.raises(ArgumentError, match=r"must be a folder, got") as caught:
-        train(tmp_path / "root" / "run", make_setting("async"))
-    assert str(file) in str(caught.value)
-    assert file.read_text() == "of somebody else"
 
 
 class _Started(Plugin):
@@ -318,19 +237,6 @@ def _refuse(folder: Path, setting: Setting, reason: str) -> None:
     assert started.events == []
 
 
-def test_a_place_where_no_folder_can_be_made_is_refused_before_anything_is_set_up() -> None:
-    if not Path("/proc/self").exists():
-        pytest.skip("this system has no folder that takes no files")
-    _refuse(Path("/proc/nowhere/x"), make_setting("async"), "/proc'")
-
-
-def test_a_link_that_leads_nowhere_is_refused_and_stays(tmp_path: Path) -> None:
-    link = tmp_path / "runs"
-    link.symlink_to(tmp_path / "gone")
-    _refuse(link, make_setting("async"), "No such file")
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-
-
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_disk_that_cannot_be_written_to_is_refused_before_the_first_step(
     has_begun: bool, tmp_path: Path
@@ -348,46 +254,3 @@ def test_a_disk_that_cannot_be_written_to_is_refused_before_the_first_step(
         reading = dataclasses.replace(setting, chkpt_frequency=None)
         assert train(folder, reading).records
     assert sorted(path.name for path in folder.rglob("*")) == before
-
-
-def test_a_finished_run_on_a_disk_that_cannot_be_written_to_is_loaded(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    setting = make_setting("async")
-    train(folder, setting, Faults())
-    with mounted("--bind", str(folder), at=folder):
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
-        assert train(folder, setting).records == {}
-
-
-def test_a_folder_without_rights_is_refused_before_the_first_step() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "run"
-        folder.mkdir(mode=0o555)
-
-        def work() -> None:
-            if os.getuid() == 0:
-                os.setuid(_NOBODY)
-            _refuse(folder, make_setting("async"), "Permission denied")
-
-        if os.getuid() == 0:
-            os.chown(name, _NOBODY, _NOBODY)
-            os.chown(folder, _NOBODY, _NOBODY)
-        assert run_in_child(work, Path(name) / "run.outcome") == 0
-
-
-def test_retention_goes_on_where_an_old_checkpoint_cannot_be_deleted(
-    whole: Outcome, tmp_path: Path
-) -> None:
-    """A folder that somebody has put in the place of a file cannot be unlinked."""
-    folder, plugin = tmp_path / "run", Faults()
-    setting = dataclasses.replace(make_setting("async"), options=make_store("async", keep_last=1))
-
-    def block() -> None:
-        path = folder / "small" / "small_epoch_1_iter_4.pth"
-        path.unlink()
-        path.mkdir()
-
-    outcome = train(folder, setting, plugin, At({5: block}))
-    assert_equal(outcome, whole, since=0)
-    assert not refusals(plugin)
-    assert faults.committed(folder / "small")[-1] == _NUM_STEPS

@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 
 import helios
 from helios import DataLoaderParams, Trainer
-from helios.errors import StateError
 from helios.loops import EpochLoop
 from helios.plugins import Plugin
 from helios.startup import launch_call
@@ -216,40 +215,15 @@ def test_a_finished_run_is_found_as_training_has_left_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
-def test_hooks_find_the_state_of_data_loops_and_data_sets(has_folder: bool, tmp_path: Path) -> None:
-    class Reading(Net):
-        def on_testing_start(self) -> None:
-            data = self.trainer.datamodule
-            assert isinstance(data, Data)
-            self.seen = [data.num_epochs, self.trainer.fit_loop.epoch_loop.num_begun]
-            if has_folder:
-                self.seen += [data.train_dataset.num_read]  # type: ignore[union-attr]
-
-        test_step = predict_step = helios.Model.test_step
-
-    trainer, model, data = make(tmp_path if has_folder else None), Reading(), Data()
-    assert trainer.fit(model, data)
-    expected = [EPOCHS, EPOCHS, EPOCHS * BATCHES * 6][: 2 + has_folder]
-    for _ in range(2):
-        trainer.test(model, Data() if has_folder else data)
-        assert model.seen[:2] == expected[:2]
-    if has_folder:
-        fresh = Reading()
-        make(tmp_path).test(fresh, Data())
-        assert fresh.seen == expected
-
-
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("has_folder", [False, True])
 def test_after_ranks_the_model_is_that_of_a_training_in_this_process(
-    count: int, has_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_call, "spawn", spawn_from_server)
     model, data = Net(), Data()
-    make(None, num_replicas=count).fit(model, data)
+    make(None, num_replicas=2).fit(model, data)
     model.optimizer.eval()
     expected = weights_of(model.net)
-    trainer = make(tmp_path if has_folder else None, num_replicas=count, nproc=count)
+    trainer = make(tmp_path if has_folder else None, num_replicas=2, nproc=2)
     model, data = Net(), Data()
     assert trainer.fit(model, data)
     assert (model.scheduler.last_epoch, data.num_epochs) == (6, EPOCHS)
@@ -257,132 +231,3 @@ def test_after_ranks_the_model_is_that_of_a_training_in_this_process(
     assert data.num_epochs == EPOCHS
     model.optimizer.eval()
     assert weights_of(model.net) == expected
-
-
-class Lean(Net):
-    """Builds nothing but networks for inference."""
-
-    def build(self, *, fast_init: bool) -> None:
-        if not fast_init:
-            super().build(fast_init=fast_init)
-
-
-class Emptied(Lean):
-    def build(self, *, fast_init: bool) -> None:
-        self.optimizer = self.scheduler = None  # type: ignore[assignment]
-        super().build(fast_init=fast_init)
-
-
-class Other(Net):
-    def build(self, *, fast_init: bool) -> None:
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)  # type: ignore[assignment]
-
-
-class Renamed(Net):
-    def build(self, *, fast_init: bool) -> None:
-        self.optimizer = Swapping([self.net.weight])
-
-
-class AsksInHook:
-    def on_testing_start(self) -> None:
-        self.optimizer.eval()  # type: ignore[attr-defined]
-
-
-class AsksInStep:
-    on_testing_start = helios.Model.on_testing_start
-
-    def test_step(self, batch: Any, step: int) -> None:
-        self.optimizer.zero_grad()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("kind", [Lean, Emptied])
-def test_an_error_names_the_hook_that_looks_an_optimizer_up(
-    kind: type[Net], tmp_path: Path
-) -> None:
-    make(tmp_path).fit(Net(), Data())
-
-    class Looking(Plugin):
-        def setup(self) -> None:
-            """Nothing to prepare."""
-
-        def on_testing_start(self) -> None:
-            self.context.optimizers["optimizer"].zero_grad()
-
-    class Silent(kind):  # type: ignore[misc, valid-type]
-        on_testing_start = helios.Model.on_testing_start
-
-    with pytest.raises(StateError, match="on_testing_start needs optimizer as at the checkpoint"):
-        make(tmp_path, Looking("looking")).test(Silent(), Data())
-
-
-@pytest.mark.parametrize("kind", [Lean, Emptied, Other, Renamed])
-@pytest.mark.parametrize(
-    ("asks", "hook"), [(AsksInHook, "on_testing_start"), (AsksInStep, "test_step")]
-)
-def test_an_error_names_the_hook_that_needs_what_cannot_be_had(
-    kind: type[Net], asks: type, hook: str, tmp_path: Path
-) -> None:
-    make(tmp_path).fit(Net(), Data())
-
-    class Asking(asks, kind):  # type: ignore[misc, valid-type]
-        pass
-
-    with pytest.raises(StateError, match=f"{hook} needs optimizer.* as at the checkpoint"):
-        make(tmp_path).test(Asking(), Data())
-
-
-@pytest.mark.parametrize("kind", [Lean, Emptied, Other, Renamed])
-def test_what_no_hook_needs_may_be_missing(kind: type[Net], tmp_path: Path) -> None:
-    make(tmp_path).fit(Net(), Data())
-
-    class Silent(kind):  # type: ignore[misc, valid-type]
-        on_testing_start = helios.Model.on_testing_start
-
-    model = Silent()
-    assert make(tmp_path).test(model, Data())
-    path = helios.find_last_checkpoint(tmp_path / "net")
-    assert path is not None
-    saved = helios.load_checkpoint(path)["model"]["objects"]["net"]
-    assert model.seen == [bytes(part.numpy().tobytes()) for part in saved.values()]
-
-
-def test_other_errors_of_a_hook_stay_what_they_are(tmp_path: Path) -> None:
-    make(tmp_path).fit(Net(), Data())
-
-    class Mistaken(Lean):
-        def on_testing_start(self) -> None:
-            self.nothing.eval()  # type: ignore[operator]
-
-    with pytest.raises(AttributeError, match="nothing"):
-        make(tmp_path).test(Mistaken(), Data())
-
-
-def test_a_plugin_finds_optimizers_and_its_own_values(tmp_path: Path) -> None:
-    class Watching(Plugin):
-        def setup(self) -> None:
-            self.rates: list[float] = []
-
-        def on_training_epoch_end(self, current_epoch: int) -> None:
-            self.rates.append(self.context.lr_schedulers["scheduler"].get_last_lr()[0])
-
-        def on_testing_start(self) -> None:
-            assert len(self.rates) == EPOCHS
-            assert self.context.optimizers["optimizer"].param_groups[0]["lr"] == self.rates[-1]
-            assert self.context.lr_schedulers["scheduler"].last_epoch == EPOCHS * BATCHES
-
-    make(tmp_path, Watching("watching")).fit(Net(), Data())
-    make(tmp_path, Watching("watching")).test(Net(), Data())
-
-
-def test_load_weights_leaves_all_else_as_setup_makes_it(tmp_path: Path) -> None:
-    make(tmp_path).fit(Net(), Data())
-    path = helios.find_last_checkpoint(tmp_path / "net")
-    assert path is not None
-    model, new = Net(), Net()
-    model.setup()
-    new.setup()
-    helios.load_weights(path, model)
-    assert weights_of(model.net) != weights_of(new.net)
-    assert model.optimizer.state_dict() == new.optimizer.state_dict()
-    assert model.scheduler.state_dict() == new.scheduler.state_dict()
-    assert model.net.bias.requires_grad

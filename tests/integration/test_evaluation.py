@@ -10,7 +10,6 @@ import torch
 
 import helios
 from helios.core import rng
-from helios.errors import CheckpointError, UsageError
 from helios.plugins import Plugin
 from tests.support.runs import EventLog, IndexModule, Setting, SmallModel, train
 
@@ -41,37 +40,6 @@ def test_every_evaluation_loads_the_newest_checkpoint(tmp_path: Path) -> None:
             assert weight.equal(trained[name]), (call, name)
 
 
-def test_a_test_gives_equal_scores_each_time(tmp_path: Path) -> None:
-    train(tmp_path, _SETTING)
-    scores = []
-    for _ in range(2):
-        model = SmallModel(_SETTING)
-        assert _trainer(tmp_path).test(model, IndexModule(_SETTING)) is True
-        scores.append(dict(model.test_scores))
-    assert scores[0] == scores[1]
-    assert "score" in scores[0]
-
-
-@pytest.mark.shows("K31")
-def test_the_events_of_a_test_stand_in_the_order_of_the_table(tmp_path: Path) -> None:
-    log = EventLog()
-    trainer = _trainer(None, log)
-    trainer.test(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
-    assert log.events == [
-        ("on_testing_start",),
-        ("on_testing_batch_start", 0),
-        ("on_forward_start", "Context"),
-        ("on_forward_end", "Context"),
-        ("on_testing_batch_end", 0),
-        ("on_testing_batch_start", 1),
-        ("on_forward_start", "Context"),
-        ("on_forward_end", "Context"),
-        ("on_testing_batch_end", 1),
-        ("on_testing_end",),
-        ("teardown",),
-    ]
-
-
 @pytest.mark.shows("H55", "L33", "C18")
 def test_evaluation_mode_comes_before_the_start_event(tmp_path: Path) -> None:
     """C5; and each submodule gets its own mode back (L33)."""
@@ -95,15 +63,6 @@ def test_evaluation_mode_comes_before_the_start_event(tmp_path: Path) -> None:
     assert modes == [("start", False), ("end", True), ("frozen part", False)]
 
 
-def test_a_model_trained_in_this_process_is_tested_as_it_stands(tmp_path: Path) -> None:
-    trainer = helios.Trainer(total_steps=2, use_cpu=True, print_banner=False)
-    model, data = SmallModel(_SETTING), IndexModule(_SETTING)
-    trainer.fit(model, data)
-    weights = {name: weight.clone() for name, weight in model.net.state_dict().items()}
-    trainer.test(model, data)
-    assert all(weight.equal(weights[name]) for name, weight in model.net.state_dict().items())
-
-
 @pytest.mark.shows("H56")
 def test_without_a_checkpoint_the_model_loads_its_own_weights() -> None:
     called: list[int] = []
@@ -116,13 +75,6 @@ def test_without_a_checkpoint_the_model_loads_its_own_weights() -> None:
     assert called == [1]
 
 
-def test_untrained_weights_are_never_tested_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CheckpointError, match="checkpoint=None"):
-        _trainer(None).test(SmallModel(_SETTING), IndexModule(_SETTING))
-    _trainer(None).test(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
-    assert "without a checkpoint" in capsys.readouterr().err
-
-
 @pytest.mark.shows("H56", "K31")
 def test_no_data_is_no_error_and_no_event() -> None:
     class Empty(IndexModule):
@@ -133,32 +85,6 @@ def test_no_data_is_no_error_and_no_event() -> None:
     assert _trainer(None, log).test(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) is True
     assert log.events == [("teardown",)]
     assert _trainer(None).predict(SmallModel(_SETTING), Empty(_SETTING), checkpoint=None) == []
-
-
-def test_a_step_that_returns_something_else_is_refused() -> None:
-    class Wrong(SmallModel):
-        def test_step(self, batch: Any, step: int) -> Any:
-            return {"score": 1.0}
-
-    with pytest.raises(UsageError, match="test_step"):
-        _trainer(None).test(Wrong(_SETTING), IndexModule(_SETTING), checkpoint=None)
-
-
-def test_predicting_needs_a_predict_step() -> None:
-    class Without(SmallModel):
-        predict_step = helios.Model.predict_step
-
-    with pytest.raises(UsageError, match="predict_step"):
-        _trainer(None).predict(Without(_SETTING), IndexModule(_SETTING), checkpoint=None)
-
-
-def test_damaged_checkpoints_are_passed_over_but_not_renamed(tmp_path: Path) -> None:
-    train(tmp_path, _SETTING)
-    newest = helios.find_last_checkpoint(tmp_path / "small")
-    assert newest is not None
-    newest.write_bytes(b"nothing")
-    _trainer(tmp_path).test(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert newest.exists()
 
 
 def test_validation_leaves_the_generators_as_they_were(tmp_path: Path) -> None:

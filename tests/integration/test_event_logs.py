@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from helios.hooks.events import EVENTS, Event, Receiver, Verb
-from helios.trainer import Trainer
 from scripts import event_page
-from tests.support.event_grammar import Grammar, Node, parse, pseudocode_of
+from tests.support.event_grammar import parse
 from tests.support.event_logs import CALLS, Call, Reaction, play
 from tests.support.event_situations import (
     everything,
@@ -25,11 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 REMEDY = "Meant so? Run scripts/make_golden.py, and read the difference."
 EVERYTHING = everything()
-# A generator's batches have a sequence of their own on the page, and where on_fit_end raises, the
-# ways out are under way already.
-BY_DOCSTRING = [
-    name for name in EVERYTHING if name not in ("generator_steps", "exception in on_fit_end")
-]
 
 
 def told_in(name: str) -> list[str]:
@@ -51,11 +44,6 @@ def test_exceptions_are_followed_by_what_their_golden_log_says() -> None:
     """K34, DESIGN section 7."""
     golden = (GOLDEN / "events" / "exceptions.txt").read_text("utf-8")
     assert golden_log_of_exceptions() == golden, f"exceptions.txt differs. {REMEDY}"
-
-
-def test_every_golden_log_belongs_to_a_situation() -> None:
-    names = {path.stem for path in (GOLDEN / "events").iterdir()}
-    assert names == {*situations(), "exceptions"}, REMEDY
 
 
 def _fail(owner: object) -> None:
@@ -127,82 +115,6 @@ def test_a_run_tells_what_was_written_down_by_hand(name: str, tmp_path: Path) ->
     assert [str(line).split() for line in found] == written
 
 
-def test_every_recording_has_its_hand_written_file() -> None:
-    assert {path.stem for path in (GOLDEN / "hand").iterdir()} == set(HAND)
-
-
-def fault_of(name: str, nodes: tuple[Node, ...] | None = None) -> str:
-    """Say where a log is no sentence of what the docstring of the call says; empty where it is."""
-    situation = EVERYTHING[name]
-    given = nodes or event_page.pseudocode(situation.call.verb)
-    rules = event_page.pseudocode("validate")
-    return Grammar(given, situation.facts, rules).fault_of(told_in(name))
-
-
-@pytest.mark.shows("K31")
-@pytest.mark.parametrize("name", BY_DOCSTRING)
-def test_a_log_is_a_sentence_of_the_docstrings_pseudocode(name: str) -> None:
-    """DESIGN sections 5 and 7; K34: an exception may come at any place."""
-    assert fault_of(name) == ""
-
-
-@pytest.mark.parametrize("name", BY_DOCSTRING)
-def test_what_is_known_of_a_run_are_conditions_of_the_pseudocode(name: str) -> None:
-    """Else a changed word in a docstring would make the grammar loose, in silence."""
-    verbs = (EVERYTHING[name].call.verb, "validate")  # a fit has validation passes
-    nodes = [node for verb in verbs for node in event_page.pseudocode(verb)]
-    conditions = {part for top in nodes for node in top.walk() for part in node.conditions}
-    assert set(EVERYTHING[name].facts) <= conditions
-
-
-# The first two cannot both happen, and a loop may run no times, so their order is of no matter.
-_HARMLESS = {
-    "'if the run has ended before:' and 'if the run resumes:' change places",
-    "'if StopIteration is raised:' and 'for each replica that the process runs:' change places",
-}
-
-
-def mutants(nodes: tuple[Node, ...]) -> Iterator[tuple[str, tuple[Node, ...]]]:
-    """Yield pseudocode in which a line and what is below it is missing, or stands too late."""
-    for place, node in enumerate(nodes):
-        if node.text == "finally:":
-            others: tuple[Node, ...] = ()
-        else:
-            others = nodes[place + 1 : place + 2]
-            yield f"{node.text!r} is missing", nodes[:place] + nodes[place + 1 :]
-        for other in others:
-            if other.text != "finally:":
-                what = f"{node.text!r} and {other.text!r} change places"
-                yield what, (*nodes[:place], other, node, *nodes[place + 2 :])
-        for what, body in mutants(node.body):
-            yield what, (*nodes[:place], Node(node.text, body), *nodes[place + 1 :])
-
-
-@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
-def test_no_line_of_a_docstring_may_go_or_change_its_place(verb: str) -> None:
-    """A grammar that accepts everything shows nothing: some log must refuse each change."""
-    names = [name for name in BY_DOCSTRING if EVERYTHING[name].call.verb == verb]
-    unseen = []
-    for what, nodes in mutants(event_page.pseudocode(verb)):
-        try:
-            is_seen = any(fault_of(name, nodes) for name in names)
-        except ValueError:  # a part that is used is missing
-            is_seen = True
-        if not is_seen and what not in _HARMLESS:
-            unseen.append(what)
-    assert not unseen
-
-
-@pytest.mark.parametrize("verb", ["fit", "validate"])
-def test_the_pseudocode_names_events_with_the_arguments_of_the_table(verb: str) -> None:
-    nodes = parse(pseudocode_of(getattr(Trainer, verb)))
-    for node in (node for top in nodes for node in top.walk() if node.name):
-        if node.name in EVENTS:
-            assert node.arguments == EVENTS[node.name].parameters, node.text
-        else:
-            assert node.name in CALLS.values(), node.text
-
-
 def names_in(text: str) -> set[str]:
     """Return the events that stand in the blocks of a page, as something that is told."""
     blocks = text.split("```text\n")[1:]
@@ -252,33 +164,6 @@ def test_everybody_in_an_events_row_hears_it_in_the_order_of_the_row(name: str) 
             assert line.letters == expected or (left and line.letters == "QP"), line
 
 
-def test_the_rows_of_the_training_stand_in_the_order_in_which_they_are_told(tmp_path: Path) -> None:
-    """The table is read as a story."""
-    options = _options("epoch", 1, print_frequency=1, chkpt_frequency=1)
-    told = [line.name for line in play(Call(options=options, training=1), tmp_path).lines]
-    first = list(dict.fromkeys(name for name in told if name in EVENTS))
-    assert first == [name for name in EVENTS if name in told]
-
-
-@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_the_rows_of_an_evaluation_stand_in_the_order_in_which_they_are_told(verb: str) -> None:
-    forward = ("on_forward_start", "on_forward_end")
-    first = [name for name in dict.fromkeys(told_in(verb)) if name in EVENTS]
-    rows = [name for name in EVENTS if name in first]
-    assert [name for name in first if name not in forward] == [
-        name for name in rows if name not in forward
-    ]
-
-
-@pytest.mark.shows("K3", "C14")
-def test_a_monitor_hears_the_ends_of_validations_and_epochs_after_the_model() -> None:
-    """C14, K3, spelled out; it has registered first, and hears all else before the other plugin."""
-    letters = {line.name: line.letters for line in lines_of("fit_by_epochs")}
-    late = {name for name, heard in letters.items() if heard == "PMQE"}
-    assert late == {"on_validation_end", "on_training_epoch_end"}
-    assert letters["on_validation_start"] == letters["on_training_epoch_start"] == "QPME"
-
-
 @pytest.mark.shows("K34", "R40")
 @pytest.mark.parametrize("event", EVENTS)
 def test_after_an_exception_only_the_ways_out_are_told(event: str) -> None:
@@ -289,31 +174,6 @@ def test_after_an_exception_only_the_ways_out_are_told(event: str) -> None:
     rest = [name for name in told[1:] if name != event]
     assert rest == [name for name in ways_out if name in rest]
     assert told[-1] == "teardown"
-
-
-@pytest.mark.parametrize("unit", ["epochs", "steps"])
-def test_an_interruption_inside_an_epoch_tells_what_the_page_says(unit: str) -> None:
-    """DESIGN section 7: neither the end of the epoch nor that of the training."""
-    told = told_in(f"interruption_by_{unit}")
-    start = len(told) - told[::-1].index("on_training_step_end")
-    facts = {
-        condition: unit in condition for condition in ("epochs are counted", "steps are counted")
-    }
-    rules = (*event_page.pseudocode("fit"), *event_page.pseudocode("validate"))
-    grammar = Grammar(parse(event_page.INTERRUPTION), facts, rules)
-    assert grammar.fault_of(told[start:]) == ""
-    assert not {"on_training_epoch_end", "on_training_end"} & set(told)
-
-
-def test_a_step_that_is_a_generator_tells_what_the_page_says() -> None:
-    """L27: forward, backward and update of each optimizer in its turn."""
-    told = told_in("generator_steps")
-    starts = [place for place, name in enumerate(told) if name == "on_training_batch_start"]
-    ends = [place for place, name in enumerate(told) if name == "on_training_batch_end"]
-    assert len(starts) == 2
-    for start, end in zip(starts, ends, strict=True):
-        grammar = Grammar(parse(event_page.GENERATOR), {"if it has parameters to train": True})
-        assert grammar.fault_of(told[start + 1 : end]) == ""
 
 
 @pytest.mark.shows("K26", "K38", "C3")
@@ -335,13 +195,3 @@ def test_a_resume_goes_on_behind_the_safe_point(resumed: str, following: str) ->
     ends = told.count("on_training_epoch_end")
     is_between_epochs = resumed == "resume_at_an_epochs_end_by_epochs"
     assert ends - starts == (0 if is_between_epochs else 1)
-
-
-def test_a_log_that_breaks_the_grammar_is_told_with_what_was_expected() -> None:
-    nodes = parse("for each batch:\n    on_a()\n    if it is so: on_b()\non_c()")
-    assert Grammar(nodes, {}).fault_of(["on_a", "on_b", "on_c"]) == ""
-    found = Grammar(nodes, {"it is so": False}).fault_of(["on_a", "on_b", "on_c"])
-    assert found == "line 1: on_b follows on_a; expected on_a or on_c"
-    assert Grammar(nodes, {}).fault_of(["on_a"]) == "the end; expected on_a or on_b or on_c"
-    with pytest.raises(ValueError, match="'a pass' is no line of pseudocode"):
-        Grammar(parse("a pass"), {})

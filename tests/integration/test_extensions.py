@@ -1,4 +1,4 @@
-"""What users extend is as exact as what is ours: sixteen trainings, killed twice each.
+"""What users extend is as exact as what is ours: eight trainings, killed twice each.
 
 Those that any number of processes may run are compared with an undisturbed run in one process;
 those that need a process for each replica with one in as many.
@@ -59,9 +59,7 @@ def assert_equal(found: dict[str, str], expected: dict[str, str]) -> None:
 
 
 @pytest.mark.shows("L46")
-@pytest.mark.parametrize(
-    "name", [name for name in _SPREAD if not EXTENSIONS[name].refused_together]
-)
+@pytest.mark.parametrize("name", _SPREAD)
 def test_what_users_extend_has_the_same_bits_on_any_number_of_processes(
     name: str, tmp_path: Path
 ) -> None:
@@ -70,7 +68,7 @@ def test_what_users_extend_has_the_same_bits_on_any_number_of_processes(
     assert_equal(killed, read_bits(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("name", [name for name in _BOUND if not EXTENSIONS[name].refused_together])
+@pytest.mark.parametrize("name", _BOUND)
 def test_what_needs_a_process_for_each_replica_has_the_same_bits_after_kills(
     name: str, tmp_path: Path
 ) -> None:
@@ -91,12 +89,6 @@ def test_what_users_extend_has_the_same_bits_after_kills(name: str, tmp_path: Pa
 def test_what_needs_a_process_for_each_replica_says_so(name: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=EXTENSIONS[name].refused):
         run(tmp_path, name, 1, 2)
-
-
-@pytest.mark.parametrize("name", [x for x in EXTENSIONS if EXTENSIONS[x].refused_together])
-def test_what_cannot_run_on_two_processes_says_so(name: str, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=EXTENSIONS[name].refused_together):
-        run(tmp_path, name, 2, 2)
 
 
 _PAGE = Path(__file__).parents[2] / "docs" / "recipes" / "scripted-loop.md"

@@ -96,27 +96,6 @@ def test_states_are_loaded_between_two_events_and_taken_before_one(tmp_path: Pat
     ]
 
 
-@pytest.mark.shows("K35")
-def test_what_a_hook_adds_to_a_checkpoint_comes_back_in_it(tmp_path: Path) -> None:
-    """K35."""
-    found: list[Any] = []
-
-    class Adding(Quiet):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["notes"] = {"of": "a hook", "weights": torch.ones(2)}
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            found.append(checkpoint["notes"])
-
-    for total_steps in (1, 2):
-        _make_trainer(
-            Adding("adding"), total_steps=total_steps, chkpt_root=tmp_path, chkpt_frequency=1
-        ).fit(Linear(), Numbers())
-    ((of, weights),) = (notes.values() for notes in found)
-    assert of == "a hook"
-    assert torch.equal(weights, torch.ones(2))
-
-
 def _make_trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
     given = {"train_unit": "iteration", "total_steps": 2, "use_cpu": True, "print_banner": False}
     return helios.Trainer(**{**given, **options}, plugins=plugins)

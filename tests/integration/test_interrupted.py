@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import helios
-from helios.plugins import Plugin, TimeLimit
+from helios.plugins import Plugin
 from tests.support.runs import IndexModule, Setting, SmallModel, digest
 from tests.support.signals import run_forked
 
@@ -111,20 +111,6 @@ def test_it_is_raised_after_the_last_events_and_passes_no_on_exception(tmp_path:
     assert forked(work) == 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(INT, 130), (TERM, 143), (signal.SIGUSR1, 138)])
-def test_without_a_checkpoint_the_code_is_that_of_the_signal(number: int, code: int) -> None:
-    assert forked(lambda: fit(make(None, Sends(STEP, number)))) == code
-
-
-def test_before_the_first_save_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    assert forked(lambda: fit(make(tmp_path, Sends("on_fit_start", at=1)))) == 143
-    assert forked(lambda: fit(make(tmp_path, Sends(STEP)))) == 75
-    assert forked(lambda: fit(make(tmp_path, Sends("on_fit_start", at=1)))) == 75
-    # It would begin anew.
-    never = {"resume": "never"}
-    assert forked(lambda: fit(make(tmp_path, Sends("on_fit_start", at=1), **never))) == 143
-
-
 def _test(trainer: helios.Trainer) -> object:
     return trainer.test(SmallModel(Setting()), IndexModule(Setting()), checkpoint=None)
 
@@ -133,20 +119,15 @@ def _validate(trainer: helios.Trainer) -> object:
     return trainer.validate(SmallModel(Setting()), IndexModule(Setting()), checkpoint=None)
 
 
-def _predict(trainer: helios.Trainer) -> object:
-    return trainer.predict(SmallModel(Setting()), IndexModule(Setting()), checkpoint=None)
-
-
-CALLS = [fit, _validate, _test, _predict]
+CALLS = [fit, _test]
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("caught", [SystemExit, BaseException])
 def test_after_one_that_was_swallowed_no_call_of_any_trainer_begins(
-    call: Callable[[helios.Trainer], object], caught: type[BaseException], tmp_path: Path
+    call: Callable[[helios.Trainer], object], tmp_path: Path
 ) -> None:
     def work() -> None:
-        with contextlib.suppress(caught):
+        with contextlib.suppress(BaseException):
             fit(make(tmp_path, Sends(STEP)))
         plugin = Sends(STEP, None)
         trainer = make(tmp_path / "other", plugin)
@@ -163,34 +144,6 @@ def test_after_one_that_was_swallowed_no_call_of_any_trainer_begins(
     assert not (tmp_path / "other").exists()
 
 
-class Fails(Plugin):
-    """Has an error in the step in which a signal comes."""
-
-    def __init__(self) -> None:
-        super().__init__("fails")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def on_training_batch_end(self, *_: Any) -> None:
-        os.kill(os.getpid(), TERM)
-        raise ValueError("a failed trial")
-
-
-def test_a_signal_that_could_not_end_its_call_ends_the_next_one(tmp_path: Path) -> None:
-    def fails() -> None:
-        with pytest.raises(ValueError, match="a failed trial"):
-            fit(make(tmp_path / "fails", Fails()))
-        fit(make(tmp_path / "next"))
-
-    def late() -> None:
-        assert fit(make(tmp_path / "late", Sends("on_training_end", at=1)))
-        fit(make(tmp_path / "next"))
-
-    assert (forked(fails), forked(late)) == (143, 75)
-    assert not (tmp_path / "next").exists()
-
-
 def test_on_interrupt_return_returns_false_and_lets_other_calls_begin(tmp_path: Path) -> None:
     def work() -> None:
         returns = helios.Signals(on_interrupt="return")
@@ -203,12 +156,6 @@ def test_on_interrupt_return_returns_false_and_lets_other_calls_begin(tmp_path: 
         assert fit(make(None, signals=returns))
 
     assert forked(work) == 0
-
-
-@pytest.mark.parametrize("value", ["ignore", None, True])
-def test_on_interrupt_is_one_of_two_words(value: Any) -> None:
-    with pytest.raises(helios.ArgumentError, match=r"on_interrupt.*\"raise\" or \"return\""):
-        helios.Signals(on_interrupt=value)
 
 
 def test_in_an_interactive_session_it_is_a_keyboard_interrupt_and_the_next_call_begins(
@@ -229,48 +176,12 @@ def test_in_an_interactive_session_it_is_a_keyboard_interrupt_and_the_next_call_
     assert forked(work) == 0
 
 
-class Stops(Plugin):
-    """Ends the run as a program does."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__("stops")
-        self.way = way
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def on_training_batch_end(self, *_: Any) -> None:
-        if self.way == "request_stop":
-            self.context.request_stop("enough")
-
-    def should_training_stop(self) -> bool:
-        return self.way == "poll"
-
-
-@pytest.mark.parametrize("way", ["request_stop", "poll"])
-def test_a_stop_that_the_program_asks_for_returns(way: str, tmp_path: Path) -> None:
-    trainer = make(tmp_path, Stops(way))
-    assert fit(trainer) is True
-    assert trainer.exit_code == 0
-
-
-def test_a_time_limit_interrupts_and_asks_for_another_start_only_if_it_saved(
-    tmp_path: Path,
-) -> None:
-    def work(folder: Path | None) -> None:
-        times = iter(range(1000))
-        fit(make(folder, TimeLimit(4, clock=lambda: float(next(times)))))
-
-    assert (forked(lambda: work(tmp_path)), forked(lambda: work(None))) == (75, 1)
-
-
 @pytest.mark.parametrize("number", [INT, TERM])
 @pytest.mark.parametrize(
     ("call", "event"),
     [
         (_test, "on_testing_batch_end"),
         (_validate, "on_validation_batch_end"),
-        (_predict, "on_predicting_batch_end"),
     ],
 )
 def test_an_evaluation_ends_after_its_batch(
@@ -286,31 +197,3 @@ def test_an_evaluation_ends_after_its_batch(
     assert forked(lambda: fit(make(tmp_path))) == 0
     assert forked(lambda: work(tmp_path)) == 75
     assert forked(lambda: work(None)) == 128 + number
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_second_ctrl_c_ends_at_once_and_asks_for_another_start_only_if_one_can_resume(
-    saves: bool, tmp_path: Path
-) -> None:
-    def work() -> None:
-        plugin = Raises()
-        trainer = make(tmp_path, plugin, chkpt_frequency=1 if saves else 100)
-        with pytest.raises(KeyboardInterrupt):
-            fit(trainer)
-        assert trainer.exit_code == (75 if saves else 130)
-
-    assert forked(work) == 0
-
-
-class Raises(Plugin):
-    """Raises what a second Ctrl-C raises."""
-
-    def __init__(self) -> None:
-        super().__init__("raises")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def on_training_batch_end(self, *args: Any) -> None:
-        if args[0].global_iteration == 3:
-            raise KeyboardInterrupt

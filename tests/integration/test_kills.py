@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-import helios
 from tests.support import tier
 from tests.support.kills import (
     KillAt,
@@ -16,7 +14,7 @@ from tests.support.kills import (
     run_in_child,
     train_in_child,
 )
-from tests.support.resume import assert_equal, assert_equal_ledgers, assert_events_join
+from tests.support.resume import assert_equal, assert_equal_ledgers
 from tests.support.runs import Outcome, Setting, train
 
 _SETTING = Setting(total_steps=9, chkpt_frequency=2, valid_frequency=4)
@@ -101,18 +99,3 @@ def test_a_kill_at_any_file_operation_costs_no_bit(
             assert_equal(resumed, whole, since=since)
         assert_equal_ledgers(folder, undisturbed)
     assert number > 25, "a run of five saves must have reached more file operations"
-
-
-def test_a_kill_behind_the_last_checkpoint_leaves_the_same_events_to_come(
-    whole: Outcome, tmp_path: Path
-) -> None:
-    """R4: the last poll follows again, then the ends of epoch and training."""
-    written_at_once = {"store": helios.CheckpointStore(is_async=False)}
-    setting = dataclasses.replace(_SETTING, valid_frequency=3, options=written_at_once)
-    sync = train(tmp_path / "undisturbed", setting)
-    folder = tmp_path / "killed"
-    assert train_in_child(folder, setting, KillAt("on_training_epoch_end", 9)) == -9
-    assert _last_saved(folder) == 9
-    resumed = train(folder, setting)
-    assert_events_join(resumed, sync, since=9)
-    assert resumed.events[4:][0] == ("should_training_stop",)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +17,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.checkpoint.run_listener import RunListener
 from helios.checkpoint.store import CheckpointStore
-from helios.errors import UsageError
-from helios.listeners import IterationListener, Listening
+from helios.listeners import IterationListener
 from helios.plugins import Plugin
 from helios.startup import fit_run
 from helios.startup.run_evidence import Evidence
@@ -63,7 +60,7 @@ def make_listener(interface: type[Any], hear: Call) -> Any:
     listener = type("Hearing", (interface,), {})
 
     def listen(name: str) -> None:
-        found = {"batches_fetched": [1.0], "checked": "", "saving": {}}.get(name)
+        found = {"batches_fetched": [1.0], "saving": {}}.get(name)
 
         def method(self: Any, *args: Any, **rest: Any) -> Any:
             hear(name)
@@ -193,16 +190,6 @@ def test_calls_come_in_the_threads_and_on_the_ranks_of_the_page(
             assert heard[rank][name] == thread, name
 
 
-@pytest.mark.shows("P150")
-def test_the_page_has_a_row_for_each_call() -> None:
-    assert [*ROWS] == [
-        name
-        for interface in (IterationListener, RunListener)
-        for name in vars(interface)
-        if not name.startswith("_")
-    ]
-
-
 ENDS = [name for name, row in ROWS.items() if row.error.startswith("ends the run")]
 
 
@@ -217,150 +204,6 @@ def test_an_error_in_most_calls_ends_the_run(
         if call == name:
             raise RuntimeError(f"an error in {name}")
 
-    if name == "checked":
-        fit(tmp_path)
     listen(monkeypatch, hear)
     with pytest.raises(RuntimeError, match=f"an error in {name}"):
         fit(tmp_path, steps=STEPS + 2)
-
-
-@pytest.mark.shows("P150")
-@pytest.mark.parametrize("kind", [OSError, ValueError])
-@pytest.mark.parametrize(
-    ("name", "fate"),
-    [
-        ("before_commit", "iter_2.pth was NOT saved"),
-        ("committed", "iter_2.pth is saved, but what records the run has failed"),
-    ],
-)
-def test_an_error_around_a_commit_is_a_failed_save(
-    name: str,
-    fate: str,
-    kind: type[Exception],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert ROWS[name].error.startswith("is a failed save")
-    heard = []
-
-    def hear(call: str) -> None:
-        heard.append(call)
-        if call == name and heard.count(name) == 1:
-            raise kind("an error of a listener")
-
-    listen(monkeypatch, hear)
-    with contextlib.nullcontext() if kind is OSError else pytest.raises(kind):
-        fit(tmp_path)
-    assert "save_failed" in heard
-    text = next(each.getMessage() for each in caplog.records if each.levelno == logging.ERROR)
-    assert fate in text
-    assert "an error of a listener" in text
-    assert bool([*tmp_path.rglob("*_iter_2.pth")]) == ("NOT" not in fate)
-
-
-@pytest.mark.shows("P150")
-@pytest.mark.parametrize("kind", [OSError, ValueError])
-def test_an_error_before_the_end_is_logged_if_it_is_one_of_the_disk(
-    kind: type[Exception],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert (
-        "at the end of the run, errors but those of the disk end it" in ROWS["before_commit"].error
-    )
-    saves = STEPS // SAVED
-    heard = []
-
-    def hear(call: str) -> None:
-        heard.append(call)
-        if call == "before_commit" and heard.count(call) > saves:
-            raise kind("an error of a listener")
-
-    listen(monkeypatch, hear)
-    with contextlib.nullcontext() if kind is OSError else pytest.raises(kind, match="an error of"):
-        fit(tmp_path)
-    assert ("ended" in heard) == (kind is OSError)
-    assert "an error of a listener" in caplog.text
-
-
-def train_three_replicas(rank: int, folder: Path) -> Counter[str]:
-    """Train three replicas on two processes; returns how often each call came."""
-    heard: Counter[str] = Counter()
-
-    def hear(name: str) -> None:
-        heard[name] += 1
-
-    with pytest.MonkeyPatch.context() as patch:
-        listen(patch, hear)
-        fit(folder, num_replicas=3)
-    return heard
-
-
-@pytest.mark.shows("P150")
-def test_calls_in_which_listeners_may_communicate_come_as_often_on_all_ranks(
-    tmp_path: Path,
-) -> None:
-    first, second = run_ranks(train_three_replicas, 2, tmp_path)
-    for name, row in ROWS.items():
-        if row.communicates == "yes":
-            assert first[name] == second[name], name
-
-
-class FailingOnOneRank(Plugin):
-    """Lets a listener of rank 1 fail, in whichever process it is set up."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__("failing")
-        self._name = name
-
-    def setup(self) -> None:
-        def hear(call: str) -> None:
-            if call == self._name and self.rank == 1:
-                raise RuntimeError(f"an error in {call}")
-
-        listen(pytest.MonkeyPatch(), hear)
-
-
-# Others wait for the rank before its next iteration, or save without it.
-@pytest.mark.shows("P150")
-@pytest.mark.parametrize("name", ["batches_fetched", "validated"])
-def test_an_error_on_one_rank_ends_the_run_on_all(name: str, tmp_path: Path) -> None:
-    assert ROWS[name].ranks == "all"
-    with pytest.raises(RuntimeError, match=f"an error in {name}"):
-        fit(tmp_path, nproc=2, plugins=[FailingOnOneRank(name)])
-
-
-@pytest.mark.shows("P150")
-def test_an_error_of_a_listener_takes_the_place_of_that_of_the_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def hear(call: str) -> None:
-        if call == "failed":
-            raise RuntimeError("an error in failed")
-
-    listen(monkeypatch, hear)
-    with pytest.raises(RuntimeError, match="an error in failed"):
-        fit(tmp_path, fails_after=1)
-
-
-def test_what_nobody_listens_to_is_not_called() -> None:
-    class Ending(IterationListener):
-        def training_ended(self, state: TrainingState) -> None:
-            """Hear the end only."""
-
-    listening = Listening([Ending(), IterationListener()])
-    assert len(listening.training_ended) == 1
-    assert not listening.batches_fetched
-
-
-class Fetching(IterationListener):
-    def batches_fetched(self, *args: Any) -> Any:
-        return (1.0,)
-
-
-def test_two_listeners_that_both_hear_of_batches_are_refused() -> None:
-    Listening([Fetching(), IterationListener()])
-    with pytest.raises(UsageError, match=r"got Fetching and Fetching: what it returns travels"):
-        Listening([Fetching(), Fetching()])

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import helios
 from helios.core.loss_means import LossMeans, Viewer
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.resume import copy_checkpoint
-from tests.support.runs import IndexModule, Setting, SmallModel, train
+from tests.support.runs import Setting, train
 
 
 def _setting(folder: Path, **changed: Any) -> Setting:
@@ -61,28 +59,6 @@ def test_a_resume_loses_and_doubles_no_point_and_appends_to_the_log(tmp_path: Pa
     assert len(log.read_text()) > len(before)
 
 
-def test_a_copied_run_writes_into_its_copied_folders(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    train(here / "run", _setting(here))
-    shutil.copytree(here, there)
-    (run,) = (here / "runs").iterdir()
-    size = sum(path.stat().st_size for path in run.iterdir())
-    train(there / "run", dataclasses.replace(_setting(there), total_steps=16))
-    assert sum(path.stat().st_size for path in run.iterdir()) == size
-    assert [step for step, _ in _points(there / "runs" / run.name)] == [*range(2, 17, 2)]
-
-
-def test_a_log_that_is_gone_is_begun_anew_and_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(tmp_path / "run", _setting(tmp_path))
-    (log,) = (tmp_path / "logs").iterdir()
-    log.unlink()
-    train(tmp_path / "run", dataclasses.replace(_setting(tmp_path), total_steps=14))
-    assert log.exists()
-    assert str(log) in capsys.readouterr().err
-
-
 @pytest.mark.shows("H58", "R43")
 def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
     """H58: a loss on an accelerator is not synchronised to the host in each iteration.
@@ -124,19 +100,3 @@ def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
         means.add({"loss": torch.empty((), device="meta")}, iteration)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         means.pop_means(Viewer.FILES)
-
-
-def test_an_evaluation_leaves_the_events_of_training_alone(tmp_path: Path) -> None:
-    setting = _setting(tmp_path)
-    train(tmp_path / "run", setting)
-    (run,) = (tmp_path / "runs").iterdir()
-    before = {path.name: path.read_bytes() for path in run.iterdir()}
-    trainer = helios.Trainer(
-        chkpt_root=tmp_path / "run", use_cpu=True, print_banner=False, **setting.options
-    )
-    trainer.test(SmallModel(setting), IndexModule(setting))
-    present = {path.name: path.read_bytes() for path in run.iterdir()}
-    assert len(present) == len(before) + 1
-    train(tmp_path / "run", dataclasses.replace(setting, total_steps=14))
-    after = {path.name: path.read_bytes() for path in run.iterdir()}
-    assert set(present) < set(after)

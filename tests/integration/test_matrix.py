@@ -20,7 +20,6 @@ from tests.support.kills import kill_self, run_in_child
 from tests.support.matrix import cells
 from tests.support.matrix.cells import CELLS, TIMES, Cell
 from tests.support.matrix.owners import OWNERS
-from tests.support.matrix.values import VALUES
 
 GOLDEN = dict(cells.parse(cells.GOLDEN.read_text("utf-8")))
 
@@ -41,15 +40,6 @@ def test_the_golden_file_loses_nothing_and_names_only_what_cannot_be_saved() -> 
     assert list(GOLDEN) == CELLS
     wrong = {str(cell): found for cell, found in GOLDEN.items() if found != cells.wanted(cell)}
     assert wrong == {}
-
-
-@pytest.mark.shows("S41")
-def test_the_default_tier_has_a_cell_of_each_owner_value_and_time() -> None:
-    played = [cell for cell in CELLS if cells.is_in_slice(cell)]
-    assert len(played) <= len(CELLS) // 6
-    for part, names in zip(("owner", "value", "time"), (OWNERS, VALUES, TIMES), strict=True):
-        assert {getattr(cell, part) for cell in played} == set(names)
-    assert {cell[:2] for cell in played if cell.time == cells.BY_REPLICA}
 
 
 class _Kill(Plugin):
@@ -89,25 +79,3 @@ def test_what_training_changed_is_there_again_after_a_kill(cell: Cell, tmp_path:
     assert cells.checkpoint_after(folder, since).exists()
     assert run_in_child(work, tmp_path / "second") == os.EX_OK
     assert cells.end_of(tmp_path / "second") == whole.end
-
-
-def _judged(level: str, missing: tuple[str, ...], warnings: list[str], *, is_equal: bool) -> str:
-    cell = Cell("model", "int", "once")
-    sidecar = {"level": level, "missing": dict.fromkeys(missing, "")}
-    return cells.judge(cell, sidecar, warnings, is_equal=is_equal)
-
-
-@pytest.mark.shows("S41")
-def test_a_value_counts_as_named_where_checkpoint_level_and_warning_say_so() -> None:
-    said = ["Training changed precious (int)."]
-    assert _judged("incomplete", ("precious",), said, is_equal=False) == cells.NAMED
-    for level, missing, warnings in (
-        ("restart", ("precious",), said),
-        ("incomplete", (), said),
-        ("incomplete", ("precious",), []),
-        ("incomplete", ("other",), ["Training changed other (int)."]),
-    ):
-        assert _judged(level, missing, warnings, is_equal=False) != cells.NAMED
-    assert _judged("restart", (), [], is_equal=True) == cells.SAVED
-    assert _judged("restart", (), said, is_equal=True) != cells.SAVED
-    assert _judged("incomplete", (), [], is_equal=True) != cells.SAVED

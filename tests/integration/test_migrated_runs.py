@@ -134,20 +134,6 @@ def test_the_epoch_under_way_goes_on_at_its_next_sample(
         assert batches * 2 in ids
 
 
-def test_a_file_from_the_last_batch_of_an_epoch_begins_the_next(tmp_path: Path) -> None:
-    path = old.lay_out(tmp_path, MID)
-    state = {"current_iteration": 5, "global_iteration": 5, "global_epoch": 1, "dataset_iter": 5}
-    torch.save({"version": "1.0.0", "training_state": state, "model": {}}, path)
-    assert migrate_checkpoints(path, backs_up=False)[0].result is Result.MIGRATED
-    model = Kept(())
-    # The last of the five batches was a short one: 5 x 8 is past the end.
-    old.make_trainer(tmp_path, "iteration", 7).fit(model, old.Data(38))
-    assert sorted(model.records) == [6, 7]
-    fresh = Kept(())
-    old.make_trainer(tmp_path / "fresh", "iteration", 7).fit(fresh, old.Data(38))
-    assert [model.records[n][0] for n in (6, 7)] == [fresh.records[n][0] for n in (6, 7)]
-
-
 @pytest.mark.shows("S26")
 def test_the_number_of_replicas_is_free_once(tmp_path: Path) -> None:
     path = migrated(tmp_path, "1.1.0/linear_epoch_1_iter_4.pth")
@@ -168,34 +154,6 @@ def test_the_number_of_replicas_is_free_once(tmp_path: Path) -> None:
     assert loading.read_sidecar(path) is not None
     with pytest.raises(helios.errors.RunMismatchError, match="2 replicas"):
         old.make_trainer(tmp_path, "iteration", 6, num_replicas=3).fit(Automatic(), old.Data(80))
-
-
-@pytest.mark.shows("S31")
-def test_another_run_name_takes_a_migrated_run_over(tmp_path: Path) -> None:
-    migrated(tmp_path, MID)
-    start(tmp_path, MID, run_name="renamed")
-    assert [p.name for p in (tmp_path / "linear").glob("renamed_epoch_2_iter_9*.pth")]
-
-
-def test_names_that_count_steps_are_older_than_what_is_saved_from_now_on(tmp_path: Path) -> None:
-    path = migrated(tmp_path, RICH)
-    start(tmp_path, RICH, until=20, store=helios.CheckpointStore(keep_last=2, is_async=False))
-    assert path.exists()
-    found = helios.find_last_checkpoint(path.parent)
-    assert found is not None
-    assert found.name == "linear_epoch_4_iter_18.pth"
-    assert not list(path.parent.glob("*.damaged"))
-
-
-def test_a_run_that_had_come_to_its_end_does_nothing_more(tmp_path: Path) -> None:
-    for name, total in ((MID, 8), (RICH, 8)):
-        root = tmp_path / name
-        migrated(root, name)
-        _, _, options = options_of(name)
-        model = Kept(old.names_for(name))
-        assert old.make_trainer(root, "iteration", total, **options).fit(model, old.Data())
-        assert model.records == {}
-        assert old.is_same(old.raw_model(old.GOLDEN / name), model.loaded)
 
 
 @pytest.mark.parametrize("name", [MID, RICH, "2.0.1/linear_epoch_2_iter_10.pth"])
@@ -244,31 +202,3 @@ def test_a_model_without_a_load_of_its_own_is_told_what_is_missing(
         text = str(caught.value)
         assert ("'net', 'optimizer'" if name == MID else "it holds nothing") in text
         assert "load_user_state_dict" in text
-
-
-def test_a_log_of_this_system_is_gone_on_with_and_one_of_another_is_not(tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    (logs / "old.log").write_text("before\n")
-    for place in (str(logs / "old.log"), "C:\\elsewhere\\old.log", "C:\\elsewhere\\gone.log"):
-        root = tmp_path / place[-7:-4] / str(len(place))
-        path = old.lay_out(root, MID)
-        payload = loading_payload(path)
-        torch.save(payload | {"log_path": place}, path)
-        assert migrate_checkpoints(path, backs_up=False)[0].result is Result.MIGRATED
-        trainer = old.make_trainer(root, "iteration", 9, enable_file_logging=True, log_path=logs)
-        trainer.fit(Kept(), old.Data())
-    text = (logs / "old.log").read_text()
-    assert text.startswith("before\n")
-    assert text.count("new rule") == 2
-    assert len(list(logs.iterdir())) == 2
-    assert not list(Path.cwd().glob("C:*"))
-
-
-def loading_payload(path: Path) -> dict[str, Any]:
-    """Return an old file's content in plain values, as releases before 1.1 had them."""
-    migrate_checkpoints(path, backs_up=False)
-    payload = loading.load(path).payload
-    path.with_suffix(".json").unlink()
-    kept = ("training_state", "model", "rng")
-    return {"version": "1.0.0", **{name: payload[name] for name in kept}}

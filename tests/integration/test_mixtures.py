@@ -10,7 +10,6 @@ import pytest
 
 import helios
 from helios.data import Mixture
-from helios.errors import RunMismatchError
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexData, IndexModule, Outcome, Setting, noisy_collate, train
 
@@ -47,16 +46,3 @@ def test_a_run_on_a_mixture_resumes_everywhere(tmp_path: Path) -> None:
     ids = [i for batch, _ in whole.records.values() for i in batch]
     assert len(set(ids)) > 5
     assert len(ids) == 22 + 3 * 4
-
-
-@pytest.mark.shows("P56")
-def test_other_weights_are_refused_until_they_are_allowed(tmp_path: Path) -> None:
-    run(tmp_path, total_steps=3)
-    with pytest.raises(RunMismatchError, match=r"mixture: .*0\.75.*-> .*0\.5"):
-        run(tmp_path, (1, 1), total_steps=6)
-    run(tmp_path, (6, 2), total_steps=4)
-    allowed = {"allow_changes": ("mixture",)}
-    outcome = run(tmp_path, (1, 1), total_steps=7, options=allowed)
-    fresh = run(tmp_path / "fresh", (1, 1), total_steps=3)
-    again = [ids for ids, _ in outcome.records.values()]
-    assert again == [ids for ids, _ in fresh.records.values()], "the epoch starts again"

@@ -162,6 +162,14 @@ CASES: dict[str, tuple[Build, Build]] = {
         make(of(L.LambdaLR, functools.partial(curve, rate=0.1)), second=0.2),
         make(of(L.LambdaLR, functools.partial(curve, rate=0.3)), lr=0.3, second=0.5),
     ),
+    "a lambda": (
+        make(of(L.LambdaLR, lambda step: 1 / (1 + step))),
+        make(of(L.LambdaLR, lambda step: 1 / (1 + 2 * step))),
+    ),
+    "a lambda inside": (
+        make(sequence(of(L.LinearLR), of(L.LambdaLR, lambda step: 0.9**step), 3)),
+        make(sequence(of(L.LinearLR), of(L.LambdaLR, lambda step: 0.8**step), 3)),
+    ),
     "MultiplicativeLR": (
         make(of(L.MultiplicativeLR, functools.partial(curve, rate=0.1))),
         make(of(L.MultiplicativeLR, functools.partial(curve, rate=0.01)), lr=0.3),

@@ -15,12 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 import helios
-from helios.core import rng
-from helios.plugins import Plugin
-from helios.storage import codec
 from tests.data.datasets import join
 from tests.support.kills import KillAt, run_in_child
 
@@ -178,20 +175,6 @@ def test_every_number_is_that_of_a_generator_seeded_by_hand(num_workers: int) ->
 
 
 @pytest.mark.shows("P128")
-def test_each_of_several_replicas_draws_from_a_key_of_its_own() -> None:
-    drawn = fit(num_replicas=2, total_steps=2, valid_frequency=None)
-    for iteration in (1, 2):
-        for replica in (0, 1):
-            step = numpy_of(SEED, "train", iteration, replica)
-            assert drawn["step", iteration, replica] == step.normal()
-            fetched = numpy_of(SEED, "fetch", 0, iteration - 1, replica)
-            assert drawn["fetched", iteration, replica][0] == fetched.normal()
-        for name in ("before", "after"):
-            expected = numpy_of(SEED, "train", iteration, name).normal()
-            assert drawn[name, iteration] == expected
-
-
-@pytest.mark.shows("P128")
 def test_validations_have_no_influence_on_what_training_draws() -> None:
     with_validations = fit(valid_frequency=1)
     without = fit(data=DrawingData(validates=False), valid_frequency=None)
@@ -251,33 +234,8 @@ def test_a_kill_costs_no_number(tmp_path: Path, event: str) -> None:
     assert sorted(join(orders)) == list(range(LENGTH))
 
 
-@pytest.mark.shows("P128")
-@pytest.mark.parametrize("event", ["on_validation_batch_start", "on_validation_end"])
-def test_a_kill_inside_a_validation_costs_no_number(tmp_path: Path, event: str) -> None:
-    whole = fit()
-    folder = tmp_path / "run"
-    killed = run_in_child(lambda: fit(folder, plugins=[KillAt(event, 4)]), tmp_path / "x")
-    assert killed == -9
-    resumed = fit(folder)
-    assert {key: whole[key] for key in resumed} == resumed
-    assert ("validation end", 1) in resumed
-    assert ("step", 3, 0) not in resumed
-
-
-def test_a_hook_behind_a_safe_point_goes_on_with_the_numbers_of_the_checkpoint(
-    tmp_path: Path,
-) -> None:
-    """An epoch begins before its first key: the checkpoint holds the generator's state."""
-    whole = fit(tmp_path / "whole")
-    (path,) = (tmp_path / "whole").glob("*/*_iter_3.pth")
-    assert set(codec.read(path)["rng"]) == {"torch", "rand", "numpy", "numpy_global"}
-    assert set(rng.get_rng_state_dict()) == {"torch", "rand", "numpy"}
-    resumed = fit(tmp_path / "branch", resume=path)
-    assert resumed["epoch", 2] == whole["epoch", 2] != whole["epoch", 1]
-
-
 @pytest.mark.shows("H3", "P128")
-@pytest.mark.parametrize("call", ["fit", "validate", "test", "an error"])
+@pytest.mark.parametrize("call", ["fit", "test", "an error"])
 def test_it_is_the_same_before_and_after_a_call(call: str) -> None:
     class Failing(DrawingModel):
         def on_training_batch_end(self, *args: Any) -> None:
@@ -302,68 +260,3 @@ def test_what_a_script_draws_before_has_no_influence() -> None:
     np.random.seed(2)
     np.random.set_state(np.random.RandomState(5).get_state())
     assert fit() == first
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["map", "iterable"])
-def test_loaders_of_the_user_draw_the_same_in_each_run(kind: str, num_workers: int) -> None:
-    class Streamed(IterableDataset):
-        def __iter__(self) -> Any:
-            yield from (np.random.normal() for _ in range(LENGTH))
-
-    def make() -> DrawingData:
-        dataset = Drawing() if kind == "map" else Streamed()
-        loader = DataLoader(
-            dataset, batch_size=BATCH_SIZE, num_workers=num_workers, collate_fn=draw_more
-        )
-        return DrawingData(loader=loader)
-
-    assert fit(data=make()) == fit(data=make())
-
-
-def test_an_evaluation_by_itself_draws_from_keys() -> None:
-    model = DrawingModel()
-    make_trainer().test(model, DrawingData(), checkpoint=None)
-    fetched = numpy_of(SEED, "fetch-testing", 0, 0, 0)
-    assert model.drawn["fetched for testing", 0] == normals(fetched, LENGTH + 1)
-    assert model.drawn["test step", 0] == numpy_of(SEED, "testing", 0, 0).normal()
-
-
-def test_no_step_reads_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    read = np.random.get_state
-
-    def count(*args: Any, **options: Any) -> Any:
-        reads.append(1)
-        return read(*args, **options)
-
-    class Counter(Plugin):
-        unsaved = ("counts",)
-
-        def setup(self) -> None:
-            self.counts: list[int] = []
-
-        def on_training_batch_end(self, state: helios.TrainingState, should_log: bool) -> None:
-            self.counts.append(len(reads))
-
-    monkeypatch.setattr(np.random, "get_state", count)
-    counter = Counter("counter")
-    fit(tmp_path, chkpt_frequency=LENGTH // BATCH_SIZE, valid_frequency=None, plugins=[counter])
-    for epoch in (0, 1):
-        first, *others = counter.counts[3 * epoch : 3 * epoch + 3]
-        assert others == [first, first]
-
-
-def test_a_stream_of_the_user_seeds_it() -> None:
-    class Model(DrawingModel):
-        def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-            with rng.stream(3):
-                self.drawn["stream", state.global_iteration] = np.random.normal()
-            return super().train_step(batch, state)
-
-    model = Model()
-    make_trainer(valid_frequency=None).fit(model, DrawingData())
-    (number,) = {model.drawn["stream", iteration] for iteration in range(1, 8)}
-    assert number == np.random.RandomState(3).normal()
-    plain = fit(valid_frequency=None)
-    assert {key: model.drawn[key] for key in plain} == plain

@@ -10,15 +10,14 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 
 import helios
 from helios import CheckpointStore, KeepBest
 from helios.cli import main
-from helios.errors import ArgumentError, CheckpointError
+from helios.errors import ArgumentError
 from helios.plugins import EarlyStopping, Plugin
 from tests.support.graded import STEPS, Graded, Samples, epochs_of, file_of, fit, make
 from tests.support.ranks import run_ranks
@@ -82,12 +81,6 @@ def test_each_validation_among_the_best_is_saved_and_the_best_stay(
     assert epochs_of(tmp_path / "kept") == sorted({*best, 7})
     found = helios.find_best_checkpoint(tmp_path / "kept" / "line")
     assert found == (file_of(tmp_path / "kept", best[0]) if best else None)
-
-
-@pytest.mark.shows("P122")
-def test_without_a_frequency_nothing_is_saved(tmp_path: Path) -> None:
-    fit(tmp_path, store=store(2, "min"), chkpt_frequency=None)
-    assert epochs_of(tmp_path) == []
 
 
 def _train_apart(rank: int, root: Path) -> list[int]:
@@ -183,41 +176,6 @@ def test_a_run_that_was_stopped_has_the_best_of_an_undisturbed_one(tmp_path: Pat
     assert [each["iteration"] for each in found] == [5 * STEPS, 2 * STEPS]
 
 
-@pytest.mark.shows("P122")
-def test_going_back_forgets_the_best_of_what_it_leaves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options: dict[str, Any] = {"store": store(1, "min", keep_every=1), "total_steps": 4}
-    fit(tmp_path, model=Graded([3.0, 2.0, 1.0, 4.0]), **options)
-    back = {**options, "resume": tmp_path / "line" / f"line_epoch_2_iter_{2 * STEPS}.pth"}
-    fit(tmp_path, model=Graded([3.0, 2.0, 2.5, 2.25]), **back)
-    summary = capsys.readouterr().err.rpartition("best scores")[2].splitlines()[0]
-    assert "quality 2 (iteration 8; line_epoch_2_iter_8.pth)" in summary
-    assert helios.find_best_checkpoint(tmp_path / "line") == file_of(tmp_path, 2)
-    assert main(["ls", str(tmp_path), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    (found,) = [each["best"] for each in document["folders"] if not each["is_moved_aside"]]
-    assert (found["iteration"], found["scores"]["quality"]) == (8, 2.0)
-    assert found["has_checkpoint"]
-
-
-@pytest.mark.shows("P122")
-def test_another_rule_judges_the_validations_before_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scores = [3.0, 1.0, 4.0, 2.0]
-    fit(tmp_path, model=Graded(scores), total_steps=3)
-    fit(tmp_path, stopping(mode="max"), model=Graded(scores), total_steps=4)
-    said = capsys.readouterr().err
-    assert "quality (max) decides which validation is the best; before, nothing did." in said
-    assert "best scores  quality 4 (iteration 12; line_epoch_3_iter_12.pth)" in said
-    (tmp_path / "line" / "timing.jsonl").unlink()
-    fit(tmp_path, stopping(), model=Graded([*scores, 2.5]), total_steps=5)
-    said = capsys.readouterr().err
-    assert "quality (min) decides which validation is the best; before, quality (max) did." in said
-    assert "best scores  quality 2.5 (iteration 20, since iteration 16; line_epoch_5" in said
-
-
 @pytest.mark.shows("P123")
 def test_the_best_validation_may_have_no_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -239,40 +197,6 @@ def test_the_best_validation_may_have_no_checkpoint(
     assert best in capsys.readouterr().out
 
 
-@pytest.mark.shows("P123")
-def test_the_best_of_a_model_that_judges_may_have_no_checkpoint(tmp_path: Path) -> None:
-    scores = [3.0, 3.5, 1.0, 4.0]
-    fit(tmp_path, model=Judging(scores), chkpt_frequency=2)
-    assert helios.find_best_checkpoint(tmp_path / "line") is None
-    with pytest.raises(CheckpointError, match=r"The best validation: error .* \(iteration 12\)"):
-        make(tmp_path).test(Judging(), Samples(), checkpoint="best")
-
-
-@pytest.mark.shows("P123")
-def test_comparisons_have_the_true_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = {"first": [3.0, 1.0, 2.0, 4.0], "second": [2.0, 2.0, NAN, 5.0]}
-    for name, scores in runs.items():
-        fit(tmp_path / name, stopping(), model=Graded(scores))
-    capsys.readouterr()
-    assert main(["compare", *(str(tmp_path / name / "line") for name in runs), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["scores"]["quality"] for row in found["rows"]] == [1.0, 2.0]
-    assert found["settings"] == ["grades"]
-
-
-@pytest.mark.shows("P122")
-def test_min_delta_only_counts_patience(tmp_path: Path) -> None:
-    scores = [5.0, 4.5, 4.25, 3.75, 3.5, 3.25]
-    watch = stopping(patience=3, min_delta=1.0)
-    fit(tmp_path, watch, model=Graded(scores), total_steps=6)
-    assert (watch.best, watch.count) == (3.25, 2)
-    assert saved_best(tmp_path, 6)["validations"][0]["iteration"] == 6 * STEPS
-    parts = stopping(patience=3, min_delta=1.0)
-    for total in (3, 6):
-        fit(tmp_path / "parts", parts, model=Graded(scores), total_steps=total)
-    assert parts.state_dict() == watch.state_dict()
-
-
 @pytest.mark.shows("P124")
 def test_a_mode_that_is_missing_is_refused_with_both_lines() -> None:
     with pytest.raises(ArgumentError) as caught:
@@ -283,49 +207,3 @@ def test_a_mode_that_is_missing_is_refused_with_both_lines() -> None:
         EarlyStopping("{loss}", patience=2)
     for mode in ("min", "max"):
         assert f'  EarlyStopping("{{loss}}", mode="{mode}", patience=2)' in str(caught.value)
-
-
-class Plateau(Graded):
-    """Has a scheduler that follows the score."""
-
-    scheduler_interval: ClassVar[dict[str, str]] = {"scheduler": "validation:quality"}
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer)
-
-
-@pytest.mark.shows("P124")
-def test_two_modes_of_one_score_are_refused(tmp_path: Path) -> None:
-    cases: list[tuple[list[Plugin], Any, str]] = [
-        ([stopping()], store(1, "max"), "KeepBest has mode='max', and EarlyStopping 'quality' ha"),
-        ([stopping(), stopping(mode="max", plug_id="b")], None, "EarlyStopping 'b' has mode='max'"),
-        ([stopping(mode="max")], None, "the ReduceLROnPlateau model.scheduler has mode='min'"),
-        ([], store(1, "max"), "the ReduceLROnPlateau model.scheduler has mode='min'"),
-    ]
-    for plugins, rules, text in cases:
-        with pytest.raises(ArgumentError, match=f"'quality' must have one mode.*{text}"):
-            fit(tmp_path, *plugins, model=Plateau(), store=rules)
-    assert not list(tmp_path.rglob("*.pth"))
-    fit(tmp_path, stopping(), model=Plateau(), store=store(1, "min"))
-
-
-@pytest.mark.shows("P123")
-def test_an_export_of_a_folder_takes_the_best_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(tmp_path / "all", stopping(), model=Graded([3.0, 1.0, 2.0, 4.0]))
-    fit(tmp_path / "some", stopping(), model=Graded([3.0, 2.5, 1.0, 2.0]), chkpt_frequency=2)
-    fit(tmp_path / "none")
-    weights = tmp_path / "weights.pt"
-    words = ["export", "--best", "--to", "pt", "--force", "--out", str(weights)]
-    capsys.readouterr()
-    for name, epoch in (("all", 2), ("some", 4)):
-        root = tmp_path / name
-        assert main([*words, str(root / "line")]) == 0
-        stored = helios.load_checkpoint(file_of(root, epoch))["model"]["objects"]["net"]
-        assert torch.equal(torch.load(weights)["weight"], stored["weight"])
-        lacks = "The best validation has no checkpoint: quality 1 (iteration 12)."
-        assert (lacks in capsys.readouterr().out) == (name == "some")
-    assert main([*words, str(tmp_path / "none" / "line")]) == 1
-    assert "Nothing says which checkpoint in " in capsys.readouterr().err

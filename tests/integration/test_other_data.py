@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import Subset
 
 import helios
 from helios.errors import RunMismatchError
 from helios.state import TrainingState
-from helios.storage import codec
-from tests.support import tier
 from tests.support.runs import IndexData, IndexModule, Setting, SmallModel, noisy_collate
 
 _LENGTH = 24
@@ -109,36 +106,6 @@ def test_another_class_of_equal_length_stops_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("S60")
-def test_another_class_inside_a_subset_stops_the_run(tmp_path: Path) -> None:
-    _fit(tmp_path, dataset=Subset(IndexData(), range(20)))
-    other = Subset(OtherData(), range(20))
-    with pytest.raises(RunMismatchError, match=r"'Subset\(IndexData\)' -> 'Subset\(OtherData\)'"):
-        _fit(tmp_path, _longer(), other)
-
-
-@pytest.mark.shows("S60")
-def test_a_checkpoint_that_names_no_class_goes_on_with_any(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Earlier versions stored neither class nor fingerprint nor the length of the epoch."""
-    whole = _fit(tmp_path / "whole", _longer())
-    _fit(tmp_path / "run", dataset=OtherData())
-    newest = helios.find_last_checkpoint(tmp_path / "run" / "small")
-    assert newest is not None
-    payload = codec.read(newest)
-    for name in ("dataset", "fingerprint"):
-        del payload["options"][name]
-    del payload["data"]["length"]
-    with newest.open("wb") as handle:
-        codec.write_encoded(handle, codec.encode(payload, where=""))
-    newest.with_suffix(".json").unlink()
-    capsys.readouterr()
-    resumed = _fit(tmp_path / "run", _longer(), MarkedData("abc"))
-    assert resumed.records == {n: seen for n, seen in whole.records.items() if n > 8}
-    assert "fingerprint:" not in capsys.readouterr().err
-
-
-@pytest.mark.shows("S60")
 def test_another_fingerprint_warns_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,60 +142,3 @@ def test_a_data_set_that_grows_is_counted_anew_each_epoch(
         assert len(set(epoch)) == len(epoch) == samples // num_replicas
         assert max(epoch) < samples
         assert number == 0 or max(epoch) >= _LENGTH
-
-
-@pytest.mark.shows("S60")
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_data_set_that_has_grown_again_resumes_to_the_same_bits(
-    num_replicas: int, tmp_path: Path
-) -> None:
-    total = 15 if num_replicas == 1 else 9
-    options: dict[str, Any] = {"num_replicas": num_replicas}
-    whole = _fit(tmp_path / "whole", _longer(total), grows=True, **options)
-    for stop in range(1, total, 1 if tier.is_full() else 3):
-        folder = tmp_path / f"run-{stop}"
-        _fit(folder, _longer(stop), grows=True, **options)
-        resumed = _fit(folder, _longer(total), grows=True, regrows=True, **options)
-        assert resumed.records == {n: seen for n, seen in whole.records.items() if n > stop}
-
-
-class _Box:
-    """Something that Helios does not look into."""
-
-    value = 0
-
-
-class Elsewhere(IndexData):
-    """Has a length that is kept elsewhere, in a database say."""
-
-    @property
-    def length(self) -> int:
-        return self._box.value
-
-    @length.setter
-    def length(self, value: int) -> None:
-        self._box = _Box()
-        self._box.value = value
-
-
-def test_a_length_that_is_an_attribute_of_the_data_set_grows_again_by_itself(
-    tmp_path: Path,
-) -> None:
-    whole = _fit(tmp_path / "whole", _longer(15), grows=True)
-    _fit(tmp_path / "cut", _longer(9), grows=True)
-    resumed = _fit(tmp_path / "cut", _longer(15), grows=True)
-    assert resumed.records == {n: seen for n, seen in whole.records.items() if n > 9}
-
-
-@pytest.mark.shows("S60")
-@pytest.mark.parametrize("stop", [9, 12])
-def test_a_data_set_that_has_not_grown_again_stops_the_run(stop: int, tmp_path: Path) -> None:
-    _fit(tmp_path, _longer(stop), Elsewhere(_LENGTH), grows=True)
-    with pytest.raises(RunMismatchError, match=r"28 samples .* got 24 after on_training_resume"):
-        _fit(tmp_path, _longer(19), Elsewhere(_LENGTH), grows=True)
-    data, allowed = Elsewhere(_LENGTH), ("length",)
-    resumed = _fit(tmp_path, _longer(19), data, grows=True, allow_changes=allowed)
-    # The second epoch begins anew, with the data that there is now.
-    seen = [i for n in range(stop + 1, stop + 7) for i in resumed.records[n][0]]
-    assert len(seen) == len(set(seen)) == 24

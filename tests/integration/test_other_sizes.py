@@ -121,26 +121,3 @@ def test_the_remedy_for_another_head_works(
     assert make(tmp_path).fit(again, Data()), "it resumes, too"
     states = [model.whole().state_dict().values() for model in (tuned, again)]
     assert all(map(torch.equal, *states))
-
-
-def test_the_remedy_for_one_network_works(tmp_path: Path) -> None:
-    first = Net(in_sequence, 3, "first")
-    make(tmp_path).fit(first, Data())
-    path = helios.find_last_checkpoint(tmp_path / "first")
-    network = in_sequence(5)["net"]
-    with pytest.raises(StateError, match="size mismatch") as error:
-        helios.load_weights(path, network)  # type: ignore[arg-type]
-    network = in_sequence(3)["net"]
-    exec(remedy_in(error), {"helios": helios, "torch": torch}, {"network": network, "path": path})
-    assert network(torch.zeros(1, 4)).shape == (1, 5)
-    assert torch.equal(network[0].weight, first.whole()[0].weight)
-
-
-def test_a_network_of_other_sizes_throughout_gets_no_remedy(tmp_path: Path) -> None:
-    def deep(width: int) -> dict[str, Any]:
-        return {"net": nn.Sequential(nn.Linear(4, width), *(nn.Linear(width, width),) * 4)}
-
-    make(tmp_path).fit(Net(deep, 3, "first"), Data())
-    with pytest.raises(StateError, match="size mismatch") as error:
-        make(tmp_path).fit(Net(deep, 5, "first"), Data())
-    assert "fine-tune" not in str(error.value)

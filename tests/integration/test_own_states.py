@@ -12,10 +12,7 @@ from torch import nn
 
 import helios
 from helios.errors import StateError
-from helios.plugins import Plugin
-from helios.state import TrainingState
-from tests.ordinary.harness import WIDTH, Case, Outcome, Regression, cut_off, train
-from tests.state_graph.test_partial_networks import OnlyHead
+from tests.ordinary.harness import Case, Outcome, Regression, cut_off, train
 from tests.state_graph.test_partial_optimizers import Published, SlowInState, Stateless
 
 _SINCE = 6
@@ -39,17 +36,6 @@ class Own(Regression):
         self.net.load_state_dict(state_dict["net"])
         if not fast_init:
             self.optimizer.load_state_dict(state_dict["opt"])
-
-
-class Partial(Regression):
-    """Has a network whose ``state_dict`` leaves out a part that trains."""
-
-    def make_net(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, 2), OnlyHead(), nn.Linear(2, 1))
-
-    def make_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
-        net.requires_grad_(True)
-        return super().make_optimizer(net)
 
 
 def _resumed(
@@ -77,10 +63,6 @@ def test_other_parameters_in_the_state_of_a_model_are_refused(tmp_path: Path) ->
         _resumed(lambda: Own((0,)), lambda: Own((2,)), tmp_path)
 
 
-def test_a_part_of_a_network_that_its_state_leaves_out_resumes(tmp_path: Path) -> None:
-    _assert_equal(*_resumed(Partial, Partial, tmp_path), "net", "optimizer")
-
-
 @pytest.mark.parametrize("kind", [Published, SlowInState, Stateless])
 def test_optimizers_that_leave_something_out_resume(
     kind: Callable[..., Any], tmp_path: Path
@@ -91,55 +73,3 @@ def test_optimizers_that_leave_something_out_resume(
 
     # The published one has addresses in its state.
     _assert_equal(*_resumed(Wrapped, Wrapped, tmp_path), "net")
-
-
-class Watching(Plugin):
-    """Keeps how far each parameter has moved, and maybe a network of its own, made at the start."""
-
-    def __init__(self, *, has_network: bool) -> None:
-        super().__init__("watching")
-        self.has_network = has_network
-        self.moved: dict[Any, float] = {}
-        self.net: nn.Module | None = None
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def on_training_start(self) -> None:
-        if self.has_network:
-            torch.manual_seed(1)
-            self.net = nn.Linear(1, 1)
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        for part in self.context.model.net.parameters():
-            self.moved[part] = self.moved.get(part, 0.0) + float(part.detach().sum())
-        if self.net is not None:
-            with torch.no_grad():
-                self.net.weight.add_(1)
-
-
-def _watched(folder: Path, found: dict[str, Any], *, has_network: bool) -> Outcome:
-    plugin = Watching(has_network=has_network)
-    outcome = train(Case(Regression, options=lambda _: {"plugins": [plugin]}), folder)
-    found["moved"] = list(plugin.moved.values())
-    return outcome
-
-
-def test_a_table_of_a_plugin_by_parameters_comes_back(tmp_path: Path) -> None:
-    whole: dict[str, Any] = {}
-    again: dict[str, Any] = {}
-    _watched(tmp_path / "whole", whole, has_network=False)
-    folder = cut_off(tmp_path / "whole", _SINCE, tmp_path / "resumed")
-    outcome = _watched(folder, again, has_network=False)
-    assert len(again["moved"]) == 4
-    assert again["moved"] == whole["moved"]
-    assert outcome.warnings == []
-
-
-def test_a_network_that_a_plugin_makes_at_the_start_is_named(tmp_path: Path) -> None:
-    outcome = _watched(tmp_path, {}, has_network=True)
-    assert {tuple(sidecar["missing"]) for sidecar in outcome.sidecars} == {
-        ("plugin 'watching': net",)
-    }
-    assert {sidecar["level"] for sidecar in outcome.sidecars} == {"incomplete"}
-    assert any("created after setup()" in text for text in outcome.warnings)

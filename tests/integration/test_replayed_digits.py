@@ -11,9 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import helios
-from helios.errors import UsageError
 from helios.ledger import Replay
-from helios.ledger.differences import NUMERICS
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.ledger.test_replay import contents
@@ -60,26 +58,6 @@ def long_sum(weights: torch.Tensor) -> torch.Tensor:
     return (weights.reshape(-1, 1) * torch.sin(torch.arange(256.0))).flatten().square().sum()
 
 
-class ByRank(Plugin):
-    """A state that differs between processes: the level is ``restart``."""
-
-    def setup(self) -> None:
-        self.seen = 0
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        self.seen += self.global_rank
-
-
-class Threads(Plugin):
-    """Trains with another number of threads."""
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def on_training_start(self) -> None:
-        torch.set_num_threads(2)
-
-
 def _make_trainer(folder: Path, *plugins: Plugin, **options: Any) -> helios.Trainer:
     given: dict[str, Any] = {
         "total_steps": 3,
@@ -115,26 +93,3 @@ def test_a_run_of_four_processes_is_repeated_on_any_number(nproc: int, digits: P
         assert (found.is_equal, found.begins_after, found.num_equal) == (True, start, 45)
         assert found.has_ended
     assert contents(digits) == before
-
-
-def test_another_number_of_threads_is_shown_and_explained(digits: Path) -> None:
-    weights = torch.cos(torch.arange(64.0 * 64))
-    sums = []
-    for count in (2, 1):
-        torch.set_num_threads(count)
-        sums.append(long_sum(weights))
-    found = _replay(_make_trainer(digits, Threads("threads")))
-    torch.set_num_threads(1)
-    if torch.equal(*sums):
-        pytest.skip("The number of threads changes no bit here.")
-    assert found.iteration is not None
-    assert found.what[0] == NUMERICS
-    assert any("number of threads" in cause for cause in found.causes)
-
-
-def test_below_elastic_a_replay_needs_the_processes_of_the_run(tmp_path: Path) -> None:
-    plugins = [ByRank("by-rank")]
-    _make_trainer(tmp_path, *plugins, num_replicas=2, nproc=2).fit(Classifier("digits"), Digits())
-    with pytest.raises(UsageError, match=r"needs 2 processes.*there are 1.*nproc=2"):
-        _replay(_make_trainer(tmp_path, *plugins, nproc=1))
-    assert _replay(_make_trainer(tmp_path, *plugins, nproc=2)).is_equal

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import random
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -252,23 +250,3 @@ def test_the_whole_matrix_resumes_everywhere(
         chkpt_frequency=3 if workers and unit == "iteration" else 1,
     )
     _check(setting, tmp_path)
-
-
-def test_a_resumed_run_keeps_no_copy_of_the_loaded_state(tmp_path: Path) -> None:
-    alive: list[bool] = []
-
-    class Watcher(Plugin):
-        def setup(self) -> None:
-            """Nothing to prepare."""
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.loaded = weakref.ref(checkpoint["model"]["objects"]["net"])
-
-        def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-            gc.collect()
-            alive.append(self.loaded() is not None)
-
-    setting = Setting(total_steps=2)
-    train(tmp_path, setting)
-    train(tmp_path, dataclasses.replace(setting, total_steps=3), Watcher("watcher"))
-    assert alive == [False]

@@ -168,33 +168,6 @@ def play(folder: Path, mode: str, wholes: dict[str, Whole], number: int, shift: 
                 fail(root, mode, whole, number, fault)
 
 
-def test_the_faults_reach_every_operation_of_a_save_and_of_a_deletion(
-    wholes: dict[str, Whole],
-) -> None:
-    for whole in wholes.values():
-        assert len(whole.saves) == len(_SAVES)
-        found = {str(operation) for save in whole.saves for operation in save}
-        assert found >= {
-            "make_folder folder",
-            "create .pth.tmp",
-            "write .pth.tmp",
-            "fsync .pth.tmp",
-            "replace .pth.tmp",
-            "write_text_durably .json",
-            "create .json.tmp",
-            "write .json.tmp",
-            "fsync .json.tmp",
-            "replace .json.tmp",
-            "fsync_folder folder",
-            "unlink .pth",
-            "unlink .json",
-        }
-        assert {o.name for save in whole.saves for o in save} == set(faults.OPERATIONS)
-        parts = [{faults.part_of(o, save) for o in save} for save in whole.saves]
-        assert parts[-2] == {"commit", "sync", "deletion"}
-        assert parts[-1] >= {"commit", "sync", "note", "lock"}
-
-
 @pytest.mark.parametrize(("mode", "number", "shift"), [("async", 2, 1), ("sync", 3, 3)])
 def test_each_operation_of_a_save_may_go_wrong_in_one_way(
     mode: str, number: int, shift: int, wholes: dict[str, Whole], folder: Path
@@ -209,11 +182,6 @@ def test_each_operation_of_a_save_may_go_wrong_in_every_way(
     mode: str, number: int, wholes: dict[str, Whole], folder: Path
 ) -> None:
     play(folder, mode, wholes, number, None)
-
-
-def find(whole: Whole, number: int, name: str) -> int:
-    """Return the number of an operation of a save."""
-    return next(o.number for o in whole.saves[number] if str(o) == name)
 
 
 def raises(
@@ -253,34 +221,3 @@ def test_an_error_that_is_not_to_be_borne_ends_the_training_at_the_next_safe_poi
         assert faults.committed(root / "small") == [_SAVES[0]]
     resumed = train(root, make_setting(mode, on_save_error="raise"), Faults())
     assert_equal(resumed, whole.outcome, since=_SAVES[0])
-
-
-@pytest.mark.parametrize("kind", ["EIO", "MemoryError"])
-def test_an_error_of_the_last_save_is_raised_at_the_end(
-    kind: str, wholes: dict[str, Whole], folder: Path
-) -> None:
-    fault = Fault(find(wholes["async"], _LAST, "replace .pth.tmp"), kind)
-    plugin = Faults(fault, settles=True)
-    with pytest.raises(_TYPES[kind]) as caught:
-        train(folder, make_setting("async", on_save_error="raise"), plugin)
-    assert not isinstance(caught.value, SaveError)
-    resumed = train(folder, make_setting("async"), Faults())
-    assert_equal(resumed, wholes["async"].outcome, since=_SAVES[-2])
-
-
-def test_a_failure_is_told_even_if_another_error_ends_the_training(
-    wholes: dict[str, Whole], folder: Path
-) -> None:
-    class Break(helios.Plugin):
-        def setup(self) -> None:
-            pass
-
-        def on_training_batch_end(self, state: Any, should_log: bool) -> None:
-            if state.global_iteration == _SAVES[1] + 1:
-                raise ValueError("another error")
-
-    plugin = Faults(Fault(find(wholes["async"], 1, "fsync .pth.tmp"), "MemoryError"), settles=True)
-    with pytest.raises(ValueError, match="another error"):
-        train(folder, make_setting("async"), plugin, Break("break"))
-    assert any("MemoryError of the test" in text for text in plugin.told), plugin.told
-    assert any("small_epoch_1_iter_4" in text for text in plugin.told)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import sys
 import threading
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import helios
-from helios.checkpoint.writer_thread import WriterThread
 from helios.errors import UsageError
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -24,7 +19,7 @@ from helios.storage import files
 from tests.support import faults
 from tests.support.faults import Fault, Faults, make_store
 from tests.support.resume import assert_equal
-from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, train
+from tests.support.runs import Outcome, Setting, train
 
 _PER_EPOCH = 6
 _SETTING = Setting(
@@ -81,12 +76,6 @@ class Do(Plugin):
             self.action()
 
 
-def waits_for_writer(thread: int) -> bool:
-    """Return whether a thread waits until nothing is written."""
-    frames = traceback.walk_stack(sys._current_frames()[thread])
-    return any(frame.f_code is WriterThread.wait.__code__ for frame, _ in frames)
-
-
 def throw(error: type[BaseException]) -> Any:
     """Return a function that raises an error."""
 
@@ -126,52 +115,6 @@ def test_the_training_goes_on_up_to_the_next_save(
     assert_equal(resumed, whole, since=_PER_EPOCH)
 
 
-@pytest.mark.shows("S2")
-def test_the_next_save_waits_for_the_one_in_flight(
-    whole: Outcome, gate: Gate, tmp_path: Path
-) -> None:
-    begun: list[int] = []
-    create = files.create
-
-    def listen(path: Path) -> Any:
-        if path.name.endswith(".pth.tmp"):
-            begun.append(int(path.name.split("_iter_")[1].split(".")[0]))
-            assert len(list(path.parent.glob("*.tmp"))) == 0
-        return create(path)
-
-    def open_from_another_thread() -> None:
-        # Behind this event the main thread comes to the save, and waits.
-        threading.Thread(target=open_late, args=(threading.get_ident(),)).start()
-
-    def open_late(main: int) -> None:
-        while not waits_for_writer(main) and begun[-1:] != [12]:
-            time.sleep(0)
-        gate.open()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "create", listen)
-        opening = Do("on_save_checkpoint", 2 * _PER_EPOCH, open_from_another_thread)
-        assert_equal(train(tmp_path, _SETTING, Faults(), opening), whole, since=0)
-    assert begun == [6, 12, 14]
-
-
-@pytest.mark.shows("S1", "U21")
-@pytest.mark.parametrize("is_persistent", [False, True])
-def test_workers_that_are_forked_during_a_save_corrupt_nothing(
-    is_persistent: bool, whole: Outcome, gate: Gate, tmp_path: Path
-) -> None:
-    """Each epoch forks two, while the save of its predecessor's end is held in mid-file."""
-    setting = dataclasses.replace(
-        _SETTING, num_workers=2, persistent_workers=is_persistent, chkpt_frequency=1
-    )
-    opening = Do("on_training_batch_start", _PER_EPOCH + 1, gate.open)
-    outcome = train(tmp_path, setting, Faults(), opening)
-    assert outcome.records == whole.records
-    assert faults.committed(tmp_path / "small") == list(range(1, 15))
-    for path in tmp_path.glob("small/*.pth"):
-        assert helios.load_checkpoint(path)["plugins"]["faults"]["ballast"].sum() > 0
-
-
 @pytest.mark.shows("S2", "U21")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, StopIteration, SystemExit])
 def test_a_save_in_flight_is_committed_when_an_error_ends_the_training(
@@ -191,42 +134,6 @@ def test_a_save_in_flight_is_committed_when_an_error_ends_the_training(
         error is KeyboardInterrupt
     )
     assert_equal(train(tmp_path, _SETTING, Faults()), whole, since=_PER_EPOCH)
-
-
-@pytest.mark.shows("S2")
-def test_an_error_that_passes_through_unlogged_waits_for_the_save_too(
-    gate: Gate, tmp_path: Path
-) -> None:
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=14,
-        chkpt_frequency=_PER_EPOCH,
-        chkpt_root=tmp_path,
-        use_cpu=True,
-        print_banner=False,
-        plugins=[
-            Do("on_training_batch_end", _PER_EPOCH + 2, throw(ValueError)),
-            # Late enough that a fit which does not wait has returned before.
-            Do("on_exception", 0, threading.Timer(0.5, gate.open).start),
-        ],
-    )
-    trainer.train_exceptions.append(ValueError)
-    with faults.nothing_left_open(), pytest.raises(ValueError, match="broken"):
-        trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert faults.committed(tmp_path / "small") == [_PER_EPOCH]
-
-
-@pytest.mark.shows("S2")
-def test_a_stop_waits_for_the_save_in_flight(gate: Gate, tmp_path: Path) -> None:
-    """A hook ends an epoch, and the run, while the checkpoint before is held."""
-    ending = Do(
-        "on_training_batch_end", _PER_EPOCH + 1, lambda: ending.trainer.request_stop("enough")
-    )
-    opening = Do("on_save_checkpoint", _PER_EPOCH + 1, gate.open)
-    with faults.nothing_left_open():
-        outcome = train(tmp_path, _SETTING, Faults(), ending, opening)
-    assert outcome.has_ended
-    assert faults.committed(tmp_path / "small") == [6, 7]
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -18,8 +18,7 @@ import helios
 from helios import CheckpointStore, DataLoaderParams, KeepBest, Trainer
 from helios.cli import main
 from helios.plugins import EMA, SWA, Plugin
-from helios.state import Phase
-from tests.support.graded import Graded, Samples, make
+from tests.support.graded import make
 
 
 class Pair(helios.Model):
@@ -102,9 +101,7 @@ def evaluate_by_hand(model: Pair) -> tuple[float, list[Tensor]]:
 
 
 SETS: dict[str, tuple[list[Plugin], dict[str, str]]] = {
-    "ema": ([EMA(0.5)], {"body": "ema", "head": "ema"}),
     "buffers": ([EMA(0.5, averages_buffers=True)], {"body": "ema", "head": "ema"}),
-    "one network": ([SWA(2, network="head")], {"head": "swa"}),
     "two": ([EMA(0.5, network="body"), SWA(2, network="head")], {"body": "ema", "head": "swa"}),
 }
 
@@ -138,57 +135,6 @@ def test_the_best_is_tested_with_the_average_that_was_scored(
 
 
 @pytest.mark.shows("P134")
-def test_a_plugin_that_is_registered_decides_itself(tmp_path: Path) -> None:
-    path = train(tmp_path, EMA(0.5))
-    average, _ = evaluate_by_hand(fill_by_hand(path, {"body": "ema", "head": "ema"}))
-    own, _ = evaluate_by_hand(fill_by_hand(path, {}))
-    for swaps_in, error in (((Phase.TESTING,), average), ((), own)):
-        model = Pair("pair")
-        trainer = trainer_of(tmp_path, EMA(0.5, swaps_in=swaps_in))
-        trainer.test(model, Rows(), checkpoint="best")
-        assert model.test_scores["error"] == error
-
-
-@pytest.mark.shows("P134")
-@pytest.mark.parametrize("plugins", [[], [EMA(0.5, swaps_in=(Phase.TESTING,))], [SWA(99)]])
-def test_what_no_average_has_scored_names_none(plugins: list[Plugin], tmp_path: Path) -> None:
-    path = train(tmp_path, *plugins)
-    assert averages_in(path) is None
-    error, _ = evaluate_by_hand(fill_by_hand(path, {}))
-    model = Pair("pair")
-    trainer_of(tmp_path).test(model, Rows(), checkpoint="best")
-    assert model.test_scores["error"] == error
-
-
-@pytest.mark.shows("P134")
-def test_a_checkpoint_without_a_validation_names_none(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"total_steps": 3, "valid_frequency": 2, "chkpt_frequency": 1}
-    assert make(tmp_path, EMA(0.5), **options).fit(Pair("pair"), Rows())
-    files = sorted((tmp_path / "pair").glob("*.pth"))
-    assert [averages_in(path) for path in files] == [None, ["ema"], None]
-
-
-@pytest.mark.shows("P134")
-def test_a_path_without_the_plugin_warns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, model = train(tmp_path, EMA(0.5)), Pair("pair")
-    own, _ = evaluate_by_hand(fill_by_hand(path, {}))
-    text = (
-        f"WARNING - The scores of {path.name} are those of the average of plugin 'ema', which this"
-    )
-    capsys.readouterr()
-    trainer_of(tmp_path).test(model, Rows(), checkpoint=path)
-    assert model.test_scores["error"] == own
-    assert text in capsys.readouterr().err
-    trainer_of(tmp_path).test(model, Rows())
-    assert text in capsys.readouterr().err
-    trainer_of(tmp_path, EMA(0.5)).test(model, Rows(), checkpoint=path)
-    trainer_of(tmp_path).test(model, Rows(), checkpoint="best")
-    assert "WARNING" not in capsys.readouterr().err
-
-
-@pytest.mark.shows("P134")
 def test_an_export_without_the_average_warns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,16 +155,3 @@ def test_an_export_without_the_average_warns(
     assert export(str(path), "--network", "body") == "", "it has no average"
     assert main(["inspect", str(path)]) == 0
     assert "averages" in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_processes_that_are_started_use_the_average_too(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"total_steps": 2, "valid_frequency": 1, "chkpt_frequency": 1}
-    trainer = make(tmp_path, EMA(0.5), store=BEST, num_replicas=2, **options)
-    assert trainer.fit(Graded(), Samples())
-    scores = []
-    for plugins, number in (((EMA(0.5),), 1), ((), 1), ((), 2)):
-        model = Graded()
-        make(tmp_path, *plugins, store=BEST, nproc=number).test(model, Samples(), checkpoint="best")
-        scores.append(model.test_scores["error"])
-    assert scores == scores[:1] * 3

@@ -61,7 +61,6 @@ if __name__ == "__main__":
         nproc=nproc,
         chkpt_frequency=1,
         chkpt_root="runs",
-        reproducibility="strict",
         use_cpu=True,
     )
     trainer.fit(model, Data())
@@ -74,7 +73,7 @@ def run_script() -> None:
 
 @pytest.mark.shows("P112")
 @pytest.mark.parametrize("order", [(1, 2), pytest.param((2, 1), marks=pytest.mark.full)], ids=str)
-def test_a_strict_run_with_types_of_its_script_changes_processes(
+def test_a_run_with_types_of_its_script_changes_processes(
     order: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python imports the script under another name in the processes that it has started."""

@@ -6,16 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import helios
-from helios.core import rng
 from helios.data import create_dataloader
-from helios.data.phase_sources import open_source
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.plugins import Plugin
-from helios.terminal.progress import NullDisplay
-from tests.data.datasets import walk
 from tests.loops.recorded import record
 from tests.support.resume import resume_everywhere
 from tests.support.runs import (
@@ -101,35 +95,6 @@ class Hearing(Plugin):
         self.heard.append(("predict", step, prediction, dataloader_idx))
 
 
-class Bar(NullDisplay):
-    """Notes what it is to show."""
-
-    def __init__(self) -> None:
-        self.shown: list[Any] = []
-
-    def start_evaluation(self, label: str, num_batches: int | None) -> None:
-        self.shown.append([label, num_batches, 0])
-
-    def advance_evaluation(self) -> None:
-        self.shown[-1][2] += 1
-
-
-class ShowOn(Plugin):
-    """Shows the run on a display."""
-
-    def __init__(self, bar: Bar) -> None:
-        super().__init__("show-on")
-        self.bar = bar
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def _show(self, *args: Any) -> None:
-        self.trainer._session.display = self.bar
-
-    on_fit_start = _show
-
-
 def _trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
     return helios.Trainer(use_cpu=True, print_banner=False, plugins=plugins, **options)
 
@@ -147,7 +112,7 @@ def _steps(count: int) -> list[tuple[int, int]]:
 
 @pytest.mark.shows("L32")
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_the_loaders_follow_each_other_and_steps_begin_anew_in_each(
     count: int, named: bool
 ) -> None:
@@ -171,7 +136,7 @@ def _names(count: int, *, named: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_each_loader_has_scores_of_its_own(count: int, named: bool) -> None:
     setting = Setting()
     for call in ("fit", "validate", "test"):
@@ -186,7 +151,7 @@ def test_each_loader_has_scores_of_its_own(count: int, named: bool) -> None:
 
 
 @pytest.mark.shows("K32", "K33")
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_predictions_are_a_list_for_each_loader(count: int) -> None:
     setting, hearing = Setting(), Hearing()
     found = _trainer(hearing).predict(
@@ -204,93 +169,6 @@ def test_predictions_are_a_list_for_each_loader(count: int) -> None:
     assert found == (expected if count > 1 else expected[0])
     heard = [("predict", s, (which[n], s), which[n]) for n, s in _steps(count)]
     assert [(*entry[:2], entry[2][:2], entry[3]) for entry in hearing.heard] == heard
-
-
-@pytest.mark.shows("K33")
-def test_testing_tells_the_loader_to_those_who_ask() -> None:
-    setting, hearing = Setting(), Hearing()
-    _trainer(hearing).test(SeveralModel(setting), SeveralModule(setting), checkpoint=None)
-    assert hearing.heard == [("test", step, loader) for loader, step in _steps(2)]
-
-
-def test_a_step_without_the_argument_is_told_nothing_of_loaders() -> None:
-    setting = Setting()
-    model = SmallModel(setting)
-    _trainer().validate(model, SeveralModule(setting), checkpoint=None)
-    assert list(model.metrics) == ["score/near", "score/far"]
-
-
-def test_one_loader_of_several_gives_the_scores_that_it_gives_alone() -> None:
-    # Its streams do not depend on what follows it.
-    setting = Setting()
-    alone, several = SeveralModel(setting), SeveralModel(setting)
-    _trainer().validate(alone, SeveralModule(setting, 1), checkpoint=None)
-    _trainer().validate(several, SeveralModule(setting, 3), checkpoint=None)
-    assert several.metrics["score/near"] == alone.metrics["score"]
-
-
-def test_what_steps_draw_differs_between_the_loaders() -> None:
-    class Drawing(SmallModel):
-        def predict_step(self, batch: Any, step: int) -> Any:
-            return torch.rand(4)
-
-    found = _trainer().predict(Drawing(Setting()), SeveralModule(Setting(), 3), checkpoint=None)
-    numbers = torch.cat([batch for batches in found for batch in batches])
-    assert len(numbers.unique()) == len(numbers)
-
-
-class Features(SmallModel):
-    """Predicts what it is given."""
-
-    def predict_step(self, batch: Any, step: int) -> Any:
-        return batch[1]
-
-
-def test_the_first_loader_is_fetched_as_a_single_one_always_was() -> None:
-    trainer = _trainer(random_seed=5)
-    found = trainer.predict(Features(Setting()), SeveralModule(Setting(), 2), checkpoint=None)
-    source = open_source(*_loader(), run_seed=5, purpose="fetch-prediction")
-    with rng.numpy_global_kept():
-        expected = [batch[1] for batch in walk(source, 0)]
-    assert all(map(torch.equal, found[0], expected))
-    assert len(found[0]) == len(expected) == 2
-
-
-def test_equal_data_in_two_loaders_is_fetched_on_streams_of_its_own() -> None:
-    class Twice(IndexModule):
-        def setup(self) -> None:
-            params = helios.DataLoaderParams(batch_size=4, collate_fn=noisy_collate)
-            pairs = [self._create_dataset(IndexData(4), params) for _ in range(3)]
-            self._predict_dataset = pairs
-
-    found = _trainer().predict(Features(Setting()), Twice(Setting()), checkpoint=None)
-    numbers = torch.cat([batch for batches in found for batch in batches]).flatten()
-    assert len(numbers.unique()) == len(numbers)
-
-
-@pytest.mark.parametrize(
-    "workers",
-    [
-        {"num_workers": 1},
-        {"num_workers": 2, "prefetch_factor": 3},
-        {"num_workers": 1, "persistent_workers": True},
-    ],
-)
-def test_the_scores_do_not_depend_on_who_fetches(workers: dict[str, Any]) -> None:
-    setting = Setting(total_steps=4, valid_frequency=2)
-    found = []
-    for options in ({}, workers):
-        model, data = SeveralModel(setting), SeveralModule(setting, 2)
-        data.worker_options = options
-        _trainer(train_unit="iteration", total_steps=4, valid_frequency=2).fit(model, data)
-        found.append((dict(model.metrics), model.told))
-    assert found[0] == found[1]
-
-
-def test_the_bar_shows_the_batches_of_all_loaders_together() -> None:
-    bar, setting = Bar(), Setting()
-    _fit(SeveralModel(setting), SeveralModule(setting, 3), ShowOn(bar))
-    assert bar.shown == [["validation", 2 + 3 + 1, 6]]
 
 
 class TwoScores(SeveralModel):
@@ -334,18 +212,6 @@ def test_a_run_that_follows_two_loaders_resumes_exactly_everywhere(
     assert rates[0] < 0.05, "the plateau was never seen, so the scores drive nothing"
 
 
-def test_an_added_loader_changes_no_bit_of_the_training(tmp_path: Path) -> None:
-    setting, outcomes = Setting(), []
-    options = {"train_unit": "iteration", "total_steps": 8, "valid_frequency": 2}
-    for count in (1, 3):
-        model, data = SeveralModel(setting), SeveralModule(setting, count)
-        outcomes.append(record(tmp_path / str(count), model, data, **options))
-    alone, several = outcomes
-    assert several.records == alone.records
-    assert several.bits()["model.net"] == alone.bits()["model.net"]
-    assert several.bits()["rng"] == alone.bits()["rng"]
-
-
 class Returning(IndexModule):
     """Returns loaders of its own making."""
 
@@ -363,8 +229,6 @@ def _loader(length: int = 6, **options: Any) -> Any:
     ("make", "names"),
     [
         (lambda: _loader()[0], ["score"]),
-        (lambda: (_loader()[0], None), ["score"]),
-        (lambda: [_loader()], ["score"]),
         (lambda: [_loader()[0], _loader(9)], ["score/0", "score/1"]),
         (lambda: {"a": _loader(), "b": _loader(9)[0]}, ["score/a", "score/b"]),
     ],
@@ -375,45 +239,3 @@ def test_a_data_module_may_return_loaders_and_pairs_alone_or_several(
     model = SmallModel(Setting())
     _trainer().validate(model, Returning(make()), checkpoint=None)
     assert list(model.metrics) == names
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: (_loader()[0], _loader()[0]), "or a list or dict of these"),
-        (lambda: (_loader(), _loader()), "or a list or dict of these"),
-        (lambda: [_loader(), None], "loaders of validation, '1',"),
-        (list, "must contain at least one"),
-        (dict, "must contain at least one"),
-        (lambda: {"a/b": _loader()}, "without a slash"),
-        (lambda: {3: _loader()}, "without a slash"),
-        (lambda: {"": _loader()}, "without a slash"),
-        (lambda: {"a": _loader(), "b": ([], None)}, "got none in loader 'b'"),
-    ],
-)
-def test_what_is_no_loader_is_refused_by_name(make: Any, words: str) -> None:
-    with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
-        _trainer().validate(SmallModel(Setting()), Returning(make()), checkpoint=None)
-
-
-def test_a_loader_that_turns_out_empty_is_an_error_that_names_it() -> None:
-    class Nothing:
-        def __iter__(self) -> Any:
-            return iter(())
-
-    with pytest.raises(UsageError, match="got none in loader 'b'"):
-        _trainer().validate(
-            SmallModel(Setting()), Returning({"a": _loader(), "b": Nothing()}), checkpoint=None
-        )
-
-
-def test_several_training_loaders_are_refused() -> None:
-    class Several(IndexModule):
-        def setup(self) -> None:
-            super().setup()
-            self._train_dataset = [self._train_dataset]
-
-    with pytest.raises(ArgumentTypeError, match="Several must have one training data set"):
-        _fit(SeveralModel(Setting()), Several(Setting()))
-    with pytest.raises(ArgumentTypeError, match="must return one loader"):
-        _fit(SeveralModel(Setting()), Returning([_loader()], "train"))

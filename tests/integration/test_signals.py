@@ -13,10 +13,8 @@ import torch._dynamo  # noqa: F401 - optimizers import it: once here, not in eve
 
 import helios
 from helios import Signals
-from helios.ledger import book
 from helios.plugins import Plugin
 from tests.support.elastic import Bits, Elastic, assert_same, read_bits
-from tests.support.faults import EVIDENCE
 from tests.support.signals import SignalAt, newest, train_alone, undisturbed
 
 # Nothing but a signal saves, so what a run leaves is what it was asked for.
@@ -88,29 +86,6 @@ def test_before_the_first_step_nothing_is_saved(
     assert not list(tmp_path.glob("turns-*"))
     assert train_alone(tmp_path, setting) == 0
     assert_same(read_bits(tmp_path), whole["steps"])
-
-
-def _read_without_starts(folder: Path) -> dict[str, bytes]:
-    """Return the files of the run, but for those that note every start."""
-    noted = EVIDENCE - {book.FILE_NAME}
-    return {
-        path.name: path.read_bytes()
-        for path in (folder / "elastic").iterdir()
-        if path.name not in noted
-    }
-
-
-@pytest.mark.shows("S13")
-def test_a_run_that_goes_on_is_left_as_it_was_by_a_signal_at_its_start(
-    whole: dict[str, Bits], tmp_path: Path
-) -> None:
-    setting = SETTINGS["epochs"]
-    assert train_alone(tmp_path, setting, SignalAt("on_forward_end", 4)) == 75
-    before = _read_without_starts(tmp_path)
-    assert train_alone(tmp_path, setting, SignalAt("on_checkpoint_loaded")) == 75
-    assert _read_without_starts(tmp_path) == before
-    assert train_alone(tmp_path, setting) == 0
-    assert_same(read_bits(tmp_path), whole["epochs"])
 
 
 @pytest.mark.shows("S13")
@@ -208,41 +183,3 @@ def test_who_comes_to_no_safe_point_in_time_is_ended_without_saving(
     assert train_alone(tmp_path, setting, plugin, signals=signals) == 75
     assert train_alone(tmp_path, setting) == 0
     assert_same(read_bits(tmp_path), whole["steps"])
-
-
-class SlowSave(Plugin):
-    """Its state takes longer than the grace: a save that is slow, but goes on."""
-
-    def __init__(self, event: str) -> None:
-        super().__init__("slow-save")
-        self.event = event
-        setattr(self, event, self._wait)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def _wait(self, *args: Any) -> Any:
-        signal.sigtimedwait([], 1.0)
-
-
-@pytest.mark.shows("S14")
-@pytest.mark.parametrize("event", ["on_save_checkpoint", "on_fit_end"])
-def test_the_grace_does_not_count_what_follows_the_safe_point(event: str, tmp_path: Path) -> None:
-    setting, signals = SETTINGS["steps"], Signals(grace=0.5)
-    plugins = (SignalAt("on_forward_end", 4), SlowSave(event))
-    assert train_alone(tmp_path, setting, *plugins, signals=signals) == 75
-    assert newest(tmp_path) == (1, 4)
-
-
-def test_without_signals_they_do_what_they_did_before(tmp_path: Path) -> None:
-    plugin = SignalAt("on_forward_end", 4)
-    code = train_alone(tmp_path, SETTINGS["steps"], plugin, signals=Signals(()))
-    assert code == -signal.SIGTERM
-
-
-@pytest.mark.shows("S32")
-def test_a_run_that_writes_no_checkpoints_ends_as_soon(tmp_path: Path) -> None:
-    setting = dataclasses.replace(SETTINGS["steps"], options={"chkpt_frequency": None})
-    assert train_alone(tmp_path, setting, SignalAt("on_forward_end", 4)) == 143
-    assert newest(tmp_path) == (0, 0)
-    assert len((tmp_path / "turns-0.jsonl").read_text().splitlines()) == 4

@@ -10,7 +10,7 @@ import pytest
 
 import helios
 from helios.data import Steps
-from helios.errors import ArgumentError, RunMismatchError
+from helios.errors import RunMismatchError
 from helios.ledger import verify
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Outcome, Setting, train
@@ -48,12 +48,6 @@ def test_a_run_without_data_resumes_everywhere(tmp_path: Path, n: int | None) ->
 
 
 @pytest.mark.shows("P55")
-def test_epochs_of_steps_resume_everywhere(tmp_path: Path) -> None:
-    setting = make_setting(4, unit="epoch", total_steps=4, accumulation=3, valid_frequency=2)
-    resume_everywhere(lambda folder: train(folder, setting), tmp_path)
-
-
-@pytest.mark.shows("P55")
 def test_nothing_of_a_loader_defines_a_run_without_data(tmp_path: Path) -> None:
     outcome = train(tmp_path, make_setting(total_steps=3))
     assert outcome.cursor is not None
@@ -64,11 +58,6 @@ def test_nothing_of_a_loader_defines_a_run_without_data(tmp_path: Path) -> None:
     of_data = ("batch_size", "shuffle", "drop_last", "seed", "sampler", "limit_batches")
     assert [options[name] for name in of_data] == [None] * 6
     assert (options["dataset"], options["length"]) == ("Steps", "endless")
-
-
-def test_a_run_by_epochs_needs_their_length(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r'must be "iteration" with Steps\(\).*Steps\(n\)'):
-        train(tmp_path, make_setting(unit="epoch"))
 
 
 @pytest.mark.shows("P55")

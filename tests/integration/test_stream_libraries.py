@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import helios
-from helios.errors import ArgumentError
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.kills import KillAt, run_in_child
-from tests.support.warned import collect_warnings
 
 NUM_SHARDS, PER_SHARD = 4, 5
 NUM_ROWS = NUM_SHARDS * PER_SHARD
@@ -190,23 +188,6 @@ def test_a_stream_goes_on_after_kills(name: str, tmp_path: Path) -> None:
         (claim,) = sidecar["claims"]
         assert claim.startswith("claimed by ")
         assert claim.endswith(", tried at the first start")
-
-
-def test_a_shuffle_buffer_that_is_not_saved_makes_checkpoints_incomplete(
-    name: str, tmp_path: Path
-) -> None:
-    with collect_warnings() as warnings:
-        _train(tmp_path, Data(_MAKERS[name](6)))
-    assert sum("does not bring back the next batch" in text for text in warnings) == 1
-    for sidecar in _sidecars(tmp_path):
-        assert sidecar["level"] == "incomplete"
-        (reason,) = sidecar["missing"].values()
-        assert reason.startswith("its state does not bring back the next batch:")
-
-
-def test_a_stream_behind_workers_names_the_loader_that_resumes(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"torchdata\.stateful_dataloader\.StatefulDataLoader"):
-        _train(tmp_path, Data(_MAKERS[name](), num_workers=2))
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -18,7 +18,6 @@ import helios
 from helios.data import Stream
 from helios.errors import ArgumentError, RunMismatchError
 from helios.plugins import Plugin
-from helios.terminal.progress import ProgressDisplay
 from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexData, IndexModule, Outcome, Setting, noisy_collate, train
@@ -127,29 +126,6 @@ def test_what_is_read_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert text.endswith(" s.")
 
 
-@pytest.mark.shows("P82")
-def test_a_bar_shows_what_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Any] = []
-    for name in ("start_evaluation", "advance_evaluation", "end_evaluation"):
-        monkeypatch.setattr(ProgressDisplay, name, lambda _, *given: shown.append(given))
-    setting = make_setting(make_rows, validates=False, valid_frequency=None)
-    train(tmp_path, dataclasses.replace(setting, total_steps=4))
-    assert shown == []
-    train(tmp_path, dataclasses.replace(setting, total_steps=5))
-    assert shown == [("reading again", 100), *[()] * 101]
-
-
-def test_a_replay_that_is_asked_for_ignores_states(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = train(tmp_path / "whole", make_setting(make_shards))
-    first = train(tmp_path / "again", make_setting(make_shards, total_steps=4))
-    assert "is read again" not in capsys.readouterr().err
-    second = train(tmp_path / "again", make_setting(partial(make_shards, replay=True)))
-    assert "28 samples of each replica" in capsys.readouterr().err
-    assert {**first.records, **second.records} == whole.records
-
-
 def test_another_source_is_refused(tmp_path: Path) -> None:
     train(tmp_path, make_setting(make_shards, total_steps=3))
     with pytest.raises(RunMismatchError, match=r"dataset: .*Shards.* -> .*Stream\(partial\)"):
@@ -171,13 +147,6 @@ def read_uneven(index: int, count: int) -> Iterator[Any]:
     random.shuffle(order)
     for number in order:
         yield IndexData()[sum(LENGTHS[:index]) + number]
-
-
-def read_unevenly(index: int, count: int, *, num_good: int) -> Iterator[Any]:
-    """Read parts of which the second is much longer, and damaged behind the first samples."""
-    for number in range(10_000 if index else 8):
-        assert number < num_good
-        yield IndexData()[number % NUM_SAMPLES]
 
 
 def count_unused(text: str) -> list[str]:
@@ -202,24 +171,3 @@ def test_samples_that_uneven_parts_leave_unused_are_counted_once(
     assert count_unused(capsys.readouterr().err) == ["1 has left 5", "2 has left 5"]
     assert {**first.records, **later.records, **last.records} == whole.records
     assert last.bits() == whole.bits()
-
-
-@pytest.mark.shows("U34")
-@pytest.mark.parametrize(("num_workers", "num_good", "most"), [(0, 40, 32), (1, 9_000, 400)])
-def test_much_longer_parts_are_not_read_to_their_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_workers: int, num_good: int, most: int
-) -> None:
-    how: dict[str, Any] = {"options": {"num_replicas": 2}, "num_workers": num_workers}
-    stream = Stream(partial(read_unevenly, num_good=num_good))
-    train(tmp_path, make_setting(lambda: stream, batch_size=4, total_steps=4, **how))
-    assert count_unused(capsys.readouterr().err) == [f"1 has left more than {most}"]
-
-
-@pytest.mark.shows("U34")
-def test_equal_parts_and_a_single_one_leave_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for number in (1, 2):
-        options = {"num_replicas": number}
-        train(tmp_path / str(number), make_setting(make_rows, total_steps=7, options=options))
-    assert "unused" not in capsys.readouterr().err

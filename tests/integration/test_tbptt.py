@@ -34,15 +34,6 @@ _NAMES = _tutorial()
 Carrying, Rows = _NAMES["TBPTTLoop"], _NAMES["Rows"]
 
 
-class Forgetful(Carrying):  # type: ignore[misc, valid-type]
-    """Saves nothing."""
-
-    unsaved = ("hidden",)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
 class MarkedRows(Rows):  # type: ignore[misc, valid-type]
     """Chunks that know their index; the rows begin new sequences at different times."""
 
@@ -160,13 +151,6 @@ def test_a_carried_state_resumes_everywhere(options: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.shows("L21")
-def test_without_its_state_a_resume_goes_another_way(tmp_path: Path) -> None:
-    """The test above can fail: it does for a loop that saves nothing."""
-    with pytest.raises(AssertionError, match="samples or losses differ after iteration 1"):
-        resume_everywhere(lambda folder: _train(folder, Forgetful(_SPLIT)), tmp_path, is_whole=True)
-
-
-@pytest.mark.shows("L21")
 def test_every_piece_is_an_update_with_the_hidden_state_of_the_one_before() -> None:
     """L21: by the bits of a loop by hand."""
     outcome = _train(None, Carrying(_SPLIT), total_steps=4)
@@ -197,16 +181,3 @@ def test_every_piece_is_an_update_with_the_hidden_state_of_the_one_before() -> N
     pieces = [eval(bits)[1] for _, bits in outcome.records.values()]
     assert [loss for batch in pieces for _, _, loss in batch] == losses
     assert [has_past for batch in pieces for _, has_past, _ in batch] == [False] + [True] * 11
-
-
-def test_accumulation_is_refused_by_the_loop() -> None:
-    with pytest.raises(ValueError, match="an update for each split"):
-        _train(None, Carrying(_SPLIT), accumulation_steps=2)
-
-
-def test_a_second_training_begins_without_the_first_ones_state() -> None:
-    """L31, L40."""
-    loop = Carrying(_SPLIT)
-    first = _train(None, loop, total_steps=3)
-    assert loop.hidden is None
-    assert _train(None, loop, total_steps=3).records == first.records

@@ -138,37 +138,6 @@ def test_a_gan_resumes_everywhere(
     resume_everywhere(make_run, tmp_path)
 
 
-class SkipCritic(Plugin):
-    """Leaves out the critic's update now and then, and once both."""
-
-    def __init__(self) -> None:
-        super().__init__("skip-critic")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def on_optimizer_step_start(self, optimizer: Any) -> None:
-        iteration = self.context.state.global_iteration
-        is_critic = optimizer is self.context.model.critic_optimizer
-        if iteration == 4 or (is_critic and iteration % 3 == 0):
-            self.context.skip_step("test")
-
-
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_updates_that_are_left_out_resume_everywhere(unit: str, tmp_path: Path) -> None:
-    """E26: a step without any update does not count: by steps one more is made for it."""
-
-    def make_run(folder: Path) -> Outcome:
-        total = {"iteration": 7, "epoch": 3}[unit]
-        return _train(folder, SkipCritic(), train_unit=unit, total_steps=total)
-
-    whole = resume_everywhere(make_run, tmp_path)
-    if unit == "iteration":
-        assert list(whole.records) == list(range(1, 9))
-    committed = [event[2] for event in whole.events if event[0] == "on_training_step_end"]
-    assert [number for number, is_made in enumerate(committed, 1) if not is_made] == [4]
-
-
 _SCALE = 2.0**8
 _PRECISIONS = (Precision.FP32, Precision.BF16, Precision.fp16(_SCALE))
 
@@ -237,9 +206,3 @@ def test_a_gan_has_the_bits_of_a_loop_by_hand(accumulation: int, precision: Prec
         assert digest(outcome.model["objects"][f"{name}_optimizer"]) == digest(
             optimizer.state_dict()
         )
-
-
-def test_the_precision_is_seen_in_the_bits() -> None:
-    """The comparisons above must be able to fail."""
-    outcomes = [_train(None, precision=precision, total_steps=2) for precision in _PRECISIONS]
-    assert len({str(outcome.records) for outcome in outcomes}) == len(_PRECISIONS)

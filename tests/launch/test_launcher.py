@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,12 +24,11 @@ from torch.utils.data import DataLoader, Dataset
 import helios
 from helios.core.signal_watch import SignalReceiver
 from helios.distributed import collectives, process_groups
-from helios.distributed.process_groups import membership
 from helios.errors import RankError, UsageError
 from helios.launch import ipc, supervisor
 from helios.launch.launcher import Launch, LaunchKind, spawn
-from helios.launch.supervisor import choose_cause, raise_cause
-from helios.launch.worker import Failure, end_with_launcher
+from helios.launch.supervisor import choose_cause
+from helios.launch.worker import Failure
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
 
@@ -62,22 +59,6 @@ _SRUN = {
     "MASTER_ADDR": "node1",
     "MASTER_PORT": "4711",
 }
-
-
-class OddError(Exception):
-    """Can be pickled, but not be made again."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} {second}")
-        self.first = first
-        self.odd = lambda: first
-
-
-class QuietError(Exception):
-    """Can be made again of its arguments, but would say something else."""
-
-    def __init__(self, count: int, noun: str = "errors") -> None:
-        super().__init__(f"{count} {noun}")
 
 
 class Waiting(Dataset):
@@ -263,60 +244,6 @@ def test_a_killed_rank_is_named_and_its_loader_workers_end() -> None:
     assert all_gone([queue.get()])
 
 
-def catch(error: BaseException) -> BaseException:
-    """Return what the launcher raises for an error that a rank has raised."""
-    try:
-        raise error
-    except BaseException as caught:
-        failure = Failure.of(caught, 0)
-    rank = make_rank(0, failure=failure, exit_code=1)
-    with pytest.raises(BaseException) as again:  # noqa: PT011 - whatever it is
-        raise_cause(rank, 2)
-    assert str(again.value.__cause__).lstrip().startswith("Raised by rank 0 of 2:\nTraceback")
-    return again.value
-
-
-def test_an_error_with_a_constructor_of_its_own_keeps_its_type() -> None:
-    for error in (OddError("not", "again"), QuietError(3), KeyError("a"), SystemExit(5)):
-        again = catch(error)
-        assert type(again) is type(error)
-        assert (str(again), again.args) == (str(error), error.args)
-    assert vars(catch(OddError("not", "again"))) == {"first": "not"}
-
-
-def test_what_cannot_be_pickled_of_an_error_is_left_out() -> None:
-    error = OddError("not", "again")
-    error.args = ("text", threading.Lock())
-    again = catch(error)
-    assert type(again) is OddError
-    assert again.args == (str(error),)
-
-
-def test_an_error_of_a_class_that_nobody_can_import_is_shown_by_its_traceback() -> None:
-    class LocalError(Exception):
-        """Cannot be imported."""
-
-    again = catch(LocalError("not again"))
-    assert type(again) is RankError
-    assert str(again).startswith("Rank 0 of 2 raised ")
-    assert "LocalError, which cannot be pickled" in str(again)
-    assert "LocalError: not again" in str(again.__cause__)
-
-
-def leave_early(rank: int) -> None:
-    if rank == 1:
-        raise SystemExit(0)
-    wait_for_the_others()
-
-
-@slow
-def test_a_rank_that_exits_hands_that_on_as_one_process_does() -> None:
-    with pytest.raises(SystemExit) as caught:
-        spawn(leave_early, 2)
-    assert caught.value.code == 0
-    assert str(caught.value.__cause__).lstrip().startswith("Raised by rank 1 of 2:")
-
-
 def outlive_a_launcher(rank: int) -> None:
     worker = start_a_worker()
     say(f"{os.getpid()}\n{worker}")
@@ -369,44 +296,13 @@ def test_an_interrupted_launcher_lets_ranks_tear_down_and_ends_them() -> None:
     assert launcher.returncode == -signal.SIGINT
 
 
-@slow
-def test_a_script_without_a_guard_is_told_so_once(tmp_path: Path) -> None:
-    code = "import os\nos.write(1, b'imported ')\n"
-    code += "from helios.launch.launcher import spawn\nspawn(print, 2)\n"
-    with running(code, file=tmp_path / "train.py") as launcher:
-        output, errors = launcher.communicate(timeout=120)
-    # The launcher and its ranks; a slow rank may have been ended before it came that far.
-    assert output in ("imported " * 2, "imported " * 3)
-    assert errors.count("Traceback") == 1
-    rule = r"UsageError: .*train.py must start its training below the line `if __name__ == "
-    assert re.search(rule, errors.splitlines()[-1]), errors
-    assert launcher.returncode == 1
-
-
-@pytest.mark.parametrize("file", [None, "<stdin>"])
-def test_what_only_a_notebook_defines_is_refused(
-    monkeypatch: pytest.MonkeyPatch, file: str | None
-) -> None:
+def test_what_only_a_notebook_defines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = ModuleType("__main__")
     exec("def train(rank): pass", notebook.__dict__)
-    if file is not None:
-        notebook.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", notebook)
     rule = "must be started from a script in a file, .* train is defined here. Move your classes"
     with pytest.raises(UsageError, match=rule):
         spawn(notebook.train, 2)
-
-
-def test_what_cannot_be_pickled_is_named() -> None:
-    args = (1, {"data": partial(work_in_full, tensor=[lambda x: x])})
-    with pytest.raises(UsageError) as caught:
-        spawn(work_in_full, 2, args)
-    assert str(caught.value).startswith(
-        "spawn(function=..., args=...) must be something that can be pickled, because each rank is "
-        "a separate process, but args[1]['data'].keywords['tensor'][0] is <function "
-    )
-    with pytest.raises(UsageError, match=r"args\[0\] is .* passed to the ranks of its own launch"):
-        spawn(work_in_full, 2, (ipc.LaunchQueue(),))
 
 
 @pytest.mark.parametrize(
@@ -455,12 +351,6 @@ def test_the_first_cause_wins_over_what_follows_from_it() -> None:
     assert choose_cause([*peers, killed, failed, stopped]) is failed
 
 
-def test_the_ends_of_ranks_are_described() -> None:
-    ends = {-9: "was ended by SIGKILL", 3: "ended with exit code 3", -99: "was ended by signal 99"}
-    for code, text in ends.items():
-        assert supervisor.describe_exit(make_rank(0, exit_code=code)) == text
-
-
 def test_torchrun_tells_who_is_who() -> None:
     assert Launch.read(_TORCHRUN) == Launch(LaunchKind.TORCHRUN, 5, 8, 1, 4, 3, "env://")
     assert Launch.read(_TORCHRUN).info == process_groups.DistributedInfo(1, 5, 4, 8)
@@ -472,15 +362,6 @@ def test_srun_tells_who_is_who_by_its_step() -> None:
     old = {name: value for name, value in _SRUN.items() if not name.startswith("SLURM_STEP_N")}
     old = {**old, "SLURM_NNODES": "3", "SLURM_RESTART_COUNT": "2"}
     assert Launch.read(old) == Launch(LaunchKind.SRUN, 5, 16, 1, 2, 2, f"{meeting[:-1]}2")
-
-
-def test_one_machine_of_srun_needs_no_address_and_each_step_has_its_port() -> None:
-    here = {**_SRUN, "SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
-    steps = "01234"
-    meetings = [Launch.read({**here, "SLURM_STEP_ID": step}).meeting for step in steps]
-    assert len({meeting.partition("/77.")[0] for meeting in meetings}) == len(meetings)
-    for step, meeting in zip(steps, meetings, strict=True):
-        assert re.fullmatch(rf"tcp://127\.0\.0\.1:[12]\d{{4}}/77\.{step}\.0", meeting)
 
 
 @pytest.mark.shows("P83")
@@ -498,10 +379,7 @@ def test_no_two_jobs_of_an_array_have_one_port() -> None:
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
-        ("gpu3", "gpu3"),
-        ("gpu3,cpu[1-2]", "gpu3"),
         ("gpu[003-005,009],cpu1", "gpu003"),
-        ("gpu[9,11-12]", "gpu9"),
         ("rack[1-2]n[04-07]-ib,rack3n01", "rack1n04-ib"),
         ("a.example.org,b.example.org", "a.example.org"),
     ],
@@ -515,18 +393,6 @@ def test_rank_0_is_on_the_first_machine_of_the_step(nodes: str, first: str) -> N
     assert Launch.read({**_SRUN, **own}).meeting == "tcp://node1:4711/77.0.0"
 
 
-def test_several_machines_without_names_need_an_address() -> None:
-    with pytest.raises(UsageError, match=r"on 3 machines.* export MASTER_ADDR=\$\(scontrol"):
-        Launch.read({**_SRUN, "MASTER_ADDR": ""})
-
-
-def test_plain_python_and_single_tasks_of_slurm_are_alone() -> None:
-    assert Launch.read({}) == Launch()
-    batch = {name: value for name, value in _SRUN.items() if name != "SLURM_STEP_ID"}
-    assert Launch.read(batch) == Launch()
-    assert Launch.read({**_SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == Launch()
-
-
 def test_half_a_launcher_is_refused() -> None:
     half = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     with pytest.raises(
@@ -536,29 +402,3 @@ def test_half_a_launcher_is_refused() -> None:
     assert Launch.read({**half, "WORLD_SIZE": "1"}) == Launch()
     with pytest.raises(UsageError, match="RANK must be an integer, got 'x'"):
         Launch.read({**_TORCHRUN, "RANK": "x"})
-
-
-def train_under_torchrun() -> None:
-    end_with_launcher()
-    launch = Launch.read()
-    for _ in range(2):
-        with membership(launch.info, backend="gloo", meeting=launch.meeting):
-            ranks = collectives.all_reduce_tensors([torch.tensor(launch.rank + 1)]).item()
-    assert ranks == 3
-    assert launch == Launch(LaunchKind.TORCHRUN, launch.rank, 2, launch.rank, 2, 0, "env://")
-    say(str(os.getpid()))
-    wait_forever()
-
-
-@slow
-def test_ranks_of_torchrun_join_twice_and_end_with_their_agent(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(code_of(train_under_torchrun))
-    run = f"--standalone --nproc-per-node 2 {script}".split()
-    code = f"from torch.distributed.run import main; main({run})"
-    with running(code) as agent:
-        pids = read_pids(agent, 2)
-        assert len(set(pids)) == 2
-        agent.kill()
-        assert all_gone(pids)
-        agent.communicate(timeout=120)

@@ -89,20 +89,6 @@ def test_numbers_beside_the_loss_are_logged_and_change_nothing(
 
 
 @pytest.mark.shows("U37")
-def test_the_loss_table_wins_a_name() -> None:
-    table = Table()
-    fit(Returns(writes=True), table)
-    for each in table.logged:
-        assert "train/loss" not in each
-        assert each["train/double"] != 0
-        assert each["train/count"] in (1.5, 3.5, 5.5)
-    doubles = [each["double"] for each in table.seen]
-    assert [each["train/double"] for each in table.logged] == [
-        (doubles[number - 2] + doubles[number - 1]) / 2 for number in (2, 4, 6)
-    ]
-
-
-@pytest.mark.shows("U37")
 def test_what_is_shown_is_that_of_the_iteration_and_has_no_graph() -> None:
     shown: list[Any] = []
 

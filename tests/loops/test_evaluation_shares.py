@@ -20,7 +20,6 @@ from helios.hooks.bus import Bus
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
 from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
-from helios.model.processor import Processed
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
 from helios.session import Session
@@ -184,12 +183,6 @@ def expected_scores(length: int, num_replicas: int) -> dict[str, float]:
     return {"rare": rare[0], **scores} if rare else scores
 
 
-def test_the_order_is_seen_in_the_bits() -> None:
-    """Otherwise the tests here would prove nothing."""
-    found = {repr(expected_scores(11, num_replicas)["score"]) for num_replicas in (1, 3, 4, 5)}
-    assert len(found) > 1
-
-
 def _evaluate(rank: int, num_processes: int, num_replicas: int, length: int, kind: Any) -> Any:
     rng.seed_rngs(rank)
     before = draw()
@@ -223,27 +216,6 @@ def test_scores_are_the_same_on_any_number_of_processes(
             (batch, step, from_key(0, noun, 0, step, "replica", replica))
             for (step, replica), batch in batches.items()
         )
-
-
-def test_events_come_once_an_iteration() -> None:
-    """R3: around the batches of all replicas, on numbers that do not depend on them."""
-    watcher = Watcher()
-    evaluate(ValidationLoop(), Scorer(), (four := Replicas(4)), [source_of(four, 10)], watcher)
-    names = [event for event, *_ in watcher.seen]
-    steps = ["batch start", *["process"] * 4, "batch end", "batch start", "process", "process"]
-    assert names == ["start", *steps, "batch end", "end"]
-    drawn = {(event, *args[:-2]): args[-1] for event, *args in watcher.seen if "batch" in event}
-    for step in (0, 1):
-        hooks = from_key(0, _VALIDATION, 0, step)
-        assert drawn["batch start", step] == hooks
-        assert drawn["batch end", step] == hooks, "seeded anew behind the replicas"
-    shown = [args[1] for event, *args in watcher.seen if event == "batch start"]
-    assert shown == [[0.0, 4.0], [8.0]], "the batch of the first replica"
-    processed = [(args[1], args[2]) for event, *args in watcher.seen if event == "process"]
-    assert processed == [
-        (batch, from_key(0, _VALIDATION, 0, step, "replica", replica))
-        for (step, replica), batch in sorted(batches_of(10, 4).items())
-    ]
 
 
 def _watch(rank: int, num_processes: int) -> list[tuple[Any, ...]]:
@@ -306,34 +278,6 @@ def test_each_of_several_loaders_has_its_scores_and_numbers(num_processes: int) 
     assert sorted(calls) == sorted(expected)
 
 
-def test_a_replica_without_a_batch_is_passed_over() -> None:
-    rows = [[torch.tensor([1.0]), torch.tensor([2.0])], [torch.tensor([3.0]), NO_BATCH]]
-    model, watcher = Scorer(), Watcher()
-    evaluate(ValidationLoop(), model, Replicas(2), [ListSource(rows)], watcher)
-    assert [call[:2] for call in model.calls] == [([1.0], 0), ([2.0], 0), ([3.0], 1)]
-    assert model.metrics["score"] == float(
-        by_definition(
-            [
-                float(score_of(torch.tensor([1.0])) + score_of(torch.tensor([3.0]))),
-                float(score_of(torch.tensor([2.0]))),
-            ]
-        )
-        / 3
-    )
-    assert [event for event, *_ in watcher.seen].count("batch start") == 2
-
-
-def test_an_iteration_without_any_batch_of_this_process_still_counts() -> None:
-    """Steps are numbered alike on all processes."""
-    rows = [[NO_BATCH, NO_BATCH], [torch.tensor([3.0]), NO_BATCH]]
-    model, watcher = Scorer(), Watcher()
-    evaluate(ValidationLoop(), model, Replicas(2), [ListSource(rows)], watcher)
-    assert [call[:2] for call in model.calls] == [([3.0], 1)]
-    assert [event for event, *_ in watcher.seen] == [
-        *("start", "batch start", "process", "batch end", "end")
-    ]
-
-
 @pytest.mark.parametrize("rows", [[], [[NO_BATCH, NO_BATCH]]])
 def test_no_data_is_an_error_and_no_batch_is_none(rows: list[Any]) -> None:
     model = Scorer()
@@ -343,20 +287,6 @@ def test_no_data_is_an_error_and_no_batch_is_none(rows: list[Any]) -> None:
         return
     with pytest.raises(UsageError, match="at least one batch"):
         evaluate(ValidationLoop(), model, Replicas(2), [ListSource(rows)])
-
-
-class Losing(Scorer):
-    """Gives the loss of a batch processor."""
-
-    def valid_step(self, batch: Any, step: int, dataloader_idx: int | None = None) -> Any:
-        return Processed(batch, batch.mean())
-
-
-def test_losses_of_a_batch_processor_are_scores_too() -> None:
-    rows = [[torch.tensor([1.0]), torch.tensor([2.0])], [torch.tensor([6.0]), NO_BATCH]]
-    model = Losing()
-    evaluate(ValidationLoop(), model, Replicas(2), [ListSource(rows)])
-    assert model.metrics == {"loss": 3.0}
 
 
 class Odd(Scorer):
@@ -370,27 +300,6 @@ def test_what_is_no_score_is_refused() -> None:
     rows = [[torch.tensor([1.0]), torch.tensor([2.0])]]
     with pytest.raises(UsageError, match=r"must return None or a dict \{name: \(sum, weight\)\}"):
         evaluate(ValidationLoop(), Odd(), Replicas(2), [ListSource(rows)])
-
-
-class Weightless(Scorer):
-    """Gives a score without any weight."""
-
-    def valid_step(self, batch: Any, step: int, dataloader_idx: int | None = None) -> Any:
-        return {"score": (0.0, 0)}
-
-
-def test_a_score_without_weight_is_not_a_number() -> None:
-    rows = [[torch.tensor([1.0]), torch.tensor([2.0])]]
-    model = Weightless()
-    evaluate(ValidationLoop(), model, Replicas(2), [ListSource(rows)])
-    assert repr(model.metrics) == "{'score': nan}"
-
-
-def test_totals_begin_anew_in_each_pass() -> None:
-    model, here, loop = Scorer(), Replicas(3), ValidationLoop()
-    for _ in range(2):
-        evaluate(loop, model, here, [source_of(here, 11)])
-        assert model.metrics == expected_scores(11, 3)
 
 
 def test_predictions_are_made_whole() -> None:

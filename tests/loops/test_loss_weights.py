@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import helios
-from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.loops import OptimizerLoop
 from helios.model import BatchProcessor
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -162,17 +160,6 @@ def test_each_optimizer_of_a_yield_loop_has_weights_of_its_own() -> None:
     assert torch.equal(model.other.weight, second)
 
 
-@pytest.mark.parametrize("precision", [Precision.BF16, Precision.fp16(init_scale=8.0)], ids=str)
-def test_gradients_of_half_precision_are_divided_too(precision: Precision) -> None:
-    def train(make: Any) -> Tensor:
-        model = _Model(make)
-        _fit(model, precision=precision, clip_norm=1e6)
-        return model.net.weight
-
-    weighted = train(lambda total, weight: helios.WeightedLoss(total * 4, 4))
-    assert torch.equal(weighted, train(lambda total, weight: total))
-
-
 class _Processed(helios.Model):
     def __init__(self) -> None:
         super().__init__("processed")
@@ -194,17 +181,6 @@ def test_a_batch_processor_may_return_one_in_training_and_validation() -> None:
     scores = [_process(model, torch.tensor([index]))[1] for index in range(5)]
     expected = sum(each.sum.double() for each in scores) / sum(each.weight for each in scores)
     assert model.metrics["loss"] == float(expected.detach())
-
-
-class _Sum(OptimizerLoop):
-    def advance(self, batch: Any) -> None:
-        self.backward(self.forward(batch).sum)
-        self.update()
-
-
-class _Backward(_Model):
-    def backward(self, losses: Any) -> None:
-        self.engine.backward_loss(losses["a"])
 
 
 _BAD = {
@@ -254,22 +230,3 @@ def test_losses_with_and_without_weights_do_not_mix(num_replicas: int, first: in
 
     with pytest.raises(UsageError, match="must all be a WeightedLoss, or none"):
         _fit(_Model(make), num_replicas=num_replicas, accumulation_steps=1 + first % 2)
-
-
-def test_the_remedy_for_a_mixture_is_a_weight_of_1() -> None:
-    model = _Model(lambda total, weight: helios.WeightedLoss(sum=total, weight=1))
-    plain = _Model(lambda total, weight: total)
-    _fit(model)
-    _fit(plain)
-    assert torch.equal(model.net.weight, plain.net.weight)
-
-
-def test_a_loop_of_ones_own_passes_the_weight_to_backward() -> None:
-    with pytest.raises(UsageError, match="backward must get a WeightedLoss"):
-        _fit(_Model(), loop=_Sum())
-
-
-def test_a_weight_stands_under_the_name_of_the_loss() -> None:
-    model = _Backward(lambda total, _: {"a": helios.WeightedLoss(total, 1), "b": total})
-    with pytest.raises(UsageError, match="must be under 'loss', got it under 'a'"):
-        _fit(model)

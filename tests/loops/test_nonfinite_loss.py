@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import helios
-from helios.core.loss_means import LossMeans, Viewer
 from tests.typed.user_script import Line, Numbers
 
 
@@ -66,42 +64,3 @@ def test_finite_losses_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     said = fit(Diverging(1, 1.0), capsys)
     assert "not finite" not in said
     assert "WARNING" not in said
-
-
-class _Elsewhere(torch.Tensor):
-    """A loss that is read like one of an accelerator."""
-
-
-@pytest.mark.shows("U36")
-def test_a_loss_of_an_accelerator_is_named_where_its_sum_is_read() -> None:
-    found: list[tuple[str, float, int]] = []
-    means = LossMeans(lambda *what: found.append(what))
-    means.serve([Viewer.FILES, Viewer.LINE])
-    for iteration in range(1, 8):
-        value = math.inf if iteration == 6 else 1.0
-        means.add({"loss": torch.tensor(value).as_subclass(_Elsewhere)}, iteration)
-        if iteration == 4:
-            assert means.pop_means(Viewer.LINE) == {"loss": 1.0}
-    assert not found, "nobody has waited"
-    means.report_nonfinite()
-    assert found[0] == ("loss", math.inf, 5), "after the last look of anybody"
-    assert means.pop_means(Viewer.FILES) == {"loss": math.inf}
-    means.add({"loss": torch.tensor(2.0).as_subclass(_Elsewhere)}, 8)
-    assert means.pop_means(Viewer.FILES) == {"loss": 2.0}
-
-
-@pytest.mark.shows("U36")
-def test_one_of_an_accelerator_is_said_at_the_end_of_the_epoch_at_the_latest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Elsewhere(Diverging):
-        def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
-            loss = super().train_step(batch, state)
-            self._loss_items["far"] = loss.detach().as_subclass(_Elsewhere)
-            return loss
-
-    said = fit(Elsewhere(2, math.nan), capsys, total_steps=3)
-    text = r"far is nan in epoch 1, iteration 3 or earlier, after iteration 0"
-    assert len(re.findall(rf"WARNING - {text}, and no", said)) == 1
-    (line,) = re.findall(r"not finite +the first loss: (.*)", said)
-    assert line == "far was nan (epoch 1, iteration 3 or earlier, after iteration 0)"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import helios
-from helios.errors import ArgumentTypeError, UsageError
+from helios.errors import ArgumentTypeError
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
 from helios.loops.evaluation import TestingLoop, ValidationLoop
@@ -15,7 +15,6 @@ from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
 from helios.loops.prediction import PredictionLoop
-from helios.loops.yielding import YieldLoop
 from tests.support.runs import IndexModule, Setting, SmallModel
 
 _SETTING = Setting(total_steps=1)
@@ -119,98 +118,3 @@ def test_a_loop_of_another_kind_is_refused() -> None:
             setattr(trainer, name, object())
     with pytest.raises(ArgumentTypeError, match="prediction"):
         trainer.predict_loop = TestingLoop()
-
-
-def _stuck(base: type, *, ends: bool = False) -> Any:
-    """Return a loop whose ``advance`` is all its own; if it ends, its ``done`` is, too."""
-
-    def advance(self: Any, *args: Any) -> None:
-        rounds.append(self)
-
-    rounds: list[Loop] = []
-    members: dict[str, Any] = {"advance": advance, "rounds": rounds}
-    if ends:
-        members["done"] = property(lambda self: len(rounds) == 5)
-    return type(f"Own{base.__name__}", (base,), members)()
-
-
-_ROLES = {
-    FitLoop: (),
-    EpochLoop: ("epoch_loop",),
-    BatchLoop: ("epoch_loop", "batch_loop"),
-    OptimizerLoop: ("epoch_loop", "batch_loop", "optimizer_loop"),
-    YieldLoop: ("epoch_loop", "batch_loop", "optimizer_loop"),
-    ValidationLoop: ("epoch_loop", "val_loop"),
-}
-
-
-@pytest.mark.shows("L5")
-@pytest.mark.parametrize("kind", _ROLES)
-def test_an_advance_that_never_moves_an_inherited_done_is_refused(kind: type[Loop]) -> None:
-    trainer, loop = _trainer(), _stuck(kind)
-    *way, role = ("fit_loop", *_ROLES[kind])
-    parent: Any = trainer
-    for name in way:
-        parent = getattr(parent, name)
-    if parent is trainer:
-        trainer.fit_loop = loop
-    else:
-        parent.connect(**{role: loop})
-    is_step = issubclass(kind, OptimizerLoop)  # which is refused at its first batch
-    rule = r"must call super\(\)" if is_step else r"has run twice.*super\(\)\.advance\("
-    with pytest.raises(UsageError, match=rf"Own\w+\.advance {rule}"):
-        trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert len(loop.rounds) == (1 if is_step else 2)
-
-
-@pytest.mark.shows("L5")
-@pytest.mark.parametrize(
-    ("call", "base"),
-    [("validate", ValidationLoop), ("test", TestingLoop), ("predict", PredictionLoop)],
-)
-def test_an_evaluation_that_never_moves_is_refused(call: str, base: type) -> None:
-    trainer, loop = _trainer(), _stuck(base)
-    setattr(trainer, f"{call}_loop", loop)
-    with pytest.raises(UsageError, match=rf"Own{base.__name__}\.advance.*EvaluationLoop\.done"):
-        getattr(trainer, call)(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
-    assert len(loop.rounds) == 2
-
-
-@pytest.mark.shows("L5")
-@pytest.mark.parametrize("where", ["class", "object"])
-def test_an_advance_of_ones_own_ends_with_a_done_of_ones_own(where: str) -> None:
-    trainer, loop = _trainer(), _stuck(ValidationLoop, ends=True)
-    if where == "object":
-        loop.advance = lambda: loop.rounds.append(loop)
-    trainer.validate_loop = loop
-    trainer.validate(SmallModel(_SETTING), IndexModule(_SETTING), checkpoint=None)
-    assert len(loop.rounds) == 5
-
-
-@pytest.mark.shows("L5")
-def test_an_advance_of_an_object_that_never_moves_is_refused() -> None:
-    trainer, rounds = _trainer(), list[Any]()
-    trainer.fit_loop.epoch_loop.batch_loop.advance = rounds.append
-    with pytest.raises(UsageError, match=r"BatchLoop\.advance has run twice"):
-        trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert len(rounds) == 2
-
-
-@pytest.mark.shows("L5")
-def test_batches_may_be_passed_over() -> None:
-    """Who reads the batches reaches their end, whatever becomes of them."""
-
-    class EveryThird(EpochLoop):
-        num_seen = 0
-
-        def advance(self) -> None:
-            self.num_seen += 1
-            if self.num_seen % 3:
-                next(self.batches)
-            else:
-                super().advance()
-
-    trainer, loop = _trainer(), EveryThird()
-    trainer.fit_loop.connect(epoch_loop=loop)
-    trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
-    assert loop.num_seen == 6

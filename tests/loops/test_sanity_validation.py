@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from helios.core import rng
-from helios.errors import UsageError
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.fit import trying
 from helios.model.model import Model
@@ -167,42 +166,6 @@ def test_what_a_trial_has_changed_is_put_back(num_replicas: int) -> None:
     assert not [*session.findings]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_a_trial_is_as_long_as_the_trainer_asks(num_replicas: int) -> None:
-    lengths = []
-
-    class Listening(Greedy):
-        def on_sanity_check_end(self) -> None:
-            super().on_sanity_check_end()
-            lengths.append(self.count)
-
-        def on_validation_end(self, validation_cycles: int) -> None:
-            lengths.append(self.count)
-
-    plugin = Listening()
-    try_out(make(Replicas(num_replicas), plugin, sanity_steps=3))
-    assert lengths == [3, 0], "batches of the loader: one for each replica counts as one"
-    # The note of the end is told behind the erasure, so what stood before it is gone.
-    assert plugin.told == [("start", False), ("end", False)]
-
-
-@pytest.mark.parametrize("kind", [ValueError, StopIteration])
-def test_after_an_error_nothing_is_put_back(kind: type[Exception]) -> None:
-    session = make(Replicas(2), Greedy())
-    loop = ValidationLoop()
-    loop._attach(session)
-
-    def run() -> None:
-        with trying(session, loop):
-            loop.run()
-            raise kind("broken")
-
-    with pytest.raises((kind, RuntimeError)):
-        run()
-    assert not session.is_sanity_check
-    assert session.model.table == {"seen": [4]}
-
-
 def _train(rank: int, num_processes: int, num_replicas: int, has_trial: bool) -> tuple[Any, ...]:
     with replicas_on(rank, num_processes, num_replicas) as here:
         plugin = Greedy()
@@ -224,22 +187,6 @@ def test_a_training_is_the_same_with_a_trial_before_it(num_replicas: int) -> Non
         assert (plain[-1], tried[-1]) == ([], [("start", False), ("end", False)])
 
 
-def _try_on_rank(rank: int) -> tuple[Any, ...]:
-    with replicas_on(rank, 2, 3) as here:
-        session = make(here, Greedy())
-        before = session.model.bits()
-        try_out(session)
-        # The exchanges behind the trial are as they were before it, on all processes.
-        sums = here.sum_scores([{"other": (replica, 1)} for replica in here.local_replicas])
-        return session.model.bits() == before, sums, here.agree(rank == 1), here.local_replicas
-
-
-def test_processes_can_exchange_numbers_behind_a_trial() -> None:
-    first, second = run_ranks(_try_on_rank, 2)
-    assert first[:3] == second[:3] == (True, {"other": (3.0, 3.0)}, (True,))
-    assert (first[3], second[3]) == (range(2), range(2, 3))
-
-
 def test_no_trial_without_data_or_after_a_resume() -> None:
     for is_resumed in (False, True):
         plugin = Greedy()
@@ -249,15 +196,3 @@ def test_no_trial_without_data_or_after_a_resume() -> None:
             del session.sources[Phase.VALIDATION]
         fit(session)
         assert plugin.told == []
-
-
-class Stopping(Greedy):
-    """Raises what ends a loop."""
-
-    def on_validation_batch_end(self, step: int) -> None:
-        raise StopIteration
-
-
-def test_a_trial_is_ended_by_no_stray_stop() -> None:
-    with pytest.raises(UsageError, match="A StopIteration was raised in a step"):
-        fit(make(Replicas(2), Stopping()))

@@ -124,19 +124,3 @@ def test_after_a_stop_and_after_an_interruption() -> None:
     with pytest.raises(helios.Interrupted):
         _fit(_trainer(torn, leave))
     assert torn == _ALL
-
-
-def test_a_loop_that_fails_in_its_teardown_does_not_keep_the_rest_from_it() -> None:
-    """What was set up is released all the same; the error is raised."""
-    told: list[str] = []
-
-    class Failing(OptimizerLoop):
-        def teardown(self) -> None:
-            raise ValueError("of the teardown")
-
-    trainer = _trainer([], Acting("teardown", lambda plugin: told.append("plugin")))
-    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=Failing())
-    with pytest.raises(ValueError, match="of the teardown"):
-        _fit(trainer)
-    assert told == ["plugin"]
-    assert "session" not in vars(trainer.fit_loop)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 import helios
-from helios.core.loss_means import as_summand
 from helios.data import Stream
 from helios.model.processor import BatchProcessor
 from helios.state import Phase, TrainingState
@@ -88,17 +85,6 @@ def test_scores_of_a_coarse_type_are_added_in_float64(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.shows("P118")
-def test_numbers_of_numpy_are_added_in_float64() -> None:
-    class Model(_Coarse):
-        def valid_step(self, batch: Tensor, step: int) -> Any:
-            return {"ones": (np.float16(1.0), np.float16(1.0)), "most": (np.int8(100), 1)}
-
-    model = Model(torch.float16)
-    _trainer().validate(model, _Classes(40_000), checkpoint=None)
-    assert model.metrics == {"ones": 1.0, "most": 100.0}
-
-
-@pytest.mark.shows("P118")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_running_losses_are_added_in_float64(dtype: torch.dtype) -> None:
     class Model(helios.Model):
@@ -125,26 +111,6 @@ def test_running_losses_are_added_in_float64(dtype: torch.dtype) -> None:
     model = Model()
     _trainer(total_steps=600, valid_frequency=300).fit(model, _Classes(10))
     assert [float(total) for total in model.sums] == [300.0, 300.0]
-
-
-class _WithoutDouble(TorchFunctionMode):
-    """A device without float64."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is torch.Tensor.to and torch.float64 in args:
-            raise TypeError("the framework does not support float64")
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.shows("P118")
-def test_a_device_without_float64_adds_in_float32() -> None:
-    value = torch.tensor(3.0, dtype=torch.bfloat16)
-    assert as_summand(value).dtype is torch.float64
-    with _WithoutDouble():
-        assert as_summand(value).dtype is torch.float32
-        assert float(as_summand(value)) == 3.0
 
 
 # Batch processors

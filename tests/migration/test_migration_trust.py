@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,14 +77,13 @@ def test_tricks_with_the_names_that_are_known_execute_nothing(
 
 
 @pytest.mark.shows("S17")
-@pytest.mark.parametrize("place", ["training_state", "model", "rng", "log_path", "key", "tensor"])
-@pytest.mark.parametrize("function", [os.system, eval, exec, subprocess.call, torch.load, open])
+@pytest.mark.parametrize("place", ["training_state", "model", "key", "tensor"])
+@pytest.mark.parametrize("function", [os.system, eval, torch.load])
 def test_a_call_anywhere_in_the_file_is_refused_and_not_made(
     tmp_path: Path, place: str, function: Any
 ) -> None:
     mark = tmp_path / "mark"
-    arguments = {eval: f"open({str(mark)!r}, 'w')", exec: f"open({str(mark)!r}, 'w')"}
-    call = Call(function, arguments.get(function, f"touch {mark}"))
+    call = Call(function, f"open({str(mark)!r}, 'w')" if function is eval else f"touch {mark}")
     tree: dict[Any, Any] = {"version": "1.0.0", "training_state": STATE, "model": {}}
     if place == "key":
         tree |= {"model": {Hashable(function, str(mark)): 1}}

@@ -11,7 +11,6 @@ from torch import nn
 
 import helios
 from helios.loops.loop import Loop
-from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
 from helios.plugins.learning_rate import LearningRateMonitor
 from helios.state import TrainingState
@@ -81,20 +80,6 @@ def test_the_rate_that_a_step_has_used_is_logged() -> None:
     assert curves.points == {number: {"lr": rates[number - 1]} for number in (2, 4, 6, 8)}
 
 
-def test_inside_of_a_window_the_rate_of_its_update_is_logged() -> None:
-    setting = Setting(unit="epoch", total_steps=2, accumulation=3, print_frequency=1)
-    curves = fit(SmallModel(setting), LearningRateMonitor())
-    # Six batches an epoch, so two windows.
-    rates = [rate for rate in cosine(4) for _ in range(3)]
-    assert list(curves.of("lr").values()) == rates
-
-
-def test_manual_steps_log_what_the_optimizer_holds() -> None:
-    setting = Setting(total_steps=4, print_frequency=1, is_manual=True)
-    curves = fit(SmallModel(setting), LearningRateMonitor())
-    assert list(curves.of("lr").values()) == cosine(5)[1:]
-
-
 class Grouped(SmallModel):
     """A model with two optimizers, of which one has two groups and a rate in a tensor."""
 
@@ -124,8 +109,6 @@ _TWO = {"lr/body": 0.5, "lr/heads.0/0": 0.125, "lr/heads.0/1": 0.25}
     ("names", "options", "expected"),
     [
         ((), {}, _TWO),
-        (("first",), {}, _TWO),
-        (("same", "same"), {}, _TWO),
         (
             ("first", "last"),
             {"momentum": True},
@@ -148,44 +131,6 @@ def test_curves_are_called_by_optimizer_and_group(
     assert fit(model, LearningRateMonitor(**options)).points == {1: expected}
 
 
-class Yielding(SmallModel):
-    """A model with two optimizers that take turns, each with a scheduler."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        del self.scheduler
-        self.net.requires_grad_(True)
-        self.optimizer = torch.optim.SGD(self.net[4].parameters(), lr=0.5)
-        self.other = torch.optim.SGD(self.net[0].parameters(), lr=0.25)
-        make = torch.optim.lr_scheduler.ExponentialLR
-        self.schedulers = [make(self.optimizer, 0.5), make(self.other, 0.5)]
-
-    def train_step(self, batch: Any, state: TrainingState) -> Any:
-        self.ids = []
-        self._loss_items["loss"] = torch.zeros(())
-        yield self.net[4].weight.square().sum()
-        yield self.net[0].weight.square().sum()
-
-
-def test_optimizers_that_take_turns_have_curves_of_their_own() -> None:
-    """L27."""
-    setting = Setting(total_steps=2, print_frequency=1, validates=False, valid_frequency=None)
-    curves = fit(Yielding(setting), LearningRateMonitor(), loop=YieldLoop())
-    first = {"lr/optimizer": 0.5, "lr/other": 0.25}
-    assert curves.points == {1: first, 2: {name: rate / 2 for name, rate in first.items()}}
-
-
-def test_a_rate_in_a_tensor_is_that_of_the_step() -> None:
-    class WithTensor(SmallModel):
-        def setup(self, fast_init: bool = False) -> None:
-            super().setup(fast_init)
-            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=torch.tensor(0.5))
-            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
-
-    curves = fit(WithTensor(Setting(total_steps=3, print_frequency=1)), LearningRateMonitor())
-    assert list(curves.of("lr").values()) == [0.5, 0.25, 0.125]
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_resume_logs_what_an_undisturbed_run_has(
@@ -205,13 +150,3 @@ def test_a_resume_logs_what_an_undisturbed_run_has(
     said = capsys.readouterr().err
     assert "has no state_dict" not in said
     assert "has logged nothing" not in said
-
-
-def test_a_monitor_that_logs_nothing_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(tmp_path, Setting(total_steps=3, print_frequency=50), LearningRateMonitor())
-    assert "Plugin 'learning-rate' has logged nothing" in capsys.readouterr().err
-    # A resume may be too short for it.
-    train(tmp_path, Setting(total_steps=4, print_frequency=50), LearningRateMonitor())
-    assert "has logged nothing" not in capsys.readouterr().err

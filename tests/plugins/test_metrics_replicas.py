@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 import helios
 from helios.core import rng
 from helios.errors import ArgumentError
-from helios.plugins.metric_state import Tally
 from helios.plugins.metrics import Metrics
 from helios.plugins.plugin import Plugin
 from helios.state import Phase, TrainingState
@@ -30,7 +28,6 @@ from tests.support.elastic import (
 )
 from tests.support.ranks import RankError, run_ranks
 from tests.support.runs import digest
-from tests.support.starts import Forked
 
 
 class Seen:
@@ -211,35 +208,6 @@ def test_values_and_states_are_the_same_for_every_number_of_processes(
         assert_same(read_bits(folder), read_bits(tmp_path / "1"))
 
 
-@pytest.mark.full
-def test_an_epoch_that_others_go_on_with_has_the_value_of_all_its_batches(tmp_path: Path) -> None:
-    setting = Elastic(total_steps=9, chkpt_frequency=2, options={"print_frequency": 1})
-    expected = _train(tmp_path / "whole", setting, 1)
-    folder = tmp_path / "broken"
-    for until, count in ((1, 4), (3, 2), (-6, 1), (0, 3)):
-        found = _train(folder, setting, count, until)
-    assert found == expected * count
-    assert _logged(folder) == _logged(tmp_path / "whole")
-    assert _states(tmp_path / "whole").items() <= _states(folder).items()
-
-
-def test_an_epoch_has_the_samples_of_all_replicas_in_their_order(tmp_path: Path) -> None:
-    setting = Elastic(num_replicas=3, total_steps=5, length=29, options={"valid_frequency": None})
-    plugins = [
-        Metrics({"seen": Seen()}, inputs=_inputs, phase=Phase.TRAINING),
-        Recorder(tmp_path, 0),
-    ]
-    trainer = make_trainer(tmp_path, setting, *plugins)
-    trainer.fit(Guessing(setting, tmp_path), ElasticData(setting))
-    lines = read_bits(tmp_path).turns
-    ids = [i for replica in range(3) for it in range(1, 6) for i in lines[it, replica]["ids"]]
-    # The last sample of the last replica pads the epoch: it is the first one.
-    assert ids.pop() == lines[1, 0]["ids"][0]
-    logged = _logged(tmp_path)
-    assert logged[5, "train/seen/count"] == len(ids) == len(set(ids)) == 29
-    assert logged[5, "train/seen/order"] == sum(n * i for n, i in enumerate(ids, start=1))
-
-
 class _Still(helios.Model):
     """Classifies noise; nothing changes it."""
 
@@ -311,7 +279,6 @@ def _measure(data: _Noise, inputs: Callable[[Any], Any], length: int) -> tuple[l
 @pytest.mark.parametrize(
     "options",
     [
-        {"batch_size": 2},
         {"batch_size": 3, "shuffle": True},
         {"batch_size": 2, "num_workers": 1},
         {"batch_size": 8, "drop_last": True},
@@ -330,121 +297,6 @@ def test_padding_of_an_epoch_does_not_count(options: dict[str, Any]) -> None:
     assert found == pytest.approx([expected] * 2)
 
 
-@pytest.mark.shows("P125")
-def test_padding_that_cannot_be_told_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    def inputs(context: Any) -> tuple[Any, ...]:
-        return context.model.scores.argmax(1)[None], context.batch[1][None]
-
-    _measure(_Noise(13, batch_size=3), inputs, 13)
-    assert capsys.readouterr().err.count("count the samples twice that pad") == 1
-
-
-class _Mapper(Plugin):
-    """Owns the training batch: what the model gets is not what the loader gave."""
-
-    def __init__(self) -> None:
-        super().__init__("mapper")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
-        return [batch[0] + 100, batch[1]]
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_inputs_see_the_batch_as_at_its_end(tmp_path: Path, num_replicas: int) -> None:
-    setting = Elastic(num_replicas=num_replicas, total_steps=1, unit="epoch", length=8)
-    plugins = [
-        Metrics({"seen": Seen()}, inputs=_inputs, phase=Phase.TRAINING),
-        Recorder(tmp_path, 0),
-        _Mapper(),
-    ]
-    trainer = make_trainer(tmp_path, setting, *plugins)
-    trainer.fit(Guessing(setting, tmp_path), ElasticData(setting))
-    (order,) = [v for (_, name), v in _logged(tmp_path).items() if name == "train/seen/order"]
-    assert 0 < order <= sum(n * i for n, i in enumerate(range(8), start=1))
-
-
-class _View:
-    """As much of a context as the turns of two replicas look at."""
-
-    phase = Phase.TRAINING
-    padding = (0, 0)
-
-    def __init__(self) -> None:
-        self.engine = self.replicas = self._run = self
-        self.local_replicas = range(2)
-
-    def show(self, replica: int, number: int) -> _View:
-        self.replica = replica
-        self.batch = self.raw_batch = [torch.tensor([number])]
-        return self
-
-    def choose(self, lone: Any, shared: Any) -> Any:
-        return shared
-
-    def gather_replicas(self, values: Any) -> list[Any]:
-        return [*values]
-
-
-def test_the_last_forward_of_a_batch_counts() -> None:
-    """A loop may go through a batch several times; with one replica its end counts."""
-    rng.seed_rngs(1)
-    plugin = Metrics(
-        {"seen": Seen()}, inputs=lambda context: tuple(context.batch), phase=Phase.TRAINING
-    )
-    view: Any = _View()
-    plugin.setup()
-    plugin.context = view
-    plugin.on_fit_start()
-    for replica, number in ((0, 1), (0, 2), (1, 3), (1, 4)):
-        plugin.on_forward_end(view.show(replica, number))
-    plugin.on_training_batch_end(TrainingState(), False)
-    states = plugin.state_dict()["replicas"]
-    assert [state["metrics"]["seen"]["state"]["ids"] for state in states] == [[2], [4]]
-    assert [state["num_updates"] for state in states] == [1, 1]
-    # Behind a training its state may be asked for on one process alone.
-    plugin.on_fit_end()
-    assert plugin.state_dict() == {"replicas": []}
-
-
-def test_no_process_group_adds_the_values_once_more(tmp_path: Path) -> None:
-    """Torchmetrics would do so by itself; each sample counts once."""
-    # Ranks that are forked from this process do not import torchmetrics again.
-    from torchmetrics import SumMetric
-
-    ranks = Forked(lambda: _sum_ids(tmp_path, SumMetric()), 2, tmp_path)
-    assert ranks.wait() == [0, 0], (tmp_path / "log-0").read_text()
-    found = [float(path.read_text()) for path in tmp_path.glob("sum-*")]
-    assert found == [float(sum(range(11)))] * 2
-
-
-def _sum_ids(folder: Path, metric: Any) -> None:
-    setting = Elastic(num_replicas=2, total_steps=1)
-    plugin = Metrics(
-        {"sum": metric},
-        inputs=lambda context: (context.batch[0],),
-        phase=Phase.TESTING,
-    )
-    model = ElasticModel(setting, folder)
-    trainer = make_trainer(folder, setting, plugin)
-    trainer.fit(model, ElasticData(setting))
-    trainer.test(model, ElasticData(setting))
-    (folder / f"sum-{trainer.global_rank}").write_text(str(model.test_scores["sum"]))
-
-
-def test_a_replica_that_has_seen_nothing_does_not_count(tmp_path: Path) -> None:
-    """11 samples in batches of 2 leave two of eight replicas without any."""
-    setting = Elastic(num_replicas=8, total_steps=1)
-    plugin = Metrics({"seen": Seen()}, inputs=_inputs, phase=Phase.TESTING)
-    model = Guessing(setting, tmp_path)
-    trainer = make_trainer(tmp_path, setting, plugin)
-    trainer.fit(model, ElasticData(setting))
-    trainer.test(model, ElasticData(setting))
-    assert model.test_scores["seen/count"] == 11
-
-
 class Unlike(Seen):
     """Has no way to be joined."""
 
@@ -458,25 +310,12 @@ class Shifted(Seen):
         self.noise = [*self.noise, 1.0]
 
 
-class Clinging(Seen):
-    """Cannot be copied."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError("on purpose")
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda _: Unlike(), "it has no merge_state"),
         (lambda _: Shifted(), "merging two without data does not give one without data"),
-        (lambda _: Clinging(), "it cannot be copied: RuntimeError"),
         (lambda library: library.PearsonCorrCoef(), "cannot be merged: RuntimeError"),
-        (
-            lambda library: library.wrappers.MinMaxMetric(library.classification.BinaryAccuracy()),
-            "the metrics in it (_base_metric",
-        ),
-        (lambda library: library.SumMetric() + library.SumMetric(), "the metrics in it (metric_a"),
     ],
 )
 def test_a_metric_that_cannot_be_joined_is_refused_before_the_training(
@@ -493,68 +332,3 @@ def test_a_metric_that_cannot_be_joined_is_refused_before_the_training(
     assert "got 'odd'" in str(e.value)
     assert "return {name: (sum, weight)} from the step" in str(e.value)
     assert not list(tmp_path.glob("turns-*"))
-
-
-class Joined(Seen):
-    """Counts with a tensor once it was merged, and keeps its states in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num: Any = 0
-
-    def merge_state(self, other: Seen) -> None:
-        super().merge_state(other)
-        self.num = self.num + torch.tensor(0.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict() | {"num": self.num, "nan": torch.tensor(float("nan"))}
-        return dict(reversed(state.items())) if isinstance(self.num, torch.Tensor) else state
-
-
-def test_a_metric_that_merges_to_equal_values_of_other_types_is_taken(tmp_path: Path) -> None:
-    setting = Elastic(num_replicas=2, total_steps=1)
-    plugin = Metrics({"odd": Joined()}, inputs=_inputs, phase=Phase.TRAINING)
-    trainer = make_trainer(tmp_path, setting, plugin)
-    assert trainer.fit(Guessing(setting, tmp_path), ElasticData(setting))
-
-
-def test_one_replica_takes_any_metric(tmp_path: Path) -> None:
-    setting = Elastic(num_replicas=1, total_steps=1)
-    plugin = Metrics({"odd": Unlike()}, inputs=_inputs, phase=Phase.TRAINING)
-    trainer = make_trainer(tmp_path, setting, plugin)
-    trainer.fit(Guessing(setting, tmp_path), ElasticData(setting))
-
-
-class Least(Seen):
-    """Without data it holds 0, which is no neutral number."""
-
-    def reset(self) -> None:
-        self.least = 0
-
-    def update(self, ids: torch.Tensor, *_: Any) -> None:
-        self.least = min(ids.tolist())
-
-    def merge_state(self, other: Any) -> None:
-        self.least = min(self.least, other.least)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"least": self.least}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.least = state_dict["least"]
-
-
-def test_what_is_joined_stays_as_it_is_and_counts_only_with_data() -> None:
-    rng.seed_rngs(1)
-    whole = Tally({"seen": Seen(), "least": Least()})
-    whole.prepare_to_join()
-    parts = [whole.copy() for _ in range(3)]
-    for number in (0, 2):
-        parts[number].update([torch.tensor([number + 5])])
-    states = [part.capture() for part in parts]
-    before = copy.deepcopy(states)
-    whole.join(states, whole.copy())
-    assert states == before
-    assert whole.num_updates == 2
-    assert whole.capture()["metrics"]["seen"]["state"]["ids"] == [5, 7]
-    assert whole.capture()["metrics"]["least"]["state"] == {"least": 5}

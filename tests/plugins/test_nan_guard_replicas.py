@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import helios
 from helios.errors import UsageError
 from helios.plugins.nan_guard import NaNGuard
 from helios.plugins.plugin import Plugin
@@ -162,41 +160,6 @@ def test_a_bad_loss_of_one_replica_is_skipped_by_all(
     assert found["messages"][0].startswith(start)
 
 
-def test_buffers_go_back_where_replica_0_was_bad(tmp_path: Path) -> None:
-    """Its buffers are those of all behind a window."""
-    setting = Elastic(total_steps=3, options={"valid_frequency": None})
-    _train(tmp_path / "a", setting, 1, _options("raise", "deep") | {"bad": ()})
-    bad = read_bits(tmp_path / "a").turns[2, 0]["ids"][:1]
-    (found,) = _train(tmp_path / "b", setting, 1, _options("skip", "deep") | {"bad": tuple(bad)})
-    assert found["skipped"] == 1
-    newest = helios.find_last_checkpoint(tmp_path / "b" / "elastic")
-    tensors = helios.load_checkpoint(newest)["model"]["objects"]["body"]
-    assert all(tensor.isfinite().all() for tensor in tensors.values())
-
-
-def test_bad_losses_of_a_window_are_named_in_the_order_of_batches(tmp_path: Path) -> None:
-    setting = Elastic(total_steps=1, accumulation=2, options={"valid_frequency": None})
-    _train(tmp_path / "a", setting, 1, _options("raise", "flat") | {"bad": ()})
-    turns = read_bits(tmp_path / "a").turns
-    options = _options("raise", "flat") | {"bad": (turns[2, 0]["ids"][0], turns[1, 3]["ids"][0])}
-    one, *others = (
-        part["error"]
-        for count in (1, 2)
-        for part in _train(tmp_path / str(count), setting, count, options)
-    )
-    assert others == [one] * 2
-    assert 0 < one.index("replica 3 (nan) in batch 0") < one.index("replica 0 (nan) in batch 1")
-
-
-def test_several_bad_losses_are_named_together(tmp_path: Path) -> None:
-    setting = Elastic(total_steps=1, options={"valid_frequency": None})
-    _train(tmp_path / "a", setting, 1, _options("raise", "flat") | {"bad": ()})
-    turns = read_bits(tmp_path / "a").turns
-    bad = (turns[1, 1]["ids"][0], turns[1, 3]["ids"][1])
-    (found,) = _train(tmp_path / "b", setting, 1, _options("raise", "flat") | {"bad": bad})
-    assert "the loss of replica 1 (nan) and of replica 3 (nan) in batch 0 (from" in found["error"]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("action", "kind", "checks"),
@@ -222,71 +185,3 @@ def test_all_processes_decide_and_say_the_same(
         assert _is_same_on_all(folder, found)
         if action != "raise":
             assert_same(read_bits(folder), read_bits(tmp_path / "1"))
-
-
-@pytest.mark.full
-def test_more_windows_in_a_row_than_the_limit_are_an_error_on_all_processes(tmp_path: Path) -> None:
-    """The count goes over to those who go on: it lies in the checkpoint."""
-    setting = Elastic(total_steps=12)
-    options = _options("skip", "flat", "loss", limit=4) | {"bad": tuple(range(29))}
-    expected = _train(tmp_path / "1", setting, 1, options)
-    assert "window number 5 in a row" in expected[0]["error"]
-    folder = tmp_path / "several"
-    for count, until in ((3, 2), (1, 3)):
-        assert _train(folder, setting, count, options, until)[0]["error"] == ""
-    found = _train(folder, setting, 4, options)
-    assert [part["error"] for part in found] == [expected[0]["error"]] * 4
-
-
-class Hearing(Plugin):
-    """Hears what a guard hears, and does nothing."""
-
-    def setup(self) -> None: ...
-
-    def on_optimizer_step_start(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None: ...
-
-
-def _count_exchanges(rank: int, folder: str, *plugins: Plugin) -> dict[str, int]:
-    counts: dict[str, int] = {}
-
-    def counting(name: str) -> Any:
-        real = getattr(dist, name)
-
-        def count(*args: Any, **options: Any) -> Any:
-            counts[name] = counts.get(name, 0) + 1
-            return real(*args, **options)
-
-        return count
-
-    names = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier")
-    for name in names:
-        setattr(dist, name, counting(name))
-    setting = Elastic(num_replicas=2, total_steps=4)
-    trainer = make_trainer(Path(folder), setting, *plugins, chkpt_frequency=None)
-    trainer.fit(ElasticModel(setting, Path(folder)), ElasticData(setting))
-    return counts
-
-
-@pytest.mark.parametrize("checks", ["loss", "both"])
-def test_nothing_more_is_exchanged_while_all_is_finite(tmp_path: Path, checks: str) -> None:
-    """Than for any plugin that may leave an update out."""
-    plain = run_ranks(_count_exchanges, 2, str(tmp_path), Hearing("hearing"))
-    assert plain[0]["all_reduce"] > 4
-    assert run_ranks(_count_exchanges, 2, str(tmp_path), NaNGuard("skip", checks)) == plain
-
-
-def test_a_skip_that_somebody_else_asks_for_is_none_of_the_guard(tmp_path: Path) -> None:
-    class Skipper(Plugin):
-        def setup(self) -> None: ...
-
-        def on_optimizer_step_start(self, optimizer: torch.optim.Optimizer) -> None:
-            if self.context.state.global_iteration == 2:
-                self.context.skip_step("on purpose")
-
-    setting, guard = Elastic(total_steps=3), NaNGuard("raise")
-    trainer = make_trainer(tmp_path, setting, guard, Skipper("skipper"))
-    trainer.fit(ElasticModel(setting, tmp_path), ElasticData(setting))
-    assert guard.num_skipped == 0
-    assert len(read_bits(tmp_path).means) == 4

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import helios
 from helios.hooks.context import Context
@@ -179,66 +178,3 @@ def test_others_go_on_with_what_plugins_have_kept(tmp_path: Path) -> None:
         last = {name: digest for name, digest in _states(whole).items() if "iter_12" in name}
         assert {name: _states(folder)[name] for name in last} == last
         assert_same(read_bits(folder), read_bits(whole))
-
-
-def test_every_replica_has_its_own_forward_and_backward(tmp_path: Path) -> None:
-    setting = Elastic(num_replicas=3, total_steps=2, options={"valid_frequency": None})
-    _train(tmp_path, setting, 1)
-    lines = _lines(tmp_path, "turns-of-scopes")
-    turns = read_bits(tmp_path).turns
-    expected = [
-        [iteration, channel, "training", replica, turns[iteration, replica]["ids"]]
-        for iteration in (1, 2)
-        for replica in range(3)
-        for channel in _IN_TURNS
-    ]
-    assert [line for line in lines if line[2] == "training"] == expected
-
-
-class Asker(Plugin):
-    """Asks the other processes; one of them has an update left out."""
-
-    unsaved = ("answers", "skips")
-
-    def __init__(self) -> None:
-        super().__init__("asker")
-        self.answers: list[Any] = []
-        self.skips: list[bool | None] = []
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def on_training_batch_start(self, state: TrainingState) -> None:
-        context = self.context
-        is_last = context.rank == context.num_processes - 1
-        way = context.choose("lone", "shared")
-        counts = (context.num_replicas, context.num_processes, way)
-        self.answers.append((counts, context.agree(is_last), context.agree(False)))
-        self.answers.append(context.gather({"rank": context.rank, "one": torch.ones(1)}))
-
-    def on_optimizer_step_start(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.context.state.global_iteration == 2 and self.context.rank == 1:
-            self.context.skip_step("on purpose")
-
-    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        self.skips.append(self.context.is_optimizer_step_committed)
-
-
-def _ask(rank: int, folder: str, count: int) -> tuple[list[Any], list[bool | None]]:
-    setting, asker = Elastic(num_replicas=count, total_steps=2), Asker()
-    trainer = make_trainer(Path(folder), setting, asker)
-    trainer.fit(ElasticModel(setting, Path(folder)), ElasticData(setting))
-    return asker.answers, asker.skips
-
-
-def test_processes_ask_each_other_and_a_skip_of_one_is_that_of_all(tmp_path: Path) -> None:
-    for answers, skips in run_ranks(_ask, 2, str(tmp_path), 2):
-        assert answers[0] == ((2, 2, "shared"), True, False)
-        assert answers[1] == [{"rank": 0, "one": torch.ones(1)}, {"rank": 1, "one": torch.ones(1)}]
-        assert skips == [True, False, True]
-
-
-def test_a_process_alone_answers_itself(tmp_path: Path) -> None:
-    answers, skips = _ask(0, str(tmp_path), 1)
-    assert answers[:2] == [((1, 1, "lone"), True, False), [{"rank": 0, "one": torch.ones(1)}]]
-    assert skips == [True, True]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,51 +123,6 @@ def test_a_gradient_that_some_replicas_lack_counts_as_zero() -> None:
     assert torch.equal(shown["number"], found[1]["number"])
 
 
-def test_a_gradient_that_comes_in_a_later_micro_batch_is_there() -> None:
-    model = Parts()
-    flat = FlatGradients(model.named_parameters())
-    backward(model, 1.0, "weight")
-    leaf = flat.move_all()
-    narrow = backward(model, 1.0, "narrow")["narrow"]
-    flat.move_all(leaf)
-    reduce_and_show(flat, leaf)
-    assert gradients_of(model).keys() == {"weight", "narrow"}
-    assert torch.equal(model.narrow.grad, narrow)
-
-
-def test_buffers_are_used_again_at_the_next_step() -> None:
-    model = Parts()
-    flat = FlatGradients(model.named_parameters())
-    seen: set[int] = set()
-    for step in range(6):
-        leaves = []
-        for replica in range(4):
-            backward(model, step + replica)
-            leaves.append(flat.move_all())
-            seen.add(leaves[-1].flats[0].data_ptr())
-        stack = TreeStack(range(4), 4, flat.add)
-        for leaf in leaves:
-            stack.push(leaf)
-        flat.set_gradients(flat.reduce(stack.take(), TreeReducer(4)))
-        model.zero_grad()
-        if step == 0:
-            first = set(seen)
-    assert seen == first
-
-
-def test_gradients_that_stay_as_zeros_do_no_harm() -> None:
-    model = Parts()
-    flat = FlatGradients(model.named_parameters())
-    for step in range(3):
-        expected = backward(model, step + 0.7)
-        other = {name: torch.zeros_like(g) for name, g in expected.items()}
-        leaf = flat.move_all()
-        reduce_and_show(flat, leaf)
-        assert_same(gradients_of(model), expected)
-        model.zero_grad(set_to_none=False)
-        assert_same(gradients_of(model), other)
-
-
 def test_frozen_parameters_take_no_room_and_may_be_thawed_between_steps() -> None:
     model = Parts()
     model.images.requires_grad_(False)
@@ -190,51 +143,9 @@ def test_frozen_parameters_take_no_room_and_may_be_thawed_between_steps() -> Non
     assert "images" in expected
 
 
-def test_a_parameter_thawed_inside_of_a_window_is_refused_by_name() -> None:
-    model = Parts()
-    model.images.requires_grad_(False)
-    flat = FlatGradients(model.named_parameters())
-    backward(model, 1.0)
-    leaf = flat.move_all()
-    model.images.requires_grad_(True)
-    backward(model, 1.0)
-    with pytest.raises(UsageError, match=r"requires_grad of \['images'\] was changed within"):
-        flat.move_all(leaf)
-
-
-def test_a_parameter_frozen_inside_of_a_window_keeps_what_it_has() -> None:
-    model = Parts()
-    flat = FlatGradients(model.named_parameters())
-    expected = backward(model, 1.0)
-    leaf = flat.move_all()
-    model.images.requires_grad_(False)
-    flat.move_all(leaf)
-    reduce_and_show(flat, leaf)
-    assert_same(gradients_of(model), expected)
-
-
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     flat = FlatGradients(model.named_parameters())
     model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(UsageError, match=r"'0.weight' must be dense .* num_replicas=1"):
         flat.move_all()
-
-
-def test_a_model_without_parameters_has_nothing_to_move() -> None:
-    flat = FlatGradients([])
-    reduce_and_show(flat, flat.move_all(), flat.move_all())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
-def test_marks_of_missing_gradients_work_in_every_type(dtype: Any) -> None:
-    used, unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
-    flat = FlatGradients([("used", used), ("unused", unused)])
-    leaves = []
-    for replica in range(3):
-        if replica == 1:
-            used.abs().sum().backward()
-        leaves.append(flat.move_all())
-    reduce_and_show(flat, *leaves)
-    assert torch.equal(used.grad, torch.ones(3, dtype=dtype))
-    assert unused.grad is None

@@ -6,20 +6,16 @@ import functools
 import gc
 import math
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from helios.core.utils import parameters_of
 from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
-from helios.errors import UsageError
 from helios.replicas.flat_gradients import FlatBuffer
-from helios.replicas.gradients import GradientSum, SharedGradients
+from helios.replicas.gradients import GradientSum
 from helios.replicas.replicas import Replicas
 from tests.engines.joined import joined
 from tests.support.ranks import run_ranks
@@ -127,19 +123,6 @@ def test_the_sum_follows_the_tree(num_replicas: int, num_micro: int) -> None:
     assert (found[0]["late"] is None) == (num_replicas == 1 or num_micro == 1)
 
 
-def test_the_order_is_seen_in_the_bits() -> None:
-    """Otherwise the tests here would prove nothing."""
-    model = Parts()
-    leaves = [model.draw("weight", replica, 0) for replica in range(4)]
-    assert bits(functools.reduce(torch.add, leaves)) != bits(by_definition(leaves))
-    narrow = [model.draw("narrow", replica, 0) for replica in range(4)]
-    assert bits(functools.reduce(torch.add, narrow)) != bits(by_definition(narrow))
-    # Micro-batches of a replica come before replicas: not the other way round.
-    grid = [[model.draw("weight", replica, micro) for replica in range(4)] for micro in (0, 1)]
-    by_iteration = by_definition(grid[0]) + by_definition(grid[1])
-    assert bits(by_iteration) != _expected(4, 2)["weight"]
-
-
 def _sum_on_ranks(rank: int, num_processes: int) -> dict[tuple[int, int], list[Found]]:
     with joined(rank, num_processes) as info:
         return {
@@ -212,56 +195,6 @@ def test_the_mean_counts_micro_batches_and_replicas() -> None:
         }
 
 
-def test_a_group_that_came_between_windows_is_added_too() -> None:
-    run = Engines(4, "weight")
-    run.iterate()
-    assert run.end().keys() == {"weight"}
-    run.optimizer.add_param_group({"params": [run.model.branch]})
-    run.names = ("weight", "branch")
-    for _ in range(2):
-        run.iterate()
-        found = run.end()
-        assert found["branch"] == mean_of(4, 1, torch.zeros(4))
-        assert found["weight"] == mean_of(4, 1, torch.zeros(3, 5))
-
-
-def test_a_group_that_is_replaced_between_windows_is_noticed() -> None:
-    """As many parameters as before, but others."""
-    run = Engines(2, "weight", "branch")
-    run.iterate()
-    run.end()
-    run.optimizer.param_groups[0]["params"][1] = run.model.number
-    run.names = ("weight", "number")
-    run.iterate()
-    assert run.end().keys() == {"weight", "number"}
-
-
-def test_a_group_that_comes_inside_of_a_window_is_refused() -> None:
-    """What it had of the window's first micro-batches would depend on who carries whom."""
-    run = Engines(2, "weight")
-    run.iterate(ends_window=False)
-    run.optimizer.add_param_group({"params": [run.model.branch]})
-    with pytest.raises(UsageError, match="gained or lost parameters within"):
-        run.iterate(names=("weight", "branch"))
-
-
-def test_a_parameter_that_thaws_inside_of_a_window_is_named() -> None:
-    run = Engines(2, "weight", "frozen")
-    run.iterate(ends_window=False, names=("weight",))
-    run.model.frozen.requires_grad_(True)
-    with pytest.raises(UsageError, match=r"net\.frozen"):
-        run.iterate(names=("weight", "frozen"))
-
-
-def test_a_parameter_outside_of_networks_is_named_by_its_place() -> None:
-    loose = nn.Parameter(torch.zeros(4, 3))
-    optimizer = SGD([nn.Parameter(torch.zeros(1)), loose], lr=1.0)
-    summed = GradientSum(optimizer, Replicas(2), {"net": nn.Linear(2, 2)})
-    nn.functional.embedding(torch.tensor([1]), loose, sparse=True).sum().backward()
-    with pytest.raises(UsageError, match="'parameter 1 of the optimizer' must be dense"):
-        summed.add_micro_batch(0, ends_window=True)
-
-
 @pytest.mark.parametrize("num_done", [1, 2, 3, 4, 5])
 def test_a_window_that_is_dropped_leaves_nothing_behind(num_done: int) -> None:
     """It may end after any iteration of the window."""
@@ -279,14 +212,6 @@ def test_a_window_that_is_dropped_leaves_nothing_behind(num_done: int) -> None:
     }
 
 
-def test_a_teardown_forgets_an_open_window() -> None:
-    run = Engines(2, "weight")
-    run.iterate(ends_window=False)
-    run.engine.teardown()
-    run.iterate()
-    assert run.end() == {"weight": mean_of(2, 1, torch.zeros(3, 5))}
-
-
 def test_optimizers_are_added_apart() -> None:
     run = Engines(2, "weight")
     other = SGD([run.model.branch], lr=1.0)
@@ -300,48 +225,6 @@ def test_optimizers_are_added_apart() -> None:
     assert read(run.model)["branch"] == mean_of(2, 1, torch.zeros(4))
     run.engine.average_gradients(run.optimizer)
     assert read(run.model)["weight"] == mean_of(2, 1, torch.zeros(3, 5))
-
-
-def test_an_open_window_says_so() -> None:
-    model = Parts()
-    optimizer = SGD(model.parameters(), lr=1.0)
-    summed = GradientSum(optimizer, Replicas(2), {})
-    assert not summed.is_open
-    model.fill(0, 0)
-    summed.add_micro_batch(0, ends_window=True)
-    assert summed.is_open
-    model.fill(1, 0)
-    summed.add_micro_batch(1, ends_window=True)
-    summed.finish()
-    assert not summed.is_open
-
-
-@pytest.mark.parametrize("change", [list.pop, list.reverse])
-def test_the_parameters_of_an_open_window_stay(change: Callable[[list[Any]], object]) -> None:
-    model, gradients = Parts(), SharedGradients(Replicas(2))
-    optimizer = SGD(model.parameters(), lr=1.0)
-    for replica in range(2):
-        model.fill(replica, 0)
-        gradients.collect(optimizer, replica, dict, ends_window=True)
-    gradients.finish(optimizer)
-    present = optimizer.param_groups[0]["params"]
-    assert parameters_of(optimizer) == present
-    change(present)
-    model.fill(0, 1)
-    gradients.collect(optimizer, 0, dict, ends_window=True)
-    change(present)
-    with pytest.raises(UsageError, match="gained or lost parameters within an accumulation window"):
-        gradients.collect(optimizer, 1, dict, ends_window=True)
-
-
-def test_a_replica_that_is_missing_is_an_error() -> None:
-    model = Parts()
-    summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(3), {})
-    for replica in (0, 1):
-        model.fill(replica, 0)
-        summed.add_micro_batch(replica, ends_window=True)
-    with pytest.raises(UsageError, match="is missing the leaf of replica 2"):
-        summed.finish()
 
 
 def count_buffers() -> int:
@@ -362,36 +245,6 @@ def test_few_buffers_are_alive(num_replicas: int) -> None:
         summed.finish()
         # None is freed, so these are all that were needed at any time.
         assert count_buffers() - found == math.floor(math.log2(num_replicas)) + 1
-
-
-@pytest.mark.shows("L29")
-def test_a_longer_window_takes_one_buffer_for_each_replica() -> None:
-    found = count_buffers()
-    model = nn.Linear(2, 2)
-    summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(6), {})
-    for _ in range(2):
-        for micro in range(4):
-            for replica in range(6):
-                model(torch.ones(1, 2)).sum().backward()
-                summed.add_micro_batch(replica, ends_window=micro == 3)
-        summed.finish()
-    assert count_buffers() - found == 6
-
-
-def _differ(rank: int) -> str:
-    with joined(rank, 2) as info:
-        model = nn.Linear(2, 2 + rank)
-        summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(2, info), {"net": model})
-        model(torch.ones(1, 2)).sum().backward()
-        summed.add_micro_batch(rank, ends_window=True)
-        with pytest.raises(UsageError) as caught:
-            summed.finish()
-        return str(caught.value)
-
-
-def test_processes_with_other_parameters_are_told_so() -> None:
-    for text in run_ranks(_differ, 2):
-        assert "net.weight of shape (2, 2)" in text
 
 
 def _use_elsewhere(rank: int) -> Found:

@@ -39,32 +39,9 @@ def test_one_process_may_carry_all_replicas() -> None:
     assert whole.reducer.block == whole.local_replicas
 
 
-@pytest.mark.parametrize("number", [0, -1])
-def test_a_run_has_a_replica_at_least(number: int) -> None:
-    with pytest.raises(ArgumentError, match="between 1 and num_replicas"):
-        Replicas(number)
-
-
 def test_no_process_is_without_a_replica() -> None:
     with pytest.raises(ArgumentError, match="must be between 1 and num_replicas \\(2\\), got 3"):
         Replicas(2, DistributedInfo(0, 0, 3, 3))
-
-
-def test_several_processes_need_a_group() -> None:
-    with pytest.raises(UsageError, match="needs a process group"):
-        Replicas(2, DistributedInfo(0, 0, 2, 2))
-
-
-def test_a_process_without_others_agrees_with_itself() -> None:
-    whole = Replicas(3)
-    value = object()
-    assert whole.agree(True, False, True) == (True, False, True)
-    assert whole.agree() == ()
-    assert whole.gather_objects(value)[0] is value
-    tensor = torch.arange(3.0)
-    whole.copy_from_first([tensor])
-    assert tensor.tolist() == [0.0, 1.0, 2.0]
-    whole.barrier()
 
 
 def _place(rank: int, num_processes: int, num_replicas: int) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from helios.errors import ArgumentError, UsageError
+from helios.errors import UsageError
 from helios.replicas.flat_gradients import FlatBuffer, FlatGradients
 from helios.replicas.named_sums import NumberReducer
 from helios.replicas.reduction_tree import TreeStack
@@ -114,31 +113,6 @@ def test_large_tensors_have_the_bits_of_the_definition() -> None:
     assert run_ranks(_sum_large, 4) == [[True] * 3] * 4
 
 
-def test_one_process_needs_no_group() -> None:
-    assert not dist.is_initialized()
-    for num_replicas, name, size in cases(1):
-        total = sum_block(TreeReducer(num_replicas), num_replicas, size, _DTYPES[name])
-        assert bits(total) == expected_bits(num_replicas, name, size)
-
-
-def test_halving_is_taken_exactly_by_powers_of_two() -> None:
-    for num_replicas in range(1, 20):
-        for num_processes in range(1, num_replicas + 1):
-            reducer = TreeReducer(num_replicas, num_processes=num_processes)
-            is_power = num_processes in (1, 2, 4, 8, 16)
-            assert (reducer._distances is not None) == is_power
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
-def test_another_order_gives_other_bits(name: str) -> None:
-    for num_replicas in range(4, 9):
-        leaves = [make_leaf(replica, 1001, _DTYPES[name]) for replica in range(num_replicas)]
-        left_to_right = functools.reduce(operator.add, leaves)
-        assert bits(left_to_right) != expected_bits(num_replicas, name, 1001)
-    leaves = [make_leaf(replica, 1001, _DTYPES[name]) for replica in range(3)]
-    assert bits(leaves[0] + (leaves[1] + leaves[2])) != expected_bits(3, name, 1001)
-
-
 def _sum_in_a_part(rank: int) -> bytes | None:
     group = dist.new_group([1, 2, 3])
     if rank == 0:
@@ -153,30 +127,6 @@ def _sum_in_a_part(rank: int) -> bytes | None:
 def test_a_group_may_be_a_part_of_all_processes() -> None:
     expected = expected_bits(5, "float32", 64)
     assert run_ranks(_sum_in_a_part, 4) == [None, expected, expected, expected]
-
-
-def _reduce_often(rank: int, num_processes: int) -> tuple[set[int], bool]:
-    reducer = TreeReducer(5, num_processes=num_processes, rank=rank)
-    rooms, is_first = set(), True
-    for size in (64, 64, 1, 63, 64):
-        stack: TreeStack[Tensor] = TreeStack(reducer.block, 5)
-        for replica in reducer.block:
-            stack.push(make_leaf(replica, size, torch.float32))
-        sums = stack.take()
-        total = reducer.all_reduce(sums)
-        is_first &= total is sums[reducer.nodes[0]]
-        rooms.update(room.data_ptr() for room in reducer._received.values())
-        assert bits(total) == expected_bits(5, "float32", size)
-    return rooms, is_first
-
-
-@pytest.mark.parametrize("num_processes", [2, 3])
-def test_room_is_kept_between_calls_and_the_sum_lies_in_the_first_tensor(
-    num_processes: int,
-) -> None:
-    for rooms, is_first in run_ranks(_reduce_often, num_processes, num_processes):
-        assert len(rooms) == 1
-        assert is_first
 
 
 class Branches(nn.Module):
@@ -285,41 +235,3 @@ def test_processes_with_other_parameters_are_told_apart_on_all_ranks(
 ) -> None:
     for found in run_ranks(_check_descriptions, 3, lines):
         assert f"must have the same parameters, but {message}" in found
-
-
-def _build_another_model(rank: int) -> str:
-    model = nn.Linear(3 + rank, 1)
-    flat = FlatGradients(model.named_parameters())
-    model(torch.ones(3 + rank)).sum().backward()
-    try:
-        flat.reduce(
-            {range(rank, rank + 1): flat.move_all()}, TreeReducer(2, num_processes=2, rank=rank)
-        )
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def test_models_of_other_shapes_are_refused_before_anything_is_sent() -> None:
-    for found in run_ranks(_build_another_model, 2):
-        assert (
-            "rank 1 has weight of shape (1, 4), torch.float32 where rank 0 has weight of" in found
-        )
-
-
-def test_sums_that_do_not_fit_the_subtrees_are_refused() -> None:
-    reducer = TreeReducer(4, num_processes=3, rank=1)
-    assert reducer.nodes == [range(2, 3)]
-    bad: list[dict[range, Tensor]] = [
-        {},
-        {range(1, 2): torch.zeros(2)},
-        {range(2, 3): torch.zeros(2, 2)},
-        {range(2, 3): torch.zeros(2), range(3, 4): torch.zeros(2)},
-    ]
-    for sums in bad:
-        with pytest.raises(UsageError, match="must be tensors of one dimension"):
-            reducer.all_reduce(sums)
-    with pytest.raises(ArgumentError, match="got 5"):
-        TreeReducer(4, num_processes=5)
-    with pytest.raises(ArgumentError, match="got 2"):
-        NumberReducer(4, num_processes=2, rank=2)

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from helios.core import rng
-from helios.distributed.process_groups import DistributedInfo
-from helios.errors import UsageError
 from helios.replicas.reduction_tree import blocks
 from helios.replicas.replicas import Replicas
 from helios.replicas.turns import Turns, make_turns
@@ -181,109 +179,6 @@ def test_nothing_depends_on_who_carries_whom(num_processes: int) -> None:
             assert after == from_key(3, "train", iteration, "after")
 
 
-def test_what_a_replica_draws_does_not_depend_on_what_others_have_drawn() -> None:
-    def numbers(num_draws: int) -> list[Draw]:
-        turns = turns_of(Replicas(3), 1)
-        turns.begin_iteration(1)
-        found = []
-        for replica in range(3):
-            [draw() for _ in range(num_draws)]
-            turns.begin(replica, opens_window=True)
-            found.append(draw())
-            [draw() for _ in range(num_draws)]
-            turns.end(ends_window=True)
-        return [*found, draw()]
-
-    assert numbers(0) == numbers(1) == numbers(4)
-
-
-def test_a_turn_says_where_it_is() -> None:
-    turns = turns_of(Replicas(3), 0)
-    turns.begin_iteration(1)
-    seen = []
-    for replica in range(3):
-        turns.begin(replica, opens_window=True)
-        seen.append((turns.replica, turns.is_first, turns.is_last, turns.is_over))
-        turns.end(ends_window=True)
-    assert seen == [(0, True, False, False), (1, False, False, False), (2, False, True, False)]
-    assert turns.is_over
-    assert turns.replica == 2
-    turns.begin_iteration(2)
-    assert not turns.is_over
-
-
-def _see_turns(rank: int) -> list[tuple[int, bool, bool]]:
-    with replicas_on(rank, 2, 5) as here:
-        turns = turns_of(here, 0)
-        seen = [(turns.replica, turns.is_first, turns.is_last)]
-        for replica in here.local_replicas:
-            turns.begin(replica, opens_window=False)
-            seen.append((turns.replica, turns.is_first, turns.is_last))
-    return seen
-
-
-def test_a_process_counts_its_own_replicas() -> None:
-    """The first turn of a process is that of its first replica, whichever number it has."""
-    first, second = run_ranks(_see_turns, 2)
-    assert first == [(0, True, False), (0, True, False), (1, False, False), (2, False, True)]
-    assert second == [(3, True, False), (3, True, False), (4, False, True)]
-
-
-def test_an_update_ends_the_turns_and_the_end_of_the_batch_does_not_again() -> None:
-    """What hooks draw behind the update goes on behind the batch."""
-    turns = turns_of(Replicas(2), 4)
-    turns.begin_iteration(6)
-    for replica in range(2):
-        turns.begin(replica, opens_window=True)
-        if turns.is_last:
-            update(turns)
-            found = [draw()]
-        turns.end(ends_window=True)
-    found.append(draw())
-    with rng.stream(rng.key(4, "train", 6, "after")):
-        assert found == [draw(), draw()]
-
-
-def test_a_further_step_of_a_turn_has_numbers_of_its_own() -> None:
-    """For a batch that is trained on in several updates, by one process for each replica."""
-    ranks = run_ranks(_step_often, 2)
-    assert ranks == [
-        {i: [from_key(4, "train", i, rank, number) for number in (1, 2, 3)] for i in (1, 2)}
-        for rank in (0, 1)
-    ]
-
-
-def _step_often(rank: int) -> dict[int, list[Draw]]:
-    with replicas_on(rank, 2, 2) as here:
-        turns = turns_of(here, 4)
-
-        def rounds(iteration: int) -> list[Draw]:
-            turns.begin_iteration(iteration)
-            turns.begin(rank, opens_window=True)
-            turns.begin_step()
-            found = []
-            for _ in range(3):
-                update(turns)
-                assert turns.is_over
-                turns.begin_step()
-                assert not turns.is_over
-                found.append(draw())
-            return found
-
-        found = {iteration: rounds(iteration) for iteration in (1, 2)}
-        assert rounds(1) == found[1], "counted anew in each iteration"
-        return found
-
-
-def test_a_second_step_needs_a_process_for_each_replica() -> None:
-    turns = turns_of(Replicas(2), 4)
-    turns.begin_iteration(1)
-    turns.begin(0, opens_window=True)
-    turns.begin_step()
-    with pytest.raises(UsageError, match=r"this one runs 2\. Start 2 processes"):
-        turns.begin_step()
-
-
 @pytest.mark.shows("H7")
 def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
     run = turns_of(Replicas(3), 9)
@@ -338,16 +233,3 @@ def test_a_window_that_is_dropped_leaves_the_buffers_of_the_first_replica(
     ranks = run_ranks(_drop, num_processes, num_processes)
     expected = [[10.0**block.start, 1.0] for block in blocks(num_processes, 3)]
     assert ranks == expected
-
-
-def test_the_buffers_of_one_replica_are_never_touched() -> None:
-    network = nn.BatchNorm1d(2)
-    held = dict(network.named_buffers())
-    turns = turns_of(Replicas(1, DistributedInfo()), 0, network)
-    versions = {name: buffer._version for name, buffer in held.items()}
-    for iteration in (1, 2):
-        turns.begin_iteration(iteration)
-        turns.begin(0, opens_window=iteration == 1)
-        turns.end(ends_window=iteration == 2)
-        turns.drop_window()
-    assert {name: buffer._version for name, buffer in network.named_buffers()} == versions

@@ -36,8 +36,8 @@ def grid(tmp_path: Path) -> list[Path]:
             tmp_path / f"{lr}-{seed}",
             [2.0, lr + numbers[n], 3.0],
             params={"lr": lr},
-            found={"model.lr": lr},
-            seeds={"random_seed": seed},
+            given={"model.lr": lr},
+            definition={"random_seed": seed},
         )
         for n, (lr, seed) in enumerate(cells)
     ]
@@ -88,7 +88,9 @@ def test_runs_that_differ_in_seeds_only_have_mean_and_standard_deviation(
 def test_a_copy_of_a_run_is_no_further_seed(
     grid: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    twin = make_run(tmp_path / "twin", [2.0, 0.0], params={"lr": 0.1}, seeds={"random_seed": 1})
+    twin = make_run(
+        tmp_path / "twin", [2.0, 0.0], params={"lr": 0.1}, definition={"random_seed": 1}
+    )
     found = compare(capsys, grid[0], twin, grid[3])
     assert len(found["rows"]) == 3
     assert found["groups"] == []
@@ -101,7 +103,7 @@ def test_numbers_without_a_mean_have_none(
     runs = [
         write_run(
             tmp_path / str(seed),
-            {"seeds": {"random_seed": seed}},
+            {"definition": {"random_seed": seed}},
             scores={"error": [1.0 + seed], "other": [bad if seed else 1.0]},
         )
         for seed in (0, 1)
@@ -115,7 +117,7 @@ def test_runs_without_a_common_best_are_listed_as_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [make_run(tmp_path / str(x), [x, 3.0 - x], params={"lr": x}) for x in (1.0, 2.0, 0.5)]
-    path = runs[1] / "timing.jsonl"
+    path = runs[1] / "run.jsonl"
     path.write_text(path.read_text().replace('"mode": "min"', '"mode": "max"'))
     found = compare(capsys, *runs)
     assert found["by"] is None
@@ -131,7 +133,7 @@ def test_a_best_validation_that_the_model_judges_ranks_no_runs(
 ) -> None:
     runs = [make_run(tmp_path / str(x), [x, 9.0], params={"lr": x}) for x in (2.0, 1.0)]
     for run in runs:
-        path = run / "timing.jsonl"
+        path = run / "run.jsonl"
         judged = '"metric": null, "mode": null'
         path.write_text(path.read_text().replace('"metric": "error", "mode": "min"', judged))
     found = compare(capsys, *runs)

@@ -11,7 +11,7 @@ from helios.core.sharded_tensors import cut_like, is_sharded, local_of, whole_of
 from helios.core.wrappers import class_of
 from helios.errors import UsageError
 from helios.sharding import fsdp_adapter
-from helios.sharding.fsdp_adapter import is_ahead, make_mesh, require_fsdp, shard_unit, steps_to
+from helios.sharding.fsdp_adapter import make_mesh, require_fsdp, shard_unit
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -55,46 +55,9 @@ def use_everything(rank: int) -> None:
     assert torch.equal(local_of(parameter.grad), torch.full_like(local_of(parameter.grad), 2.0))
 
 
-def test_a_backward_knows_which_results_it_comes_to() -> None:
-    start = torch.ones(2, requires_grad=True)
-    used, unused = start * 2, start * 3
-    steps = steps_to({"results": [used, (unused, used.detach())], "name": "x", "leaf": start})
-    assert steps == [used.grad_fn, unused.grad_fn]
-    seen: list[bool] = []
-    loss = used.sum()
-    loss.register_hook(lambda _: seen.extend(map(is_ahead, steps)))
-    loss.backward()
-    assert seen == [True, False]
-
-
 @pytest.mark.shows("P91")
 def test_units_are_cut_and_reduced_as_we_say() -> None:
     run_ranks(use_everything, 2)
-
-
-class HalfUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
-
-
-def sum_unused(rank: int) -> None:
-    network = HalfUsed()
-    unit = shard_unit(network, make_mesh(CPU, 2))
-    reduction = Recorder()
-    unit.use(reduction)
-    unit.watch_gradients({})
-    network(torch.ones(1, 2)).sum().backward()
-    # All parameters are in each message, zeros for those without a gradient.
-    assert reduction.calls == [((6,), (2, 6))]
-
-
-@pytest.mark.shows("P91")
-def test_messages_have_one_layout_whatever_is_used() -> None:
-    run_ranks(sum_unused, 2)
 
 
 @pytest.mark.shows("P91")

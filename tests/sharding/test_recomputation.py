@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import Counter, defaultdict, deque
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helios import Unit
 from helios.core import rng
-from helios.errors import ArgumentTypeError, UsageError
+from helios.errors import UsageError
 from helios.sharding.recomputation import recomputed
-from helios.sharding.requirements import check_checkpointable
-from helios.sharding.units import find_in_networks
 
 WIDTH = 6
 
@@ -208,37 +204,6 @@ def test_what_objects_hold_is_counted_once_and_they_stay_the_same_objects() -> N
     assert found[1][0] == found[2] == found[4] == 3
 
 
-class Counted(nn.Linear):
-    """Counts its calls where no forward is put back."""
-
-    calls: ClassVar[list[bool]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(self.training)
-        return super().forward(x)
-
-
-@pytest.mark.shows("P102")
-def test_only_what_is_trained_is_computed_again() -> None:
-    network = Counted(2, 2)
-    Counted.calls.clear()
-    inputs = torch.ones(1, 2)
-    with recomputed({"net": network}):
-        with torch.no_grad():
-            network(inputs)
-        network.eval()
-        with torch.inference_mode():
-            network(inputs)
-        assert Counted.calls == [True, False]
-        network.train()
-        loss = network(inputs).square().sum()
-        # The second forward is that of the mode of the first.
-        network.eval()
-        loss.backward()
-        assert Counted.calls[2:] == [True, True]
-        assert not network.training
-
-
 class LiveBytes(TorchDispatchMode):
     """The bytes that are still alive of all that was computed."""
 
@@ -284,60 +249,6 @@ def test_a_unit_keeps_its_inputs_and_no_activations() -> None:
     assert measure(again=True, is_nested=True) <= 2 * 8 * size + 10_000
 
 
-def test_inputs_that_are_changed_before_backward_are_an_error_of_torch() -> None:
-    network = nn.Linear(2, 2)
-    with recomputed({"net": network}):
-        inputs = torch.ones(3, 2)
-        loss = network(inputs).square().sum()
-        inputs.add_(1.0)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-class Outer(nn.Module):
-    """Changes what it has given to a unit inside of it, which autograd has no reason to refuse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Tanh(), nn.Linear(2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 2.0
-        y = self.inner(x)
-        x.add_(1.0)
-        return y + x
-
-
-@pytest.mark.shows("P103")
-def test_inputs_of_an_inner_unit_that_are_changed_are_named() -> None:
-    network = Outer()
-    with recomputed({"net": network, "net.inner": network.inner}):
-        loss = network(torch.ones(3, 2)).sum()
-        with pytest.raises(UsageError, match=r"those of net\.inner, of shape \(3, 2\), were"):
-            loss.backward()
-
-
-class Reading(nn.Module):
-    """Multiplies what is nested in its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-
-    def forward(self, inputs: dict[str, list[Tensor]]) -> Tensor:
-        return (inputs["values"][0] * self.scale).exp()
-
-
-@pytest.mark.shows("P103")
-def test_inputs_in_containers_that_are_changed_are_named() -> None:
-    network, inputs = Reading(), {"values": [torch.ones(2)]}
-    with recomputed({"net": network}):
-        loss = network(inputs).sum()
-        inputs["values"][0].zero_()
-        with pytest.raises(UsageError, match=r"those of net, of shape \(2,\), were"):
-            loss.backward()
-
-
 @pytest.mark.shows("P103")
 def test_parameters_that_are_changed_before_backward_are_an_error() -> None:
     network = nn.Linear(2, 2)
@@ -352,77 +263,3 @@ def test_parameters_that_are_changed_before_backward_are_an_error() -> None:
         outputs = torch.func.functional_call(network, others, (torch.ones(3, 2),))
         with pytest.raises(UsageError, match="some of net were changed or replaced"):
             outputs.square().sum().backward()
-
-
-def test_names_stay_and_a_copy_is_a_module_of_its_own() -> None:
-    network = nn.Sequential(nn.Linear(2, 2))
-    names = [*network.state_dict()]
-    with recomputed({"0": network[0]}):
-        assert [*network.state_dict()] == names
-        twin = copy.deepcopy(network)
-        with torch.no_grad():
-            twin[0].weight.zero_()
-            twin[0].bias.zero_()
-        assert not twin(torch.ones(1, 2)).any()
-        assert network(torch.ones(1, 2)).any()
-
-
-def test_the_forward_of_the_user_comes_back() -> None:
-    network = nn.Linear(2, 2)
-    with recomputed({"net": network}):
-        assert "forward" in vars(network)
-    assert "forward" not in vars(network)
-    own = network.forward = lambda x: x
-    with recomputed({"net": network}):
-        assert network.forward is not own
-    assert network.forward is own
-    with recomputed({"net": network}):
-        newer = network.forward = lambda x: 2 * x
-    assert network.forward is newer
-
-
-class Lazy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LazyLinear(2)
-
-
-@pytest.mark.shows("P103")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: nn.DataParallel(nn.Linear(2, 2)), r"wrapped, but net \(DataParallel\) is"),
-        (lambda: torch.jit.script(nn.Linear(2, 2)), r"wrapped, but net \(RecursiveScriptModule\)"),
-        (Lazy, "but net has lazy ones"),
-    ],
-)
-def test_what_cannot_be_computed_again_is_refused(make: Any, match: str) -> None:
-    network = make()
-    with pytest.raises(UsageError, match=match):
-        check_checkpointable({"other": nn.Linear(2, 2), "net": network}, {"net": network})
-
-
-@pytest.mark.shows("P103")
-def test_what_is_compiled_is_refused_wherever_it_is() -> None:
-    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    network[1].compile(backend="eager")
-    with pytest.raises(UsageError, match=r"neither compiled nor wrapped, but net\.1 \(Linear\) is"):
-        check_checkpointable({"net": network}, {"net.0": network[0]})
-    # Of a network in which nothing is computed again, nothing is asked.
-    check_checkpointable({"net": network, "other": nn.Linear(2, 2)}, {})
-
-
-def test_units_have_types() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"Unit\(module\) must be a module, got list"):
-        Unit([nn.Linear(2, 2)])  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match=r"Unit\(checkpoint=\.\.\.\) must be a bool, got 1"):
-        Unit(nn.Linear(2, 2), checkpoint=1)  # type: ignore[arg-type]
-
-
-def test_units_are_found_by_name_in_networks_without_parameters_too() -> None:
-    network = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-    found = find_in_networks({"net": network}, [network[0], network[0]])
-    assert found == {"net.0": network[0]}
-    with pytest.raises(ArgumentTypeError, match="that have a forward, got ModuleList"):
-        find_in_networks({"net": nn.ModuleList()}, [nn.ModuleList()])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
 
 import helios
-from helios.core.sharded_tensors import is_sharded, whole_of
-from helios.plugins import EMA, Plugin
+from helios.core.sharded_tensors import whole_of
+from helios.plugins import EMA
 from tests.support.keyed import Keyed, KeyedData, KeyedModel, digest_of, fit_keyed
 from tests.support.ranks import run_ranks
 
@@ -82,34 +81,3 @@ def named(model: KeyedModel) -> list[tuple[str, Tensor]]:
 def test_a_finished_run_has_them(tmp_path: Path) -> None:
     found = train(tmp_path, 2)
     assert run_ranks(look, 3, tmp_path) == [(found, True)] * 3
-
-
-class Holding(Plugin):
-    """Has references to the model's tensors, and what it was given for them."""
-
-    def __init__(self) -> None:
-        super().__init__("holding")
-        self.found: dict[str, Any] = {}
-
-    def setup(self) -> None:
-        self.found = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tensors": dict(self.context.model.net.named_parameters())}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.found = state_dict["tensors"]
-
-    def on_training_start(self) -> None:
-        own = dict(self.context.model.net.named_parameters())
-        for name, value in self.found.items():
-            assert not is_sharded(value)
-            assert not value.is_meta
-            assert whole_of(own[name].detach()).equal(value)
-
-
-@pytest.mark.shows("P110")
-def test_a_plugin_that_knows_of_no_shards_gets_whole_tensors(tmp_path: Path) -> None:
-    for num_processes, total_steps in ((2, 1), (3, 2)):
-        setting = replace(SETTING, total_steps=total_steps)
-        run_ranks(fit_keyed, num_processes, tmp_path, setting, Holding())

@@ -227,24 +227,6 @@ def checkpoints(folder: Path) -> list[Path]:
     return file_names.find_checkpoints(folder / "sharded")
 
 
-@pytest.mark.shows("P95")
-@pytest.mark.parametrize("notes_fit", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_full_disk_costs_one_save_if_there_is_room_later(tmp_path: Path, notes_fit: bool) -> None:
-    setting = Sharded(2, total_steps=4)
-    train(tmp_path / "run", 2, setting, FullDisk(1, 2, notes_fit=notes_fit))
-    saved = [file_names.iteration_of(path) for path in checkpoints(tmp_path / "run")]
-    assert saved == [1, 3, 4]
-    texts = run_ranks(
-        fit_or_fail,
-        2,
-        tmp_path / "run",
-        replace(setting, total_steps=6),
-        FullDisk(1, 6, notes_fit=notes_fit),
-    )
-    assert texts[0] == texts[1]
-    assert "The last checkpoint" in texts[0]
-
-
 @pytest.mark.shows("P96")
 def test_damage_that_only_one_process_can_see_leads_all_to_an_older_checkpoint(
     tmp_path: Path,
@@ -298,36 +280,3 @@ def score(rank: int, folder: Path, setting: Sharded, checkpoint: Any) -> dict[st
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dict(model.test_scores)
-
-
-@pytest.mark.full
-def test_a_folder_is_tested_by_any_number_of_processes(tmp_path: Path) -> None:
-    setting = Sharded(3, total_steps=2)
-    train(tmp_path, 2, setting)
-    path = newest(tmp_path)
-    (alone,) = run_ranks(score, 1, tmp_path, replace(setting, sharding="none"), "newest")
-    assert alone["loss"] > 0
-    for checkpoint in (path, "newest"):
-        assert run_ranks(score, 3, tmp_path, setting, checkpoint) == [alone] * 3
-    damage(path / "rank-00001-of-00002.safetensors", -1)
-    older = run_ranks(score, 2, tmp_path, setting, "newest")
-    assert older[0] == older[1] != alone
-    with pytest.raises(RankError, match="rank-00001-of-00002"):
-        run_ranks(score, 2, tmp_path, setting, path)
-
-
-@pytest.mark.full
-def test_a_chosen_folder_is_branched_from(tmp_path: Path) -> None:
-    setting = Sharded(2, total_steps=2)
-    train(tmp_path / "run", 2, setting)
-    train(tmp_path / "undisturbed", 1, replace(setting, total_steps=4))
-    first = checkpoints(tmp_path / "run")[0]
-    branch = replace(setting, total_steps=4, options={"resume": first})
-    train(tmp_path / "branch", 2, branch)
-    ours, theirs = read_bits(tmp_path / "branch"), read_bits(tmp_path / "undisturbed")
-    assert ours[0] == theirs[0]
-    weights = [
-        helios.load_checkpoint(newest(tmp_path / name))["model"]["objects"]["net"]["head.weight"]
-        for name in ("branch", "undisturbed")
-    ]
-    assert weights[0].equal(weights[1])

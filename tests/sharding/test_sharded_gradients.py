@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from helios.errors import UsageError
 from helios.sharding.sharded_gradients import ShardedGradients
 
 
@@ -60,18 +58,6 @@ def make() -> tuple[ShardedGradients, Unit, torch.optim.Optimizer]:
     return gradients, unit, torch.optim.SGD([parameter], lr=0.1)
 
 
-def test_a_gradient_of_a_replica_counts() -> None:
-    gradients, unit, optimizer = make()
-    assert gradients.has_idle_turn
-    unit.get_gradient()
-    gradients.end_turn()
-    unit.parameter.grad = torch.full((2,), 5.0)
-    gradients.end_turn()
-    assert unit.parameter.grad is None
-    gradients.finish(optimizer)
-    assert unit.parameter.grad.tolist() == [5.0, 5.0]
-
-
 def test_gradients_of_a_repeated_step_do_not_count() -> None:
     gradients, unit, optimizer = make()
     gradients.end_turn()
@@ -80,33 +66,3 @@ def test_gradients_of_a_repeated_step_do_not_count() -> None:
     gradients.end_turn()
     gradients.finish(optimizer)
     assert unit.parameter.grad is None
-
-
-def test_what_a_turn_leaves_before_the_last_one_is_dropped() -> None:
-    gradients, unit, optimizer = make()
-    unit.get_gradient()
-    unit.parameter.grad = torch.full((2,), 9.0)
-    gradients.end_turn()
-    unit.parameter.grad = torch.full((2,), 5.0)
-    gradients.end_turn()
-    gradients.finish(optimizer)
-    assert unit.parameter.grad.tolist() == [5.0, 5.0]
-
-
-def test_a_window_without_an_update_leaves_nothing() -> None:
-    gradients, unit, optimizer = make()
-    unit.get_gradient()
-    gradients.end_turn()
-    unit.parameter.grad = torch.full((2,), 5.0)
-    gradients.end_turn()
-    gradients.drop_unused()
-    gradients.finish(optimizer)
-    assert unit.parameter.grad is None
-
-
-def test_what_is_trained_must_not_change() -> None:
-    gradients, unit, optimizer = make()
-    gradients.drop_old(optimizer)
-    unit.parameter.requires_grad_(False)
-    with pytest.raises(UsageError, match=r"requires_grad of net\.weight was changed"):
-        gradients.drop_old(optimizer)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from helios.cli.commands import main
 from helios.core.sharded_tensors import local_of
-from helios.plugins import EMA, GradientNormMonitor, NaNGuard, Plugin, nan_guard
-from helios.sharding.fsdp_adapter import ShardedUnit
+from helios.plugins import EMA, GradientNormMonitor, NaNGuard, Plugin
 from helios.sharding.sharded_gradients import NodeSums
 from tests.support.ranks import RankError, run_ranks
-from tests.support.sharded import WIDTH, Kill, Sharded, fit, read_bits, train
+from tests.support.sharded import Kill, Sharded, fit, read_bits, train
 
 QUICK = [(3, 2), (4, 4), (5, 4)]
 MATRIX = [(v, p) for v in (3, 4, 5, 8) for p in range(1, min(v, 4) + 1)]
@@ -56,25 +53,6 @@ def test_accumulated_and_clipped_the_bits_are_those_of_one_process(
     assert read_bits(tmp_path / "several") == read_bits(tmp_path / "alone")
 
 
-def fit_with_stock_sums(rank: int, folder: Path, setting: Sharded) -> None:
-    def use(self: ShardedUnit, reduction: object) -> None:
-        self.module.set_force_sum_reduction_for_comms(True)
-        self.module.set_gradient_divide_factor(1.0)
-        self.module.set_reduce_scatter_unused_params(True)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedUnit, "use", use)
-        fit(rank, folder, setting)
-
-
-@pytest.mark.shows("P86")
-def test_the_reduce_scatter_of_torch_would_give_other_bits(tmp_path: Path) -> None:
-    setting = Sharded(3, total_steps=1)
-    train(tmp_path / "ours", 3, setting)
-    run_ranks(fit_with_stock_sums, 3, tmp_path / "stock", setting)
-    assert read_bits(tmp_path / "stock") != read_bits(tmp_path / "ours")
-
-
 @pytest.mark.shows("P86")
 @pytest.mark.parametrize("precision", ["bf16"])
 def test_bfloat16_is_equal_too(tmp_path: Path, precision: str) -> None:
@@ -105,25 +83,6 @@ def test_a_killed_run_goes_on_in_other_processes(
     assert "buffers match (6)" in capsys.readouterr().out
 
 
-@pytest.mark.shows("P87")
-def test_a_run_may_change_between_whole_and_sharded(tmp_path: Path) -> None:
-    setting = Sharded(3, total_steps=3)
-    train(tmp_path / "undisturbed", 1, replace(setting, total_steps=5))
-    train(tmp_path / "changed", 2, setting)
-    train(tmp_path / "changed", 3, replace(setting, total_steps=4, sharding="none"))
-    train(tmp_path / "changed", 3, replace(setting, total_steps=5))
-    assert read_bits(tmp_path / "changed")[0] == read_bits(tmp_path / "undisturbed")[0]
-
-
-@pytest.mark.shows("P87")
-@pytest.mark.parametrize(("option", "name"), [("clip_norm", "norm"), ("accumulation_steps", "acc")])
-def test_what_sums_in_another_order_must_not_change(tmp_path: Path, option: str, name: str) -> None:
-    setting = Sharded(2, total_steps=1, options={option: 2})
-    train(tmp_path, 1, setting)
-    with pytest.raises(RankError, match=name):
-        train(tmp_path, 1, replace(setting, total_steps=2, sharding="none"))
-
-
 def make_plugins() -> list[Any]:
     return [EMA(0.9), NaNGuard("skip"), GradientNormMonitor(per_parameter=True)]
 
@@ -137,41 +96,6 @@ def test_plugins_see_the_same_bits(tmp_path: Path) -> None:
     assert several[0]["loss"] == several[1]["loss"] == alone[0]["loss"]
 
 
-def fit_with_bad_gradients(rank: int, folder: Path, setting: Sharded) -> list[str]:
-    """Gradients are NaN in a step: a row in the shard of the first process, one in the last's."""
-    guard, said = NaNGuard("skip"), []
-
-    def spoil(gradient: torch.Tensor, row: int) -> torch.Tensor:
-        if guard.context.state.global_iteration == 2:
-            gradient = gradient.clone()
-            gradient[row] = float("nan")
-        return gradient
-
-    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        weight, hidden = self.weight * 1.0, 2 * WIDTH + 3
-        row = {(WIDTH, hidden): 0, (hidden, WIDTH): -1}.get((self.in_features, self.out_features))
-        if row is not None and weight.requires_grad:
-            weight.register_hook(partial(spoil, row=row))
-        return nn.functional.linear(x, weight, self.bias)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nan_guard._LOGGER, "warning", lambda text, *args: said.append(text % args))
-        patch.setattr(nn.Linear, "forward", forward)
-        fit(rank, folder, setting, guard)
-    return said
-
-
-@pytest.mark.shows("P89")
-def test_shards_that_are_not_finite_are_named_by_all(tmp_path: Path) -> None:
-    setting = Sharded(3)
-    (alone,) = run_ranks(fit_with_bad_gradients, 1, tmp_path / "alone", setting)
-    several = run_ranks(fit_with_bad_gradients, 3, tmp_path / "several", setting)
-    assert read_bits(tmp_path / "several") == read_bits(tmp_path / "alone")
-    assert several == [alone] * 3
-    assert len(alone) == 1
-    assert "net.layers.0.up.weight, net.layers.0.down.weight" in alone[0]
-
-
 @pytest.mark.shows("P89")
 @pytest.mark.parametrize("num_valid", [13, 8, 7])
 def test_validations_end_together_and_count_once(tmp_path: Path, num_valid: int) -> None:
@@ -180,20 +104,6 @@ def test_validations_end_together_and_count_once(tmp_path: Path, num_valid: int)
     several = train(tmp_path / "several", 2, setting)
     assert [each["loss"] for each in several] == [alone["loss"]] * 2
     assert sum(each["num_seen"] for each in several) == alone["num_seen"] == num_valid
-
-
-@pytest.mark.shows("P89")
-def test_a_validation_with_too_few_samples_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="must have a batch for each process"):
-        train(tmp_path, 3, Sharded(3, num_valid=2))
-
-
-@pytest.mark.shows("P89")
-def test_the_first_validation_may_be_a_trial(tmp_path: Path) -> None:
-    setting = Sharded(3, num_valid=9, total_steps=2)
-    train(tmp_path / "plain", 2, setting)
-    train(tmp_path / "tried", 2, replace(setting, options={"sanity_steps": 2}))
-    assert read_bits(tmp_path / "tried") == read_bits(tmp_path / "plain")
 
 
 class Measure(Plugin):

@@ -143,36 +143,3 @@ def test_an_update_that_draws_is_refused_before_it_is_made(kind: str, tmp_path: 
     assert 'sharding="none"' in text
     assert is_unchanged
     assert not list(tmp_path.glob("noisy/*.pth"))
-
-
-@pytest.mark.parametrize("kind", ["afterwards", "random of its own"])
-def test_processes_refuse_it_together(kind: str, tmp_path: Path) -> None:
-    for text, is_unchanged, _ in run_ranks(_fit, 2, tmp_path, kind):
-        assert "_Noisy.step() must not draw random numbers" in text
-        assert is_unchanged
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_an_engine_that_draws_is_refused_too(number: int, tmp_path: Path) -> None:
-    for text, is_unchanged, _ in run_ranks(_fit, number, tmp_path, "engine", 99):
-        assert "_NoisyEngine.optimizer_step, with _Noisy.step(), must not draw" in text
-        assert is_unchanged
-
-
-@pytest.mark.parametrize("kind", ["randn_like", "generator", "numpy", "random"])
-def test_draws_that_begin_later_are_refused_before_a_save(kind: str, tmp_path: Path) -> None:
-    ((text, *_),) = run_ranks(_fit, 1, tmp_path, kind, 4)
-    assert "_Noisy.step() must not draw random numbers" in text
-    assert max(int(path.stem.rpartition("_")[2]) for path in tmp_path.glob("noisy/*.pth")) == 4
-
-
-def test_what_the_error_advises_works(tmp_path: Path) -> None:
-    found = {
-        number: run_ranks(_fit, number, tmp_path / str(number), "randn_like", 0, "none")
-        for number in (1, 2)
-    }
-    texts = {text for ranks in found.values() for text, *_ in ranks}
-    assert texts == {""}
-    assert len({weights for ranks in found.values() for *_, weights in ranks}) == 1
-    quiet = [run_ranks(_fit, n, tmp_path / f"quiet-{n}", "none", 99)[0][0] for n in (1, 2)]
-    assert quiet == ["", ""]

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import helios
 from helios.plugins import Plugin
 from tests.support.ranks import RankError, run_ranks
-from tests.support.sharded import WIDTH, WORDS, Kill, Words
+from tests.support.sharded import WIDTH, WORDS, Words
 
 
 class Net(nn.Module):
@@ -186,12 +186,6 @@ def test_calls_of_networks_have_equal_bits(tmp_path: Path, kind: str) -> None:
     assert read_ledger(tmp_path / "sharded") == read_ledger(tmp_path / "whole")
 
 
-def test_a_part_of_a_network_may_have_a_name_of_its_own(tmp_path: Path) -> None:
-    run_ranks(fit, 1, tmp_path / "whole", Steps("alias"), "none")
-    run_ranks(fit, 2, tmp_path / "sharded", Steps("alias"), "full")
-    assert read_ledger(tmp_path / "sharded") == read_ledger(tmp_path / "whole")
-
-
 @pytest.mark.shows("P88")
 @pytest.mark.parametrize(
     ("kind", "match"),
@@ -206,13 +200,3 @@ def test_a_part_of_a_network_may_have_a_name_of_its_own(tmp_path: Path) -> None:
 def test_what_shards_would_lose_is_refused(tmp_path: Path, kind: str, match: str) -> None:
     with pytest.raises(RankError, match=match):
         run_ranks(fit, 2, tmp_path, Steps(kind), "full")
-
-
-@pytest.mark.shows("P93")
-def test_values_of_modules_are_saved_on_several_processes_too(tmp_path: Path) -> None:
-    model = Steps("attributes")
-    run_ranks(fit, 1, tmp_path / "whole", model, "none")
-    with pytest.raises(RankError, match="code -9"):
-        run_ranks(fit, 2, tmp_path / "killed", model, "full", Kill(3, 1))
-    run_ranks(fit, 3, tmp_path / "killed", model, "full")
-    assert read_ledger(tmp_path / "killed") == read_ledger(tmp_path / "whole")

@@ -155,11 +155,3 @@ def test_later_ones_are_named_before_the_update(calls: tuple[str, str]) -> None:
         ]
         * 2
     )
-
-
-@pytest.mark.shows("P88")
-def test_those_of_a_validation_are_named_at_its_end() -> None:
-    alone = run_ranks(train, 2, 0, [], [(A, A), (A, B)])
-    inside = run_ranks(train, 2, 0, [(A, A), (A, A)], [(A, A), (A, B)])
-    named = "one came to the forward of net.first while another came to the forward of net.second"
-    assert inside == alone == [f"{named} after 0"] * 2

@@ -49,22 +49,6 @@ def test_zeros_of_calls_without_a_gradient_are_not_added(gradients: tuple[float 
     assert bits(last) == bits(torch.tensor([-0.0, -0.0]))
 
 
-def test_gradients_of_several_calls_are_added_in_their_order() -> None:
-    unit = UnitSum(Waves(1, 1, 0), do_nothing)
-    for _ in range(3):
-        unit.count_forward()
-    *_, last = [reduce(unit, gradient) for gradient in (1e8, 1.0, -1e8)]
-    assert last.tolist() == [0.0, 0.0]
-
-
-def test_forward_passes_without_gradients_are_not_counted() -> None:
-    unit = UnitSum(Waves(1, 1, 0), do_nothing)
-    with torch.no_grad():
-        unit.count_forward()
-    unit.count_forward()
-    assert reduce(unit, 3.0).tolist() == [3.0, 3.0]
-
-
 def test_forward_passes_that_are_computed_again_are_not_counted() -> None:
     unit = UnitSum(Waves(1, 1, 0), do_nothing)
     unit.count_forward()
@@ -72,24 +56,6 @@ def test_forward_passes_that_are_computed_again_are_not_counted() -> None:
     result.register_hook(torch.enable_grad()(lambda _: unit.count_forward()))
     result.backward()
     assert reduce(unit, 3.0).tolist() == [3.0, 3.0]
-
-
-def test_a_sum_without_a_last_backward_is_made_at_the_end_of_the_turn() -> None:
-    unit = UnitSum(Waves(1, 1, 0), do_nothing)
-    for gradient in (3.0, -0.0, None):
-        for _ in range(3):
-            unit.count_forward()
-        # FSDP adds the second output to the first one.
-        outputs = [reduce(unit, gradient), reduce(unit, None)]
-        assert bits(outputs[0] + outputs[1]) == bits(torch.tensor([-0.0, -0.0]))
-        unit.add_late()
-        expected = 0.0 if gradient is None else gradient
-        assert bits(outputs[0] + outputs[1]) == bits(torch.tensor([expected, expected]))
-        unit.finish_turn("net")
-    unit.count_forward()
-    assert reduce(unit, 4.0).tolist() == [4.0, 4.0]
-    unit.add_late()
-    unit.finish_turn("net")
 
 
 @pytest.mark.shows("P88")
@@ -100,18 +66,3 @@ def test_a_second_backward_of_a_turn_is_an_error() -> None:
     unit.count_forward()
     with pytest.raises(UsageError, match="must have one backward"):
         reduce(unit, 2.0)
-
-
-def test_a_unit_takes_part_in_all_turns_or_in_none() -> None:
-    waves = Waves(2, 1, 0)
-    unit = UnitSum(waves, do_nothing)
-    unit.finish_turn("net.head")
-    waves.turn = 1
-    unit.finish_turn("net.head")
-    waves.turn = 0
-    unit.count_forward()
-    reduce(unit, 1.0)
-    unit.finish_turn("net.head")
-    waves.turn = 1
-    with pytest.raises(UsageError, match=r"'net\.head'.* took part in 1 of 2 turns"):
-        unit.finish_turn("net.head")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import helios
 from helios.core.sharded_tensors import cut_like, value_of
 from helios.plugins import Plugin
 from tests.support.ranks import RankError, run_ranks
@@ -70,13 +68,6 @@ class Halving(Plugin):
             saved[NAME].mul_(0.5)
 
 
-class Keeping(ShardedModel):
-    """Keeps a copy of what each process holds of a parameter."""
-
-    def on_training_batch_end(self, *_: Any) -> None:
-        self.kept = [self.net.head.weight.detach().clone()]
-
-
 def fit_as(rank: int, kind: type[ShardedModel], *args: Any) -> None:
     fit(rank, *args, kind=kind)
 
@@ -104,25 +95,6 @@ class Halves(Network):
         }
 
 
-class Lagging(ShardedModel):
-    """Has parameters of one row, and some that no step changes."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        super().setup(fast_init)
-        self.net.__class__ = Halves
-
-
-@pytest.mark.shows("P115")
-def test_processes_agree_on_what_the_state_dict_of_a_network_leaves_out(tmp_path: Path) -> None:
-    setting = Sharded(3, total_steps=3)
-    whole = Sharded(3, total_steps=3, sharding="none")
-    # The last line of a ledger has the buffers as the network's state_dict saves them.
-    run_ranks(fit_as, 1, Lagging, tmp_path / "undisturbed", whole)
-    run_ranks(fit_as, 2, Lagging, tmp_path / "run", Sharded(3, total_steps=2))
-    run_ranks(fit_as, 3, Lagging, tmp_path / "run", setting)
-    assert read_bits(tmp_path / "run") == read_bits(tmp_path / "undisturbed")
-
-
 @pytest.mark.shows("P115")
 def test_tensors_that_are_not_read_are_refused_by_name_where_values_are_needed(
     tmp_path: Path,
@@ -134,21 +106,3 @@ def test_tensors_that_are_not_read_are_refused_by_name_where_values_are_needed(
     train(tmp_path / "hook", 2, setting)
     with pytest.raises(RankError, match=rf"model\.objects\.net\.{NAME} .*\(mul_\).*value_of"):
         train(tmp_path / "hook", 2, Sharded(2, total_steps=2), Halving(reads=False))
-
-
-@pytest.mark.shows("P115")
-def test_a_hook_that_reads_a_tensor_changes_it_on_any_number_of_processes(tmp_path: Path) -> None:
-    train(tmp_path / "1", 2, Sharded(3, total_steps=1))
-    shutil.copytree(tmp_path / "1", tmp_path / "3")
-    train(tmp_path / "1", 1, Sharded(3, total_steps=2), Halving(reads=True))
-    train(tmp_path / "3", 3, Sharded(3, total_steps=2), Halving(reads=True))
-    assert read_bits(tmp_path / "1") == read_bits(tmp_path / "3")
-
-
-@pytest.mark.shows("P115")
-def test_an_attribute_that_holds_shards_is_named_with_a_remedy(tmp_path: Path) -> None:
-    run_ranks(fit_as, 2, Keeping, tmp_path, Sharded(2, total_steps=1))
-    path = helios.find_last_checkpoint(tmp_path / "sharded")
-    assert path is not None
-    (text,) = helios.load_checkpoint(path)["missing"].values()
-    assert "it holds a sharded tensor: save it in the state_dict() of a plugin" in text

@@ -84,14 +84,9 @@ def train_unlike(rank: int, kind: str, folder: Path) -> tuple[str, str]:
     ("kind", "what", "there", "here"),
     [
         ("plugins", "the plugins", "nothing", "first (Quiet)"),
-        ("evaluation", "the plugins", "nothing", "first (Quiet)"),
         ("order", "the plugins", "second (Quiet), first (Quiet)", "first (Quiet), second (Quiet)"),
-        ("classes", "the plugins", "first (Polled)", "first (Quiet)"),
         ("poll", "what answers should_training_stop", "nothing", "plugin 'first' (Polled)"),
         ("total_steps", "Trainer(total_steps=...)", "3", "2"),
-        ("accumulation_steps", "Trainer(accumulation_steps=...)", "3", "2"),
-        ("clip_norm", "Trainer(clip_norm=...)", "3", "2"),
-        ("random_seed", "Trainer(random_seed=...)", "3", "2"),
         ("folder", "a folder for checkpoints", "False", "True"),
     ],
 )

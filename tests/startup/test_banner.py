@@ -94,27 +94,6 @@ def test_a_resume_is_told_in_a_line_and_what_has_changed_in_another(
     assert lines[1].endswith(" - INFO - Changed since the checkpoint: total_steps: 2 -> 4.")
 
 
-def test_a_seed_of_torch_that_is_not_that_of_the_run_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = (
-        "INFO - PyTorch was seeded with 3 (torch.manual_seed), which does not seed the training: "
-        "it uses the default seed 6691. Pass Trainer(random_seed=3)."
-    )
-    torch.manual_seed(3)
-    fit(tmp_path / "seeded", 1, print_banner=False)
-    assert [line.partition(" - ")[2] for line in starts(capsys.readouterr().err)] == [told]
-    # What the run before has left is no seed of the script.
-    fit(tmp_path / "second", 1, print_banner=False)
-    torch.manual_seed(3)
-    fit(tmp_path / "given", 1, print_banner=False, random_seed=3)
-    torch.seed()
-    fit(tmp_path / "random", 1, print_banner=False)
-    torch.manual_seed(3)
-    fit(tmp_path / "seeded", 2, print_banner=False)
-    assert "manual_seed" not in capsys.readouterr().err
-
-
 @pytest.mark.shows("P81")
 @pytest.mark.parametrize("print_banner", [True, False])
 def test_a_start_says_how_often_schedulers_step_and_names_one_that_seems_to_count_epochs(

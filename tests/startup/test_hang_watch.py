@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import logging
 import os
 import re
@@ -23,10 +21,6 @@ from torch.utils.data import Dataset
 
 import helios
 from helios import DataLoaderParams
-from helios.distributed.heartbeats import Heard
-from helios.distributed.process_groups import open_store
-from helios.startup import given_values, hangs
-from helios.startup.hangs import describe_ranks
 from tests.support.ranks import run_ranks
 
 SECONDS = 0.6
@@ -138,16 +132,6 @@ def test_code_of_the_user_is_named_by_what_helios_has_called(lines: Lines) -> No
 
 
 @pytest.mark.shows("P139")
-def test_a_preparation_that_hangs_is_named(lines: Lines) -> None:
-    class Slow(Data):
-        def prepare_data(self) -> None:
-            lines.wait_for(1)
-
-    assert make_trainer().fit(Net(), Slow())
-    assert lines.texts[0].startswith("Training has not begun: the training is in prepare_data (")
-
-
-@pytest.mark.shows("P139")
 def test_a_long_validation_that_moves_is_not_named(lines: Lines) -> None:
     class Checked(Data):
         def setup(self) -> None:
@@ -163,19 +147,6 @@ def test_a_long_validation_that_moves_is_not_named(lines: Lines) -> None:
     assert make_trainer(1.2, valid_frequency=1).fit(Slow(), Checked())
     assert time.monotonic() - begin > 1.2
     assert lines.texts == []
-
-
-def test_nobody_watches_who_does_not_want_it() -> None:
-    names: list[str] = []
-
-    def look(model: Net) -> None:
-        names.extend(thread.name for thread in threading.enumerate())
-
-    assert make_trainer(None).fit(Net(look), Data())
-    assert "helios-hang-watch" not in names
-    assert make_trainer().fit(Net(look), Data())
-    assert "helios-hang-watch" in names
-    assert "helios-hang-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 def _fit_with_late_rank(
@@ -214,113 +185,6 @@ def test_ranks_that_wait_name_the_one_that_they_wait_for(late: int, tmp_path: Pa
     assert re.fullmatch(text, found[0][0])
 
 
-def _fit_after_another_call(rank: int, said: Path) -> list[str]:
-    """Train with a late rank where the store has words of a call that ended by ``hang_timeout``."""
-    words = {**_say("is in another call"), "patience": 1.0, "ends": True, "has_written": True}
-    store = open_store()
-    assert store is not None
-    for each in range(2):
-        store.set(f"helios/waiting/{each}", json.dumps({**words, "count": 99}))
-    dist.barrier()
-    return _fit_with_late_rank(rank, 1, said, hang_timeout=60.0)
-
-
-def test_words_of_an_earlier_call_do_not_count(tmp_path: Path) -> None:
-    first, _ = run_ranks(_fit_after_another_call, 2, tmp_path / "said")
-    assert "another call" not in "".join(first)
-
-
-def _fit_beside_stopped_rank(rank: int, stopped: int, folder: Path) -> list[str]:
-    lines = Lines()
-
-    def stop(model: Net) -> None:
-        if rank == stopped:
-            (folder / "pid").write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    def go_on() -> None:
-        lines.wait_for(1)
-        os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
-
-    if rank != stopped:
-        threading.Thread(target=go_on, daemon=True).start()
-    assert make_trainer(SECONDS_OF_RANKS).fit(Net(stop), Data())
-    return lines.texts
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no SIGSTOP")
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_is_said_not_to_answer(stopped: int, tmp_path: Path) -> None:
-    found = run_ranks(_fit_beside_stopped_rank, 2, stopped, tmp_path)
-    other = 1 - stopped
-    wanted = (
-        rf"step 2: rank {other} waits in the exchange of gradients since {CLOCK}; rank {stopped} "
-        r"does not answer\."
-    )
-    assert re.fullmatch(wanted, found[other][0])
-
-
-def _say(text: str, *, needs_others: bool = False) -> dict[str, Any]:
-    return {"text": text, "needs_others": needs_others, "since": "11:17:47", "moves": False}
-
-
-_GRADIENTS = _say("in the exchange of gradients", needs_others=True)
-_LOADER = _say("waits for its loader")
-
-
-@pytest.mark.parametrize(
-    ("words", "mute", "text"),
-    [
-        (
-            {0: _GRADIENTS, 1: _LOADER, 2: _GRADIENTS, 3: _GRADIENTS},
-            [],
-            "ranks 0, 2, 3 wait in the exchange of gradients for rank 1, which waits for its "
-            "loader since 11:17:47",
-        ),
-        (
-            {0: _GRADIENTS, 1: _GRADIENTS, 2: _GRADIENTS, 4: _LOADER},
-            [3, 5],
-            "ranks 0 to 2 wait in the exchange of gradients for rank 4, which waits for its "
-            "loader since 11:17:47; ranks 3, 5 do not answer",
-        ),
-        (
-            {0: _GRADIENTS, 1: _say("in an agreement", needs_others=True)},
-            [],
-            "rank 0 waits in the exchange of gradients and rank 1 waits in an agreement since "
-            "11:17:47",
-        ),
-        ({0: _GRADIENTS, 1: _GRADIENTS}, [], "all ranks wait in the exchange of gradients since "
-         "11:17:47"),
-        (
-            {0: _say("saves"), 1: _LOADER},
-            [],
-            "rank 0 saves since 11:17:47; rank 1 waits for its loader since 11:17:47",
-        ),
-    ],
-)  # fmt: skip
-def test_who_waits_for_whom(words: dict[int, Any], mute: list[int], text: str) -> None:
-    assert describe_ranks(Heard(words, mute), len(words) + len(mute)) == text
-
-
-def test_the_modules_that_are_named_exist() -> None:
-    """Else a file that moves would make a rank wait in "advance (epoch.py)"."""
-    for name in (*hangs._PEERS, *hangs._OWN):
-        importlib.import_module(name)
-    assert set(hangs._PATIENCE) <= set(hangs._OWN)
-
-
-def _add_in_step(rank: int, said: Path) -> list[str]:
-    return _fit_with_late_rank(rank, 1, said, adds=True)
-
-
-@pytest.mark.shows("P139")
-def test_a_collective_of_the_user_is_named_by_its_function(tmp_path: Path) -> None:
-    first, _ = run_ranks(_add_in_step, 2, tmp_path / "said")
-    step = f"train_step ({Path(__file__).name})"
-    wanted = f"step 2: rank 0 waits in a collective of {step} for rank 1, which is in {step} since "
-    assert first[0].startswith(wanted)
-
-
 _STACKS = """
 import os, signal, sys, helios
 from tests.startup.test_hang_watch import Data, Net, make_trainer
@@ -347,22 +211,3 @@ def test_sigquit_shows_all_stacks_and_the_training_goes_on(kind: str) -> None:
     assert "it went on" in done.stderr
     assert ("mine" in done.stderr) == (kind == "own")
     assert (" in train_step" in done.stderr) == (kind != "own")
-
-
-def test_a_constructor_that_takes_long_is_named_by_the_setup_that_calls_it() -> None:
-    """Helios notes its arguments in between."""
-    found = []
-
-    def look() -> None:
-        found.append(hangs.find_whereabouts(sys._getframe().f_back).text)
-
-    def call(path: str, module: str, function: str, inner: Any) -> Any:
-        scope: dict[str, Any] = {"__name__": module, "inner": inner}
-        exec(compile(f"def {function}():\n    inner()\n", path, "exec"), scope)
-        return scope[function]
-
-    library = call(torch.__file__, "torch.optim.sgd", "__init__", look)
-    wrapper = call(given_values.__file__, given_values.__name__, "construct", library)
-    user = call("train.py", "__main__", "setup", wrapper)
-    call(hangs.__file__, "helios.startup.run_setup", "prepare", user)()
-    assert found == ["is in setup (train.py)"]

@@ -68,14 +68,6 @@ def test_a_folder_that_is_not_shared_is_named_and_not_looked_for_again(tmp_path:
     assert "rank 1 finds no such file" in texts[0]
 
 
-def _nothing(patch: pytest.MonkeyPatch, rank: int, path: Path) -> None:
-    return
-
-
-def test_where_nothing_is_found_no_process_loads_anything(tmp_path: Path) -> None:
-    assert run_ranks(_find, 2, tmp_path, _nothing) == [None, None]
-
-
 def _find_best(rank: int, root: Path) -> tuple[str, list[str]]:
     options = make(chkpt_root=root)
     load, rest = loading.load_present, [0.3, 0.1]
@@ -113,25 +105,3 @@ def test_all_processes_load_the_best_also_where_a_better_one_replaces_it(tmp_pat
     found = run_ranks(_find_best, 2, tmp_path)
     assert [name for name, _ in found] == ["run_epoch_1_iter_3.pth"] * 2
     assert found[0][1] == ["the best of 1 checkpoints by loss (min): 0.1"]
-
-
-def _find_named(rank: int, root: Path) -> str:
-    with replicas_on(rank, 2, 2) as team, pytest.raises(CheckpointError) as caught:
-        find_chosen(
-            CheckpointChoice(path=root / str(rank) / "run" / "run_epoch_1_iter_1.pth"),
-            *(make(chkpt_root=root), "run", []),
-            run_name="run",
-            team=team,
-        )
-    return str(caught.value)
-
-
-def test_a_named_file_that_one_process_lacks_is_told_to_all(tmp_path: Path) -> None:
-    save(RunFolder(tmp_path / "0" / "run"), 1, 1)
-    first, second = run_ranks(_find_named, 2, tmp_path)
-    assert first == second
-    assert first.startswith("Rank 0 of 2 loads ")
-    assert first.endswith(
-        "but rank 1 finds no such file. All processes must see the file that is named: copy it to "
-        "each machine."
-    )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import Subset
 
 import helios
 from helios.checkpoint.file_names import find_last_checkpoint, sidecar_path
@@ -23,7 +23,6 @@ from helios.plugins import Plugin
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import HookContext
 from helios.state import TrainingState
-from helios.state_graph.owner_states import internals_of
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -168,53 +167,6 @@ def test_every_owner_goes_on_where_it_was(
     assert "incomplete" not in capsys.readouterr().err
 
 
-@pytest.mark.shows("S42")
-def test_a_plugin_that_is_gone_leaves_its_attributes_in_the_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Parts(tmp_path, 2).run()
-    middle = Parts(tmp_path, 4)
-    middle.trainer = helios.Trainer(
-        total_steps=4, chkpt_frequency=1, chkpt_root=tmp_path, train_unit="iteration"
-    )
-    middle.run()
-    assert "attributes of plugin 'counting'" in capsys.readouterr().err
-    last = Parts(tmp_path, 5).run()
-    assert last.plugin.count == 3
-
-
-@pytest.mark.shows("S42")
-def test_an_evaluation_finds_the_attributes_of_plugins_too(tmp_path: Path) -> None:
-    Parts(tmp_path, 3).run()
-
-    class Tested(Data):
-        def setup(self) -> None:
-            super().setup()
-            self._test_dataset = self._train_dataset
-
-    parts = Parts(tmp_path, 3, Tested)
-    parts.trainer.test(parts.model, parts.data)
-    assert parts.plugin.count == 3
-    assert parts.data.stage == 3
-
-
-@pytest.mark.shows("S66", "S72")
-def test_a_generator_in_a_data_set_is_named_where_workers_have_copies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class WithWorkers(Data):
-        num_workers = 1
-
-    Parts(tmp_path, 1, WithWorkers).run()
-    assert list(_sidecar(tmp_path).missing) == ["data set.dataset: rng"]
-    assert "data set.dataset: rng: with num_workers=1" in capsys.readouterr().err
-    Parts(tmp_path, 2, WithWorkers).run()
-    shown = capsys.readouterr().err
-    (told,) = [line for line in shown.splitlines() if " - WARNING - " in line]
-    assert "data set.dataset: rng: with num_workers=1" in told, "the load does not say it again"
-    assert list(_sidecar(tmp_path).missing) == ["data set.dataset: rng"]
-
-
 @pytest.mark.shows("S74")
 def test_a_data_set_declares_what_need_not_be_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -296,20 +248,6 @@ def test_what_a_collate_function_counts_comes_back(make: Any, tmp_path: Path) ->
 
 
 @pytest.mark.shows("S42")
-def test_each_of_several_inner_data_sets_goes_on_where_it_was(tmp_path: Path) -> None:
-    class Joined(Data):
-        def setup(self) -> None:
-            super().setup()
-            options = DataLoaderParams(batch_size=1, num_workers=0)
-            both = ConcatDataset([self.numbers, Numbers()])
-            self._train_dataset = self._create_dataset(both, options)
-
-    whole = Parts(tmp_path / "whole", 10, Joined).run()
-    Parts(tmp_path / "cut", 3, Joined).run()
-    assert Parts(tmp_path / "cut", 10, Joined).run().found() == whole.found()
-
-
-@pytest.mark.shows("S42")
 def test_what_a_state_dict_of_the_model_leaves_out_comes_back(tmp_path: Path) -> None:
     class Own(Model):
         def setup(self, fast_init: bool = False) -> None:
@@ -336,17 +274,3 @@ def test_what_a_state_dict_of_the_model_leaves_out_comes_back(tmp_path: Path) ->
     whole = make("whole", 6)
     make("cut", 3)
     assert make("cut", 6).found() == whole.found()
-
-
-@pytest.mark.shows("S42")
-def test_attributes_of_helios_own_classes_are_declared() -> None:
-    parts = Parts(Path("unused"), 1)
-    trainer = parts.trainer
-    owners: list[object] = [parts.engine, parts.data, parts.plugin, parts.hooks, parts.loop]
-    loop: Any = trainer.fit_loop
-    while loop is not None:
-        owners.append(loop)
-        loop = next(iter(loop._children().values()), None)
-    own = {"count", "rng", "num_batches", "num_clips"}
-    for owner in owners:
-        assert vars(owner).keys() - own <= internals_of(owner), type(owner)

@@ -63,7 +63,3 @@ def test_the_memory_of_a_run_that_was_dropped_is_free_before_the_next_model_is_b
         with pytest.raises(UsageError):
             trainer.fit(Looking("plain"), IndexModule(Setting()))
     assert found == [None]
-
-
-def test_on_a_cpu_nothing_is_moved() -> None:
-    assert {part.device.type for part in train(use_cpu=True).net.parameters()} == {"cpu"}

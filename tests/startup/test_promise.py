@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import helios
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level
 from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings
-from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
 from helios.startup.reproducibility_level import Reproducibility
 from helios.state import TrainingState
-from tests.distributed.train_script import Module, Net, Points, parse
+from tests.distributed.train_script import Module, Net, parse
 
 
 class Manual(Net):
@@ -43,11 +41,6 @@ class Synced(Net):
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
         self.net = nn.SyncBatchNorm.convert_sync_batchnorm(self.net)
-
-
-class Foreign(Module):
-    def train_dataloader(self) -> Any:
-        return DataLoader(Points(), batch_size=4), None
 
 
 def fit(
@@ -74,27 +67,6 @@ def fit(
 def levels(folder: Path) -> list[str]:
     paths = sorted((folder / "net").glob("*_iter_*.json"))
     return [json.loads(path.read_text())["level"] for path in paths]
-
-
-@pytest.mark.parametrize(
-    ("num_replicas", "level", "text"),
-    [(1, "restart", "1 process, 1 replica\n"), (3, "elastic", "1 process, 3 replicas\n")],
-)
-def test_several_replicas_make_a_run_elastic_of_which_the_banner_need_not_speak(
-    num_replicas: int, level: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """DESIGN section 1."""
-    fit(tmp_path, num_replicas=num_replicas)
-    assert levels(tmp_path) == [level, level]
-    shown = capsys.readouterr().err
-    assert f"processes: {text}" in shown
-    assert "reproducibility:" not in shown
-
-
-def test_a_loader_that_is_not_ours_is_no_better_than_restart(tmp_path: Path) -> None:
-    """DESIGN section 1: each process would need its own."""
-    with pytest.raises(ValueError, match="must be the loader of one replica"):
-        fit(tmp_path, data=Foreign, num_replicas=2, chkpt_frequency=None)
 
 
 @pytest.mark.shows("S58")
@@ -127,17 +99,6 @@ def test_synchronised_batch_norm_needs_a_process_for_each_replica(tmp_path: Path
     with pytest.raises(UsageError, match=r"SyncBatchNorm \(net\.1\) needs a process for each .*2"):
         fit(tmp_path, model=Synced, num_replicas=2)
     assert levels(tmp_path) == []
-
-
-def test_a_yield_loop_needs_a_process_for_each_replica_before_anything_is_trained(
-    tmp_path: Path,
-) -> None:
-    trainer = helios.Trainer(total_steps=1, use_cpu=True, num_replicas=3, print_banner=False)
-    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())  # type: ignore[union-attr]
-    with pytest.raises(
-        UsageError, match=r"A YieldLoop needs .* but there are 1 for 3 replicas. Start 3 processes"
-    ):
-        trainer.fit(Net("net"), Module(parse([])))
 
 
 def test_manual_steps_are_refused_when_a_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from helios import DataLoaderParams, DataModule, Model, Plugin, Trainer
-from helios.data.steps import Steps, StepsSource
-from helios.startup.run_log import describe_data, describe_model
-from helios.state import Phase
+from helios.startup.run_log import describe_model
 
 
 class Holder(Model):
@@ -40,17 +38,6 @@ def test_one_network_is_shown_by_its_parts() -> None:
     ]
 
 
-def test_several_networks_have_a_row_each() -> None:
-    teacher = nn.Linear(3, 1).requires_grad_(False)
-    student = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1))
-    student[0].bias.requires_grad_(False)
-    assert lines(teacher=teacher, student=student) == [
-        "10 parameters (40 bytes), 5 trainable",
-        "  student  Sequential  6  24 bytes  5 trainable",
-        "  teacher  Linear      4  16 bytes  frozen",
-    ]
-
-
 @pytest.mark.shows("P77")
 def test_a_shared_parameter_counts_once() -> None:
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
@@ -60,34 +47,6 @@ def test_a_shared_parameter_counts_once() -> None:
         "  first   Linear  4  16 bytes",
         "  second  Linear  2   8 bytes",
     ]
-
-
-def test_parameters_of_the_network_itself_and_of_the_model_are_counted() -> None:
-    network = nn.Sequential(nn.Linear(1, 1))
-    network.scale = nn.Parameter(torch.ones(3))
-    assert lines(net=network, shift=nn.Parameter(torch.ones(2), requires_grad=False)) == [
-        "7 parameters (28 bytes), 5 trainable",
-        "  net.0  Linear      2   8 bytes",
-        "  net    Sequential  3  12 bytes",
-        "  shift  Parameter   2   8 bytes  frozen",
-    ]
-
-
-@pytest.mark.shows("P77")
-def test_what_a_lazy_layer_will_have_is_not_guessed() -> None:
-    assert lines(net=nn.Sequential(nn.Linear(1, 1), nn.LazyLinear(4))) == [
-        "2 parameters (8 bytes), all trainable, without lazy ones",
-        "  net.0  Linear      2  8 bytes",
-        "  net.1  LazyLinear  0  0 bytes  lazy: the first batch sets the rest",
-    ]
-
-
-@pytest.mark.shows("P77")
-def test_many_parts_fill_eight_rows() -> None:
-    found = lines(net=nn.Sequential(*(nn.Linear(1, 1) for _ in range(20))))
-    assert len(found) == 10
-    assert found[-1] == "  12 more with 24 parameters"
-    assert lines(count=3) == ["no parameters"]
 
 
 class Endless(IterableDataset[torch.Tensor]):
@@ -121,12 +80,6 @@ def test_the_banner_says_how_large_model_and_data_are(capsys: pytest.CaptureFixt
         "  net  Linear  2  8 bytes",
         "data: 2,500 samples in 1,250 batches per epoch; validation an unknown number of samples",
     ]
-
-
-@pytest.mark.parametrize(("steps", "text"), [(Steps(9), "none, 9 iterations"), (Steps(), "none")])
-def test_the_banner_does_not_speak_of_samples_if_there_is_no_data(steps: Steps, text: str) -> None:
-    found = describe_data({Phase.TRAINING: [StepsSource(steps)]})
-    assert found == (f"{text} per epoch" if "9" in text else text)
 
 
 class Numbered(DataModule):
@@ -164,9 +117,6 @@ def plan(capsys: pytest.CaptureFixture[str], data: DataModule, **options: object
     return line.removeprefix("plan: ")
 
 
-BY_STEPS = {"train_unit": "iteration", "total_steps": 5000}
-
-
 @pytest.mark.parametrize(
     ("options", "params", "text"),
     [
@@ -187,20 +137,10 @@ BY_STEPS = {"train_unit": "iteration", "total_steps": 5000}
             "1 epoch of 3 steps (batch 3), fp32, validated every epoch, saved every epoch",
         ),
         (
-            {**BY_STEPS, "valid_frequency": 500, "chkpt_frequency": 20, "chkpt_root": "runs"},
-            {},
-            "5000 steps (batch 2), fp32, validated every 500 steps, saved every 20 steps",
-        ),
-        (
             {"total_steps": math.inf, "early_stop_cycles": 2, "valid_frequency": 3},
             {},
             "unlimited epochs of 5 steps (batch 2), fp32, validated every 3 epochs, nothing is "
             "saved (chkpt_root)",
-        ),
-        (
-            {"total_steps": 2, "chkpt_root": "runs"},
-            {"batch_size": None},
-            "2 epochs of 10 steps, fp32, not validated, nothing is saved (chkpt_frequency)",
         ),
     ],
 )
@@ -214,18 +154,3 @@ def test_the_banner_has_the_plan_of_the_run_in_a_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert plan(capsys, Numbered(TEN, **params), **options) == text
-
-
-def test_the_plan_does_not_guess_the_length_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, Numbered(Endless()), **BY_STEPS, batch_limits={Phase.TRAINING: 7})
-    assert found.startswith("5000 steps (batch 2), fp32,")
-    assert plan(capsys, Numbered(Endless()), total_steps=2).startswith("2 epochs (batch 2), fp32,")
-
-
-def test_validations_without_data_are_not_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    class Lone(Numbered):
-        def setup(self) -> None:
-            super().setup()
-            self._valid_dataset = None
-
-    assert "not validated" in plan(capsys, Lone(TEN), total_steps=1, valid_frequency=1)

@@ -12,7 +12,6 @@ import pytest
 from helios import CheckpointStore, KeepBest, Trainer
 from helios.best import BestRule, BestSoFar, Validation
 from helios.checkpoint.run_listener import Validated
-from helios.plugins import EarlyStopping
 from helios.startup.run_log import ScoreLog, describe_progress
 from helios.state import TrainingState
 from helios.terminal.progress import NullDisplay
@@ -78,45 +77,6 @@ def test_each_validation_is_a_line_with_the_best_so_far(
 
 
 @pytest.mark.shows("U26")
-def test_large_scores_are_the_best_if_the_rule_says_so() -> None:
-    (log, _), best = make_log(), BestSoFar(BestRule("error", "max"))
-    show(log, best, [0.5, 0.75, 0.25])
-    assert log.summarize(best.best)["best scores"] == "error 0.75 (iteration 16)"
-
-
-@pytest.mark.shows("U26")
-def test_the_model_may_say_which_is_the_best(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    show(make_log()[0], BestSoFar(BestRule()), [0.5, 0.75])
-    assert "; best: error 0.5, hits 3 (iteration 8); training" in caplog.messages[1]
-    silent, shown = make_log()
-    show(silent, BestSoFar(), [0.5, 0.75])
-    assert shown == ["error 0.5, hits 3", "error 0.75, hits 3"]
-    assert list(silent.summarize(None)) == ["last scores"]
-
-
-@pytest.mark.shows("U26")
-def test_where_earlier_validations_are_unknown_the_log_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    (log, _), best = make_log(), BestSoFar(LOW, since=16)
-    show(log, best, [0.375, 0.5], first=3)
-    assert "best since iteration 16: error 0.375 (iteration 24)" in caplog.messages[1]
-    found = log.summarize(best.best)["best scores"]
-    assert found == "error 0.375 (iteration 24, since iteration 16)"
-
-
-def test_nothing_is_logged_without_scores(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    log, shown = make_log()
-    log.validated(Validated({}, TrainingState(), False, None, (), {"loss": 1.0}))
-    assert shown == [""]
-    assert not caplog.messages
-    assert log.summarize(None) == {}
-
-
-@pytest.mark.shows("U26")
 def test_the_end_says_how_far_and_where() -> None:
     state = TrainingState(global_epoch=3, global_iteration=24, global_step=24)
     newest = Path("runs") / "line" / "line_epoch_3_iter_24.pth"
@@ -135,17 +95,6 @@ def test_the_end_says_how_far_and_where() -> None:
         state, seconds=3.21, begun_at=0, scores={}, nonfinite="", newest=None, has_report=False
     )
     assert bare == "\n  trained  until epoch 3, iteration 24 in 3.2 s"
-
-
-@pytest.mark.shows("P133")
-def test_iterations_have_their_step_beside_them_where_it_is_another_number(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    options: dict[str, Any] = {"valid_frequency": 1, "train_unit": "step", "accumulation_steps": 2}
-    Trainer(total_steps=3, use_cpu=True, **options).fit(Line("line"), Numbers())
-    shown = capfd.readouterr().err
-    assert "Validation 2 (epoch 1, iteration 4 (step 2)): error " in shown
-    assert "  trained      until epoch 2, iteration 6 (step 3) in " in shown
 
 
 @pytest.mark.shows("U26")
@@ -169,18 +118,6 @@ def test_fit_logs_scores_and_the_end_also_after_a_resume(
     assert "(iteration 4); training loss " in shown
     assert "until epoch 3, iteration 12; this start: 4 iterations in " in shown
     assert f"  report       helios report {tmp_path / 'line'}\n" in shown
-
-
-def test_early_stopping_says_which_is_the_best_without_a_folder(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    stopping = EarlyStopping("error", mode="min", patience=9)
-    Trainer(total_steps=1, valid_frequency=1, use_cpu=True, plugins=[stopping]).fit(
-        Line("line"), Numbers()
-    )
-    shown = capfd.readouterr().err
-    assert "; the best so far; training loss " in shown
-    assert "checkpoints" not in shown
 
 
 @pytest.mark.shows("U26")

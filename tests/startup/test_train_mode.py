@@ -134,7 +134,7 @@ def files(folder: Path) -> list[bytes]:
     return [ledger, *(each.numpy().tobytes() for each in weights.values())]
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [1, 3])
 def test_a_network_in_evaluation_mode_trains_as_if_it_had_never_been_in_it(
     nproc: int, tmp_path: Path
 ) -> None:
@@ -165,25 +165,6 @@ def test_a_run_says_once_what_it_has_put_into_training_mode(nproc: int, tmp_path
     assert "Nothing to do" in shown
 
 
-def test_a_loop_by_hand_that_calls_train_gives_the_same_weights(tmp_path: Path) -> None:
-    def make() -> nn.Sequential:
-        net = nn.Sequential(nn.Linear(2, 3), Doubling(), nn.Linear(3, 1))
-        for parameter in net.parameters():
-            nn.init.constant_(parameter, 0.1)
-        return net.eval()
-
-    model, _ = fit(tmp_path, make)
-    net = make().train()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
-    for _ in range(3):
-        for inputs in (torch.arange(24.0).reshape(12, 2) / 24).split(2):
-            optimizer.zero_grad()
-            (net(inputs) - 1).square().mean().backward()
-            optimizer.step()
-    pairs = zip(model.net.parameters(), net.parameters(), strict=True)
-    assert all(torch.equal(found, expected) for found, expected in pairs)
-
-
 @pytest.mark.parametrize("make", [all_resting, lambda: Net().with_lora(), sleeping_dropout])
 def test_a_killed_run_goes_on_in_its_modes_and_warns_once(
     make: Callable[[], Any], tmp_path: Path
@@ -194,24 +175,6 @@ def test_a_killed_run_goes_on_in_its_modes_and_warns_once(
     assert run_in_child(killed, tmp_path / "outcome") == -9
     assert "train_mode" not in "".join(fit(tmp_path / "killed", make)[1])
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        # Net, body and its Linear, Doubling and Dropout, blocks with two parts each, and the head.
-        (lambda: Net().with_lora(), ["13 of 20 modules", "net, net.body, net.body.0"]),
-        (sleeping_dropout, ["1 of 14 modules", "net.body.3"]),
-    ],
-)
-def test_a_mixture_of_modes_is_one_warning_that_names_the_switch(
-    make: Callable[[], Net], words: list[str], tmp_path: Path
-) -> None:
-    before = [each.training for each in make().modules()]
-    model, (warning,) = fit(tmp_path, make)
-    assert [each.training for each in model.net.modules()] == before
-    for word in (*words, '"all"', '"keep"'):
-        assert word in warning
 
 
 def overridden_on_the_instance() -> Net:
@@ -226,7 +189,6 @@ def overridden_on_the_instance() -> Net:
         Net,
         frozen_norms,
         lambda: KeepsBody().train(),
-        lambda: nn.Sequential(KeepsBody().train(), nn.Linear(1, 1)),
         overridden_on_the_instance,
     ],
 )
@@ -239,13 +201,6 @@ def test_modes_that_are_meant_stay_and_are_not_spoken_of(
     assert [each.training for each in model.net.modules()] == before
 
 
-def test_train_of_the_network_decides_about_its_parts(tmp_path: Path) -> None:
-    model, warnings = fit(tmp_path, lambda: KeepsBody().eval())
-    assert warnings == []
-    assert model.net.head.training
-    assert not model.net.body.training
-
-
 class WithOthers(Trained):
     """Holds a teacher, an average of weights that no optimizer updates, and an alias of a part."""
 
@@ -256,21 +211,12 @@ class WithOthers(Trained):
         self.alias = self.net.head
 
 
-class OwnTrain(WithOthers):
-    """Decides about the modes by itself."""
-
-    def train(self) -> None:
-        super().train()
-        self.net.head.train()
-
-
 @pytest.mark.parametrize(
     ("kind", "mode", "expected", "num_warnings"),
     [
         (WithOthers, None, [True, True, False, False], 1),
         (WithOthers, "keep", [False, False, False, False], 0),
         (WithOthers, "all", [True, True, True, True], 0),
-        (OwnTrain, None, [False, True, False, False], 0),
     ],
 )
 def test_what_is_not_trained_rests_unless_the_model_says_otherwise(

@@ -15,7 +15,6 @@ import helios
 from helios.errors import ArgumentError, ArgumentTypeError, RunMismatchError
 from helios.replicas.replicas import Replicas
 from helios.startup.processes import options_that_must_match
-from helios.startup.run_manifest import manifest_options
 from helios.startup.trainer_options import CHANGEABLE, ROWS, Options
 from helios.state import Phase
 from tests.support.models import Fitting
@@ -27,7 +26,7 @@ BAD: dict[str, Any] = {
     **dict.fromkeys(("valid_frequency", "chkpt_frequency", "print_frequency"), 0),
     **dict.fromkeys(("accumulation_steps", "num_replicas", "nproc"), 0),
     **dict.fromkeys(("clip_norm", "clip_value", "hang_warning", "hang_timeout"), -1.0),
-    **dict.fromkeys(("init", "on_incomplete", "ledger", "reproducibility", "sharding"), "maybe"),
+    **dict.fromkeys(("init", "on_incomplete", "ledger", "sharding"), "maybe"),
     **dict.fromkeys(("early_stop_cycles", "sanity_steps", "random_seed"), -1),
     **dict.fromkeys(("store", "engine", "signals"), "one"),
     "run_name": "a/b",
@@ -75,7 +74,6 @@ OTHER: dict[str, dict[str, Any]] = {
     "allow_changes": {**_SAVES, "allow_changes": ("seed",)},
     "on_incomplete": {**_SAVES, "on_incomplete": "raise"},
     "ledger": {**_SAVES, "ledger": "off"},
-    "reproducibility": {**_SAVES, "reproducibility": "strict"},
     "skip_batches": {"skip_batches": (200,)},
     "signals": {"signals": helios.Signals(())},
     "engine": {"engine": helios.Engine(torch.device("cpu")), "use_cpu": None},
@@ -156,17 +154,6 @@ def test_ranks_that_differ_are_told_by_the_name_of_the_option(name: str) -> None
         assert said in differing
     else:
         assert not {key for key in differing if key.startswith("Trainer(")}
-
-
-@pytest.mark.shows("P149")
-def test_a_manifest_holds_what_the_rows_say() -> None:
-    every = {name: value for options in OTHER.values() for name, value in options.items()}
-    every |= {"engine": None, "sharding": "none", "clip_norm": None, "use_cpu": True}
-    every |= {"resume": "auto", "enable_cudnn_benchmark": False, "ledger": "steps"}
-    found = manifest_options(make(**{**every, "nproc": 1}))
-    recorded = {name for name, row in ROWS.items() if row.is_recorded}
-    unset = {"engine", "clip_norm"}
-    assert set(found) == recorded - unset
 
 
 class Data(helios.DataModule):

@@ -8,7 +8,6 @@ import pytest
 from torch import nn
 
 from helios.data.datamodule import DataModule
-from helios.hooks.events import EVENTS
 from helios.model.model import Model
 from helios.startup.objects import warn_of_unknown_hooks
 from tests.support.quiet import Quiet
@@ -96,15 +95,6 @@ def test_what_looks_like_a_hook_is_named(name: str, caplog: pytest.LogCaptureFix
     assert len(warnings_of(owner, caplog)) == 1
 
 
-def test_a_method_is_named_once_wherever_it_stands(caplog: pytest.LogCaptureFixture) -> None:
-    first = type("First", (Plain,), {"on_train_start": nothing})
-    second = type("Second", (first,), {"on_train_start": nothing})()
-    second.on_train_start = nothing
-    second.training_step = nothing
-    texts = [text.partition(" ")[0] for text in warnings_of(second, caplog)]
-    assert sorted(texts) == ["Second.on_train_start", "Second.training_step"]
-
-
 def test_what_is_the_users_own_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     owner: Any = Plain()
     own = (
@@ -123,10 +113,3 @@ def test_what_is_the_users_own_is_not_named(caplog: pytest.LogCaptureFixture) ->
     assert warnings_of(owner, caplog) == []
     kind = type("Typed", (Plain,), {**dict.fromkeys(own, nothing), "on_cpu": property(nothing)})
     assert warnings_of(kind(), caplog) == []
-
-
-@pytest.mark.parametrize("base", [Plain, Quiet, Data])
-def test_nothing_that_is_called_is_named(base: Any, caplog: pytest.LogCaptureFixture) -> None:
-    names = [name for name in (*EVENTS, *vars(base.__mro__[1])) if not name.startswith("_")]
-    owner = type("Full", (base,), {**dict.fromkeys(names, nothing), "setup": nothing})
-    assert warnings_of(owner.__new__(owner), caplog) == []

@@ -43,10 +43,6 @@ def test_objects_are_found_in_attributes_lists_tuples_and_dicts() -> None:
     ]
 
 
-def test_the_order_does_not_depend_on_when_attributes_were_set() -> None:
-    assert _paths(Owner(b=Counter(), a=Counter())) == _paths(Owner(a=Counter(), b=Counter()))
-
-
 def test_a_shared_object_is_saved_once_under_its_first_path() -> None:
     net = network()
     assert _paths(Owner(z=net, nets=[net, net], b=(net,))) == ["b.0"]
@@ -62,16 +58,6 @@ def test_containers_in_a_circle_and_references_to_the_owner_are_survived() -> No
     again = Discovery(owner)
     again.take_baseline()
     again.restore(again.capture())
-
-
-def test_classes_with_the_methods_are_no_objects_with_state() -> None:
-    assert _paths(Owner(kind=nn.Linear, kinds=[Counter])) == []
-
-
-def test_modules_are_not_entered() -> None:
-    net = network()
-    net.extra = Counter()  # type: ignore[assignment]
-    assert _paths(Owner(net=net)) == ["net"]
 
 
 def test_networks_optimizers_and_schedulers_are_listed_by_path_each_once() -> None:
@@ -93,28 +79,6 @@ def test_what_is_declared_as_unsaved_is_listed_and_not_saved() -> None:
     assert not found.capture()["objects"]
     listed = [*found.modules(), *found.optimizers(), *found.schedulers()]
     assert listed == ["teacher", "tools.0", "tools.1"]
-
-
-def test_two_objects_under_one_path_are_an_error() -> None:
-    with pytest.raises(StateError, match=r"nets\.1"):
-        started(Owner(nets={1: network(), "1": network()}))
-
-
-def test_tensors_are_captured_by_reference() -> None:
-    owner = Owner(net=network())
-    state = started(owner).capture()
-    assert state["objects"]["net"]["0.weight"].data_ptr() == owner.net[0].weight.data_ptr()
-
-
-def test_a_capture_before_the_baseline_holds_what_there_is_without_values() -> None:
-    assert Discovery(Owner(count=1)).capture() == {}
-    owner = Owner(net=nn.Linear(2, 2), count=1)
-    discovery = Discovery(owner)
-    for _ in range(2):
-        owner.count += 1
-        state = discovery.capture()
-        assert list(state["objects"]) == ["net"]
-        assert not any(state["values"].values())
 
 
 def test_a_bare_string_of_unsaved_names_is_an_error() -> None:
@@ -148,15 +112,6 @@ def test_a_refused_state_is_an_error_that_names_the_path() -> None:
     with pytest.raises(StateError, match=r"(?s)nets\.0 \(Linear\).*size mismatch") as error:
         started(Owner(nets=[nn.Linear(3, 2)])).restore(saved)
     assert isinstance(error.value.__cause__, RuntimeError)
-
-
-def test_an_object_that_fails_to_give_its_state_is_named() -> None:
-    class Broken(Counter):
-        def state_dict(self) -> dict[str, Any]:
-            raise KeyError("x")
-
-    with pytest.raises(StateError, match=r"parts\.0 \(Broken\)"):
-        started(Owner(parts=[Broken()])).capture()
 
 
 def test_objects_that_came_or_went_after_setup_are_named_when_they_are_saved(
@@ -216,15 +171,6 @@ def test_inference_restores_all_that_training_does() -> None:
     assert owner.net.weight.grad is not None
 
 
-def test_inference_never_complains_of_left_overs(said: list[str]) -> None:
-    state = _trained()
-    state["values"]["nodes"]["nets"] = {"set": {"count": 1}, "deleted": []}
-    owner = Owner(net=nn.Linear(2, 2))
-    Discovery(owner).restore(state, is_inference=True)
-    assert bits(owner.net.state_dict()) == bits(state["objects"]["net"])
-    assert not said
-
-
 def test_inference_names_networks_that_stay_untrained(said: list[str]) -> None:
     owner = Owner(
         net=nn.Linear(2, 2), head=nn.Linear(2, 2), loss=nn.CrossEntropyLoss(), best=network()
@@ -257,27 +203,6 @@ def test_a_state_in_memory_does_not_change_when_training_goes_on() -> None:
     assert bits(state) == before
     again.parts["rate"].base_lrs[0] = 7
     assert bits(state) == before
-
-
-def test_a_module_keeps_no_part_of_an_extra_state() -> None:
-    class Extra(nn.Linear):
-        seen: list[int]
-
-        def get_extra_state(self) -> list[int]:
-            return self.seen
-
-        def set_extra_state(self, state: list[int]) -> None:
-            self.seen = state
-
-    def make(*seen: int) -> Any:
-        net = Extra(1, 1)
-        net.seen = list(seen)
-        return Owner(net=net)
-
-    state = started(make(1)).capture()
-    again = resumed(make, state)
-    again.net.seen.append(2)
-    assert state["objects"]["net"]["_extra_state"] == [1]
 
 
 class Trained:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import types
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Sampler, Subset
+from torch.utils.data import Subset
 
 from helios.errors import StateError
-from helios.plugins import Plugin
 from helios.state_graph.owner_states import Owner as NamedOwner
 from helios.state_graph.owner_states import Owners
 from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
@@ -50,16 +46,6 @@ class Hiding(Holder):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AssertionError("no method of a class runs")
-
-
-class Replay:
-    """Can be iterated over, and is no iterator."""
-
-    def __init__(self) -> None:
-        self.items: list[int] = []
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.items)
 
 
 class Tally:
@@ -110,30 +96,6 @@ def test_an_object_that_training_makes_comes_back_if_its_class_is_known(
     assert [part.content for part in again.parts] == [0, 1]
 
 
-def test_objects_of_slots_that_are_freed_and_made_again_are_new_ones() -> None:
-    owner = Owner(parts=[Slotted(number) for number in range(50)])
-    discovery = started(owner)
-    for number in range(50):
-        owner.parts[number] = Slotted(number + 100)
-    again = resumed(lambda: Owner(parts=[Slotted(n) for n in range(50)]), discovery.capture())
-    assert [part.content for part in again.parts] == list(range(100, 150))
-
-
-def test_objects_that_change_places_have_what_they_had() -> None:
-    def make() -> Any:
-        return Owner(one=Holder(1), other=Holder(2), both=[])
-
-    owner = make()
-    discovery = started(owner)
-    owner.one, owner.other = owner.other, owner.one
-    owner.one.content = 3
-    owner.both += [owner.one, owner.other]
-    again = resumed(make, discovery.capture())
-    assert (again.one.content, again.other.content) == (3, 1)
-    assert again.both[0] is again.one
-    assert again.both[1] is again.other
-
-
 @pytest.mark.shows("S57")
 @pytest.mark.parametrize("content", [[1], {"a": 1}, {1}])
 def test_a_container_is_filled_in_place(content: Any) -> None:
@@ -149,31 +111,6 @@ def test_a_container_is_filled_in_place(content: Any) -> None:
     assert not again.value
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (deque([1], 3), deque([1, 2], 9)),
-        ([1], (1,)),
-        ({"a": 1}, OrderedDict(a=1)),
-        (np.random.Generator(np.random.PCG64(1)), np.random.Generator(np.random.Philox(1))),
-    ],
-)
-def test_what_takes_the_place_of_another_kind_is_there_again(before: Any, after: Any) -> None:
-    def make() -> Any:
-        return Owner(value=copy.deepcopy(before))
-
-    owner = make()
-    discovery = started(owner)
-    owner.value = after
-    again = resumed(make, discovery.capture()).value
-    assert type(again) is type(after)
-    if isinstance(again, np.random.Generator):
-        assert str(again.bit_generator.state) == str(after.bit_generator.state)
-    else:
-        assert again == after
-    assert getattr(again, "maxlen", None) == getattr(after, "maxlen", None)
-
-
 @pytest.mark.parametrize("make_one", [lambda: np.zeros(3), lambda: torch.zeros(3)])
 def test_an_array_or_tensor_of_the_same_form_is_written_in_place(make_one: Any) -> None:
     def make() -> Any:
@@ -186,19 +123,6 @@ def test_an_array_or_tensor_of_the_same_form_is_written_in_place(make_one: Any) 
     again = resumed(make, discovery.capture())
     assert again.read() is again.value
     assert again.value.tolist() == [2, 2, 2]
-
-
-def test_arrays_that_training_parts_are_two_and_setups_one_is_not_written_twice() -> None:
-    def make() -> Any:
-        own = np.zeros(2)
-        return Owner(one=own, other=own)
-
-    owner = make()
-    discovery = started(owner)
-    owner.other = owner.one + 5
-    owner.one += 1
-    again = resumed(make, discovery.capture())
-    assert (again.one.tolist(), again.other.tolist()) == ([1, 1], [5, 5])
 
 
 @pytest.mark.shows("S56")
@@ -240,74 +164,6 @@ def test_attributes_of_parameters_and_of_hooks_come_back(said: list[str]) -> Non
     assert not said
 
 
-class Counts:
-    """A hook that counts, and remembers."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.seen: list[int] = []
-
-    def __call__(self, *args: Any) -> None:
-        self.calls += 1
-        self.seen.append(self.calls)
-
-    def note(self, *args: Any) -> None:
-        self()
-
-
-@pytest.mark.parametrize("choose", [lambda part: part, lambda part: part.note])
-def test_a_hook_that_a_start_event_registers_is_named_and_no_resume_needs_it(
-    choose: Callable[[Counts], Any], said: list[str]
-) -> None:
-    def make() -> Any:
-        return Owner(net=nn.Linear(1, 1))
-
-    owner = make()
-    discovery = started(owner)
-    owner.net.register_forward_hook(choose(Counts()))
-    discovery.begin_training()
-    assert not discovery.capture()["missing"]
-    owner.net(torch.ones(1, 1))
-    state = discovery.capture()
-    assert state["values"]["nodes"] == {}
-    assert all("create it in setup()" in reason for reason in state["missing"].values())
-    assert all(path.startswith("net._forward_hooks.0") for path in state["missing"])
-    assert len(said) == 1
-    resumed(make, state)
-
-
-class Watching(Plugin):
-    """Hands a method of its own to a network."""
-
-    def __init__(self) -> None:
-        super().__init__("watching")
-        self.calls = 0
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def note(self, *args: Any) -> None:
-        self.calls += 1
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_plugin_whose_method_is_a_hook_is_none_of_the_models_state(
-    is_late: bool, said: list[str]
-) -> None:
-    owner, plugin = Owner(net=nn.Linear(1, 1)), Watching()
-    if not is_late:
-        owner.net.register_forward_hook(plugin.note)
-    discovery = started(owner)
-    if is_late:
-        owner.net.register_forward_hook(plugin.note)
-    discovery.begin_training()
-    owner.net(torch.ones(1, 1))
-    state = discovery.capture()
-    assert (state["values"]["nodes"], state["inner"], state["missing"]) == ({}, {}, {})
-    assert plugin.calls == 1
-    assert not said
-
-
 @pytest.mark.shows("S57")
 def test_a_submodule_that_is_exchanged_for_a_sibling_is_exchanged_again(tmp_path: Path) -> None:
     class Net(nn.Module):
@@ -340,49 +196,6 @@ def test_a_submodule_that_is_exchanged_for_a_sibling_is_exchanged_again(tmp_path
     train(again, 3)
     assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
     assert bits(again.optimizer.state_dict()) == bits(owner.optimizer.state_dict())
-
-
-class Caller:
-    """Has a method that setup hands on."""
-
-    def __init__(self) -> None:
-        self.calls: list[int] = []
-
-    def call(self) -> None:
-        self.calls.append(len(self.calls))
-
-
-def test_what_partials_and_bound_methods_refer_to_comes_back(said: list[str]) -> None:
-    def make() -> Any:
-        return Owner(call=Caller().call, partial=functools.partial(list.append, []))
-
-    owner = make()
-    discovery = started(owner)
-    owner.call()
-    owner.partial(7)
-    again = resumed(make, discovery.capture())
-    assert again.call.__self__.calls == [0]
-    assert again.partial.args == ([7],)
-    assert not said
-
-
-def test_what_has_only_iter_is_saved_and_a_sampler_is_compared(said: list[str]) -> None:
-    class Own(Sampler[int]):
-        def __init__(self) -> None:
-            self.position = 0
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    owner = Owner(replay=Replay(), sampler=Own())
-    discovery = started(owner)
-    owner.replay.items.append(1)
-    again = resumed(lambda: Owner(replay=Replay(), sampler=Own()), discovery.capture())
-    assert again.replay.items == [1]
-    assert not said
-    owner.sampler.position = 2
-    assert list(discovery.capture()["missing"]) == ["sampler"]
-    assert len(said) == 1
 
 
 def test_what_loading_replaces_is_linked_again() -> None:

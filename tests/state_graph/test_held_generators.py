@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,42 +63,3 @@ def test_one_that_was_made_in_training_is_made_again(name: str) -> None:
     draw(owner.rng)
     again = resumed(lambda: Owner(rng=None), discovery.capture())
     assert draw(again.rng) == draw(owner.rng)
-
-
-@pytest.mark.shows("S67")
-def test_one_of_another_kind_takes_the_place_of_setups() -> None:
-    owner = Owner(rng=random.Random(1))
-    discovery = started(owner)
-    owner.rng = np.random.default_rng(4)
-    owner.rng.random()
-    again = resumed(lambda: Owner(rng=random.Random(1)), discovery.capture())
-    assert again.rng.random() == owner.rng.random()
-
-
-@pytest.mark.shows("S67")
-@pytest.mark.parametrize("kind", [list, tuple, deque])
-def test_one_in_a_list_that_setup_does_not_make_comes_back(kind: Any, said: list[str]) -> None:
-    owner = Owner(rngs=kind())
-    discovery = started(owner)
-    owner.rngs = kind([random.Random(1)])
-    again = resumed(lambda: Owner(rngs=kind()), discovery.capture())
-    assert type(again.rngs) is kind
-    assert again.rngs[0].random() == owner.rngs[0].random()
-    assert not said
-
-
-def test_one_under_a_key_that_is_no_text_comes_back_under_that_key() -> None:
-    owner = Owner(gens={0: random.Random(1)})
-    discovery = started(owner)
-    owner.gens[1] = random.Random(2)
-    again = resumed(lambda: Owner(gens={0: random.Random(1)}), discovery.capture())
-    assert list(again.gens) == [0, 1]
-    assert again.gens[1].random() == owner.gens[1].random()
-
-
-def test_one_that_draws_from_the_system_has_no_state(said: list[str]) -> None:
-    owner = Owner(rng=random.SystemRandom())
-    discovery = started(owner)
-    owner.rng.random()
-    assert discovery.capture()["values"]["generators"] == {}
-    assert not said

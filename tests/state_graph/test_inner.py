@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import SequentialLR, StepLR
 
-from tests.state_graph.owners import Owner, bits, resumed, saved_attributes, started, through_a_file
+from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
 
 
 class Sam(Optimizer):
@@ -160,98 +160,3 @@ def test_plain_attributes_of_optimizers_and_schedulers_come_back() -> None:
     again = resumed(make, discovery.capture())
     assert (again.optimizer.count, again.optimizer.late) == (5, [1, 2])
     assert again.schedule.note == "warm"
-
-
-@pytest.mark.shows("S54")
-def test_attributes_of_the_function_of_a_scheduler_come_back() -> None:
-    def make() -> Any:
-        def scale(epoch: int) -> float:
-            scale.calls += 1  # type: ignore[attr-defined]
-            return float(0.5**scale.calls)  # type: ignore[attr-defined]
-
-        scale.calls = 0  # type: ignore[attr-defined]
-        net = _net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        return Owner(net=net, optimizer=optimizer, schedule=LambdaLR(optimizer, scale))
-
-    owner = make()
-    discovery = started(owner)
-    for number in range(3):
-        _train(owner, number)
-    again = resumed(make, discovery.capture())
-    _train(owner, 3)
-    _train(again, 3)
-    assert again.schedule.get_last_lr() == owner.schedule.get_last_lr()
-
-
-class Tracker:
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values = state_dict["values"]
-
-
-@pytest.mark.shows("S54")
-def test_an_object_in_an_attribute_of_a_network_comes_back(said: list[str]) -> None:
-    def make() -> Any:
-        net = nn.Sequential(_net())
-        net[0].tracker = Tracker()  # type: ignore[assignment]
-        return Owner(net=net)
-
-    owner = make()
-    discovery = started(owner)
-    owner.net[0].tracker.values.append(1.5)
-    state = copy.deepcopy(discovery.capture())
-    assert resumed(make, state).net[0].tracker.values == [1.5]
-    assert not said
-
-
-def test_a_value_that_an_object_shares_with_the_owner_stays_shared() -> None:
-    def make() -> Any:
-        tracker = Tracker()
-        return Owner(tracker=tracker, values=tracker.values)
-
-    owner = make()
-    discovery = started(owner)
-    owner.values.append(1.0)
-    again = resumed(make, discovery.capture())
-    assert again.values == [1.0]
-    assert again.values is again.tracker.values
-
-
-def test_a_state_dict_of_the_owner_covers_what_it_holds() -> None:
-    owner = Owner(net=_net(), teacher=_net(), count=0, seen=[])
-    own = {"net": owner.net.state_dict(), "n": 0}
-    discovery = started(owner)
-    discovery.take_baseline(states_too=True)
-    with torch.no_grad():
-        owner.net.weight.add_(1)
-    owner.seen.append(3)
-    own["net"] = owner.net.state_dict()
-    state = discovery.capture(own)
-    assert state["objects"] == {}
-    assert saved_attributes(state) == {"seen": [3]}
-    with torch.no_grad():
-        # Equal by chance, as a target network is that has just been synchronised.
-        owner.teacher.weight.add_(1)
-    assert list(discovery.capture(own)["objects"]) == ["teacher"]
-
-
-def test_an_inner_network_without_a_change_is_not_saved() -> None:
-    class Distiller(Tracker):
-        def __init__(self) -> None:
-            super().__init__()
-            self.teacher = _net()
-            self.ema: Tensor | None = None
-
-    owner = Owner(distiller=Distiller())
-    discovery = started(owner)
-    owner.distiller.values.append(1.0)
-    assert discovery.capture()["inner"] == {}
-    with torch.no_grad():
-        owner.distiller.teacher.weight.add_(1)
-    assert list(discovery.capture()["inner"]) == ["distiller.teacher"]

@@ -29,17 +29,6 @@ def test_what_is_too_large_is_missing_at_every_capture_and_named_once(said: list
     assert sorted(changed(discovery)) == ["big", "helper"]
 
 
-@pytest.mark.parametrize(("limit", "text"), [(1000, "1000 bytes"), (3 << 19, "1.5 MiB")])
-def test_a_limit_is_named_in_the_unit_that_suits_it(limit: int, text: str, said: list[str]) -> None:
-    owner = Owner(big=b"")
-    discovery = started(owner)
-    discovery.values.limit = limit
-    owner.big = b"x" * (limit + 1)
-    expected = f"plain values are saved up to a total of {text}"
-    assert discovery.capture()["missing"]["big"].startswith(f"{expected}: ")
-    assert expected in said[0]
-
-
 @pytest.mark.shows("S50")
 def test_the_limit_is_that_of_the_store() -> None:
     assert CheckpointStore().max_plain_bytes == LIMIT == 64 * 2**20

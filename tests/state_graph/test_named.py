@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import abc
 import random
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import StepLR
 
-from tests.state_graph.owners import Owner, network, saved_attributes, started
+from tests.state_graph.owners import Owner, network, started
 
 
 def _silent(*args: Any) -> None:
@@ -42,24 +40,6 @@ def test_hooks_that_are_registered_after_the_start_are_named(said: list[str]) ->
         "optimizer (optimizer step post hook)",
     ]
     assert len(said) == 1
-
-
-@pytest.mark.shows("S62")
-def test_a_hook_that_was_removed_is_named() -> None:
-    owner = _owner()
-    handle = owner.net.register_forward_pre_hook(_silent)
-    discovery = started(owner)
-    handle.remove()
-    assert list(discovery.capture()["missing"]) == ["net (forward pre hook)"]
-
-
-@pytest.mark.shows("S62")
-def test_hooks_of_pytorch_itself_are_not_named() -> None:
-    owner = _owner()
-    discovery = started(owner)
-    owner.schedule = StepLR(owner.optimizer, 1)
-    torch.nn.utils.parametrizations.spectral_norm(owner.net[0])
-    assert not any("hook" in name for name in discovery.capture()["missing"])
 
 
 class Counting(nn.Linear):
@@ -97,37 +77,6 @@ def test_class_attributes_that_training_changes_are_named(said: list[str]) -> No
     assert "make it an attribute of the instance" in said[0]
 
 
-@pytest.mark.shows("S63")
-def test_attributes_of_a_class_that_a_call_of_type_has_made_are_named() -> None:
-    made = type("Made", (abc.ABC,), {"seen": 0})
-    assert made.__module__ == "abc"
-    owner = Owner(tool=made())
-    discovery = started(owner)
-    made.seen = 1  # type: ignore[attr-defined]
-    assert list(discovery.capture()["missing"]) == ["class Made.seen"]
-
-
-class Scripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = torch.jit.Attribute(0, int)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return x * self.count
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_attributes_of_scripted_and_traced_networks_are_named() -> None:
-    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1, 1)))
-    owner = Owner(scripted=nn.Sequential(torch.jit.script(Scripted())), graph=graph)
-    discovery = started(owner)
-    assert discovery.capture()["missing"] == {}
-    owner.scripted(torch.ones(1))
-    owner.graph.calls = 1
-    assert list(discovery.capture()["missing"]) == ["graph.calls", "scripted.0.count"]
-
-
 @pytest.mark.shows("S51")
 def test_what_is_missing_stays_missing_and_is_said_once(said: list[str]) -> None:
     owner = Owner(log=[lambda: 1])
@@ -136,15 +85,3 @@ def test_what_is_missing_stays_missing_and_is_said_once(said: list[str]) -> None
     first, second = discovery.capture(), discovery.capture()
     assert list(first["missing"]) == list(second["missing"]) == ["log"]
     assert len(said) == 1
-
-
-@pytest.mark.shows("S51")
-def test_what_start_events_set_up_again_is_not_missing(said: list[str]) -> None:
-    owner = Owner(handle=None, count=0)
-    discovery = started(owner)
-    owner.handle, owner.count = (lambda: 1), 5
-    discovery.begin_training()
-    state = discovery.capture()
-    assert state["missing"] == {}
-    assert saved_attributes(state) == {"count": 5}
-    assert not said

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from helios.errors import StateError
-from helios.state_graph.owner_states import Owner as Holder
-from helios.state_graph.owner_states import Owners
 from tests.state_graph.owners import Owner, bits, started, through_a_file
 
 
@@ -151,101 +149,6 @@ def test_a_frozen_backbone_is_neither_saved_nor_named(
     assert not said
 
 
-def test_names_with_a_prefix_are_not_taken_for_missing() -> None:
-    owner = Owner(net=_prefixed())
-    discovery = started(owner)
-    _train(owner, 1)
-    assert discovery.capture()["omitted"]["net"]["values"] == {}
-
-
-def test_copies_under_their_own_names_are_not_saved_twice() -> None:
-    class Copying(Headed):
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            state = super().state_dict(*args, **kwargs)
-            return {key: part.clone() for key, part in state.items()}
-
-        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().load_state_dict(state_dict)
-
-    owner = Owner(net=Copying())
-    discovery = started(owner)
-    _train(owner, 1)
-    assert discovery.capture()["omitted"] == {}
-
-
-def test_weights_that_a_state_rounds_come_back_whole(tmp_path: Path) -> None:
-    class Halved(Headed):
-        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            state = super().state_dict(*args, **kwargs)
-            return {k: v.half() if v.is_floating_point() else v for k, v in state.items()}
-
-        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().load_state_dict(state_dict)
-
-    owner = Owner(net=Halved())
-    discovery = started(owner)
-    _train(owner, 1)
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    again = Owner(net=Halved())
-    started(again).restore(state)
-    assert bits(dict(again.net.named_parameters())) == bits(dict(owner.net.named_parameters()))
-
-
-def test_an_extra_state_that_a_hook_drops_comes_back(tmp_path: Path) -> None:
-    class Counting(Headed):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen = [0]
-            self.register_state_dict_post_hook(lambda module, state, prefix, _: state.clear())
-
-        def get_extra_state(self) -> Any:
-            return {"seen": list(self.seen)}
-
-        def set_extra_state(self, state: Any) -> None:
-            self.seen = list(state["seen"])
-
-    owner = Owner(net=nn.Sequential(Counting()))
-    discovery = started(owner)
-    owner.net[0].seen[0] = 3
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    again = Owner(net=nn.Sequential(Counting()))
-    started(again).restore(state)
-    assert again.net[0].seen == [3]
-
-
-def test_what_was_restored_is_saved_again() -> None:
-    """A model that trained before in this process holds the values before its setup."""
-    owner = Owner(net=OnlyHead())
-    discovery = started(owner)
-    discovery.begin_training()
-    _train(owner, 1)
-    state = discovery.capture()
-    other = started(owner)
-    other.restore(state)
-    assert bits(other.capture()["omitted"]) == bits(state["omitted"])
-
-
-def test_what_a_network_of_a_model_with_its_own_state_leaves_out_comes_back(
-    tmp_path: Path,
-) -> None:
-    def make() -> tuple[Any, Owners]:
-        model = Owner(net=OwnPair())
-        owners = Owners([Holder("model", model, has_own_state=True, is_model=True)])
-        owners.take_baseline()
-        return model, owners
-
-    model, owners = make()
-    _train(model, 1)
-    own = {"net": model.net.state_dict()}
-    states, missing = owners.capture({"model": own})
-    assert missing == {}
-    own, states = through_a_file([own, states], tmp_path / "state")
-    again, others = make()
-    again.net.load_state_dict(own["net"])
-    others.restore(states)
-    assert bits(dict(again.net.named_parameters())) == bits(dict(model.net.named_parameters()))
-
-
 def test_a_state_that_lacks_a_name_that_was_saved_is_refused() -> None:
     owner = Owner(net=OnlyHead())
     discovery = started(owner)
@@ -253,33 +156,3 @@ def test_a_state_that_lacks_a_name_that_was_saved_is_refused() -> None:
     del state["objects"]["net"]["head.weight"]
     with pytest.raises(StateError, match=r"net \(OnlyHead\) rejected its saved state.*head.weight"):
         started(Owner(net=OnlyHead())).restore(state)
-
-
-def test_weights_for_inference_are_whole_too() -> None:
-    owner = Owner(net=OnlyHead())
-    discovery = started(owner)
-    _train(owner, 1)
-    again = Owner(net=OnlyHead())
-    started(again).restore(discovery.capture(), is_inference=True)
-    assert bits(dict(again.net.named_parameters())) == bits(dict(owner.net.named_parameters()))
-
-
-class Unsigned(Headed):
-    """Hands out equal numbers, but zeros without their sign."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {name: part + 0 for name, part in super().state_dict(*args, **kwargs).items()}
-
-
-def test_a_copy_that_differs_in_the_sign_of_a_zero_holds_nothing(tmp_path: Path) -> None:
-    owner = Owner(net=Unsigned())
-    discovery = started(owner)
-    with torch.no_grad():
-        owner.net.head.bias.fill_(-0.0)
-        owner.net.body[0].bias.fill_(torch.nan)
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    assert list(state["omitted"]["net"]["values"]) == ["head.bias"]
-    again = Owner(net=Unsigned())
-    started(again).restore(state)
-    assert bits(dict(again.net.named_parameters())) == bits(dict(owner.net.named_parameters()))
-    assert again.net.head.bias.signbit().all()

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.state_graph.owner_states import Owner as Holder
-from helios.state_graph.owner_states import Owners
 from tests.state_graph.owners import Owner, bits, started, through_a_file
 
 
@@ -32,12 +30,6 @@ class Silent(torch.optim.SGD):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
-
-
-def _hooked(params: Any, **options: Any) -> Optimizer:
-    optimizer = torch.optim.SGD(params, **options)
-    optimizer.register_state_dict_post_hook(lambda own, state: {**state, "state": {}})
-    return optimizer
 
 
 class SlowInState(Optimizer):
@@ -128,39 +120,8 @@ class Unfinished(Optimizer):
             part.data.copy_(slow).add_(self.state[part]["momentum_buffer"], alpha=0.01)
 
 
-class Plain:
-    """The published one without the base class of torch."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        self.optimizer = torch.optim.SGD(params, **options)
-        self.param_groups = self.optimizer.param_groups
-        self.state: Any = defaultdict(dict)
-        self.fast_state = self.optimizer.state
-
-    update = Published.update
-    alpha = 0.5
-
-    def step(self) -> None:
-        self.optimizer.step()
-        for group in self.param_groups:
-            self.update(group)  # type: ignore[arg-type, misc]
-            for part in group["params"]:
-                part.data.add_(self.fast_state[part]["momentum_buffer"], alpha=0.01)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "fast": self.optimizer.state_dict(),
-            "slow": {(id(k) if isinstance(k, Tensor) else k): v for k, v in self.state.items()},
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict["fast"])
-        self.state = defaultdict(dict, state_dict["slow"])
-        self.fast_state = self.optimizer.state
-
-
 _KINDS: list[Callable[..., Any]] = [
-    *(Stateless, Silent, _hooked, SlowInState, Published, Unfinished, Plain),
+    *(Silent, SlowInState, Published, Unfinished),
 ]
 
 
@@ -210,90 +171,8 @@ def test_what_an_optimizer_leaves_out_resumes_to_the_same_bits(
     assert not said
 
 
-@pytest.mark.parametrize("kind", [Published, Unfinished, Plain, SlowInState])
-def test_tables_of_an_inner_optimizer_stay_those_of_the_wrapper(kind: Callable[..., Any]) -> None:
-    owner = _make(kind)
-    discovery = started(owner)
-    _train(owner, 1)
-    again = _make(kind)
-    started(again).restore(discovery.capture())
-    inner = again.optimizer.base if kind is SlowInState else again.optimizer.optimizer
-    assert again.optimizer.param_groups is inner.param_groups
-    if kind is Unfinished:
-        assert again.optimizer.state is inner.state
-    if kind in (Published, Plain):
-        assert again.optimizer.fast_state is inner.state
-
-
-def test_a_zero_gets_the_sign_that_it_had(tmp_path: Path) -> None:
-    def make() -> Any:
-        owner = _make(Silent)
-        owner.optimizer.param_groups[0]["shift"] = 0.0
-        owner.optimizer.state[owner.net.bias]["sums"] = torch.zeros(2)
-        return owner
-
-    owner = make()
-    discovery = started(owner)
-    owner.optimizer.param_groups[0]["shift"] = -0.0
-    owner.optimizer.state[owner.net.bias]["sums"].neg_()
-    again = make()
-    started(again).restore(through_a_file(discovery.capture(), tmp_path / "state"))
-    assert str(again.optimizer.param_groups[0]["shift"]) == "-0.0"
-    assert again.optimizer.state[again.net.bias]["sums"].tolist() == [-0.0, -0.0]
-    assert again.optimizer.state[again.net.bias]["sums"].signbit().all()
-
-
-def test_states_larger_than_the_limit_of_plain_values_are_saved(said: list[str]) -> None:
-    owner = _make(Published)
-    discovery = started(owner)
-    discovery.values.limit = 40
-    _train(owner, 1)
-    state = discovery.capture()
-    assert state["missing"] == {}
-    assert not said
-    names = {entry[0] for entry in state["tables"]["optimizer"]["entries"]}
-    assert names == {"<net.weight>", "<net.bias>"}
-
-
 def test_an_optimizer_with_torchs_own_state_dict_is_saved_once() -> None:
     owner = _make(torch.optim.SGD)
     discovery = started(owner)
     _train(owner, 1)
     assert discovery.capture()["tables"] == {}
-
-
-def test_an_entry_that_no_checkpoint_holds_is_named(said: list[str]) -> None:
-    owner = _make(Stateless)
-    discovery = started(owner)
-    _train(owner, 1)
-    owner.optimizer.state[owner.net.bias]["run"] = lambda: 1
-    state = discovery.capture()
-    assert list(state["missing"]) == ["optimizer.state.<net.bias>.run"]
-    assert said
-
-
-def test_a_model_with_its_own_state_has_what_its_optimizer_leaves_out(tmp_path: Path) -> None:
-    def make() -> tuple[Any, Owners]:
-        model = _make(SlowInState)
-        owners = Owners([Holder("model", model, has_own_state=True, is_model=True)])
-        owners.take_baseline()
-        return model, owners
-
-    def state_of(model: Any) -> dict[str, Any]:
-        return {"net": model.net.state_dict(), "optimizer": model.optimizer.state_dict()}
-
-    model, owners = make()
-    for number in range(3):
-        _train(model, number)
-    states, missing = owners.capture({"model": state_of(model)})
-    assert missing == {}
-    own, states = through_a_file([state_of(model), states], tmp_path / "state")
-    again, others = make()
-    others.prepare(states)
-    again.net.load_state_dict(own["net"])
-    again.optimizer.load_state_dict(own["optimizer"])
-    others.restore(states)
-    for number in range(3, 6):
-        _train(model, number)
-        _train(again, number)
-    assert bits(again.net.state_dict()) == bits(model.net.state_dict())

@@ -13,13 +13,10 @@ from torch import Tensor
 
 import helios
 from helios.state import TrainingState
-from helios.state_graph import layouts
 from helios.state_graph.discovery import Allowance, Discovery
 from helios.storage import codec
-from helios.storage.checksums import tensor_sum
 from tests.distributed.train_script import Module, parse
 from tests.state_graph.owners import Owner, saved_attributes
-from tests.state_graph.test_partial_networks import OnlyHead
 from tests.storage.test_weights_only import is_same
 from tests.support.clock import Hands
 from tests.support.models import Fitting
@@ -151,86 +148,3 @@ def test_a_slow_attribute_is_named_once_with_its_seconds(said: list[str]) -> Non
         "WARNING: Each save takes 0.2 s to inspect slow of the model. If a resumed run does not "
         'need it, declare that: unsaved = ("slow",).'
     ]
-
-
-def test_one_slow_save_names_nothing(said: list[str]) -> None:
-    clock = Hands()
-    slow = Slow(clock, 0.01)
-    discovery = _timed(Owner(slow=slow), clock)
-    for seconds in (0.2, 0.01, 0.2, 0.01):
-        slow.take(clock, seconds)
-        clock.time += 1
-        discovery.capture()
-    assert said == []
-
-
-def test_the_longer_between_saves_the_longer_they_may_take(said: list[str]) -> None:
-    clock = Hands()
-    discovery = _timed(Owner(slow=Slow(clock, 0.2)), clock)
-    for seconds, expected in ((4, 0), (4, 0), (3.7, 0), (4, 0), (3.7, 0), (3.7, 1)):
-        clock.time += seconds
-        discovery.capture()
-        assert len(said) == expected
-
-
-def test_a_save_right_behind_another_is_no_reason_to_name_anything(said: list[str]) -> None:
-    clock = Hands()
-    discovery = _timed(Owner(slow=Slow(clock, 0.15)), clock)
-    for seconds in (3600, 3600, 0.2):
-        clock.time += seconds
-        discovery.capture()
-    assert said == []
-
-
-@pytest.mark.shows("S50")
-def test_all_that_lies_below_one_attribute_counts_together(said: list[str]) -> None:
-    clock = Hands()
-    discovery = _timed(Owner(table=[Slow(clock, 0.06), [Slow(clock, 0.06)]]), clock)
-    for _ in range(2):
-        discovery.capture()
-    assert [text.partition(" to ")[0] for text in said] == ["WARNING: Each save takes 0.12 s"]
-
-
-class SlowExtra(OnlyHead):
-    """Takes its time to say what its state has besides tensors."""
-
-    clock: Hands
-
-    def get_extra_state(self) -> int:
-        self.clock.time += 0.2
-        return 0
-
-    def set_extra_state(self, state: int) -> None:
-        """Do nothing."""
-
-
-def test_reading_what_a_state_dict_leaves_out_counts_for_the_network(said: list[str]) -> None:
-    net = SlowExtra()
-    net.clock = Hands()
-    discovery = _timed(Owner(net=net), net.clock, unsaved=("net.clock",))
-    for _ in range(2):
-        with torch.no_grad():
-            net.body[0].weight += 1
-        assert "body.0.weight" in discovery.capture()["omitted"]["net"]["values"]
-    assert len(said) == 1
-    assert "to inspect net of the model" in said[0]
-
-
-def test_reading_memory_around_a_view_counts_for_the_value_that_sees_it(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    clock = Hands()
-
-    def read_slowly(piece: Tensor) -> int:
-        clock.time += 0.2
-        return tensor_sum(piece)
-
-    table = torch.zeros(100)
-    net = torch.nn.BatchNorm1d(2)
-    net.running_mean = table[2:4]
-    discovery = _timed(Owner(net=net, table=table), clock)
-    monkeypatch.setattr(layouts, "tensor_sum", read_slowly)
-    for _ in range(2):
-        discovery.capture()
-    assert len(said) == 1
-    assert "to inspect table of the model" in said[0]

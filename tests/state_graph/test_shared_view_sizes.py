@@ -26,85 +26,12 @@ class Net(nn.Module):
         self.other: Tensor
 
 
-class Assigning(Net):
-    """Takes the very tensors that it loads."""
-
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        return super().load_state_dict(*args, **options | {"assign": True})
-
-
 def _make(
     look: Callable[[Tensor], Tensor] = lambda table: table[2:4], kind: type[Net] = Net
 ) -> Any:
     owner = Owner(net=kind(), table=torch.zeros(LENGTH))
     owner.net.mean = look(owner.table)
     return owner
-
-
-_VIEWS = {
-    "in a row": lambda table: table[2:4],
-    "with a step": lambda table: table[2:8:3],
-    "expanded": lambda table: table[2:3].expand(2),
-}
-
-
-@pytest.mark.shows("S56")
-@pytest.mark.parametrize("look", _VIEWS.values(), ids=_VIEWS.keys())
-@pytest.mark.parametrize("kind", [Net, Assigning])
-def test_what_is_around_a_view_is_not_saved_unless_it_changes(
-    look: Callable[[Tensor], Tensor], kind: type[Net], tmp_path: Path
-) -> None:
-    def make() -> Any:
-        return _make(look, kind)
-
-    owner = make()
-    discovery = started(owner)
-    look(owner.table)[:1] += 7
-    state = through_a_file(discovery.capture(), tmp_path / "first")
-    assert (tmp_path / "first").stat().st_size < LENGTH
-    again = make()
-    discovery = started(again)
-    discovery.restore(state)
-    assert bits(again.table) == bits(owner.table)
-    again.table[2] += 1
-    assert again.net.mean[0] == 8
-    through_a_file(discovery.capture(), tmp_path / "second")
-    assert (tmp_path / "second").stat().st_size < LENGTH
-    again.table[3 if look(again.table).stride() != (1,) else 4] += 1
-    state = through_a_file(discovery.capture(), tmp_path / "third")
-    assert (tmp_path / "third").stat().st_size > LENGTH
-    third = resumed(make, state)
-    assert bits(third.table) == bits(again.table)
-    assert bits(third.net.mean) == bits(again.net.mean)
-
-
-def test_tensors_that_overlap_as_setup_lets_them_load_where_they_are(tmp_path: Path) -> None:
-    def make() -> Any:
-        owner = _make()
-        owner.net.other = owner.table[3:5]
-        return owner
-
-    owner = make()
-    discovery = started(owner)
-    owner.net.mean += 1
-    owner.net.other += 2
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    again = resumed(make, state)
-    assert again.table[:6].tolist() == [0, 0, 1, 3, 2, 0]
-    again.net.other += 1
-    assert again.net.mean.tolist() == [1, 4]
-
-
-def test_what_has_changed_is_saved_again_after_a_resume(tmp_path: Path) -> None:
-    owner = _make()
-    discovery = started(owner)
-    discovery.begin_training()
-    owner.table[-1] = 5
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    discovery = started(owner)
-    discovery.restore(state)
-    third = resumed(_make, through_a_file(discovery.capture(), tmp_path / "state"))
-    assert third.table[-1] == 5
 
 
 def _write(owner: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,25 +98,3 @@ def test_an_iterator_is_named_since_nothing_tells_how_far_it_has_come(said: list
     assert "steps (generator), " in text
     assert "pool.0 (generator)" in text
     assert "rest" not in text, "pickle tells how far it has come: not at all"
-
-
-def test_an_open_file_is_no_iterator_that_moved(tmp_path: Path, said: list[str]) -> None:
-    with (tmp_path / "log").open("w") as handle:
-        discovery = started(Owner(handle=handle))
-        discovery.capture()
-    assert not said
-
-
-def test_only_an_iterator_is_called_one(said: list[str]) -> None:
-    class Opaque(bytearray):
-        def __init__(self) -> None:
-            self.count = 0
-
-    owner = Owner(opaque=Opaque())
-    discovery = started(owner)
-    owner.opaque.count += 1
-    discovery.capture()
-    (text,) = said
-    assert "opaque (Opaque), which cannot be saved as plain values (" in text
-    assert "Opaque has no state_dict: give it " in text
-    assert "an iterator" not in text

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from helios.state_graph.discovery import Discovery
-from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
+from tests.state_graph.owners import Owner, bits, started, through_a_file
 
 
 class Net(nn.Module):
@@ -148,52 +148,6 @@ def test_what_training_makes_of_tensors_is_resumed(
     assert not said
 
 
-@pytest.mark.parametrize("change", [_double, _grow, _register])
-def test_a_second_resume_finds_the_same(change: Callable[[Any], None]) -> None:
-    owner = _make()
-    discovery = started(owner)
-    change(owner)
-    again = _make()
-    other = started(again)
-    other.restore(discovery.capture())
-    assert _look(resumed(_make, other.capture()).net) == _look(owner.net)
-
-
-@pytest.mark.shows("S59")
-@pytest.mark.parametrize("change", [_double, _grow, _fill, _register])
-def test_inference_finds_the_tensors_of_the_training(
-    change: Callable[[Any], None], said: list[str]
-) -> None:
-    owner = _make()
-    discovery = started(owner)
-    change(owner)
-    again = _make()
-    started(again).restore(discovery.capture(), is_inference=True)
-    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
-    assert not said
-
-
-def test_a_compiled_network_has_the_forms_of_the_network() -> None:
-    def compiled() -> Any:
-        owner = _make()
-        owner.net = torch.compile(owner.net, backend="eager")
-        return owner
-
-    owner = compiled()
-    discovery = started(owner)
-    owner.net.double()
-    state = discovery.capture()
-    assert "net.queue" in state["layouts"]["forms"]
-    assert resumed(_make, state).net.conv.weight.dtype == torch.float64
-
-
-def test_what_nothing_has_changed_is_not_listed() -> None:
-    owner = _make()
-    discovery = started(owner)
-    _step(owner)
-    assert discovery.capture()["layouts"]["forms"] == []
-
-
 def _of_type(dtype: torch.dtype) -> tuple[Any, Discovery]:
     owner = Owner(net=nn.Linear(2, 2).to(dtype), bias=nn.Parameter(torch.ones(1)))
     return owner, started(owner)
@@ -208,23 +162,3 @@ def test_another_type_built_by_setup_is_named_and_the_values_are_cast(said: list
     assert "net.weight, net.bias (torch.float32, now torch.float64)" in text
     assert again.net.weight.dtype == torch.float64
     assert bits(again.net.weight.float()) == bits(owner.net.weight)
-
-
-def test_inference_may_have_a_type_of_its_own(said: list[str]) -> None:
-    _, discovery = _of_type(torch.float32)
-    _of_type(torch.float64)[1].restore(discovery.capture(), is_inference=True)
-    assert not said
-
-
-def test_an_empty_parameter_is_saved_whatever_holds_it_too(said: list[str]) -> None:
-    def make() -> Any:
-        owner = _make()
-        owner.held = [[owner.net.empty, 1], {"a": [owner.net.empty]}]
-        return owner
-
-    owner = make()
-    discovery = started(owner)
-    owner.net.empty.requires_grad_(False)
-    again = resumed(make, discovery.capture())
-    assert not again.net.empty.requires_grad
-    assert not said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from helios.errors import StateError
-from tests.ordinary.harness import WIDTH, Case, Regression, train
 from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
 
 
@@ -22,13 +19,6 @@ def _net(*, is_tied: bool) -> nn.Module:
     if is_tied:
         net[1].weight = net[0].weight
     return net
-
-
-def _two_networks(*, is_tied: bool) -> Any:
-    owner = Owner(first=_net(is_tied=False), second=_net(is_tied=False))
-    if is_tied:
-        owner.second[0].weight = owner.first[0].weight
-    return owner
 
 
 def _untie(owner: Any) -> None:
@@ -47,15 +37,6 @@ def test_parameters_that_training_unties_fit_no_resume(said: list[str]) -> None:
     state = discovery.capture()
     assert list(state["misfits"]) == ["net.1.weight"]
     assert "net.1.weight" in said[0]
-
-
-def test_ties_between_networks_count_too() -> None:
-    owner = _two_networks(is_tied=True)
-    discovery = started(owner)
-    assert discovery.capture()["misfits"] == {}
-    weight = owner.first[0].weight
-    owner.second[0].weight = nn.Parameter(weight.detach().clone())
-    assert list(discovery.capture()["misfits"]) == ["second.0.weight"]
 
 
 def _exchange_parameters(owner: Any) -> None:
@@ -126,18 +107,6 @@ def test_tied_weights_that_stay_tied_resume(tmp_path: Path, said: list[str]) -> 
     assert not said
 
 
-def test_lazy_networks_are_tied_before_and_after_their_first_batch(said: list[str]) -> None:
-    net = nn.Sequential(nn.LazyLinear(2), nn.LazyLinear(2))
-    net[1].weight = net[0].weight
-    owner = Owner(net=net)
-    discovery = started(owner)
-    net[0](torch.ones(1, 2))
-    assert discovery.capture()["misfits"] == {}
-    assert not said
-    net[1].weight = nn.Parameter(net[0].weight.detach().clone())
-    assert list(discovery.capture()["misfits"]) == ["net.1.weight"]
-
-
 def _share_memory(net: Any) -> None:
     net[1].weight.data = net[0].weight.data
     net[3].running_mean = net[2].running_mean
@@ -183,43 +152,3 @@ def test_memory_that_training_shares_or_parts_is_shared_as_it_was(
         train_both(each)
     assert bits(third.net.state_dict()) == bits(owner.net.state_dict())
     assert not said
-
-
-def _three_buffers() -> Owner:
-    net = nn.Module()
-    for name in ("first", "second", "third"):
-        net.register_buffer(name, torch.ones(2))
-    net.register_buffer("second", net.first)
-    return Owner(net=net)
-
-
-def test_a_buffer_shares_the_memory_of_one_that_was_parted_from_another(tmp_path: Path) -> None:
-    owner = _three_buffers()
-    discovery = started(owner)
-    owner.net.second = torch.full((2,), 2.0)
-    owner.net.third = owner.net.second
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    again = resumed(_three_buffers, state)
-    assert again.net.third is again.net.second
-    again.net.second.add_(1)
-    assert [part.tolist() for part in again.net.buffers()] == [[1.0, 1.0], [3.0, 3.0]]
-
-
-class Untying(Regression):
-    """Gives its second layer a weight of its own in the middle of the training."""
-
-    def make_net(self) -> nn.Module:
-        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
-        net[1].weight = net[0].weight
-        return net
-
-    def train_step(self, batch: Any, state: Any) -> Any:
-        if state.global_iteration == 4:
-            self.net[1].weight = nn.Parameter(self.net[1].weight.detach().clone())
-        return super().train_step(batch, state)
-
-
-def test_a_checkpoint_of_untied_weights_is_refused(tmp_path: Path) -> None:
-    message = re.escape("net.1.weight (it was net.0.weight, now a tensor of its own)")
-    with pytest.raises(StateError, match=message):
-        train(Case(Untying), tmp_path)

@@ -55,37 +55,12 @@ def test_what_torch_writes_is_taken_whatever_it_holds() -> None:
         check_sizes(pack(tree, pickle_protocol=protocol))
 
 
-def test_sums_that_were_left_out_are_not_compared() -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        handle = pack([torch.zeros(3)])
-    finally:
-        torch.serialization.set_crc32_options(True)
-    check_sizes(handle)
-
-
 @pytest.mark.parametrize("number", [3, 5, 255])
 def test_another_number_of_elements_than_the_record_has_is_refused(number: int) -> None:
     lying = repack(pack(torch.zeros(4)), b"cpuq\x04K\x04t", b"cpuq\x04K%ct" % number)
     text = f"the record 0 has 16 bytes instead of {4 * number}"
     with pytest.raises(ValueError, match=text):
         check_sizes(lying)
-
-
-def test_a_record_that_is_not_there_is_refused() -> None:
-    lying = repack(pack(torch.zeros(4)), b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x007")
-    with pytest.raises(ValueError, match="the record 7 has 0 bytes"):
-        check_sizes(lying)
-
-
-def test_two_records_whose_names_differ_in_case_only_are_refused() -> None:
-    """PyTorch would take one, and a check the other."""
-    double = rewrite(
-        pack(torch.zeros(4)),
-        lambda name, data: {name: data} | {name.replace("data/0", "DATA/0"): data + b"more"},
-    )
-    with pytest.raises(ValueError, match="the same name"):
-        check_sizes(double)
 
 
 def refer(code: bytes) -> io.BytesIO:
@@ -115,7 +90,3 @@ _REFERENCES = {
 def test_a_reference_that_torch_does_not_write_is_refused(case: str) -> None:
     with pytest.raises(ValueError, match="in a way that torch does not write"):
         check_sizes(refer(_REFERENCES[case]))
-
-
-def test_the_reference_of_these_tests_is_taken_as_torch_writes_it() -> None:
-    check_sizes(refer(_HEAD + b"X\x03\x00\x00\x00cpuK\x04tQ."))

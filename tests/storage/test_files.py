@@ -88,25 +88,6 @@ def test_a_folder_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert synced == [tmp_path.stat().st_ino]
 
 
-def test_a_file_is_cut_back_to_a_size(tmp_path: Path) -> None:
-    path = tmp_path / "events"
-    path.write_bytes(b"0123456789")
-    files.truncate(path, 4)
-    assert path.read_bytes() == b"0123"
-
-
-def test_folders_are_made_with_their_parents_and_every_new_name_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[Path] = []
-    monkeypatch.setattr(files, "fsync_folder", synced.append)
-    files.make_folder(tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b").is_dir()
-    assert synced == [tmp_path / "a", tmp_path]
-    files.make_folder(tmp_path / "a" / "b")
-    assert len(synced) == 2
-
-
 @pytest.mark.parametrize(
     ("number", "is_raised"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)]
 )
@@ -122,12 +103,6 @@ def test_only_a_file_system_that_cannot_sync_folders_is_forgiven(
             files.fsync_folder(tmp_path)
     else:
         files.fsync_folder(tmp_path)
-
-
-def test_removing_a_file_that_is_gone_is_an_error_unless_allowed(tmp_path: Path) -> None:
-    files.unlink(tmp_path / "gone", missing_ok=True)
-    with pytest.raises(FileNotFoundError):
-        files.unlink(tmp_path / "gone")
 
 
 def test_what_is_put_aside_gets_the_first_free_number(tmp_path: Path) -> None:

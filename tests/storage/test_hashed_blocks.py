@@ -17,13 +17,6 @@ def digests_of(data: bytes, piece: int) -> list[str]:
     return hasher.finish()
 
 
-def test_digests_do_not_depend_on_the_pieces_that_are_written() -> None:
-    data = bytes(range(256)) * (SIZE // 256 + 1)
-    whole = digests_of(data, len(data))
-    assert len(whole) == 41
-    assert digests_of(data, 1_000_003) == digests_of(data, 4096) == whole
-
-
 @pytest.mark.shows("P111")
 @pytest.mark.parametrize("damaged", [[0], [17], [40], [39, 23, 31]])
 def test_the_first_damaged_block_of_a_range_is_found(damaged: list[int]) -> None:
@@ -47,7 +40,3 @@ def test_a_block_that_was_verified_is_not_hashed_again() -> None:
     data[5] ^= 1
     data[30 * BLOCK_BYTES] ^= 1
     assert blocks.find_damaged(0, SIZE) == 30
-
-
-def test_without_digests_nothing_is_compared() -> None:
-    assert VerifiedBlocks(bytes(SIZE), []).find_damaged(0, SIZE) is None

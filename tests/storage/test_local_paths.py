@@ -16,9 +16,8 @@ from helios.cli.commands import main
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError
 from helios.ledger import diff, verify
-from helios.plugins import CSVLogger, JSONLLogger, Profiler, Tracker
+from helios.plugins import CSVLogger, JSONLLogger, Profiler
 from helios.storage.local_paths import as_local_path
-from helios.tracking.targets import MLflow, WandB
 from helios.trainer import find_last_checkpoint
 from tests.typed.user_script import Line, Numbers
 
@@ -41,8 +40,6 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "CSVLogger": CSVLogger,
     "JSONLLogger": JSONLLogger,
     "Profiler": Profiler,
-    "Tracker": lambda url: Tracker(url, MLflow("http://localhost:5000"), sends=False),
-    "WandB": lambda url: WandB("project", folder=url),
     "diff": lambda url: diff(url, url),
     "verify": verify,
 }
@@ -55,7 +52,6 @@ COMMANDS = (
     ("diff", "runs"),
     ("export", "--to", "pt"),
     ("migrate",),
-    ("send",),
 )
 
 
@@ -76,13 +72,6 @@ def test_a_url_is_refused_before_anything_is_written(
 def test_commands_refuse_urls(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, URL]) == 2
     assert f"the URL '{URL}'" in capsys.readouterr().err
-
-
-@pytest.mark.shows("U31")
-@pytest.mark.parametrize("url", ["gs://b/x", "hf://b", "S3:/b", "https://host/x", "file://host/x"])
-def test_every_scheme_of_two_letters_or_more_is_a_url(url: str) -> None:
-    with pytest.raises(ArgumentError, match="got the URL"):
-        as_local_path("folder", url)
 
 
 @pytest.mark.shows("U31")

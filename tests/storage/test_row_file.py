@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from helios.errors import UsageError
 from helios.storage import files
 from helios.storage.row_file import RowFile
 
@@ -37,19 +36,6 @@ def test_a_new_file_begins_with_its_header(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "er" / "rows.csv"
     _write(path, "1,2\n", "3,4\n")
     assert path.read_bytes() == b"a,b\n1,2\n3,4\n"
-
-
-def test_a_relative_path_is_that_of_the_folder_it_was_given_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = RowFile("rows.csv")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    file.restore()
-    file.close()
-    assert file.path == tmp_path / "rows.csv"
-    assert file.path.exists()
 
 
 def test_rows_are_in_the_file_at_once(tmp_path: Path) -> None:
@@ -91,29 +77,6 @@ def test_a_file_is_cut_back_to_its_mark_and_goes_on(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_mark_after_a_cut_is_that_of_an_undisturbed_file(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    mark = _write(path, "1,2\n")
-    whole = _write(tmp_path / "whole.csv", "1,2\n", "3,4\n")
-    file = RowFile(path, _HEADER)
-    file.restore(mark)
-    file.append("3,4\n")
-    assert file.mark() | {"path": ""} == whole | {"path": ""}
-    file.close()
-
-
-def test_an_open_file_is_restored_too(tmp_path: Path) -> None:
-    file = RowFile(tmp_path / "rows.csv", _HEADER)
-    file.restore()
-    mark = file.mark()
-    file.append("1,2\n")
-    file.restore(mark)
-    assert not file.has_rows
-    file.append("3,4\n")
-    file.close()
-    assert file.path.read_bytes() == b"a,b\n3,4\n"
-
-
 def test_a_new_file_moves_an_old_one_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,25 +89,6 @@ def test_a_new_file_moves_an_old_one_aside(
     assert "was moved to" in caplog.messages[0]
     assert "rows.before-1.csv" in caplog.messages[0]
     assert len(caplog.messages) == 2
-
-
-@pytest.mark.parametrize("left", ["", "a,", _HEADER], ids=["nothing", "half a header", "a header"])
-def test_a_file_without_rows_is_begun_anew_in_silence(
-    left: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text(left)
-    _write(path, "1,2\n")
-    assert path.read_bytes() == b"a,b\n1,2\n"
-    assert list(tmp_path.iterdir()) == [path]
-    assert not caplog.records
-
-
-def test_a_short_file_of_somebody_else_is_not_taken_for_a_header(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text("b\n")
-    _write(path)
-    assert (tmp_path / "rows.before-1.csv").read_text() == "b\n"
 
 
 def test_a_file_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -180,25 +124,3 @@ def test_a_file_that_is_not_the_marked_one_is_kept_aside(
     assert "without the rows up to the checkpoint" in message
     assert (tmp_path / "rows.before-1.csv").read_bytes() == now
     assert path.read_bytes() == b"a,b\n3,4\n"
-
-
-def test_a_file_of_the_mark_is_kept_whatever_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kept part is read in pieces."""
-    monkeypatch.setattr("helios.storage.row_file._CHUNK_BYTES", 3)
-    path = tmp_path / "rows.csv"
-    mark = _write(path, "1,2\n", "3,4\n")
-    _go_on(path, mark, "5,6\n")
-    assert path.read_bytes() == b"a,b\n1,2\n3,4\n5,6\n"
-
-
-def test_a_closed_file_takes_no_rows(tmp_path: Path) -> None:
-    file = RowFile(tmp_path / "rows.csv")
-    assert not file.is_open
-    with pytest.raises(UsageError, match="not open"):
-        file.append("1\n")
-    with pytest.raises(UsageError, match="not open"):
-        file.mark()
-    file.close()
-    assert not list(tmp_path.iterdir())

@@ -1,12 +1,10 @@
 """Which cells the matrix of decisions has: what is decided, in which event, in which training.
 
-Some are left out: with three replicas two trainings of four, and what is an error in a window of
-any length has one of both lengths. Three replicas on two processes and on three share their cells.
+Each decision is made once in each event; which training and which moment it has there takes turns.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -191,7 +189,15 @@ def _make() -> Iterator[Cell]:
                 yield Cell(kind, event, moment, unit, accumulation, num_replicas, number, asking)
 
 
-CELLS = list(_make())
+def _choose() -> Iterator[Cell]:
+    alike: dict[tuple[str, str, int, bool], list[Cell]] = {}
+    for cell in _make():
+        alike.setdefault((cell.kind, cell.event, cell.number, cell.is_late), []).append(cell)
+    for number, cells in enumerate(alike.values()):
+        yield cells[7 * number % len(cells)]
+
+
+CELLS = list(_choose())
 
 _ASKED_ALONE = (
     "on_training_start",
@@ -230,39 +236,7 @@ def cells_of(num_replicas: int, num_processes: int) -> list[Cell]:
     if num_processes > 1:
         alone = (asked_by_last(cell, num_processes) for cell in cells)
         cells += [cell for cell in alone if cell is not None]
-    if num_replicas > 2 and num_processes > 1:
-        # The two trainings of a decision stand side by side.
-        cells = [c for number, c in enumerate(cells) if number // 2 % 2 == num_processes % 2]
     return cells
-
-
-def slice_of(num_replicas: int, num_processes: int) -> list[Cell]:
-    """Return the cells that the default tier plays.
-
-    In one process, each kind is played once in every other of its events, the next kind in the
-    others, and late polls always: which training and which moment it has there takes its turns. On
-    several processes it is a sample of all cells.
-    """
-    cells = cells_of(num_replicas, num_processes)
-    if num_processes == 1:
-        return [cell for cell in _ONE_OF_MANY if cell.num_replicas == num_replicas]
-    # An odd stride over the trainings of a number of replicas, which are two or four.
-    every = 99 if num_replicas == 2 else 27
-    return [c for number, c in enumerate(cells) if (number + number // 4) % every == 0]
-
-
-def _pick_one_of_many() -> Iterator[Cell]:
-    alike: dict[tuple[str, str], list[Cell]] = {}
-    for cell in CELLS:
-        alike.setdefault((cell.kind, cell.event), []).append(cell)
-    num_events = Counter(kind for kind, _ in alike)
-    for number, ((kind, _), cells) in enumerate(alike.items()):
-        cell = cells[7 * number % len(cells)]
-        if number % 2 == 0 or num_events[kind] < 3 or cell.is_late:
-            yield cell
-
-
-_ONE_OF_MANY = list(_pick_one_of_many())
 
 
 def heard_events() -> set[str]:

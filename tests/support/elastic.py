@@ -155,6 +155,8 @@ class ElasticModel(helios.Model):
 class ElasticData(helios.DataModule):
     """The data of a setting."""
 
+    unsaved = ("setting",)
+
     def __init__(self, setting: Elastic) -> None:
         super().__init__()
         self.setting = setting

@@ -1,4 +1,4 @@
-"""Sixteen trainings that extend Helios, written from its pages alone, and what each has left.
+"""Eight trainings that extend Helios, written from its pages alone, and what each has left.
 
 Each is started by :func:`start` with a folder and a number of replicas; what is in the folder goes
 on. Their checkpoints and ledgers are compared on bytes.
@@ -22,8 +22,7 @@ import helios
 from helios import DataLoaderParams, DataModule, Engine, Model, Plugin, Trainer
 from helios.core import rng
 from helios.ledger.book import FILE_NAME
-from helios.loops import OptimizerLoop, YieldLoop
-from helios.model import BatchProcessor
+from helios.loops import OptimizerLoop
 from helios.plugins import HookContext, PipelineHooks
 from tests.support.runs import digest
 
@@ -110,47 +109,6 @@ class SurgeryLoop(OptimizerLoop):
         self.update(model.optimizer)
 
 
-class SurgeryEngine(Engine):
-    """Gradient surgery as an engine, which counts."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.num_steps = 0
-
-    def backward_losses(self, losses: Any, optimizer: Any) -> None:
-        parameters, gradients = optimizer.param_groups[0]["params"], []
-        for loss in losses:
-            self.backward_loss(loss, retain_graph=True)
-            gradients.append([p.grad for p in parameters])
-            optimizer.zero_grad()
-        combine(parameters, gradients)
-
-    def optimizer_step(self, optimizer: Any) -> bool:
-        is_committed = super().optimizer_step(optimizer)
-        self.num_steps += is_committed
-        return is_committed
-
-
-class WithEngine(Tasks):
-    """A model whose engine knows what to do with losses."""
-
-    def backward(self, losses: Any) -> None:
-        engine: Any = self.engine
-        engine.backward_losses(losses.values(), self.optimizer)
-
-
-class Surgery(Tasks):
-    """Gradient surgery as a method of the model."""
-
-    def backward(self, losses: Any) -> None:
-        parameters, gradients = self.optimizer.param_groups[0]["params"], []
-        for loss in losses.values():
-            self.engine.backward_loss(loss, retain_graph=True)
-            gradients.append([p.grad for p in parameters])
-            self.optimizer.zero_grad()
-        combine(parameters, gradients)
-
-
 class Growing(DataModule):
     """Shows more points in each epoch."""
 
@@ -214,16 +172,6 @@ class Gan(Model):
         yield softplus(-self.critic(fake)).mean()
 
 
-class SeldomGan(Gan):
-    """Updates its generator in every second step only."""
-
-    def train_step(self, batch: Any, state: helios.TrainingState) -> Any:
-        loss, fake = self.losses(batch[0])
-        yield loss
-        is_due = state.global_iteration % 4 > 1
-        yield softplus(-self.critic(fake)).mean() if is_due else YieldLoop.SKIP
-
-
 class ManualGan(Gan):
     """Makes two updates of its critic per batch, by hand."""
 
@@ -246,25 +194,6 @@ class ManualGan(Gan):
             self.engine.zero_grad(each)
         self.engine.backward_loss(loss)
         self.engine.optimizer_step(optimizer)
-
-
-class Closing(Model):
-    """LBFGS, which evaluates its loss several times."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.optimizer = torch.optim.LBFGS(self.net.parameters(), max_iter=3)
-
-    def train_step(self, batch: Any, state: helios.TrainingState) -> None:
-        x, sine, _ = batch
-
-        def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            loss = mse_loss(self.net(x), sine)
-            loss.backward()
-            return loss
-
-        self._loss_items["loss"] = self.optimizer.step(closure).detach()
 
 
 class Noisy(Plugin):
@@ -323,36 +252,6 @@ def make_hooks() -> PipelineHooks:
     return hooks
 
 
-class Short(Plugin):
-    """Ends each epoch before its fourth batch."""
-
-    def __init__(self) -> None:
-        super().__init__("short")
-
-    def setup(self) -> None: ...
-
-    def on_training_batch_start(self, state: helios.TrainingState) -> None:
-        if self.context.micro_step_id == 3:
-            raise StopIteration
-
-
-class Fitting(BatchProcessor):
-    """The step as a function of model and batch."""
-
-    def forward(self, model: Any, batch: Any) -> Any:
-        x, sine, _ = batch
-        outputs = model.sine(model.trunk(x))
-        return outputs, mse_loss(outputs, sine)
-
-
-class Processing(Model):
-    """A model without steps of its own."""
-
-    def setup(self, fast_init: bool = False) -> None:
-        Tasks.setup(self, fast_init)  # type: ignore[arg-type]
-        self.batch_processor = Fitting(transforms=lambda batch: (batch[0] / 3, *batch[1:]))
-
-
 class NoisyEngine(Engine):
     """Adds decaying noise to the gradients."""
 
@@ -383,9 +282,7 @@ class Extension:
         make_plugins: makes the plugins.
         refused: the error of a run that has more replicas than processes; empty if any number of
             processes may run it.
-        refused_together: the error of a run on two processes; empty if there is none.
-        folds: how many runs follow each other.
-        options: further arguments of the trainer.
+        accumulation: how many batches a step has.
     """
 
     make_model: Callable[[str], Model]
@@ -394,38 +291,17 @@ class Extension:
     make_loop: Callable[[], OptimizerLoop] | None = None
     make_plugins: Callable[[], list[Plugin]] = list
     refused: str = ""
-    refused_together: str = ""
-    folds: int = 1
     accumulation: int = 2
 
 
 EXTENSIONS: dict[str, Extension] = {
     "surgery in a loop": Extension(Tasks, make_loop=SurgeryLoop),
-    "surgery in an engine": Extension(WithEngine, make_engine=SurgeryEngine),
-    "surgery in a model": Extension(Surgery),
     "active learning": Extension(Learner, Growing),
-    "folds": Extension(Curve, folds=2),
     "a loop with state": Extension(Curve, make_loop=Averaging),
     "a GAN by yields": Extension(Gan, refused="A YieldLoop needs (a|one) process"),
-    "a GAN with n_critic": Extension(
-        SeldomGan, make_loop=YieldLoop, refused="A YieldLoop needs (a|one) process"
-    ),
     "a GAN by hand": Extension(ManualGan, accumulation=1, refused="one process per replica"),
-    "LBFGS": Extension(
-        Closing,
-        accumulation=1,
-        refused="A train_step that returns None needs one process per replica",
-        refused_together="must have the same weights",
-    ),
     "a plugin with three generators": Extension(Curve, make_plugins=lambda: [Noisy()]),
     "channels": Extension(Curve, make_plugins=lambda: [make_hooks()]),
-    "StopIteration": Extension(
-        Curve,
-        make_plugins=lambda: [Short()],
-        accumulation=1,
-        refused_together="must not raise StopIteration when several processes train",
-    ),
-    "a processor": Extension(Processing),
     "an engine": Extension(Curve, make_engine=NoisyEngine),
 }
 
@@ -434,25 +310,24 @@ def start(folder: Path, name: str, *plugins: Plugin, num_replicas: int = 2) -> N
     """Start a training, or go on with it."""
     extension = EXTENSIONS[name]
     torch.set_num_threads(1)
-    for fold in range(extension.folds):
-        where: dict[str, Any] = {"use_cpu": True}
-        if extension.make_engine is not None:
-            where = {"engine": extension.make_engine("cpu", clip_norm=1.0)}
-        trainer = Trainer(
-            total_steps=12 // extension.accumulation,
-            train_unit="iteration",
-            accumulation_steps=extension.accumulation,
-            chkpt_frequency=1,
-            chkpt_root=folder,
-            num_replicas=num_replicas,
-            print_banner=False,
-            plugins=[*extension.make_plugins(), *plugins],
-            **where,
-        )
-        if extension.make_loop is not None:
-            batch_loop = trainer.fit_loop.epoch_loop.batch_loop  # type: ignore[union-attr]
-            batch_loop.connect(optimizer_loop=extension.make_loop())  # type: ignore[union-attr]
-        trainer.fit(extension.make_model(f"fold-{fold}"), extension.make_data())
+    where: dict[str, Any] = {"use_cpu": True}
+    if extension.make_engine is not None:
+        where = {"engine": extension.make_engine("cpu", clip_norm=1.0)}
+    trainer = Trainer(
+        total_steps=12 // extension.accumulation,
+        train_unit="iteration",
+        accumulation_steps=extension.accumulation,
+        chkpt_frequency=1,
+        chkpt_root=folder,
+        num_replicas=num_replicas,
+        print_banner=False,
+        plugins=[*extension.make_plugins(), *plugins],
+        **where,
+    )
+    if extension.make_loop is not None:
+        batch_loop = trainer.fit_loop.epoch_loop.batch_loop  # type: ignore[union-attr]
+        batch_loop.connect(optimizer_loop=extension.make_loop())  # type: ignore[union-attr]
+    trainer.fit(extension.make_model("extended"), extension.make_data())
 
 
 def read_bits(folder: Path) -> dict[str, str]:

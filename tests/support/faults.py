@@ -22,7 +22,7 @@ import torch
 
 import helios
 from helios.checkpoint import file_names
-from helios.ledger import book, manifest_file, run_file, timing
+from helios.ledger import book, run_file
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from helios.storage import files
@@ -67,9 +67,7 @@ class Operation:
         return f"{self.name} {self.about}"
 
 
-EVIDENCE = frozenset(
-    (book.FILE_NAME, run_file.FILE_NAME, timing.FILE_NAME, manifest_file.FILE_NAME)
-)
+EVIDENCE = frozenset((book.FILE_NAME, run_file.FILE_NAME))
 """What a run records of itself, beside its checkpoints."""
 
 
@@ -138,7 +136,7 @@ class Faults(Plugin):
         def wrapped(subject: Any, *args: Any, **kwargs: Any) -> Any:
             about = _about(subject)
             is_evidence = _path_of(subject).name.removesuffix(files.TEMPORARY_SUFFIX) in EVIDENCE
-            if is_evidence or threading.current_thread().name == "helios-manifest":
+            if is_evidence:
                 # Its own faults are those of tests/ledger.
                 return call(subject, *args, **kwargs)
             number = len(self.operations)

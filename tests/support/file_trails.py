@@ -23,8 +23,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import helios
-from helios.ledger.manifest_file import FILE_NAME as MANIFEST
-from helios.ledger.timing import FILE_NAME as TIMES
+from helios.ledger.run_file import FILE_NAME as RUN_FILE
 from helios.plugins import EarlyStopping, Plugin
 from helios.state import TrainingState
 from helios.storage import files
@@ -55,7 +54,6 @@ class Trail:
 
     Attributes:
         lines: what was done, without repetitions.
-        manifest_at: how many lines there were when another thread had written the manifest.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +61,6 @@ class Trail:
         self._thread = threading.get_ident()
         self._is_inside = False
         self.lines: list[str] = []
-        self.manifest_at: int | None = None
 
     def install(self) -> None:
         """Record from here on, until this process ends."""
@@ -81,9 +78,8 @@ class Trail:
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if threading.get_ident() != self._thread:
-            if event == "os.rename" and Path(arguments[1]).name == MANIFEST:
-                self.manifest_at = len(self.lines)
-        elif event == "open":
+            return
+        if event == "open":
             self._note(_word_for(*arguments[1:]), arguments[0])
         elif event in ("os.listdir", "os.scandir"):
             self._note("list", arguments[0])
@@ -97,8 +93,8 @@ class Trail:
     def _note(self, word: str, *paths: Any) -> None:
         texts = [os.fspath(path) for path in paths if isinstance(path, str | os.PathLike)]
         is_below = all(f"{text}{os.sep}".startswith(self._folder) for text in texts)
-        # How often the times of a run are written depends on how long it takes.
-        if not texts or Path(texts[0]).name == TIMES:
+        # How often this file is written depends on how long a run takes.
+        if not texts or Path(texts[0]).name == RUN_FILE:
             return
         is_there = word == "make" and Path(texts[0]).exists()
         if is_below and not is_there and not self._is_inside:
@@ -267,10 +263,6 @@ def _refuse_writing(folder: Path) -> None:
     files.check_writable = refuse
 
 
-def _give_another_command(folder: Path) -> None:
-    sys.argv = [*sys.argv, "--other"]
-
-
 _BEST = helios.KeepBest(1, "score", mode="max")
 WRONGS = {
     "the data module is none": Wrong("ArgumentTypeError", "must be a DataModule"),
@@ -303,9 +295,6 @@ WRONGS = {
     ),
     "the data has changed": Wrong("RunMismatchError", "batch_size"),
     "on_load_checkpoint() fails": Wrong("KeyError", "ema"),
-    "the command has changed": Wrong(
-        "RunMismatchError", "strict", {"reproducibility": "strict"}, spoil=_give_another_command
-    ),
 }
 """What can be wrong, each with the error that it leads to."""
 
@@ -349,7 +338,6 @@ SITUATIONS = {
             *("another run holds the lock", "the folder is of another run"),
             *("a declared parameter has changed", "the folder cannot be written to", *_IN_SETUP),
             *("one score has two modes", "the data has changed", "on_load_checkpoint() fails"),
-            "the command has changed",
         ),
         before=LAST,
     ),
@@ -427,12 +415,10 @@ class Played:
 
     Attributes:
         lines: its trail.
-        manifest_at: the number of lines before the manifest was written.
         error: the class and the message of its error; empty without one.
     """
 
     lines: list[str]
-    manifest_at: int | None
     error: str
 
 
@@ -455,7 +441,7 @@ def play(folder: Path, situation: Situation, wrongs: Collection[str] = ()) -> Pl
             situation.act(trainer, kind(wrongs), data)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        return Played(trail.lines, trail.manifest_at, error)
+        return Played(trail.lines, error)
 
     result = folder.with_suffix(".played")
     with _without(folder, wrongs):

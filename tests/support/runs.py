@@ -187,7 +187,7 @@ class SmallModel(helios.Model):
 class IndexModule(helios.DataModule):
     """The data of a setting."""
 
-    unsaved = ("fetched",)
+    unsaved = ("fetched", "setting")
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()

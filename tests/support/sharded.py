@@ -181,6 +181,8 @@ def _digest(tensor: Tensor) -> str:
 class Data(helios.DataModule):
     """The data of a training."""
 
+    unsaved = ("setting",)
+
     def __init__(self, setting: Sharded) -> None:
         super().__init__()
         self.setting = setting

@@ -32,11 +32,6 @@ def interrupt_parent() -> None:
     _send_to_waiting_parent(signal.SIGINT)
 
 
-def end_parent() -> None:
-    """Let a scheduler's SIGTERM reach the parent while it waits."""
-    _send_to_waiting_parent(signal.SIGTERM)
-
-
 def _send_to_waiting_parent(number: int) -> None:
     # Python swallows what a handler raises while the parent is still in its fork.
     place = Path(f"/proc/{os.getppid()}/wchan")
@@ -44,12 +39,6 @@ def _send_to_waiting_parent(number: int) -> None:
         os.sched_yield()
     os.kill(os.getppid(), number)
     hang()
-
-
-def compute() -> None:
-    """Take long, but make progress."""
-    while time.process_time() < 0.6:
-        pass
 
 
 class _Plan:

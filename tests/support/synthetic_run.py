@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from helios.best import BestRule, BestSoFar, Validation
-from helios.ledger import book, run_file, timing
+from helios.ledger import book, run_file
 from helios.ledger.line import VERSION, seal, write_float
-from helios.ledger.manifest_file import Manifest, Section, write_manifest
 
 
 def write_ledger(folder: Path, losses: Sequence[float], *, names: Sequence[str] = ("loss",)) -> str:
@@ -35,11 +34,17 @@ def write_ledger(folder: Path, losses: Sequence[float], *, names: Sequence[str] 
     return chain
 
 
-def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write a file of JSON lines; each gets a time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = [{"time": "2026-01-02T03:04:05+00:00", **line} for line in lines]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in whole))
+START = {"event": "start", "iteration": 0, "run": "00", "host": "here", "processes": 1}
+"""What the event of every start has, besides the command and the level."""
+
+
+def write_run_file(folder: Path, *events: Mapping[str, Any]) -> None:
+    """Write the events of a run; starts are completed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {"time": "2026-01-02T03:04:05+00:00", "command": ["train.py"], "level": "restart"}
+    lines = [own | (START if x["event"] == "start" else {}) | dict(x) for x in events]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (folder / run_file.FILE_NAME).write_text(text)
 
 
 def write_run(
@@ -49,24 +54,18 @@ def write_run(
     scores: Mapping[str, Sequence[float]],
     losses: Sequence[float] = (1.0, 0.5),
 ) -> Path:
-    """Write a run with a ledger, a manifest of one start, and the scores of validations.
+    """Write a run with a ledger, one start, and the scores of validations.
 
     The best one has the smallest of the first scores.
     """
     write_ledger(folder, losses)
-    write_manifest(folder, Manifest("00", [Section({"host": "here"}, dict(facts))]))
     count = max(map(len, scores.values()), default=0)
-    lines: list[dict[str, Any]] = [{"iteration": 0, "host": "here", "processes": 1}]
+    events: list[dict[str, Any]] = [{"event": "start", **facts}]
     best = BestSoFar(BestRule(next(iter(scores), ""), "min"))
     for number in range(count):
-        line: dict[str, Any] = {"iteration": number + 1}
-        line["scores"] = {name: values[number] for name, values in scores.items()}
-        best.judge(Validation(number + 1, line["scores"]), has_improved=True)
-        lines.append({**line, "best": None if best.best is None else best.best.as_plain()})
-    write_lines(folder / timing.FILE_NAME, lines)
+        event: dict[str, Any] = {"event": "validation", "iteration": number + 1, "step": number + 1}
+        event["scores"] = {name: values[number] for name, values in scores.items()}
+        best.judge(Validation(number + 1, event["scores"]), has_improved=True)
+        events.append({**event, "best": None if best.best is None else best.best.as_plain()})
+    write_run_file(folder, *events)
     return folder
-
-
-def write_run_file(folder: Path, *events: Mapping[str, Any]) -> None:
-    """Write the lineage of a run."""
-    write_lines(folder / run_file.FILE_NAME, events)

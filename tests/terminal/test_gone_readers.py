@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import helios
-from helios.core.utils import flush_outputs
 from tests.support.runs import IndexModule, Setting, SmallModel
 
 SETTING = Setting(total_steps=4, valid_frequency=None)
@@ -46,15 +45,6 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
         yield stream
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, TextIO]]:
-    """Make stderr a terminal; returns the file of its window, and stderr."""
-    window, end = os.openpty()
-    with os.fdopen(end, "w", buffering=1) as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
-        yield window, stream
-
-
 @pytest.mark.parametrize("has_bar", [False, True], ids=["lines", "bar"])
 def test_a_pipe_without_a_reader_does_not_end_the_training(
     tmp_path: Path, pipe: TextIO, *, has_bar: bool
@@ -62,18 +52,6 @@ def test_a_pipe_without_a_reader_does_not_end_the_training(
     with pytest.raises(BrokenPipeError):
         pipe.write("nobody reads\n")
     assert "total_steps reached" in fit(tmp_path, has_bar=has_bar)
-
-
-def test_a_terminal_that_was_closed_does_not_end_the_training(
-    tmp_path: Path, terminal: tuple[int, TextIO]
-) -> None:
-    window, stream = terminal
-    os.close(window)
-    with pytest.raises(OSError, match="Input/output error"):
-        os.write(stream.fileno(), b"x")
-    log = fit(tmp_path, has_bar=True)
-    assert "step 4/4" in log
-    assert "total_steps reached" in log
 
 
 @pytest.mark.parametrize("has_bar", [False, True], ids=["lines", "bar"])
@@ -85,13 +63,6 @@ def test_a_process_without_stderr_trains(
     stream.close()
     monkeypatch.setattr(sys, "stderr", None if what == "none" else stream)
     assert "total_steps reached" in fit(tmp_path, has_bar=has_bar)
-
-
-def test_outputs_that_cannot_be_flushed_are_left(
-    pipe: TextIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    flush_outputs()
 
 
 @pytest.mark.shows("P133")

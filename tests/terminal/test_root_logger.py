@@ -65,20 +65,6 @@ def test_what_a_module_says_reaches_screen_and_file(
         assert root.log_file == log_file
 
 
-def test_errors_carry_the_exception(tmp_path: Path) -> None:
-    with root_logger() as root:
-        root.setup(tmp_path / "run.log")
-        try:
-            _ = 1 / 0
-        except ZeroDivisionError:
-            root.exception("it broke")
-        root.error("it is broken")
-        text = (tmp_path / "run.log").read_text()
-        assert "ERROR - it broke\nTraceback" in text
-        assert "ZeroDivisionError" in text
-        assert "ERROR - it is broken" in text
-
-
 @pytest.mark.shows("H45")
 def test_a_file_that_exists_is_appended_to(tmp_path: Path) -> None:
     with root_logger() as root:
@@ -101,17 +87,6 @@ def test_messages_are_printed_once_also_where_the_user_has_a_root_handler(
         finally:
             standard.getLogger().removeHandler(handler)
         assert capsys.readouterr().err.count("once") == 1
-
-
-def test_a_second_setup_leaves_the_first_file(tmp_path: Path) -> None:
-    with root_logger() as root:
-        root.setup(tmp_path / "a.log")
-        root.setup()
-        root.info("first")
-        root.setup(tmp_path / "b.log")
-        root.info("second")
-        assert (tmp_path / "a.log").read_text().count("INFO") == 1
-        assert (tmp_path / "b.log").read_text().endswith("second\n")
 
 
 @pytest.mark.shows("H19", "H45")
@@ -141,28 +116,6 @@ def test_python_warnings_are_logged_on_request_only(capsys: pytest.CaptureFixtur
     assert " - WARNING - " in capsys.readouterr().err
 
 
-def test_warnings_that_the_user_captures_stay_captured() -> None:
-    with warnings.catch_warnings():
-        standard.captureWarnings(True)
-        captured = warnings.showwarning
-        logging.RootLogger(capture_warnings=True).close()
-        assert warnings.showwarning is captured
-        standard.captureWarnings(False)
-
-
-def test_a_closed_logger_leaves_nothing_behind(tmp_path: Path) -> None:
-    loggers = [standard.getLogger("helios"), standard.getLogger("py.warnings")]
-    before = [(list(item.handlers), item.level, item.propagate) for item in loggers]
-    root = logging.RootLogger(capture_warnings=True)
-    root.setup(tmp_path / "run.log")
-    root.close()
-    loggers[0].setLevel(standard.DEBUG)
-    root.close()
-    assert loggers[0].level == standard.DEBUG, "a second close changes nothing"
-    loggers[0].setLevel(before[0][1])
-    assert [(list(item.handlers), item.level, item.propagate) for item in loggers] == before
-
-
 @pytest.mark.shows("H43")
 def test_names_hold_the_run_and_the_time() -> None:
     name = logging.get_default_log_name("my_run")
@@ -184,14 +137,6 @@ def test_runs_of_one_second_get_files_of_their_own(tmp_path: Path) -> None:
         assert sorted(path.name for path in runs_root.iterdir()) == [path.stem for path in logs]
 
 
-def test_a_name_that_only_the_other_folder_has_is_not_used_either(tmp_path: Path) -> None:
-    with default_loggers():
-        logging.setup_default_loggers("run", log_root=tmp_path)
-        stem = next(tmp_path.iterdir()).stem
-        logging.setup_default_loggers("run", tmp_path, tmp_path / "runs")
-        assert not (tmp_path / "runs" / stem).exists()
-
-
 def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:
     with default_loggers():
         log_file, run_path = tmp_path / "run.log", tmp_path / "run"
@@ -205,47 +150,6 @@ def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:
         writer = logging.get_tensorboard_writer()
         assert writer is not None
         assert writer.run_path == run_path
-
-
-def test_a_log_file_that_is_gone_is_begun_anew_and_said(tmp_path: Path) -> None:
-    with default_loggers():
-        log_file = tmp_path / "gone" / "run.log"
-        logging.restore_default_loggers(log_file)
-        assert (
-            "WARNING - The log file of the resumed run is missing, so a new one is started: "
-            f"{log_file}" in (log_file.read_text())
-        )
-
-
-def test_loggers_that_exist_are_kept_by_a_second_create() -> None:
-    with default_loggers():
-        root, writer = logging.get_root_logger(), logging.get_tensorboard_writer()
-        logging.create_default_loggers()
-        assert logging.get_root_logger() is root
-        assert logging.get_tensorboard_writer() is writer
-
-
-def test_default_loggers_that_do_not_exist_are_an_error() -> None:
-    assert not logging.is_root_logger_active()
-    assert logging.get_tensorboard_writer() is None
-    with pytest.raises(KeyError, match="root logger does not exist"):
-        logging.get_root_logger()
-    with pytest.raises(RuntimeError, match="create_default_loggers"):
-        logging.restore_default_loggers()
-    with pytest.raises(RuntimeError, match="create_default_loggers"):
-        logging.setup_default_loggers("run")
-    logging.flush_default_loggers()
-    logging.close_default_loggers()
-
-
-def test_tensorboard_can_be_off() -> None:
-    logging.create_default_loggers(enable_tensorboard=False)
-    try:
-        assert logging.is_root_logger_active()
-        assert logging.get_tensorboard_writer() is None
-        logging.restore_default_loggers(run_path=Path("nowhere"))
-    finally:
-        logging.close_default_loggers()
 
 
 def test_the_tools_import_no_slow_library_before_it_is_used() -> None:

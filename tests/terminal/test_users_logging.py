@@ -79,11 +79,6 @@ _ALL = ["INFO", "WARNING", "ERROR"]
     [
         ({}, _ALL, _ALL),
         ({"helios": "WARNING"}, ["WARNING", "ERROR"], ["WARNING", "ERROR"]),
-        ({"helios": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
-        ({"": "ERROR"}, ["ERROR"], _ALL),
-        ({"": "ERROR", "helios": "INFO"}, _ALL, _ALL),
-        ({"": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
-        ({"helios.startup.trainer_options": "ERROR"}, ["ERROR"], ["ERROR"]),
         ({"helios.startup.trainer_options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
     ],
 )
@@ -106,11 +101,7 @@ def test_levels_hold_on_the_screen_and_the_file_has_info(
     ("configured", "heard", "file"),
     [
         ({}, ["WARNING", "ERROR"], _ALL),
-        ({"": "INFO"}, _ALL, _ALL),
-        ({"": "ERROR"}, ["ERROR"], _ALL),
-        ({"": "ERROR", "helios": "INFO"}, _ALL, _ALL),
         ({"helios": "ERROR"}, ["ERROR"], ["ERROR"]),
-        ({"helios.startup.trainer_options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
     ],
 )
 def test_a_handler_of_the_user_gets_each_line_once_and_the_screen_none(
@@ -134,64 +125,12 @@ def test_a_handler_of_the_user_gets_each_line_once_and_the_screen_none(
 
 
 @pytest.mark.shows("P130")
-def test_what_does_not_propagate_stays_where_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with as_it_was():
-        above, own = Lines(), Lines(logging.WARNING)
-        logging.getLogger().addHandler(above)
-        logger = logging.getLogger("helios")
-        logger.addHandler(own)
-        logger.propagate = False
-        logger.setLevel("INFO")
-        assert say(tmp_path, capsys) == ([], _ALL)
-        assert (above.lines, [level for level, _ in own.lines]) == ([], ["WARNING", "ERROR"])
-        assert not logger.propagate
-
-
-@pytest.mark.shows("P130")
 def test_a_null_handler_silences_the_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with as_it_was():
         logging.getLogger("helios").addHandler(logging.NullHandler())
         assert say(tmp_path, capsys) == ([], _ALL)
-
-
-@pytest.mark.shows("P130")
-def test_a_level_that_is_set_during_the_run_holds_and_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with as_it_was():
-        handler, logger = Lines(), logging.getLogger("helios")
-        logging.getLogger().addHandler(handler)
-        root = RootLogger(capture_warnings=False)
-        root.setup(tmp_path / "run.log")
-        root.info("only in the file")
-        logging.getLogger().setLevel("INFO")
-        root.info("heard")
-        logger.setLevel("ERROR")
-        root.warning("nowhere")
-        root.close()
-        assert logger.level == logging.ERROR
-        assert handler.lines == [("INFO", "heard")]
-        assert (tmp_path / "run.log").read_text().count("\n") == 2
-
-
-@pytest.mark.shows("P130")
-@pytest.mark.parametrize("is_heard", [False, True])
-def test_warnings_of_python_are_written_once(
-    is_heard: bool, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
-    with as_it_was():
-        handler = Lines()
-        if is_heard:
-            logging.getLogger().addHandler(handler)
-        root = RootLogger(capture_warnings=True)
-        logging.getLogger("py.warnings").warning("%s", "old")
-        root.close()
-        lines = [message for _, message in handler.lines]
-        assert (lines, capsys.readouterr().err.count("old")) == (["old"] * is_heard, not is_heard)
 
 
 class Line(helios.Model):
@@ -293,16 +232,6 @@ def test_a_run_under_the_configuration_of_hydra_writes_each_line_once(
 
 
 @pytest.mark.shows("P130")
-def test_a_test_of_the_user_captures_each_line_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    caplog.set_level(logging.INFO)
-    fit(tmp_path)
-    require_once("\n".join(f"INFO - {text}" for text in caplog.messages))
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.shows("P130")
 def test_without_a_configuration_the_screen_has_each_line_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -328,17 +257,3 @@ def test_ranks_write_to_the_handlers_of_the_process_that_starts_them(
     assert "has ended" not in capfd.readouterr().err
     (file,) = tmp_path.iterdir()
     require_once(file.read_text())
-
-
-@pytest.mark.full
-def test_ranks_have_the_levels_of_the_process_that_starts_them(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with as_it_was():
-        logging.getLogger("helios").setLevel(logging.ERROR)
-        fit(tmp_path, nproc=2, plugins=[Failing("failing")])
-    said = capfd.readouterr().err
-    assert "rank 1 of 2 - rank 1 has a word" in said
-    assert "INFO" not in said
-    (file,) = tmp_path.iterdir()
-    assert file.read_text() == ""

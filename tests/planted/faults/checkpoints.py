@@ -5,12 +5,9 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 STORE = "tests/checkpoint/test_store.py"
+
+
 COMMIT = f"{STORE}::test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk"
-KILLS = "tests/checkpoint/test_kills.py"
-LOADING = "tests/checkpoint/test_loading.py"
-RETENTION = "tests/checkpoint/test_retention.py"
-SHARDED = "tests/checkpoint/test_sharded_folders.py"
-TWO_RUNS = "tests/integration/test_two_runs.py"
 
 
 @fault(
@@ -26,7 +23,8 @@ def a_checkpoint_is_committed_before_it_is_on_the_disk(write_file, path, tree, *
     from helios.storage import codec, files
     from helios.storage.digest import DigestWriter
 
-    with files.create(path) as handle, DigestWriter(handle, hashes=hashes) as writer:
+    with files.create(path) as handle:
+        writer = DigestWriter(handle, hashes=hashes)
         codec.write_encoded(writer, tree)
         return writer.digest()
 
@@ -69,16 +67,6 @@ def a_checkpoint_is_written_under_its_last_name(write_file, path, tree, *, hashe
     digest = write_file(final, tree, hashes=hashes)
     files.replace(final, path)
     return digest
-
-
-@fault(
-    "helios.checkpoint.sidecar:Sidecar.to_json",
-    "tests/checkpoint/test_store.py::test_a_checkpoint_is_a_file_and_a_sidecar_with_its_digest",
-)
-def a_sidecar_holds_no_digest(to_json, sidecar):
-    import dataclasses
-
-    return to_json(dataclasses.replace(sidecar, digest=""))
 
 
 @fault(
@@ -195,18 +183,6 @@ def an_error_of_a_save_in_a_thread_is_lost(raise_own_failure, writer):
 
 
 @fault(
-    "helios.checkpoint.checkpoint_writer:PlainWriter._announce_failure",
-    "tests/integration/test_listeners.py::test_an_error_in_most_calls_ends_the_run",
-)
-def an_error_of_what_listens_to_saves_is_lost(announce_failure, writer, path, error):
-    import contextlib
-
-    for listener in writer._listeners:
-        with contextlib.suppress(Exception):
-            listener.save_failed(path, error)
-
-
-@fault(
     "helios.checkpoint.sharded_commit:RankParts.collect",
     "tests/checkpoint/test_sharded_folders.py::test_rank_0_does_not_wait_for_ever",
 )
@@ -218,14 +194,6 @@ def a_sharded_checkpoint_is_committed_before_all_parts_are_there(collect, parts,
 
 
 @fault(
-    "helios.checkpoint.rank_part:SavePlan.note",
-    "tests/checkpoint/test_sharded_folders.py::test_notes_of_an_earlier_save_to_the_same_path_do_not_count",
-)
-def notes_of_an_earlier_save_count(note, plan, rank):
-    return plan.draft / f"rank-{rank:05d}.json"
-
-
-@fault(
     "helios.storage.digest:VerifiedBlocks._is_good",
     "tests/checkpoint/test_sharded_folders.py::test_one_flipped_bit_anywhere_is_named",
 )
@@ -234,29 +202,11 @@ def blocks_of_sharded_checkpoints_are_not_verified(is_good, blocks, number):
 
 
 @fault(
-    "helios.checkpoint.rank_part:_copy",
-    "tests/checkpoint/test_sharded_folders.py::test_what_training_changes_after_the_copy_is_not_in_the_file",
-)
-def sharded_tensors_are_not_copied_before_training_goes_on(copy, rows, buffers):
-    return dict(rows)
-
-
-@fault(
     "helios.startup.checkpoint_search:check_run_name",
     "tests/integration/test_which_run.py::test_another_runs_folder_is_refused_by_both_names",
 )
 def the_checkpoint_of_another_run_is_taken(check_name, *args):
     return None
-
-
-@fault(
-    "helios.core.utils:collector_at_rest",
-    "tests/storage/test_weights_only.py::test_the_collector_rests_while_a_tree_is_encoded",
-)
-def the_collector_goes_through_a_tree_that_is_encoded(collector_at_rest):
-    import contextlib
-
-    return contextlib.nullcontext()
 
 
 @fault(
@@ -272,42 +222,6 @@ def a_clock_decides_what_is_saved(compare, discovery, graph, *args):
 
 
 @fault(
-    "helios.state_graph.save_times:SaveTimes.end",
-    "tests/state_graph/test_save_times.py::test_a_slow_attribute_is_named_once_with_its_seconds",
-)
-def what_makes_saves_slow_is_not_named(end, times):
-    return {}
-
-
-@fault(
-    "helios.core.memory:_bits",
-    "tests/state_graph/test_partial_optimizers.py::test_a_zero_gets_the_sign_that_it_had",
-)
-def zeros_of_both_signs_are_the_same(bits, tensor):
-    return tensor
-
-
-@fault(
-    "helios.session:Session.judge_scores",
-    "tests/integration/test_one_best.py::test_each_validation_among_the_best_is_saved_and_the_best_stay",
-)
-def a_validation_among_the_best_is_saved_only_when_a_save_is_due(judge_scores, session):
-    wanted = session.agreed.is_checkpoint_wanted
-    has_improved = judge_scores(session)
-    session.agreed.is_checkpoint_wanted = wanted
-    return has_improved
-
-
-@fault(
-    "helios.best:rank_by_score",
-    "tests/integration/test_one_best.py::test_each_validation_among_the_best_is_saved_and_the_best_stay",
-)
-def an_infinite_score_may_be_the_best(rank_by_score, scored, mode):
-    finite = [(max(-1e9, min(score, 1e9)), each) for score, each in scored if score == score]
-    return rank_by_score(finite, mode)
-
-
-@fault(
     "helios.startup.best_validations:continue_best",
     "tests/integration/test_one_best.py::test_a_run_that_was_stopped_has_the_best_of_an_undisturbed_one",
 )
@@ -318,72 +232,10 @@ def a_resumed_run_forgets_the_best(continue_best, stored, rule, **options):
 
 
 @fault(
-    "helios.startup.model_in_hand:ModelInHand.leave_out_averages",
-    "tests/integration/test_model_in_hand.py::test_an_average_is_swapped_in_until_the_script_changes_its_network",
-)
-def an_average_replaces_what_a_script_has_changed(leave_out_averages, in_hand, plugins):
-    return {}
-
-
-@fault(
-    "helios.startup.fit_run:keep_in_hand",
-    "tests/integration/test_model_in_hand.py::test_everything_else_loads_and_the_log_says_which_weights_and_why",
-)
-def the_newest_checkpoint_replaces_the_model_in_hand(keep_in_hand, run, end, **options):
-    keep_in_hand(run, end, is_interrupted=True)
-
-
-@fault(
-    "helios.startup.fit_run:keep_in_hand",
-    "tests/sharding/test_model_in_hand.py::test_an_omitted_checkpoint_is_the_newest",
-)
-def a_sharded_model_in_hand_is_evaluated_as_it_is(keep_in_hand, run, end, **options):
-    keep_in_hand(run, end, **options)
-    run.in_hand.obstacle = ""
-
-
-@fault(
-    "helios.startup.launch_call:_hand_over",
-    "tests/integration/test_model_in_hand.py::test_shuffled_data_has_one_order_on_any_processes",
-)
-def spawned_ranks_draw_the_order_of_data_from_fresh_counters(hand_over, run, end):
-    return hand_over(run, None)
-
-
-@fault(
-    "helios.startup.evaluation_run:_add_averages",
-    "tests/integration/test_scored_averages.py::test_the_best_is_tested_with_the_average_that_was_scored",
-)
-def the_best_is_tested_without_its_average(add_averages, run, loaded):
-    return None
-
-
-@fault(
-    "helios.checkpoint.status:Status.state",
-    "tests/cli/test_situations.py::test_nothing_is_called_good_that_verify_calls_damaged",
-)
-def a_file_whose_bytes_nobody_has_read_is_called_good(state, status):
-    return status.condition.value
-
-
-@fault(
-    "helios.cli.output:find_checkpoint",
-    "tests/cli/test_situations.py::test_of_a_folder_the_checkpoint_counts_from_which_a_start_resumes",
-)
-def of_a_folder_the_oldest_checkpoint_is_taken(find_checkpoint, place, *, takes_best):
-    from pathlib import Path
-
-    from helios.checkpoint.file_names import find_checkpoints
-
-    if Path(place).is_dir() and not takes_best:
-        return find_checkpoints(Path(place))[0], None
-    return find_checkpoint(place, takes_best=takes_best)
-
-
-@fault(
-    "helios.startup.fit_run:Training._compare_start",
+    "helios.startup.fit_run:Training._load",
     "tests/integration/test_order.py::test_the_first_of_two_refusals_counts_and_no_file_of_the_run_changes",
 )
-def a_start_cuts_its_ledger_before_it_may_be_refused(compare_start, training, record):
-    training._evidence.open(training._start)
-    return compare_start(training, record)
+def a_start_cuts_its_ledger_before_it_may_be_refused(load, training, session, record):
+    for listener in training._listeners:
+        listener.opened()
+    load(training, session, record)

@@ -4,19 +4,6 @@ from __future__ import annotations
 
 from tests.planted.planting import fault
 
-LOOP = "tests/loops/test_loop.py"
-SCALER = "tests/engines/test_scaler.py"
-AVERAGES = "tests/plugins/test_averaging.py"
-STOPPING = "tests/plugins/test_early_stopping.py"
-
-
-@fault(
-    "helios.engines.engine:redefines",
-    "tests/loops/test_loop.py::test_a_method_that_is_put_on_an_engine_is_called",
-)
-def a_method_of_the_engine_that_a_user_has_overridden_is_bypassed(redefines, owner, base, name):
-    return False
-
 
 @fault(
     "helios.engines.engine:Engine.optimizer_step",
@@ -52,14 +39,6 @@ def an_open_window_is_not_counted_on(load_state_dict, engine, state_dict):
 
 
 @fault(
-    "helios.core.wrappers:BareNames.of",
-    "tests/plugins/test_averaging.py::test_names_are_those_without_compile",
-)
-def names_are_those_of_the_wrapper(of, names, name):
-    return name
-
-
-@fault(
     "helios.engines.data_parallel:wrap",
     "tests/engines/test_data_parallel.py::test_buckets_are_added_along_the_tree",
 )
@@ -79,14 +58,6 @@ def a_step_that_was_left_out_counts(withdraw_step, state, unit):
 
 
 @fault(
-    "helios.plugins.averaging:WeightAverage.on_training_step_end",
-    "tests/plugins/test_averaging.py::test_a_step_that_was_left_out_is_not_averaged",
-)
-def an_average_is_updated_by_a_step_that_was_left_out(on_step_end, plugin, state, committed):
-    on_step_end(plugin, state, True)
-
-
-@fault(
     "helios.plugins.averaged_weights:Averages.load_state_dict",
     "tests/plugins/test_averaging.py::test_a_run_with_an_average_resumes_everywhere",
 )
@@ -95,28 +66,11 @@ def an_average_begins_anew_at_a_resume(load_state_dict, averages, state):
 
 
 @fault(
-    "helios.plugins.averaged_weights:Swap.put_back",
-    "tests/plugins/test_averaging.py::test_a_validation_sees_the_average_in_the_same_parameters",
-)
-def the_average_stays_in_the_model_after_a_validation(put_back, swap):
-    return None
-
-
-@fault(
     "helios.plugins.early_stopping:EarlyStopping.load_state_dict",
     "tests/plugins/test_early_stopping.py::test_a_run_with_three_plugins_that_have_state_resumes_everywhere",
 )
 def early_stopping_has_its_patience_anew_after_a_resume(load_state_dict, plugin, state_dict):
     load_state_dict(plugin, {**state_dict, "count": 0})
-
-
-@fault(
-    "helios.plugins.early_stopping:EarlyStopping._is_improvement",
-    "tests/plugins/test_early_stopping.py::test_the_run_ends_when_patience_is_out",
-)
-def early_stopping_takes_any_gain(is_improvement, plugin, score):
-    plugin._min_delta = 0.0
-    return is_improvement(plugin, score)
 
 
 @fault(
@@ -149,45 +103,3 @@ def a_loop_of_the_users_updates_once_for_each_replica(update, loop, optimizer=No
         return update(loop, optimizer)
     finally:
         turns.is_last = found
-
-
-@fault(
-    "helios.loops.override_checks:OwnRound.end",
-    f"{ROUNDS}::test_a_call_that_is_missing_or_made_twice_is_an_error_at_the_first_batch",
-)
-def a_loop_of_the_users_may_forget_the_update(end, own):
-    return None
-
-
-@fault(
-    "helios.loops.override_checks:EarlierGradients.__init__",
-    f"{ROUNDS}::test_each_round_begins_without_the_gradients_of_earlier_micro_batches",
-)
-def a_loop_of_the_users_sees_the_gradients_of_the_whole_window(init, earlier, optimizers):
-    init(earlier, ())
-
-
-@fault(
-    "helios.loops.override_checks:EarlierGradients.add_back",
-    f"{ROUNDS}::test_a_model_may_make_one_gradient_of_several_losses",
-)
-def gradients_of_earlier_micro_batches_are_lost(add_back, earlier, optimizer=None):
-    earlier._found = []
-
-
-@fault(
-    "helios.replicas.turns:SharedTurns._compare_updates",
-    "tests/loops/test_replicas.py"
-    "::test_processes_that_update_unequally_often_end_with_an_error_and_do_not_wait",
-)
-def processes_that_update_unequally_often_wait_for_each_other(compare_updates, turns, *, is_update):
-    return None
-
-
-@fault(
-    "helios.hooks.overrides:check_arguments",
-    "tests/hooks/test_overrides.py"
-    "::test_a_loop_whose_method_takes_something_else_is_refused_at_the_start",
-)
-def methods_of_loops_may_take_anything(check_arguments, owner, names, arguments):
-    return None

@@ -1,8 +1,6 @@
-"""Faults in what proves a run: its ledger, replays, and the points of trackers."""
+"""Faults in what proves a run: its ledger, replays, and the points of loggers."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 from tests.planted.planting import fault
 
@@ -14,8 +12,6 @@ SCORES = "tests/ledger/test_validation_scores.py"
 BUFFERS = "tests/ledger/test_buffers.py"
 VERIFICATION = "tests/ledger/test_verification.py"
 REPLAY = "tests/ledger/test_replay.py"
-ONLINE = "tests/tracking/test_online_runs.py"
-POINTS = "tests/tracking/test_point_store.py"
 
 
 @fault("helios.ledger.line:seal", LINE)
@@ -95,7 +91,7 @@ def a_checkpoint_is_committed_without_its_lines(sync, book):
 
 @fault(
     "helios.ledger.verification:_check_digests",
-    "tests/ledger/test_starts.py::test_a_replaced_checkpoint_is_found_though_its_sidecar_matches",
+    "tests/ledger/test_run_file.py::test_a_replaced_checkpoint_is_found_though_its_sidecar_matches",
 )
 def a_replaced_checkpoint_is_good(check_digests, folder, digests):
     return ()
@@ -119,134 +115,11 @@ def a_replay_goes_on_after_a_difference(ask, comparison):
 
 
 @fault(
-    "helios.tracking.point_store:PointFile.keep_stored",
-    "tests/plugins/test_tracker.py::test_killed_runs_show_the_points_of_the_undisturbed_one",
+    "helios.startup.fit_run:Training._compare_machine",
+    "tests/ledger/test_run_file.py::test_another_machine_than_that_of_the_checkpoint_is_one_warning",
 )
-def points_that_are_repeated_after_a_resume_are_stored_twice(keep_stored, file):
-    file._ahead.clear()
-
-
-@fault(
-    "helios.tracking.sender_process:Sender._drain",
-    "tests/tracking/test_sender.py::test_a_server_that_fails_in_between_gets_the_rest_later",
-)
-def points_count_as_sent_before_the_server_has_them(drain, sender, name, send, *, is_finished):
-    def send_late(rows):
-        return len(rows)
-
-    drain(sender, name, send_late, is_finished=is_finished)
-
-
-@fault(
-    "helios.tracking.point_store:PointFile._drop_rest",
-    "tests/plugins/test_tracker.py::test_killed_runs_show_the_points_of_the_undisturbed_one",
-)
-def points_that_are_repeated_get_new_times(drop_rest, file):
-    drop_rest(file)
-    file.cut()
-
-
-@fault(
-    "helios.tracking.tracker_folder:TrackerFolder.read_iterations",
-    f"{ONLINE}::test_an_iteration_is_one_line_and_is_sent_when_it_is_complete",
-)
-def an_iteration_is_sent_before_it_is_complete(read_iterations, folder, start, *, with_last):
-    return read_iterations(folder, start, with_last=True)
-
-
-@fault(
-    "helios.tracking.point_store:PointStore.add",
-    f"{ONLINE}::test_what_is_added_to_an_iteration_that_was_sent_begins_a_new_run",
-)
-def what_is_added_to_an_iteration_that_was_sent_is_left_out(add, store, row):
-    store._sealed = None
-    return add(store, row)
-
-
-@fault(
-    "helios.tracking.sender_process:Sender._check_key",
-    "tests/tracking/test_sender.py::test_a_sender_of_an_earlier_course_sends_nothing_of_the_new_one",
-)
-def a_sender_of_an_earlier_course_sends_points_of_the_new_one(check_key, sender):
+def a_resume_says_nothing_of_another_machine(compare, training, record):
     return None
-
-
-@fault(
-    "helios.tracking.point_store:PointStore._finish_cut",
-    f"{POINTS}::test_a_kill_while_a_course_is_cut_off_mixes_nothing",
-)
-def a_tracker_that_was_killed_while_it_cut_points_off_keeps_them(finish_cut, store, found):
-    return None
-
-
-@fault(
-    "helios.storage.folder_lock:FolderLock.acquire",
-    "tests/plugins/test_tracker.py"
-    "::test_a_second_training_with_the_folder_is_refused_and_changes_nothing",
-)
-def two_runs_write_to_the_folder_of_a_tracker(acquire, lock):
-    return None
-
-
-@fault(
-    "helios.storage.folder_lock:FolderLock.renew",
-    f"{POINTS}::test_the_folder_stays_locked_when_it_is_moved_or_copied_aside",
-)
-def a_tracker_that_moves_its_folder_aside_loses_its_lock(renew, lock):
-    return None
-
-
-@fault(
-    "helios.tracking.mlflow_run:MLflowRun.open",
-    "tests/tracking/test_sender.py::test_points_that_are_sent_again_are_stored_once",
-)
-def a_sender_does_not_find_the_run_that_an_earlier_one_has_created(open_run, run, params):
-    run._client.search_runs = lambda *args, **more: []
-    open_run(run, params)
-
-
-@fault(
-    "helios.tracking.wandb_run:WandBOnlineRun._is_missing",
-    f"{ONLINE}::test_a_picture_that_did_not_arrive_with_its_line_is_sent_by_the_next_start",
-)
-def a_picture_that_did_not_arrive_with_its_line_stays_away(is_missing, run, name, iteration, file):
-    return iteration >= run._first
-
-
-@fault(
-    "helios.tracking.sender_process:Sender.__init__",
-    f"{ONLINE}::test_a_start_sends_what_the_server_lacks_whatever_was_noted",
-)
-def an_online_run_begins_after_what_was_noted(init, sender, folder, run, destination):
-    init(sender, folder, run, destination)
-    sender._progress = folder.read_progress(run.key)
-
-
-@fault(
-    "helios.tracking.point_store:shutil",
-    f"{POINTS}::test_the_folder_stays_locked_when_it_is_moved_or_copied_aside",
-)
-def a_tracker_that_copies_its_folder_aside_loses_its_lock(shutil):
-    def ignore_patterns(*names):
-        return shutil.ignore_patterns(*(x for x in names if x != ".helios-writer-lock"))
-
-    return SimpleNamespace(copytree=shutil.copytree, ignore_patterns=ignore_patterns)
-
-
-@fault(
-    "helios.tracking.sender_process:os",
-    "tests/tracking/test_sender_process.py::test_a_loader_worker_that_lives_on_keeps_nobody_waiting",
-)
-def a_sender_outlives_its_training_as_long_as_a_loader_worker_lives(os):
-    return SimpleNamespace(**{**vars(os), "getppid": lambda: 1})
-
-
-@fault(
-    "helios.startup.run_manifest:RunManifest.checked",
-    "tests/ledger/test_starts.py::test_what_may_change_the_training_is_said_before_the_first_step",
-)
-def a_resume_says_nothing_of_what_differs(check, manifest):
-    return ""
 
 
 @fault("helios.ledger.validation_scores:compare_scores", SCORES)
@@ -342,3 +215,19 @@ def a_resume_does_not_fetch_the_last_batch_again(before_load, check):
 )
 def attributes_that_a_trial_changes_are_not_put_back(put_back, rollback):
     return None
+
+
+@fault(
+    "helios.plugins.server_loggers:_read_history",
+    "tests/plugins/test_server_loggers.py::test_each_point_of_a_killed_run_is_there_once",
+)
+def a_start_does_not_read_what_offline_files_of_wandb_have(read_history, data):
+    return iter(())
+
+
+@fault(
+    "helios.plugins.server_loggers:ServerLogger.state_dict",
+    "tests/plugins/test_server_loggers.py::test_each_point_of_a_killed_run_is_there_once",
+)
+def a_checkpoint_lacks_what_the_server_has_not_taken(state_dict, logger):
+    return {"row": {}, "waiting": []}

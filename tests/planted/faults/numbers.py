@@ -11,6 +11,9 @@ from tests.planted.planting import fault
 TOTALS = "tests/loops/test_totals.py"
 
 
+TIMES = "tests/ledger/test_run_file.py::test_iterations_have_their_own_time"
+
+
 @fault(
     "helios.loops.evaluation:as_summand",
     f"{TOTALS}::test_scores_of_a_coarse_type_are_added_in_float64",
@@ -41,20 +44,6 @@ def sums_of_losses_are_not_saved(capture, means, gather):
 
 
 @fault(
-    "helios.core.loss_means:LossMeans.pop_means",
-    f"{MEANS}::test_a_bar_and_a_line_by_time_leave_what_is_logged_alone",
-)
-def the_bar_begins_the_means_of_all_anew(pop_means, means, viewer, gather=None):
-    from helios.core.loss_means import Viewer
-
-    found = pop_means(means, viewer, gather)
-    if viewer is Viewer.BAR:
-        for each in Viewer:
-            pop_means(means, each)
-    return found
-
-
-@fault(
     "helios.core.loss_means:LossMeans.add",
     f"{MEANS}::test_what_is_logged_are_means_since_the_last_point",
 )
@@ -74,25 +63,8 @@ def each_batch_of_a_processor_weighs_the_same(add, totals, result, suffix="", *,
     add(totals, result, suffix)
 
 
-@fault("helios.text:number_text", "tests/test_text.py")
-def a_number_is_rounded_to_a_whole_one(number_text, number, digits=6):
-    return f"{number:.{digits}g}"
-
-
-@fault("helios.core.utils:_find_process_peak", "tests/core/test_peak_memory.py")
-def the_peak_of_memory_is_that_of_the_process_before(find_process_peak):
-    import resource
-
-    return {"vm_hwm": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-
-
-@fault("helios.ledger.timing:Timing.end_pause", "tests/ledger/test_timing.py")
-def the_throughput_has_validations(end_pause, timing):
-    pass
-
-
-@fault("helios.core.utils:AverageTimer.start", "tests/ledger/test_timing.py")
-def the_time_of_an_iteration_has_the_validation_before_it(start, timer):
+@fault("helios.ledger.run_file:RunFile.end_pause", TIMES)
+def the_throughput_has_validations(end_pause, file):
     pass
 
 
@@ -102,11 +74,6 @@ def the_time_of_an_iteration_has_the_validation_before_it(start, timer):
 )
 def training_metrics_count_the_padding_of_an_epoch(drop_padding, intake, arguments):
     return arguments
-
-
-@fault("helios.ledger.timing:Timing.trace_rates", "tests/ledger/test_used_rates.py")
-def a_report_shows_the_rates_of_the_next_update(trace_rates, timing, *rates, before):
-    return True
 
 
 @fault(
@@ -122,7 +89,7 @@ def a_chart_loses_the_peaks_between_its_points(thin, curve):
     "tests/reports/test_run_report.py::test_throughput_is_without_validations",
 )
 def a_report_counts_validations_in_its_throughput(read_speeds, run):
-    for line in run.times.lines:
+    for line in run.stretches:
         yield line["iteration"], line["iterations"] / line["seconds"]
 
 

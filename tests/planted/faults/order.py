@@ -5,9 +5,6 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 RESUMED = "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywhere[plain]"
-PERMUTATION = "tests/data/test_permutation.py"
-SHARDING = "tests/data/test_sharding_plan.py"
-CHANGED = "tests/integration/test_data_changed_by_hooks.py"
 
 
 @fault("helios.loops.epoch:EpochLoop._end_iteration", RESUMED)
@@ -45,14 +42,6 @@ def positions_beyond_the_end_are_not_enciphered_again(walk, network, values, rou
 
     found = permutation._cross(values.astype("uint64"), network._parts, rounds)
     return (found % network._parts[0]).astype("int64")
-
-
-@fault(
-    "helios.data.permutation:_walk_one",
-    "tests/data/test_permutation.py::test_single_positions_have_the_samples_that_they_have_among_many",
-)
-def a_single_position_beyond_the_end_is_not_enciphered_again(walk_one, word, parts, rounds):
-    return word % int(parts[0])
 
 
 @fault(
@@ -101,16 +90,6 @@ def a_sampler_with_state_stays_where_it_was_drawn_ahead_to(leave, order, positio
 
 
 @fault(
-    "helios.data.replayed_sampler:_is_plain",
-    "tests/data/test_replayed_sampler.py::test_what_a_sampler_changes_about_itself_is_named_once",
-)
-def tensors_that_a_sampler_shuffles_in_place_are_not_named(is_plain, value):
-    from torch import Tensor
-
-    return is_plain(value) and not isinstance(value, Tensor)
-
-
-@fault(
     "helios.data.keyed:ask_twice",
     "tests/data/test_indices.py::test_looking_aside_moves_no_generator_and_no_sampler",
 )
@@ -119,23 +98,3 @@ def asking_for_indices_draws_from_the_generators_of_the_run(ask_twice, position,
 
     rng.reseed(position.order_key())
     return ask()
-
-
-@fault(
-    "helios.loops.epoch:EpochLoop.reset",
-    f"{CHANGED}::test_workers_get_what_the_start_of_an_epoch_and_of_a_validation_change[Changing]",
-)
-def workers_start_before_the_hook_that_changes_their_data_set(reset, loop):
-    reset(loop)
-    if loop._must_open:
-        loop._open()
-
-
-@fault(
-    "helios.loops.evaluation:EvaluationLoop._emit_start",
-    f"{CHANGED}::test_tests_and_predictions_get_it_too",
-)
-def workers_of_an_evaluation_start_before_its_first_hook(emit_start, loop):
-    loop._open_batches()
-    loop._open_batches = bool
-    emit_start(loop)

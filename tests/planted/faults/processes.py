@@ -6,7 +6,6 @@ from tests.planted.planting import fault
 
 LAUNCHER = "tests/launch/test_launcher.py"
 SIGNALS = "tests/distributed/test_signals.py"
-WATCH = "tests/core/test_signal_watch.py"
 
 
 @fault(
@@ -15,14 +14,6 @@ WATCH = "tests/core/test_signal_watch.py"
 )
 def a_launcher_that_is_interrupted_kills_its_ranks(end_all, supervisor, first=None):
     return None
-
-
-@fault(
-    "helios.launch.supervisor:choose_cause",
-    f"{LAUNCHER}::test_the_first_cause_wins_over_what_follows_from_it",
-)
-def the_lowest_rank_in_trouble_is_taken_for_the_cause(choose_cause, ranks):
-    return next((rank for rank in ranks if rank.has_trouble), None)
 
 
 @fault(
@@ -66,42 +57,6 @@ def an_echo_of_ctrl_c_ends_the_run(count_press, receiver):
     count_press(receiver)
 
 
-@fault(
-    "helios.core.signal_watch:SignalReceiver.stay",
-    f"{WATCH}::test_a_process_that_is_to_exit_by_itself_is_ended_by_no_signal",
-)
-def a_signal_ends_an_interpreter_that_is_being_torn_down(stay, receiver):
-    receiver._stays = True
-
-
-@fault(
-    "helios.core.signal_watch:SignalReceiver._give_back",
-    f"{WATCH}::test_a_handler_of_the_user_is_restored_in_such_a_process_too",
-)
-def a_process_that_is_to_exit_keeps_the_handler_of_the_user_away(give_back, receiver, number):
-    if not receiver._stays:
-        give_back(receiver, number)
-
-
-HANGS = "tests/startup/test_hang_watch.py"
-
-
-@fault(
-    "helios.startup.hangs:_find_known",
-    f"{HANGS}::test_a_loader_that_hangs_is_named_again_and_again",
-)
-def a_rank_that_waits_is_in_helios(find_known, module):
-    return None
-
-
-@fault(
-    "helios.distributed.heartbeats:Heartbeats._post",
-    f"{HANGS}::test_ranks_that_wait_name_the_one_that_they_wait_for",
-)
-def ranks_that_wait_do_not_speak_with_each_other(post, heartbeats, words):
-    return None
-
-
 LOST = "tests/data/test_lost_workers.py"
 
 
@@ -110,65 +65,6 @@ def new_workers_do_not_fetch_what_was_under_way(walk, items, owed):
     for item in items:
         owed.append(item)
         yield item
-
-
-@fault(
-    "helios.data.workers:_describe_deaths",
-    f"{LOST}::test_a_worker_that_dies_within_a_message_is_replaced",
-)
-def a_death_is_an_error_of_the_run(describe_deaths, items):
-    return ""
-
-
-@fault(
-    "helios.data.loader:FetchedBatches._describe_next",
-    f"{LOST}::test_a_batch_that_ends_every_worker_is_named",
-)
-def the_samples_that_end_every_worker_are_not_named(describe_next, batches):
-    return ""
-
-
-HANG_ENDS = "tests/startup/test_hang_end.py"
-
-
-@fault(
-    "helios.startup.hangs:_find_newest",
-    f"{HANG_ENDS}::test_a_second_hang_in_a_row_is_not_tried_again_unless_a_checkpoint_was_committed",
-)
-def a_hang_after_a_checkpoint_counts_as_the_same(find_newest, folder):
-    return ""
-
-
-@fault(
-    "helios.startup.hangs:forget_hang",
-    f"{HANG_ENDS}::test_a_second_hang_in_a_row_is_not_tried_again_unless_a_checkpoint_was_committed",
-)
-def a_hang_is_remembered_after_a_start_that_ended_in_another_way(forget_hang, folder):
-    return None
-
-
-@fault(
-    "helios.startup.hangs:HangWatch.hurry",
-    f"{HANG_ENDS}::test_ranks_that_got_a_signal_say_who_waits_for_whom",
-)
-def ranks_that_got_a_signal_do_not_ask_where_the_others_are(hurry, watch, seconds):
-    return None
-
-
-@fault(
-    "helios.startup.hangs:write_to_stderr",
-    f"{HANG_ENDS}::test_an_end_without_a_safe_point_needs_no_lock_of_the_log",
-)
-def a_process_ends_in_silence_that_holds_the_lock_of_the_log(write_to_stderr, text):
-    return None
-
-
-@fault(
-    "helios.data.workers:gc.freeze",
-    f"{LOST}::test_a_worker_frees_nothing_that_the_training_process_has_dropped",
-)
-def a_loader_worker_frees_what_its_parent_has_dropped(freeze):
-    return None
 
 
 @fault(

@@ -7,9 +7,6 @@ from tests.planted.planting import fault
 TRAINING = "tests/sharding/test_sharded_training.py"
 SAME_BITS = f"{TRAINING}::test_sharded_networks_have_the_bits_of_whole_ones"
 RECOMPUTED = "tests/sharding/test_recomputation.py"
-KEYED = "tests/init/test_keyed_init.py"
-SUMS = "tests/sharding/test_unit_sum.py"
-CALLS = "tests/sharding/test_unit_calls.py"
 STEPS = "tests/sharding/test_steps_of_users.py"
 CLIPPED = f"{TRAINING}::test_accumulated_and_clipped_the_bits_are_those_of_one_process"
 
@@ -104,22 +101,6 @@ def a_migrated_run_forgets_its_generators(take_randomness, old):
 
 
 @fault(
-    "helios.sharding.recomputation:_choose",
-    f"{RECOMPUTED}::test_a_second_forward_starts_as_the_first_and_leaves_no_trace",
-)
-def a_forward_that_is_computed_again_appends_to_lists_of_its_caller(choose, value, other):
-    return value
-
-
-@fault(
-    "helios.sharding.recomputation:_counter_of",
-    f"{RECOMPUTED}::test_a_unit_keeps_its_inputs_and_no_activations",
-)
-def units_inside_of_another_one_keep_their_inputs(counter_of, tensor):
-    return tensor
-
-
-@fault(
     "helios.sharding.recomputation:_Forward.__call__",
     f"{RECOMPUTED}::test_a_unit_keeps_its_inputs_and_no_activations",
 )
@@ -128,75 +109,11 @@ def activations_of_units_are_kept(call, forward, *args, **kwargs):
 
 
 @fault(
-    "helios.init.keyed_init:KeyedInit._is_unwritten",
-    f"{KEYED}::test_a_network_without_all_values_is_refused_by_name",
-)
-def values_that_an_initializer_leaves_unwritten_are_not_found(is_unwritten, init, tensor, place):
-    return False
-
-
-@fault(
-    "helios.sharding.sharded_gradients:UnitSum._has_whole_leaf",
-    f"{SUMS}::test_zeros_of_calls_without_a_gradient_are_not_added",
-)
-def zeros_of_a_module_that_runs_twice_are_added(has_whole_leaf, unit_sum, chunks):
-    unit_sum._has_new = True
-    return has_whole_leaf(unit_sum, chunks)
-
-
-@fault("helios.sharding.sharded_gradients:UnitSum._has_whole_leaf", SAME_BITS)
-def a_module_that_runs_twice_is_added_after_its_first_backward(has_whole_leaf, unit_sum, chunks):
-    has_whole_leaf(unit_sum, chunks)
-    return True
-
-
-@fault(
-    "helios.sharding.sharded_gradients:UnitSum._add",
-    f"{SUMS}::test_a_second_backward_of_a_turn_is_an_error",
-)
-def gradients_of_a_second_backward_replace_those_of_the_first(add, unit_sum, *args):
-    unit_sum._has_added = False
-    add(unit_sum, *args)
-
-
-@fault(
-    "helios.sharding.sharded_gradients:UnitSum.count_forward",
-    f"{SUMS}::test_forward_passes_that_are_computed_again_are_not_counted",
-)
-def a_forward_that_is_computed_again_counts_as_a_call(count_forward, unit_sum, *args):
-    import torch
-
-    unit_sum._num_forwards += torch.is_grad_enabled()
-
-
-@fault(
-    "helios.sharding.sharded_gradients:UnitSum.add_late",
-    f"{STEPS}::test_calls_of_networks_have_equal_bits[call_twice]",
-)
-def gradients_without_a_last_backward_are_dropped(add_late, unit_sum):
-    return None
-
-
-@fault(
     "helios.sharding.fsdp_adapter:ShardedUnit.watch_values",
     f"{STEPS}::test_what_shards_would_lose_is_refused",
 )
 def what_a_forward_writes_to_sharded_parameters_is_lost(watch_values, unit, refuse):
     return None
-
-
-@fault(
-    "helios.sharding.requirements:check_hooks", f"{STEPS}::test_what_shards_would_lose_is_refused"
-)
-def hooks_that_sharded_parameters_get_in_training_are_not_called(check_hooks, parameters):
-    return None
-
-
-@fault(
-    "helios.sharding.fsdp_adapter:_without_base", f"{STEPS}::test_calls_of_networks_have_equal_bits"
-)
-def a_unit_returns_a_view_whose_hook_may_be_lost(without_base, tensor):
-    return tensor
 
 
 @fault(
@@ -213,23 +130,6 @@ def what_a_process_without_a_replica_computes_counts(
 @fault("helios.sharding.sharded_gradients:ShardedGradients._find_present", SAME_BITS)
 def sharded_parameters_that_no_replica_uses_have_gradients(find_present, gradients, names):
     return list(names)
-
-
-@fault(
-    "helios.sharding.unit_calls:UnitCalls.compare",
-    f"{CALLS}::test_later_ones_are_named_before_the_update",
-)
-def later_calls_of_different_units_are_not_compared(compare, calls):
-    calls._calls = type(calls._calls)("L")
-    calls._results, calls._is_forward = [], False
-
-
-@fault(
-    "helios.sharding.unit_calls:UnitCalls.compare_forward",
-    f"{CALLS}::test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward",
-)
-def a_turn_without_a_backward_is_not_compared(compare_forward, calls):
-    return None
 
 
 @fault("helios.replicas.gradients:norm_by_rows", CLIPPED)
@@ -249,24 +149,6 @@ def losses_of_waves_are_summed_in_the_order_of_processes(cut, reducer, parts):
     return cut(reducer, parts)
 
 
-@fault(
-    "helios.sharding.unit_calls:UnitCalls._record_results",
-    f"{CALLS}::test_results_that_not_all_use_are_named_before_units_are_gathered_in_backward",
-)
-def processes_that_use_different_results_are_not_compared(record_results, calls):
-    return None
-
-
-@fault(
-    "helios.sharding.unit_calls:UnitCalls.compare",
-    f"{CALLS}::test_one_that_calls_a_network_again_while_the_other_is_in_backward_is_named",
-)
-def a_comparison_of_all_calls_meets_that_of_one_call(compare, calls):
-    number, calls._num_single = calls._num_single, 1 << 30
-    compare(calls)
-    calls._num_single = number
-
-
 @fault("helios.replicas.gradients:GradientSum.add_micro_batch", CLIPPED)
 def one_process_adds_the_micro_batches_of_each_replica_first(
     collect, gradient_sum, replica, *, ends_window
@@ -279,36 +161,3 @@ def one_process_adds_the_micro_batches_of_each_replica_first(
         collect(gradient_sum, replica, ends_window=ends_window)
     finally:
         gradient_sum._replicas = found
-
-
-@fault(
-    "helios.core.sharded_tensors:_Deferred.__torch_function__",
-    "tests/sharding/test_unread_tensors.py"
-    "::test_tensors_that_are_not_read_are_refused_by_name_where_values_are_needed",
-)
-def what_is_computed_with_a_tensor_that_is_not_read_is_lost(
-    torch_function, cls, func, types, args=(), kwargs=None
-):
-    import torch
-
-    if func.__name__ in ("__deepcopy__", "__repr__"):
-        return torch_function(cls, func, types, args, kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **(kwargs or {}))
-
-
-@fault(
-    "helios.sharding.networks:_cut_state",
-    "tests/sharding/test_keyed_training.py::test_no_process_holds_more_than_its_shards_and_a_unit",
-)
-def a_sharded_network_is_loaded_as_a_whole(cut_state, module, state, prefix, *more):
-    for place, part in module.named_modules(prefix=prefix.removesuffix(".")):
-        cut_state(part, state, f"{place}." if place else "", *more)
-
-
-@fault(
-    "helios.state_graph.rollback:_is_of_user",
-    f"{RECOMPUTED}::test_what_objects_hold_is_counted_once_and_they_stay_the_same_objects",
-)
-def what_a_second_forward_changes_in_objects_counts_again(is_of_user, kind):
-    return False

@@ -5,12 +5,18 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 RESUME = "tests/integration/test_resume.py"
+
+
 RESUMED = f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]"
+
+
 ALIASES = "tests/state_graph/test_aliases.py::test_an_attribute_names_the_network_that_it_named"
-VIEWS = "tests/state_graph/test_shared_views.py"
+
+
 GRAPH = "tests/state_graph/test_graph.py"
+
+
 HIDDEN = "tests/state_graph/test_hidden_state.py"
-UNTOUCHED = "tests/state_graph/test_untouched.py"
 
 
 @fault("helios.session:Session.capture", RESUMED)
@@ -111,27 +117,11 @@ def a_place_names_the_object_that_setup_has_put_there(resolve, nodes, name):
 
 
 @fault(
-    "helios.state_graph.nodes:copies_of",
-    f"{GRAPH}::test_memory_that_training_shares_is_shared_again",
-)
-def arrays_that_shared_memory_are_restored_one_by_one(copies_of, parts):
-    return {name: copies_of({name: part})[name] for name, part in parts.items()}
-
-
-@fault(
     "helios.state_graph.nodes:Nodes._part_of",
     f"{GRAPH}::test_an_object_of_attributes_comes_back_in_place",
 )
 def an_object_is_replaced_where_closures_refer_to_it(part_of, nodes, name):
     return part_of(nodes, name) if name in ("", "part") else None
-
-
-@fault(
-    "helios.state_graph.nodes:_fits",
-    f"{GRAPH}::test_an_array_or_tensor_of_the_same_form_is_written_in_place",
-)
-def an_array_is_replaced_where_closures_refer_to_it(fits, *args):
-    return False
 
 
 @fault(
@@ -143,14 +133,6 @@ def a_network_keeps_the_submodules_of_setup(order_modules, *args):
 
 
 @fault(
-    "helios.state_graph.nodes:link_again",
-    f"{GRAPH}::test_what_loading_replaces_is_linked_again",
-)
-def an_attribute_keeps_the_tensor_that_loading_has_replaced(link_again, *args):
-    return False
-
-
-@fault(
     "helios.state_graph.nodes:make_bare",
     f"{GRAPH}::test_building_an_object_runs_no_code_of_its_class",
 )
@@ -159,26 +141,10 @@ def building_an_object_calls_its_constructor(make_bare, kind):
 
 
 @fault(
-    "helios.state_graph.nodes:Nodes.find_lacking",
-    f"{GRAPH}::test_another_structure_is_refused_before_anything_changes",
-)
-def a_missing_object_is_noticed_when_half_is_restored(find_lacking, nodes):
-    return []
-
-
-@fault(
     "helios.state_graph.graph:attributes_beside",
     f"{GRAPH}::test_attributes_of_parameters_and_of_hooks_come_back",
 )
 def attributes_of_parameters_are_passed_over(attributes_beside, part):
-    return []
-
-
-@fault(
-    "helios.state_graph.graph:user_hooks_of",
-    f"{HIDDEN}::test_objects_that_are_hooks_on_parameters_and_optimizers_come_back",
-)
-def hooks_are_passed_over(user_hooks_of, part):
     return []
 
 
@@ -191,51 +157,11 @@ def closures_are_passed_over(cells_of, part):
 
 
 @fault(
-    "helios.state_graph.nodes:_put_into",
-    f"{HIDDEN}::test_a_tensor_of_another_form_is_the_one_that_closures_refer_to",
-)
-def a_tensor_of_another_form_is_a_new_one(put_into, present, part):
-    return part
-
-
-@fault(
-    "helios.state_graph.unsavable:user_classes",
-    f"{HIDDEN}::test_what_no_checkpoint_can_hold_is_named",
-)
-def classes_of_helpers_are_passed_over(user_classes, owner, found, kinds):
-    return user_classes(owner, found, ())
-
-
-@fault(
-    "helios.startup.state_owners:_holders_in",
-    "tests/startup/test_owners.py::test_what_a_collate_function_counts_comes_back",
-)
-def only_objects_collate(holders_in, name, call):
-    return [(name, call)] if type(call).__name__ == "Tally" else []
-
-
-@fault(
-    "helios.state_graph.changes:Made.untouched",
-    f"{UNTOUCHED}::test_what_changes_an_untouched_module_is_seen[an attribute]",
-)
-def modules_are_taken_to_be_as_setup_made_them(untouched, made, name, module):
-    return made.tables[name].slots if name in made.tables else None
-
-
-@fault(
     "helios.state_graph.discovery:Discovery.pop_nodes",
     f"{GRAPH}::test_what_two_owners_share_stays_shared",
 )
 def each_owner_has_a_copy_of_what_two_share(pop_nodes, discovery):
     return {}
-
-
-@fault(
-    "helios.state_graph.values:Identities.knows",
-    f"{GRAPH}::test_a_state_is_a_function_of_what_is_there_and_not_of_how_it_came_there",
-)
-def what_a_resume_has_restored_is_saved_for_ever(knows, identities, value):
-    return True
 
 
 @fault(
@@ -247,67 +173,11 @@ def only_the_step_of_a_replica_is_watched(record_changes, session, hook):
 
 
 @fault(
-    "helios.state_graph.owner_states:Owners.has_own_state",
-    "tests/integration/test_turns_of_replicas.py::test_a_state_dict_that_differs_between_processes_is_saved_by_rank",
-)
-def what_a_state_dict_returns_is_that_of_rank_0(has_own_state, owners, name):
-    return False
-
-
-@fault(
     "helios.state_graph.saved_layouts:SavedLayouts.fill",
     "tests/state_graph/test_tied_tensors.py::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
 )
 def weights_that_training_has_tied_are_parted(fill, layouts):
     return None
-
-
-@fault(
-    "helios.state_graph.saved_layouts:SavedLayouts.fill",
-    f"{VIEWS}::test_tensors_of_networks_look_where_they_looked[OfABuffer]",
-)
-def views_of_a_larger_tensor_get_memory_of_their_own(fill, layouts):
-    return None
-
-
-@fault(
-    "helios.state_graph.saved_layouts:SavedLayouts._part",
-    f"{VIEWS}::test_tensors_of_networks_look_where_they_looked[OfABufferParted]",
-)
-def tensors_that_training_has_parted_are_loaded_into_one_memory(part, layouts):
-    return None
-
-
-@fault(
-    "helios.state_graph.layouts:memory_mark",
-    "tests/state_graph/test_shared_view_sizes.py::test_what_is_around_a_view_is_not_saved_unless_it_changes",
-)
-def changes_between_the_elements_of_a_view_with_a_step_are_not_seen(mark, members, before=None):
-    return (*mark(members, before)[:3],)
-
-
-@fault(
-    "helios.state_graph.unsavable:_shared_between_owners",
-    f"{VIEWS}::test_memory_that_cannot_be_shared_again_is_named",
-)
-def what_a_network_of_a_plugin_shares_with_the_model_is_lost(crossings, own, outside):
-    return {}
-
-
-@fault(
-    "helios.state_graph.unsavable:SharedValues.find",
-    "tests/state_graph/test_owner_states.py::test_memory_of_setup_that_training_lets_owners_share_otherwise_is_named",
-)
-def values_that_owners_share_otherwise_are_lost(find, shared, graph):
-    return {}
-
-
-@fault(
-    "helios.state_graph.unsavable:_Seen.after",
-    "tests/state_graph/test_owner_states.py::test_what_owners_keep_anew_in_each_step_is_no_memory_that_they_share",
-)
-def what_two_owners_only_keep_to_read_counts_as_shared(after, seen, part, who):
-    return after(seen, part, who)._replace(is_written=True)
 
 
 @fault(
@@ -319,50 +189,10 @@ def tensors_keep_the_form_that_setup_gave_them(reform, layouts):
 
 
 @fault(
-    "helios.state_graph.nodes:restructure",
-    "tests/state_graph/test_tied_tensors.py::test_tensors_that_training_puts_elsewhere_are_the_same_objects_there",
-)
-def parameters_that_training_exchanges_stay_where_setup_put_them(restructure, nodes, live):
-    return restructure(
-        {
-            name: {key: part for key, part in record.items() if key != "parameters"}
-            for name, record in nodes.items()
-        },
-        live,
-    )
-
-
-@fault(
-    "helios.state_graph.nodes:_register",
-    "tests/state_graph/test_tensor_formats.py::test_what_training_makes_of_tensors_is_resumed",
-)
-def buffers_that_training_registered_are_not_registered_again(register, *args):
-    return None
-
-
-@fault(
-    "helios.state_graph.changes:Comparison._compare_parts",
-    "tests/state_graph/test_tied_tensors.py::test_parameters_that_training_unties_fit_no_resume",
-)
-def weights_that_training_unties_are_saved_as_they_are(compare_parts, comparison, *args):
-    record = compare_parts(comparison, *args)
-    comparison.changes.misfits.clear()
-    return record
-
-
-@fault(
     "helios.state_graph.nodes:Nodes.restore",
     "tests/state_graph/test_changes.py::test_every_plain_kind_comes_back_through_a_file",
 )
 def plain_values_are_not_restored(restore, nodes):
-    return None
-
-
-@fault(
-    "helios.state_graph.changes:Comparison._join_groups",
-    "tests/state_graph/test_shared_memory.py::test_a_changed_array_takes_what_looks_at_it_along",
-)
-def a_value_is_saved_without_what_looks_at_its_memory(join_groups, comparison):
     return None
 
 
@@ -386,15 +216,15 @@ def what_an_optimizer_leaves_out_of_its_state_is_lost(restore_tables, *args):
     "helios.state_graph.optimizers:arrange",
     "tests/state_graph/test_optimizers.py::test_networks_that_are_built_in_another_order_keep_their_moments",
 )
-def the_state_of_an_optimizer_follows_positions(arrange, found, state, parameters):
+def the_state_of_an_optimizer_follows_positions(arrange, found, state, parameters, unfit=None):
     return None
 
 
 @fault(
     "helios.state_graph.changes:Changes.refuse",
-    "tests/state_graph/test_limits.py::test_what_is_too_large_is_missing_at_every_capture_and_named_once",
+    "tests/state_graph/test_shared_view_sizes.py::test_memory_beyond_the_limit_is_named_and_tensors_resume",
 )
-def what_is_too_large_to_save_is_not_named(refuse, changes, slots, limit):
+def what_is_too_large_to_save_is_not_named(refuse, changes, places, limit):
     return None
 
 
@@ -423,12 +253,12 @@ def what_is_missing_does_not_lower_the_level(level_after, found, record, **more)
 
 
 DECLARED = "tests/integration/test_declared_params.py"
-GIVEN = "tests/integration/test_given_values.py"
+CHANGED = "tests/integration/test_changed_start.py"
 NEW_SETTINGS = "tests/integration/test_new_settings.py"
 
 
 @fault(
-    "helios.startup.given_values:has_ended",
+    "helios.startup.run_identity:has_ended",
     f"{DECLARED}::test_a_run_that_was_killed_at_its_end_is_not_relabelled",
 )
 def a_run_at_its_end_is_relabelled(has_ended, options, record):
@@ -436,19 +266,19 @@ def a_run_at_its_end_is_relabelled(has_ended, options, record):
 
 
 @fault(
-    "helios.startup.given_values:_params_at",
-    f"{DECLARED}::test_a_script_in_stages_is_compared_with_the_values_that_held",
+    "helios.startup.changed_start:refuse_other_values",
+    f"{CHANGED}::test_a_finished_run_refuses_other_values",
 )
-def a_stage_is_compared_with_the_newest_values(params_at, options, stored):
-    return dict(stored["params"])
+def a_finished_run_shows_its_scores_for_other_values(refuse_other_values, *args, **options):
+    return None
 
 
 @fault(
-    "helios.startup.given_values:_with_groups",
-    f"{GIVEN}::test_a_setting_that_is_not_taken_is_said_with_both_values",
+    "helios.core.code_digest:_tag",
+    f"{CHANGED}::test_an_edited_method_is_named",
 )
-def a_setting_that_one_group_no_longer_has_apart_is_silent(with_groups, settings, others):
-    return dict(settings)
+def a_constant_that_has_another_type_is_the_same(tag, value):
+    return "" if isinstance(value, int | float) else tag(value)
 
 
 @fault(
@@ -465,48 +295,3 @@ def groups_keep_the_settings_of_the_run(put_back, made):
 )
 def a_plateau_forgets_its_reductions(reduce, plateau, times):
     pass
-
-
-@fault(
-    "helios.state_graph.save_times:SaveTimes.end",
-    "tests/state_graph/test_save_times.py::test_one_slow_save_names_nothing",
-)
-def one_slow_look_names_an_attribute(end, times):
-    times._slow_before = set(times._seconds)
-    return end(times)
-
-
-@fault(
-    "helios.state_graph.saved_layouts:_registered",
-    f"{GRAPH}::test_what_a_load_state_dict_of_the_owner_assigns_is_what_its_optimizer_updates",
-)
-def what_loading_assigns_is_not_what_the_optimizer_updates(registered, slot):
-    return slot.tensor
-
-
-@fault(
-    "helios.state_graph.rollback:Rollback._add_attributes",
-    "tests/state_graph/test_rollback.py::test_attributes_of_all_kinds_of_objects_come_back",
-)
-def only_objects_that_are_no_containers_have_attributes_put_back(add_attributes, rollback, value):
-    if not isinstance(value, tuple):
-        add_attributes(rollback, value)
-
-
-@fault(
-    "helios.state_graph.rollback:BufferPlaces.put",
-    "tests/plugins/test_nan_guard.py::test_buffers_go_back_to_what_they_held_in_place",
-)
-def a_buffer_that_a_skipped_window_has_replaced_stays(put, places, copies, targets=None):
-    put(places, copies)
-
-
-@fault(
-    "helios.data.loader_state_check:compare_batches",
-    "tests/data/test_loader_state_check.py::test_what_cannot_be_compared_is_not_judged",
-)
-def a_batch_that_cannot_be_compared_counts_as_another_one(compare_batches, expected, found):
-    from helios.data.loader_state_check import Verdict
-
-    verdict = compare_batches(expected, found)
-    return Verdict.BROKEN if verdict is Verdict.UNKNOWN else verdict

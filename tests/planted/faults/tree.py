@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 ELASTIC = "tests/distributed/test_elastic.py::test_any_number_of_processes_gives_the_same_bits"
-ENGINE = "tests/engines/test_engine.py"
 FLAT = "tests/replicas/test_flat_gradients.py"
 BUCKETS = "tests/distributed/test_buckets.py::test_buckets_change_no_bit"
 
@@ -123,20 +122,6 @@ def gradients_from_before_the_run_are_added(drop_old, gradients, optimizer):
     return None
 
 
-@fault("helios.replicas.turns:SharedTurns.end_backward", "tests/loops/test_replicas.py")
-def losses_are_not_kept_before_the_update(end_backward, turns, optimizer, shown, **more):
-    end_backward(turns, optimizer, dict(turns._model.loss_items), **more)
-
-
-@fault(
-    "helios.replicas.flat_gradients:FlatGradients._check_layout",
-    f"{FLAT}::test_gradients_take_the_form_that_parameters_get_between_two_steps",
-)
-def gradients_keep_the_form_that_parameters_had(check_layout, gradients):
-    if not gradients._forms:
-        check_layout(gradients)
-
-
 @fault("helios.replicas.gradients:GradientBuckets._move", BUCKETS)
 def buckets_leave_as_backward_comes_to_them(move, buckets, number):
     bucket = buckets._bucket_of[number]
@@ -149,32 +134,11 @@ def buckets_leave_as_backward_comes_to_them(move, buckets, number):
 
 
 @fault(
-    "helios.replicas.gradients:GradientSum._agree_on_hooks",
-    "tests/distributed/test_buckets.py::test_gradients_stay_where_somebody_looks_at_them",
-)
-def a_process_decides_alone_that_gradients_leave_early(agree_on_hooks, gradient_sum):
-    trained = gradient_sum._flat.trained()
-    return not any(getattr(p, "_post_accumulate_grad_hooks", None) for _, p in trained)
-
-
-@fault(
     "helios.replicas.tree_reducer:TreeReducer.attach",
     "tests/distributed/test_exchanges.py::test_a_sum_carries_the_message_that_is_attached",
 )
 def a_sum_carries_no_message(attach, reducer, message):
     return None
-
-
-@fault(
-    "helios.replicas.messages:Message.send_over",
-    "tests/distributed/test_exchanges.py::test_a_message_arrives_everywhere",
-)
-def a_process_passes_on_only_what_it_says_itself(send_over, message, distance):
-    rank = message._ranks.rank
-    own = message.rows[rank].clone()
-    message.rows.zero_()
-    message.rows[rank] = own
-    return send_over(message, distance)
 
 
 @fault(
@@ -190,15 +154,6 @@ def hashes_of_batches_are_not_added_over_processes(read, reducer, tables, rows):
     found = read(reducer, tables, rows)
     reducer.totals = rows[0, 1 : 1 + len(reducer.totals)].tolist()
     return found
-
-
-@fault(
-    "helios.replicas.window_exchange:WindowExchange.pop_means",
-    "tests/distributed/test_exchanges.py::test_what_nobody_expects_to_ask_is_refused",
-)
-def losses_that_are_changed_behind_the_gradients_are_dropped(pop_means, exchange, table):
-    exchange._shown = dict(table)
-    return pop_means(exchange, table)
 
 
 @fault(

@@ -1,4 +1,4 @@
-"""Values that users declare or pass to constructors, as plain data that is stored and compared.
+"""Values that users declare, or that attributes hold, as plain data that is stored and compared.
 
 A table of them is flat: names with dots lead to numbers, strings, bools, ``None`` and lists of
 these. Anything longer than a line, and a nested table of many entries, is stored as its length and
@@ -10,25 +10,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
 import numbers
 import types
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import islice
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from helios.core.utils import read_signature
 from helios.errors import ArgumentError
 
-_ATTRIBUTE = "_constructor_arguments"
 _MAX_DEPTH = 20
+_MAX_NESTED = 5
 _MAX_LENGTH = 500
 _MAX_MEMBERS = 100_000
 _MAX_ENTRIES = 200
@@ -64,32 +61,35 @@ def flatten_params(given: Any) -> dict[str, Any]:
         ) from None
 
 
-def describe_given(
-    given: Mapping[str, Any], convert: Callable[[Any], Any] | None = None
-) -> dict[str, Any]:
-    """Return arguments of a constructor as a flat table: what is not plain, by its class.
+def plain_values(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values that an attribute holds, by name; nothing for anything else.
 
-    No object of a user makes this fail.
+    Tables, such as a dataclass with a configuration, are searched. No object of a user makes this
+    fail, and none is read that may load its items only then.
 
     Args:
-        given: the arguments by name.
-        convert: returns what stands for a value that is not plain, or the value.
+        name: that of the attribute.
+        value: its value.
+        depth: how many tables it is in.
     """
+    table: dict[str, Any] = {}
+    try:
+        if isinstance(value, dict) and len(value) <= _MAX_ENTRIES:
+            # The text of other keys may be another one in each process.
+            table = {str(key): each for key, each in value.items() if isinstance(key, str | int)}
+        elif isinstance(value, Namespace | types.SimpleNamespace) or _is_record(value):
+            table = _as_table(value) or {}
+        else:
+            yield from _shortened({name: _Describing(_refuse).describe(value)})
+    except Exception:
+        # Not plain, or such as a number that has too many digits for a text.
+        return
+    for key, each in table.items() if depth < _MAX_NESTED else ():
+        yield from plain_values(f"{name}.{key}", each, depth + 1)
 
-    def by_class(value: Any) -> Any:
-        found = value if convert is None else convert(value)
-        return _qualified_name(type(value)) if found is value else found
 
-    describing = _Describing(by_class)
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        try:
-            found |= dict(_shortened({name: describing.describe(value)}))
-        except Exception:
-            # Such as a list whose items are loaded when they are read, or a number that has too
-            # many digits for a text.
-            found[name] = _qualified_name(type(value))
-    return found
+def _refuse(value: Any) -> Any:
+    raise _UnsuitableError(value)
 
 
 class _UnsuitableError(Exception):
@@ -169,11 +169,15 @@ def _as_table(value: Any) -> dict[str, Any] | None:
     """Return the entries of what has names; ``None`` for anything else."""
     if isinstance(value, Mapping):
         return {str(name): each for name, each in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_record(value):
         return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     if isinstance(value, Namespace | types.SimpleNamespace):
         return dict(vars(value))
     return None
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _as_builtin(value: Any) -> Any:
@@ -232,67 +236,3 @@ def _shorten(value: Any) -> Any:
     is_text = isinstance(value, str)
     what = f"{len(text)} characters" if is_text else f"{type(value).__name__} of {len(value)}"
     return f"{what} ({mark})"
-
-
-class _UntouchedSignature:
-    """The signature that a class would have without ``KeepsArguments.__new__``."""
-
-    def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        lineage = owner.__mro__
-        own = lineage[: lineage.index(KeepsArguments)]
-        if instance is not None or any({"__new__", "__init__"} & vars(kind).keys() for kind in own):
-            raise AttributeError("__signature__")
-        init: Any = inspect.getattr_static(owner, "__init__")
-        if init is object.__init__:
-            return inspect.Signature()
-        signature = read_signature(init)
-        _, *rest = signature.parameters.values()
-        return signature.replace(parameters=rest)
-
-
-class KeepsArguments:
-    """Base of classes whose objects remember what their constructors were given."""
-
-    _internals: ClassVar[str] = _ATTRIBUTE
-
-    # Type checkers would take __new__ for the constructor of classes without __init__.
-    if not TYPE_CHECKING:
-        __signature__ = _UntouchedSignature()
-
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            new = super().__new__
-            has_init = cls.__init__ is not object.__init__
-            if (args or kwargs) and not has_init:
-                # Python says so only of classes without any __new__.
-                raise TypeError(f"{cls.__name__}() takes no arguments")
-            self = new(cls) if new is object.__new__ else new(cls, *args, **kwargs)
-            # A __new__ of a subclass may keep them to itself.
-            is_told = has_init and (bool(args or kwargs) or cls.__new__ is KeepsArguments.__new__)
-            given = bind_arguments(cls.__init__, (self, *args), kwargs) if is_told else {}
-            # Not by assignment, which a class may have forbidden or changed.
-            vars(self)[_ATTRIBUTE] = describe_given(dict(islice(given.items(), 1, None)))
-            return self
-
-
-def arguments_of(owner: object) -> dict[str, Any]:
-    """Return what the constructor of an object was given, and its defaults, as a flat table."""
-    return dict(vars(owner).get(_ATTRIBUTE, {}))
-
-
-def bind_arguments(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments of a call by name, with defaults.
-
-    There are none for what cannot be called like that: the call itself says so.
-    """
-    try:
-        bound = read_signature(function).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return {}
-    bound.apply_defaults()
-    given: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        given |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return given
