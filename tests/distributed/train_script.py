@@ -40,6 +40,8 @@ class Points(Dataset):
 class Module(helios.DataModule):
     """The data; one process of a machine prepares it."""
 
+    unsaved = ("options",)
+
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.options = options

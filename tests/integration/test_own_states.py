@@ -21,6 +21,8 @@ _SINCE = 6
 class Own(Regression):
     """Saves its network and its optimizer by itself, in the order that it is told."""
 
+    unsaved = ("order",)
+
     def __init__(self, order: tuple[int, ...] = (0, 2)) -> None:
         super().__init__()
         self.order = order

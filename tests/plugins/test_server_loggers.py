@@ -44,6 +44,8 @@ _SECONDS = 60.0
 class Log(Plugin):
     """Logs a number of an awkward name at each epoch, and kills the process at an iteration."""
 
+    unsaved = ("kill_at", "is_shown")
+
     def __init__(self, kill_at: int = 0, is_shown: Callable[[int], bool] | None = None) -> None:
         super().__init__("log")
         self.kill_at = kill_at
