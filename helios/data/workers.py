@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
 import multiprocessing
 import os
 import threading
@@ -31,9 +30,9 @@ from helios.errors import UsageError, WorkerError
 from helios.text import size_text
 
 _LOGGER = logging.getLogger(__name__)
-_INTERVAL = 5.0
+_INTERVAL = 1.0
 """Seconds after which PyTorch looks for dead workers; then it is asked again."""
-_LOOKS = 3
+_LOOKS = 15
 """Intervals after which a reader that PyTorch did not let return stands in half a message."""
 _GRACE = 5.0
 _MOST_FAILURES = 3
@@ -83,7 +82,10 @@ class WorkerItems(Iterator[Any]):
         self._loader = loader
         self.timeout = timeout
         self._items: Any = loader._iterator  # noqa: SLF001 - that of persistent workers
-        self._interval = min(_INTERVAL, (timeout or math.inf) / _LOOKS)
+        self._interval = min(_INTERVAL, timeout or _INTERVAL)
+        if isinstance(self._items, _HasWorkers):
+            # What it raises while a pass begins cannot be asked again.
+            self._items._timeout = _GRACE  # noqa: SLF001
         try:
             self._items = begin()
         except Exception as error:
