@@ -65,7 +65,7 @@ _DEPTH = 4
 _INDENT = "  "
 _MAX_VALUE = 60
 _SECTIONS = (file_names.KEY_TRAINING_STATE, file_names.KEY_CURSOR, file_names.KEY_OPTIONS)
-_SHOWN_APART = ("params", "params_history", "found")
+_SHOWN_APART = ("params", "found")
 _HOW = {
     Checked.DIGEST: "digest",
     Checked.SUMS: "no digest to compare; the container's checksums match",

@@ -342,9 +342,11 @@ def _read_history(data: bytes) -> Iterator[tuple[int, Row]]:
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
+    # Its classes are made when it is imported, where no type checker sees them.
+    made: Any = wandb_internal_pb2
     with suppress(struct.error, DecodeError):
         for text in _read_records(data):
-            items = wandb_internal_pb2.Record.FromString(text).history.item
+            items = made.Record.FromString(text).history.item
             row = {x.key or ".".join(x.nested_key): json.loads(x.value_json) for x in items}
             if row:
                 row.pop("_runtime", None)

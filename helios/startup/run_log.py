@@ -530,7 +530,7 @@ def cut_logs() -> None:
 
 
 def log_hparams(values: Mapping[str, Any]) -> None:
-    """Write what the run is declared with, and what constructors were given, for TensorBoard."""
+    """Write what the run is declared with, and what ``setup`` has made, for TensorBoard."""
     writer = log.get_tensorboard_writer()
     if writer is not None and values:
         plain: dict[str, bool | str | float | int | None] = {

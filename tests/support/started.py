@@ -74,8 +74,18 @@ def _end(mark: str) -> None:
 def _find(mark: bytes) -> list[int]:
     """Return the processes in whose variables there is a mark; those that have ended have none."""
     found = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if any(each.startswith(mark) for each in file.read_bytes().split(b"\0")):
-                found.append(int(file.parent.name))
+            if any(each.startswith(mark) for each in _variables(process).split(b"\0")):
+                found.append(int(process.name))
     return found
+
+
+def _variables(process: Path) -> bytes:
+    """Return what is in the file ``environ`` of a process, which is empty while it calls exec."""
+    for _ in range(100):
+        if variables := (process / "environ").read_bytes():
+            return variables
+        (process / "exe").readlink()  # an OSError if it has ended
+        time.sleep(0.01)
+    return b""
