@@ -252,14 +252,23 @@ class FetchedBatches(Iterator[Any]):
             except WorkersLost as loss:
                 self.close()
                 self._recover(loss)
+            except StopIteration:
+                raise
+            except Exception:
+                self._count_one()
+                raise
             else:
-                self._owed.popleft()
-                self._failures.clear()
-                if self._is_one_by_one and not self._owed:
-                    # Now: who hands out batches knows by what is dealt whether the pass goes on.
-                    self.close()
-                    self._open()
+                self._count_one()
                 return item
+
+    def _count_one(self) -> None:
+        if self._owed:
+            self._owed.popleft()
+        self._failures.clear()
+        if self._is_one_by_one and not self._owed:
+            # Now: who hands out batches knows by what is dealt whether the pass goes on.
+            self.close()
+            self._open()
 
     def _recover(self, loss: WorkersLost) -> None:
         count = len(self._owed)

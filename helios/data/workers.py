@@ -11,7 +11,9 @@ import gc
 import logging
 import multiprocessing
 import os
+import select
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
@@ -30,11 +32,11 @@ from helios.errors import UsageError, WorkerError
 from helios.text import size_text
 
 _LOGGER = logging.getLogger(__name__)
-_INTERVAL = 1.0
-"""Seconds after which PyTorch looks for dead workers; then it is asked again."""
-_LOOKS = 15
-"""Intervals after which a reader that PyTorch did not let return stands in half a message."""
+_INTERVAL = 0.5
+"""Seconds between two looks at the workers of a pass."""
 _GRACE = 5.0
+_PAUSE = 0.01
+_ZEROS = bytes(select.PIPE_BUF)
 _MOST_FAILURES = 3
 _OF_DEATH = (EOFError, ConnectionError, FileNotFoundError)
 """Errors of one who reads the memory of a worker's tensors, if the worker died."""
@@ -50,7 +52,6 @@ class _HasWorkers(Protocol):
 
     _workers: list[BaseProcess]
     _worker_result_queue: Any
-    _timeout: float
 
     def _shutdown_workers(self) -> None: ...
 
@@ -59,6 +60,9 @@ class _HasWorkers(Protocol):
 class WorkerItems(Iterator[Any]):
     """What PyTorch's iterator returns, until workers are lost.
 
+    PyTorch looks for dead workers every five seconds. A thread looks more often, and ends workers
+    that do not answer.
+
     Args:
         begin: makes the iterator, and starts its workers.
         loader: whose workers they are.
@@ -66,9 +70,7 @@ class WorkerItems(Iterator[Any]):
 
     Attributes:
         timeout: as given; it may be changed.
-        num_waits: how often PyTorch was asked for an item.
-        is_waiting: whether it is being asked.
-        lost: what was seen of workers that were killed here; empty if none were.
+        current_wait: an object of its own for each time that workers are waited for, if they are.
 
     Raises:
         UsageError: if what workers get cannot be pickled, where they are not forked.
@@ -78,36 +80,33 @@ class WorkerItems(Iterator[Any]):
     def __init__(
         self, begin: Callable[[], Iterator[Any]], loader: DataLoader[Any], timeout: float | None
     ) -> None:
-        self.num_waits, self.is_waiting, self.lost = 0, False, ""
-        self._loader = loader
         self.timeout = timeout
+        self._loader = loader
+        self.current_wait: object = None
+        self._lost = ""
         self._items: Any = loader._iterator  # noqa: SLF001 - that of persistent workers
-        self._interval = min(_INTERVAL, timeout or _INTERVAL)
-        if isinstance(self._items, _HasWorkers):
-            # What it raises while a pass begins cannot be asked again.
-            self._items._timeout = _GRACE  # noqa: SLF001
+        self._is_over = threading.Event()
+        weakref.finalize(self, self._is_over.set)
+        args = (weakref.ref(self), self._is_over)
+        watch = threading.Thread(target=_watch, args=args, name="helios-workers", daemon=True)
+        if _workers_of(self._items):
+            watch.start()
         try:
-            self._items = begin()
+            self._items = self._wait(begin)
+        except WorkersLost:
+            self.close()
+            raise
         except Exception as error:
-            if _is_timeout(error):
-                self.kill("The persistent loader workers did not begin a new pass")
-            if loss := self._find_loss(error):
-                self._end_workers()
-                raise WorkersLost(loss) from error
             if "pickle" in str(error):
                 raise _refuse_unpicklable(error) from error
             raise
-        if isinstance(self._items, _HasWorkers):
-            # Not by the loader: an iterator that wraps PyTorch's may not be asked again.
-            self._items._timeout = self._interval  # noqa: SLF001
         # PyTorch's handler of SIGCHLD raises wherever the process is, even inside a collective.
         with contextlib.suppress(ValueError):
             torch._C._remove_worker_pids(id(self._items))  # noqa: SLF001
             torch._C._set_worker_pids(id(self._items), ())  # noqa: SLF001
-        self._is_over = threading.Event()
-        args = (weakref.ref(self), self._is_over, self._interval)
-        threading.Thread(target=_watch, args=args, name="helios-workers", daemon=True).start()
-        weakref.finalize(self, self._is_over.set)
+        # Not before: Python warns of a fork beside threads.
+        if not watch.is_alive() and _workers_of(self._items):
+            watch.start()
 
     def __next__(self) -> Any:
         """Return the next item.
@@ -115,44 +114,49 @@ class WorkerItems(Iterator[Any]):
         Raises:
             WorkersLost: if it does not come.
         """
-        self.is_waiting, waited = True, 0.0
+        return self._wait(self._items.__next__)
+
+    def _wait(self, call: Callable[[], Any]) -> Any:
+        self.current_wait = object()
         try:
-            while True:
-                self.num_waits += 1
-                try:
-                    return next(self._items)
-                except Exception as error:
-                    if _is_timeout(error):
-                        waited += self._interval
-                        if self.timeout is None or waited < self.timeout:
-                            continue
-                        self.kill(f"No batch came from the loader workers for {waited:g} s")
-                    if loss := self._find_loss(error):
-                        raise WorkersLost(loss) from error
-                    raise
+            return call()
+        except Exception as error:
+            loss = self._find_loss(error)
+            if not loss:
+                raise
         finally:
-            self.is_waiting = False
+            self.current_wait = None
+        # Not from PyTorch's error, whose frames would keep the iterator.
+        raise WorkersLost(loss)
 
     def _find_loss(self, error: Exception) -> str:
         """Say how workers were lost; empty if the error has another cause."""
         text = str(error)
-        is_of_user = "in DataLoader worker process" in text
-        if self.lost or is_of_user:
-            return "" if is_of_user else self.lost
-        if isinstance(error, _OF_DEATH):
-            ended = wait([each.sentinel for each in _workers_of(self._items)], _GRACE)
-            for worker in _workers_of(self._items):
-                # Its end may not be known to the system yet.
-                worker.join(_GRACE if worker.sentinel in ended else 0)
-            return _describe_deaths(self._items)
-        if "exited unexpectedly" in text:
-            return _describe_deaths(self._items) or f"A loader worker died at its start: {text}"
-        return ""
+        if isinstance(error, StopIteration) or "in DataLoader worker process" in text:
+            return ""
+        if self._lost or text.startswith("DataLoader timed out"):
+            return self._lost or text
+        if isinstance(error, _OF_DEATH) or "exited unexpectedly" in text:
+            # Its end may not be known to the system yet.
+            wait([each.sentinel for each in _workers_of(self._items)], _GRACE)
+            if deaths := _describe_deaths(self._items):
+                return deaths
+        return f"A loader worker died: {text}" if text.startswith("DataLoader worker (pid") else ""
 
-    def kill(self, loss: str) -> None:
-        """Kill the workers, and free whoever reads half a message of theirs."""
-        self.lost = self.lost or _describe_deaths(self._items) or loss
-        _kill(self._items)
+    def check(self, seconds: float) -> None:
+        """Kill the workers if one has died, or if they did not answer for too long.
+
+        Args:
+            seconds: how long they have been waited for.
+        """
+        loss = _describe_deaths(self._items, failed_only=True)
+        if not loss and self.timeout is not None and seconds >= self.timeout:
+            loss = f"No batch came from the loader workers for {seconds:g} s"
+        if loss and isinstance(self._items, _HasWorkers):
+            self._lost, here = loss, self.current_wait
+            # A thread that pins receives what they send; this one is woken by PyTorch.
+            delay = 2 * _GRACE if self._loader.pin_memory else 0
+            _kill(self._items, lambda: self.current_wait is not here, delay)
 
     def close(self, *, keeps_workers: bool = False) -> None:
         """End the pass.
@@ -163,32 +167,23 @@ class WorkerItems(Iterator[Any]):
         """
         self._is_over.set()
         if not (keeps_workers and self._loader.persistent_workers):
-            self._end_workers()
-
-    def _end_workers(self) -> None:
-        end_workers(self._items)
-        if self._loader._iterator is self._items:  # noqa: SLF001
-            self._loader._iterator = None  # noqa: SLF001
+            end_workers(self._items)
+            if self._loader._iterator is self._items:  # noqa: SLF001
+                self._loader._iterator = None  # noqa: SLF001
 
 
-def _is_timeout(error: Exception) -> bool:
-    return str(error).startswith("DataLoader timed out after")
-
-
-def _watch(found: weakref.ref[WorkerItems], is_over: threading.Event, interval: float) -> None:
-    """Free a reader that PyTorch does not let return: a worker was killed within a message.
-
-    Looks are counted, not seconds, which go on while the whole job is suspended.
-    """
-    before, looks = 0, 0
-    while not is_over.wait(interval):
+def _watch(found: weakref.ref[WorkerItems], is_over: threading.Event) -> None:
+    # Looks are counted, not seconds, which go on while the whole job is suspended.
+    before, looks = None, 0
+    while not is_over.wait(_INTERVAL):
         items = found()
         if items is None:
             return
-        looks = looks + 1 if items.is_waiting and items.num_waits == before else 0
-        before = items.num_waits
-        if looks == _LOOKS:
-            items.kill("A loader worker stopped while it sent a batch")
+        now = items.current_wait
+        looks = looks + 1 if now is not None and now is before else 0
+        before = now
+        if looks:
+            items.check(looks * _INTERVAL)
         del items
 
 
@@ -196,12 +191,33 @@ def _workers_of(items: object) -> Sequence[BaseProcess]:
     return items._workers if isinstance(items, _HasWorkers) else ()  # noqa: SLF001
 
 
-def _kill(items: object) -> None:
-    for worker in _workers_of(items):
+def _kill(items: _HasWorkers, is_free: Callable[[], bool], delay: float = 0) -> None:
+    """Kill the workers, and free whoever reads half a message of theirs.
+
+    Args:
+        items: PyTorch's iterator.
+        is_free: whether nobody does.
+        delay: seconds to wait for that before.
+    """
+    for worker in items._workers:  # noqa: SLF001
         worker.kill()
-    if isinstance(items, _HasWorkers):
-        # The last end through which something could come.
-        items._worker_result_queue._writer.close()  # noqa: SLF001
+    for worker in items._workers:  # noqa: SLF001
+        worker.join(_GRACE)
+    while delay > 0 and not is_free():
+        delay -= _PAUSE
+        time.sleep(_PAUSE)
+    # Closing this end would not do if a process that was forked later has it, too. No message ends
+    # with zeros, so the one that is completed is an error.
+    patience = _GRACE
+    with contextlib.suppress(OSError):
+        pipe = items._worker_result_queue._writer.fileno()  # noqa: SLF001
+        room = select.poll()
+        room.register(pipe, select.POLLOUT)
+        while patience > 0 and not is_free():
+            if room.poll(_PAUSE * 1000):
+                os.write(pipe, _ZEROS)
+            else:
+                patience -= _PAUSE
 
 
 def end_workers(items: object) -> None:
@@ -215,21 +231,25 @@ def end_workers(items: object) -> None:
         thread.start()
         thread.join(_GRACE)
         if thread.is_alive():
-            _kill(items)
-            thread.join(_GRACE)
-        for worker in _workers_of(items):
+            _kill(items, lambda: not thread.is_alive())
+        for worker in items._workers:  # noqa: SLF001
             worker.join(_GRACE)
 
 
-def _describe_deaths(items: object) -> str:
-    """Say which workers have ended, and how; empty if none has."""
+def _describe_deaths(items: object, *, failed_only: bool = False) -> str:
+    """Say which workers have ended, and how; empty if none has.
+
+    Args:
+        items: PyTorch's iterator.
+        failed_only: whether those do not count that ended with code 0, as those of a stream do when
+            it is over.
+    """
     codes = {each.pid: each.exitcode for each in _workers_of(items) if each.exitcode is not None}
-    # Those of a stream end by themselves, with code 0, when it is over.
-    failed = {pid: code for pid, code in codes.items() if code} or codes
+    failed = {pid: code for pid, code in codes.items() if code}
     ends = [
         f"process {pid} "
         + (f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}")
-        for pid, code in failed.items()
+        for pid, code in (failed if failed or failed_only else codes).items()
     ]
     who = "A loader worker" if len(ends) == 1 else "Loader workers"
     return f"{who} died: {'; '.join(ends)}{_describe_memory()}" if ends else ""

