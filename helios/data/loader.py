@@ -228,7 +228,8 @@ class FetchedBatches(Iterator[Any]):
     def __init__(self, items: Iterator[Keyed], begin: Begin) -> None:
         self._owed: deque[Keyed] = deque()
         # Not this object: its workers end when it is dropped, so nothing may lead back to it.
-        self._owed_first = partial(_walk, items, self._owed)
+        self._errors: list[Exception] = []
+        self._owed_first = partial(_walk, items, self._owed, self._errors)
         self._begin = begin
         self._failures = Failures()
         self._is_one_by_one = False
@@ -243,7 +244,14 @@ class FetchedBatches(Iterator[Any]):
                 self._workers = self._begin(walk, one_by_one=self._is_one_by_one)
             except WorkersLost as loss:
                 self._recover(loss)
+        self._raise_error()
         return self._workers
+
+    def _raise_error(self) -> None:
+        """Raise an error of the items as soon as it is known."""
+        if self._errors:
+            self.close()
+            raise self._errors[0]
 
     def __next__(self) -> Any:
         while True:
@@ -259,6 +267,7 @@ class FetchedBatches(Iterator[Any]):
                 raise
             else:
                 self._count_one()
+                self._raise_error()
                 return item
 
     def _count_one(self) -> None:
@@ -307,12 +316,19 @@ class _Walked:
         return self._walk()
 
 
-def _walk(items: Iterator[Keyed], owed: deque[Keyed]) -> Iterator[Keyed]:
-    """Deal again what is owed, and then the rest."""
+def _walk(items: Iterator[Keyed], owed: deque[Keyed], errors: list[Exception]) -> Iterator[Keyed]:
+    """Deal again what is owed, and then the rest, up to an error.
+
+    It is not raised here: PyTorch's iterator would be left to the garbage collector, which closes
+    the pipes of its queues before their threads do so once more.
+    """
     yield from [*owed]
-    for item in items:
-        owed.append(item)
-        yield item
+    try:
+        for item in () if errors else items:
+            owed.append(item)
+            yield item
+    except Exception as error:
+        errors.append(error)
 
 
 def create_dataloader(

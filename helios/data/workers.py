@@ -12,11 +12,12 @@ import logging
 import multiprocessing
 import os
 import select
+import signal
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import wait
 from multiprocessing.context import Process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from helios.core import rng
 from helios.core.signal_watch import ignore_signals, noted_signals, signal_name
@@ -36,7 +38,8 @@ _INTERVAL = 0.5
 """Seconds between two looks at the workers of a pass."""
 _GRACE = 5.0
 _PAUSE = 0.01
-_ZEROS = bytes(select.PIPE_BUF)
+_ZEROS = bytes(512)
+"""As many as a pipe that has room always takes."""
 _MOST_FAILURES = 3
 _OF_DEATH = (EOFError, ConnectionError, FileNotFoundError)
 """Errors of one who reads the memory of a worker's tensors, if the worker died."""
@@ -92,7 +95,11 @@ class WorkerItems(Iterator[Any]):
         if _workers_of(self._items):
             watch.start()
         try:
-            self._items = self._wait(begin)
+            with _no_watch_of_deaths():
+                self._items = self._wait(begin)
+                with contextlib.suppress(ValueError):
+                    torch._C._remove_worker_pids(id(self._items))  # noqa: SLF001
+                    torch._C._set_worker_pids(id(self._items), ())  # noqa: SLF001
         except WorkersLost:
             self.close()
             raise
@@ -100,10 +107,6 @@ class WorkerItems(Iterator[Any]):
             if "pickle" in str(error):
                 raise _refuse_unpicklable(error) from error
             raise
-        # PyTorch's handler of SIGCHLD raises wherever the process is, even inside a collective.
-        with contextlib.suppress(ValueError):
-            torch._C._remove_worker_pids(id(self._items))  # noqa: SLF001
-            torch._C._set_worker_pids(id(self._items), ())  # noqa: SLF001
         # Not before: Python warns of a fork beside threads.
         if not watch.is_alive() and _workers_of(self._items):
             watch.start()
@@ -138,9 +141,10 @@ class WorkerItems(Iterator[Any]):
             return self._lost or text
         if isinstance(error, _OF_DEATH) or "exited unexpectedly" in text:
             # Its end may not be known to the system yet.
-            wait([each.sentinel for each in _workers_of(self._items)], _GRACE)
-            if deaths := _describe_deaths(self._items):
-                return deaths
+            for _ in range(int(_GRACE / _PAUSE)):
+                if deaths := _describe_deaths(self._items):
+                    return deaths
+                time.sleep(_PAUSE)
         return f"A loader worker died: {text}" if text.startswith("DataLoader worker (pid") else ""
 
     def check(self, seconds: float) -> None:
@@ -170,6 +174,29 @@ class WorkerItems(Iterator[Any]):
             end_workers(self._items)
             if self._loader._iterator is self._items:  # noqa: SLF001
                 self._loader._iterator = None  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def _no_watch_of_deaths() -> Iterator[None]:
+    """Keep PyTorch's handler of SIGCHLD off in the block.
+
+    It raises wherever the process is, even while a queue starts its thread or in a collective.
+    """
+    # Only once; otherwise it would be set in the block.
+    signal_handling._set_SIGCHLD_handler()  # type: ignore[attr-defined] # noqa: SLF001
+    found = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
+    if found is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, _do_nothing)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, found)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    pass
 
 
 def _watch(found: weakref.ref[WorkerItems], is_over: threading.Event) -> None:

@@ -37,8 +37,8 @@ from tests.support.ranks import FORKSERVER, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 LENGTH = 24
-PATIENT = 4.0
-"""Longer than any worker needs for a batch on a busy machine."""
+FORKED, FRESH = 3.0, 30.0
+"""Longer than workers that are forked, or started anew, need for a batch on a busy machine."""
 LOGGER = workers.__name__
 
 
@@ -94,60 +94,48 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == LOGGER]
 
 
+def _cases() -> Iterator[Any]:
+    """Return every way to be lost with every way to be started; some of them always run."""
+    always = [
+        (stuck_workers.die, "fork", False),
+        (stuck_workers.die, "fork", True),
+        (stuck_workers.die, FORKSERVER, False),
+        (stuck_workers.stop, "fork", False),
+        (leave, "fork", False),
+    ]
+    for act in (stuck_workers.die, stuck_workers.stop, stuck_workers.hang, leave):
+        for method in ("fork", FORKSERVER, "spawn"):
+            for persists in (False, True):
+                case = act, method, persists
+                yield pytest.param(*case, marks=() if case in always else pytest.mark.full)
+
+
 @pytest.mark.shows("P141")
-@pytest.mark.parametrize(
-    ("act", "num_workers", "options"),
-    [
-        (stuck_workers.die, 1, {}),
-        (stuck_workers.die, 2, {}),
-        (stuck_workers.die, 4, {"prefetch_factor": 3}),
-        (leave, 2, {}),
-        (stuck_workers.die, 2, {"persistent_workers": True}),
-        (stuck_workers.die, 2, {"batch_size": None}),
-        (stuck_workers.stop, 2, {"worker_timeout": PATIENT}),
-        pytest.param(stuck_workers.hang, 1, {"worker_timeout": PATIENT}, marks=pytest.mark.full),
-        (stuck_workers.die, 2, {"method": FORKSERVER}),
-        pytest.param(stuck_workers.die, 1, {"method": "spawn"}, marks=pytest.mark.full),
-        pytest.param(
-            stuck_workers.stop,
-            1,
-            {"method": "spawn", "worker_timeout": 60.0},
-            marks=pytest.mark.full,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("act", "method", "persists"), [*_cases()])
 def test_a_worker_that_is_lost_changes_no_bit(
-    act: Any, num_workers: int, options: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    act: Any, method: Any, persists: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    by_batch = {name: value for name, value in options.items() if name == "batch_size"}
-    expected = read(num_workers=0, **by_batch)
-    data = Fatal(tmp_path, {9: (act, 1), 20: (act, 1)})
+    data = Fatal(tmp_path, {9: (act, 1)})
     # What a process opens once for all workers it ever starts.
-    read(num_workers=1)
+    read(num_workers=1, method=method)
     before = stuck_workers.count_files_at_rest()
-    assert read(data, num_workers=num_workers, **options) == expected
-    # Both samples may have been under way when the first worker was lost.
-    lines = lines_of(caplog)
-    assert 1 <= len(lines) <= 2
+    timeout = FORKED if method == "fork" else FRESH
+    options = {"method": method, "persistent_workers": persists, "worker_timeout": timeout}
+    assert read(data, num_workers=2, prefetch_factor=3, **options) == read(num_workers=0)
+    assert lines_of(caplog)
     assert multiprocessing.active_children() == []
-    if options.get("method") is None:
-        assert stuck_workers.count_files_at_rest() == before
+    assert stuck_workers.count_files_at_rest() == before
 
 
 @pytest.mark.shows("P141")
-def test_the_line_says_what_was_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    data = Fatal(tmp_path, {5: (stuck_workers.die, 1), 19: (stuck_workers.stop, 1)})
-    source = make(data, num_workers=1, shuffle=False, worker_timeout=PATIENT)
-    found = torch.cat([batch for (batch,) in source.batches(0)])[:, 0].tolist()
-    assert found == [*range(LENGTH)]
-    died, silent = lines_of(caplog)
-    assert died.startswith("A loader worker died: process ")
-    assert "was ended by SIGKILL" in died
-    assert "of memory are available" in died
-    assert "New workers fetch the 2 batches that were under way." in died
-    # What it had sent may still have to be read from its memory.
-    silences = "No batch came from the loader workers for 4 s", "A loader worker stopped while"
-    assert silent.startswith(silences)
+def test_workers_that_never_begin_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """As where another thread holds a lock while they are forked."""
+    with stuck_workers.forks({1: stuck_workers.die, 3: stuck_workers.stop}):
+        found = read(num_workers=2, worker_timeout=FORKED)
+    assert found == read(num_workers=0)
+    died, silent, *_ = lines_of(caplog)
+    assert died.startswith("A loader worker died: ")
+    assert "No batch came from the loader workers for 3 s. New workers fetch " in silent
 
 
 def kill_children(number: int = signal.SIGKILL) -> None:
@@ -164,7 +152,10 @@ def test_a_batch_that_ends_every_worker_is_named(
     batches = source.batches(0)
     with pytest.raises(WorkerError) as caught:
         list(batches)
-    assert len(lines_of(caplog)) >= 2
+    line, _ = lines_of(caplog)
+    assert "was ended by SIGKILL" in line
+    assert "of memory are available" in line
+    assert "New workers fetch the 4 batches that were under way." in line
     text = str(caught.value)
     assert "They did not fetch the samples 8, 9." in text
     assert text.count("SIGKILL") == 3
@@ -176,13 +167,6 @@ def test_a_batch_that_ends_every_worker_is_named(
     assert alone.numpy().tobytes() == read(num_workers=0, shuffle=False)[4]
     batches.close()
     assert multiprocessing.active_children() == []
-
-
-@pytest.mark.full
-def test_a_batch_that_never_comes_is_named(tmp_path: Path) -> None:
-    data = Fatal(tmp_path, {9: (stuck_workers.hang, 9)})
-    with pytest.raises(WorkerError, match=r"No batch came .* for 4 s.*samples 8, 9\."):
-        read(data, num_workers=2, shuffle=False, worker_timeout=PATIENT)
 
 
 class Leaking(Augmented):
@@ -198,13 +182,11 @@ class Leaking(Augmented):
 
 
 @pytest.mark.shows("P141")
-@pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_that_leak_are_replaced_as_often_as_needed(
-    num_workers: int, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each gets further than the one before it, also where more is under way than it can fetch."""
-    found = read(Leaking(LENGTH), num_workers=num_workers, prefetch_factor=8)
-    assert found == read(num_workers=0)
+    assert read(Leaking(LENGTH), num_workers=2, prefetch_factor=8) == read(num_workers=0)
     assert len(lines_of(caplog)) > 1
 
 
@@ -230,23 +212,36 @@ def test_a_sampler_is_never_asked_twice(tmp_path: Path) -> None:
 
 
 class Large(Indices):
-    """Batches that do not fit into a pipe, and are not sent as shared memory."""
+    """Batches that do not fit into a pipe, and are not sent as shared memory.
+
+    A worker has forked a helper, which has the worker's end of the pipe, too.
+    """
 
     def __getitem__(self, index: int) -> Any:
+        if index == 0 and os.fork() == 0:
+            signal.pause()
         return np.full(1 << 20, index)
 
 
 @pytest.mark.shows("P141")
-def test_a_worker_that_dies_within_a_message_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    options = {"batch_size": 1, "shuffle": False, "collate_fn": unwrap, "prefetch_factor": 1}
-    source = make(Large(4), num_workers=1, **options)
+@pytest.mark.parametrize(
+    "act", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
+def test_a_worker_that_is_lost_within_a_message_is_replaced(
+    act: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"collate_fn": unwrap, "prefetch_factor": 1, "worker_timeout": FORKED}
+    source = make(Large(4), num_workers=1, batch_size=1, shuffle=False, **options)
     batches = source.batches(0)
     first = next(batches)
     [child] = multiprocessing.active_children()
-    await_write(child.pid or 0)
-    kill_children()
-    found = [int(batch[0]) for (batch,) in [first, *batches]]
-    assert found == [0, 1, 2, 3]
+    helper = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()[0])
+    try:
+        await_write(child.pid or 0)
+        kill_children(act)
+        assert [int(batch[0]) for (batch,) in [first, *batches]] == [0, 1, 2, 3]
+    finally:
+        os.kill(helper, signal.SIGKILL)
     assert len(lines_of(caplog)) == 1
 
 
@@ -269,12 +264,13 @@ def await_write(pid: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_a_worker_that_stops_with_its_results_sent_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The memory of a tensor is asked for in a thread of the worker, which does not answer."""
     data = Augmented(8)
-    source = make(data, num_workers=1, batch_size=1, shuffle=False, worker_timeout=PATIENT)
+    source = make(data, num_workers=1, batch_size=1, shuffle=False, worker_timeout=FORKED)
     batches = source.batches(0)
     found = [next(batches)]
     # The second batch has been sent when the third one is fetched.
@@ -286,27 +282,21 @@ def test_a_worker_that_stops_with_its_results_sent_is_replaced(
     assert len(lines_of(caplog)) == 1
 
 
-def test_an_idle_worker_that_died_between_passes_is_replaced(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    "act", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
+def test_an_idle_worker_that_was_lost_between_passes_is_replaced(
+    act: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = make(Augmented(LENGTH), num_workers=2, persistent_workers=True)
+    options = {"persistent_workers": True, "worker_timeout": FORKED}
+    source = make(Augmented(LENGTH), num_workers=2, **options)
     found = [batch.numpy().tobytes() for (batch,) in source.batches(0)]
-    os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+    os.kill(multiprocessing.active_children()[0].pid or 0, act)
     found += [batch.numpy().tobytes() for (batch,) in source.batches(1)]
     source.close()
     assert found == read(num_workers=0)
     [line] = lines_of(caplog)
-    assert "New workers take their place." in line
-
-
-def test_an_idle_worker_that_was_stopped_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    source = make(Augmented(LENGTH), num_workers=1, persistent_workers=True, worker_timeout=PATIENT)
-    found = [batch.numpy().tobytes() for (batch,) in source.batches(0)]
-    kill_children(signal.SIGSTOP)
-    found += [batch.numpy().tobytes() for (batch,) in source.batches(1)]
-    source.close()
-    assert found == read(num_workers=0)
-    assert len(lines_of(caplog)) == 1
+    assert line.endswith("New workers take their place.")
 
 
 def test_an_idle_worker_of_the_users_loader_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -342,51 +332,10 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_whose_batches_are_pinned_are_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A thread receives what they send, while this one may replace them."""
+    """A thread of PyTorch's receives what they send."""
     data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
-    with stuck_workers.forks({1: stuck_workers.die, 4: stuck_workers.die}):
-        found = read(data, num_workers=2, pin_memory=True)
-    assert found == read(num_workers=0)
-    assert lines_of(caplog)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.usefixtures("pins")
-def test_a_pass_with_a_worker_that_was_stopped_ends() -> None:
-    data = Large(8)
-    source = make(data, num_workers=1, batch_size=1, collate_fn=unwrap, pin_memory=True)
-    batches = source.batches(0)
-    next(batches)
-    kill_children(signal.SIGSTOP)
-    batches.close()
-    assert multiprocessing.active_children() == []
-
-
-class Helped(Large):
-    """A worker has forked a helper, which has the worker's end of the pipe, too."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 0 and os.fork() == 0:
-            signal.pause()
-        return super().__getitem__(index)
-
-
-def test_a_worker_that_dies_within_a_message_is_missed_also_beside_a_helper(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    options = {"batch_size": 1, "shuffle": False, "collate_fn": unwrap, "prefetch_factor": 1}
-    source = make(Helped(4), num_workers=1, **options)
-    batches = source.batches(0)
-    first = next(batches)
-    [child] = multiprocessing.active_children()
-    helper = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()[0])
-    try:
-        await_write(child.pid or 0)
-        kill_children()
-        assert [int(batch[0]) for (batch,) in [first, *batches]] == [0, 1, 2, 3]
-        assert len(lines_of(caplog)) == 1
-    finally:
-        os.kill(helper, signal.SIGKILL)
+    assert read(data, num_workers=2, pin_memory=True) == read(num_workers=0)
+    assert len(lines_of(caplog)) == 1
 
 
 class Failing(Indices):
@@ -425,14 +374,14 @@ class Broken(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([index] for index in range(4))
+        kill_children()
         for child in multiprocessing.active_children():
-            os.kill(child.pid or 0, signal.SIGKILL)
             child.join()
-        raise LookupError("no more")
+        raise FileNotFoundError("no more")
 
 
 def test_an_error_of_a_sampler_ends_a_pass_also_beside_a_death() -> None:
-    with pytest.raises(LookupError, match="no more"):
+    with pytest.raises(FileNotFoundError, match="no more"):
         read(num_workers=1, batch_sampler=Broken(), shuffle=False, batch_size=1)
 
 
@@ -491,12 +440,11 @@ class StatefulPart(Part):
 
 @pytest.mark.shows("P141")
 @pytest.mark.parametrize("kind", [Part, StatefulPart])
-@pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_workers_of_a_stream_are_replaced(
-    kind: Any, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = []
-    for name, number in (("calm", 0), ("lost", num_workers)):
+    for name, number in (("calm", 0), ("lost", 2)):
         folder = tmp_path / name
         folder.mkdir()
         if not number:
@@ -530,11 +478,11 @@ class SlowPart:
         self.folder = folder
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for position in range(300):
-            time.sleep(0.02)
-            if position == 250 and not (self.folder / "left").exists():
+        for position in range(90):
+            time.sleep(0.03)
+            if position == 80 and not (self.folder / "left").exists():
                 (self.folder / "left").touch()
-                leave()
+                stuck_workers.die()
             yield torch.tensor(float(position))
 
 
@@ -549,11 +497,11 @@ def test_a_replay_may_take_longer_than_a_batch(
         batch_size=1,
         num_workers=1,
         multiprocessing_context="fork",
-        worker_timeout=PATIENT,
+        worker_timeout=2.0,
         pin_memory=False,
     )
     batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
-    assert torch.cat([batch for (batch,) in batches]).tolist() == [*range(300)]
+    assert torch.cat([batch for (batch,) in batches]).tolist() == [*range(90)]
     assert len(lines_of(caplog)) == 1
 
 
@@ -653,7 +601,7 @@ class DataOfWorkers(elastic.ElasticData):
         options: Any = {
             "num_workers": setting.num_workers,
             "multiprocessing_context": setting.method if setting.num_workers else None,
-            "worker_timeout": PATIENT if setting.number == signal.SIGSTOP else None,
+            "worker_timeout": FORKED if setting.method == "fork" else FRESH,
             "pin_memory": False,
         }
         params = helios.DataLoaderParams(batch_size=setting.batch_size, shuffle=True, **options)
@@ -699,26 +647,25 @@ def _train_lossy(rank: int, folder: Path, setting: Lossy) -> list[str]:
 
 @pytest.mark.shows("P141")
 @pytest.mark.parametrize(
-    ("number", "num_ranks", "num_workers", "method"),
+    ("number", "num_ranks", "method"),
     [
-        (signal.SIGKILL, 1, 2, "fork"),
-        (signal.SIGKILL, 2, 1, "fork"),
+        (signal.SIGKILL, 1, "fork"),
+        (signal.SIGKILL, 2, "fork"),
         *(
-            pytest.param(number, num_ranks, num_workers, method, marks=pytest.mark.full)
+            pytest.param(number, num_ranks, method, marks=pytest.mark.full)
             for number in (signal.SIGKILL, signal.SIGSTOP)
             for num_ranks in (1, 2, 4)
-            for num_workers in (1, 3, 4)
             for method in ("fork", "forkserver", "spawn")
-            if method == "fork" or num_workers == 3
+            if (number, method) != (signal.SIGKILL, "fork") or num_ranks == 4
         ),
     ],
 )
 def test_a_run_that_loses_workers_ends_with_the_same_bits(
-    number: int, num_ranks: int, num_workers: int, method: str, tmp_path: Path
+    number: int, num_ranks: int, method: str, tmp_path: Path
 ) -> None:
     setting = Lossy(total_steps=12, chkpt_frequency=12, make_data=DataOfWorkers)
     elastic.train(tmp_path / "calm", setting)
-    setting = dataclasses.replace(setting, num_workers=num_workers, number=number, method=method)
+    setting = dataclasses.replace(setting, num_workers=2, number=number, method=method)
     lines = run_ranks(_train_lossy, num_ranks, tmp_path / "lossy", setting)
     assert all(lines)
     elastic.assert_same(elastic.read_bits(tmp_path / "lossy"), elastic.read_bits(tmp_path / "calm"))
@@ -751,3 +698,18 @@ def test_a_worker_frees_nothing_that_the_training_process_has_dropped(tmp_path: 
         read(Collecting(LENGTH), num_workers=2)
     gc.collect()
     assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
+
+
+def test_pytorch_has_the_private_names_that_are_used() -> None:
+    loader = DataLoader(
+        Indices(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    items = iter(loader)
+    assert loader._iterator is items
+    [worker] = items._workers
+    assert worker.is_alive()
+    assert items._worker_result_queue._writer.fileno()
+    torch._C._remove_worker_pids(id(items))
+    torch._C._set_worker_pids(id(items), (worker.pid,))
+    items._shutdown_workers()
+    assert not worker.is_alive()

@@ -61,7 +61,7 @@ LOST = "tests/data/test_lost_workers.py"
 
 
 @fault("helios.data.loader:_walk", f"{LOST}::test_a_worker_that_is_lost_changes_no_bit")
-def new_workers_do_not_fetch_what_was_under_way(walk, items, owed):
+def new_workers_do_not_fetch_what_was_under_way(walk, items, owed, errors):
     for item in items:
         owed.append(item)
         yield item
