@@ -31,6 +31,7 @@ from helios.cli.output import Answer, Column, Command, argument
 from helios.core.stored_values import list_values, stored_params
 from helios.errors import ArgumentError, LedgerError, UsageError
 from helios.ledger.book import FILE_NAME
+from helios.ledger.run_facts import read_run
 from helios.ledger.verification import LedgerStatus, verify
 from helios.storage.local_paths import as_local_path
 from helios.text import size_text, with_step
@@ -143,6 +144,7 @@ class _Listing:
             "is_moved_aside": folder.is_moved_aside,
             "start": None if folder.is_moved_aside else folder.outcome.value,
             "start_path": None if folder.is_moved_aside else start,
+            "starts": _starts(folder.path),
             "params": stored_params(_newest_options(folder)),
             "best": None if self.is_single else _best_document(rank_files(folder.files)),
             "files": [output.status_document(status) for status in folder.files],
@@ -151,6 +153,7 @@ class _Listing:
     def _show(self, folder: FolderStatus) -> Iterator[str]:
         aside = "  (moved aside; starts ignore it)" if folder.is_moved_aside else ""
         yield f"{folder.path}{aside}"
+        yield from output.facts({"starts": text} if (text := _starts(folder.path)) else {})
         yield from _values(folder)
         rows = [_list_row(status, folder) for status in folder.files]
         yield from output.table(_LIST_COLUMNS, rows, output.terminal_width())
@@ -162,6 +165,19 @@ class _Listing:
         yield from _losses(folder)
         if folder.outcome is StartOutcome.REFUSES and folder.start is None:
             yield "A start of fit stops with an error: all checkpoints here are damaged."
+
+
+def _starts(folder: Path) -> str:
+    """Return how often the run was started, and what became of its last start."""
+    try:
+        starts = read_run(folder).starts
+    except LedgerError as error:
+        return str(error)
+    if not starts:
+        return ""
+    last = starts[-1]
+    processes = f"{last.processes} process{'es' if last.processes > 1 else ''}"
+    return f"{len(starts)}, the last one {last.time} on {last.host}, {processes}: {last.end}"
 
 
 def _list_one(path: Path, look: Callable[[Path], Status]) -> FolderStatus:
@@ -303,6 +319,7 @@ def _show_content(status: Status, tree: Any, nodes: list[Node], depth: int) -> I
         **({} if status.sidecar is None else _sidecar_facts(status.sidecar)),
         **{key: _in_one_line(section(tree, key)) for key in _SECTIONS},
         "params": list_values(stored_params(_options_of(status.sidecar, tree))),
+        "starts": _starts(status.path.parent),
     }
     yield from output.facts({name: text for name, text in facts.items() if text})
     if nodes:

@@ -88,27 +88,19 @@ class Book:
         head |= {"after": after}
         if mark is not None:
             head["lost"] = True
-        self.append(json.dumps(head, separators=(",", ":"))[:-1])
+        self.append(line.write_body(head))
         (self._head,) = self._waiting[1]
 
-    def append(self, body: str) -> None:
+    def append(self, body: str, *, is_end: bool = False) -> None:
         """Append a line.
 
         Args:
             body: a JSON object without its closing brace.
+            is_end: whether it is the last one of a run that has ended.
         """
         if self._is_open:
             data, self._chain = line.seal(body, self._chain)
             self._add(data, self._chain)
-
-    def append_end(self, body: str, buffers: str) -> None:
-        """Append the last line of a run that has ended.
-
-        Args:
-            body: as in :meth:`append`.
-            buffers: the entry of the buffers, which comes last.
-        """
-        self.append(body + buffers)
 
     def append_scores(
         self,

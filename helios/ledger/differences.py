@@ -448,24 +448,13 @@ class LedgerFollower:
         found = self.found
         return found.num_equal >= found.stop and (found.has_ended or not self._meets_end)
 
-    def append(self, body: str) -> None:
+    def append(self, body: str, *, is_end: bool = False) -> None:
         """Compare a line with the next one of the ledger.
 
         Args:
             body: a JSON object without its closing brace.
+            is_end: whether the replay has ended; buffers are compared if the ledger has them.
         """
-        self._compare(body, is_end=False)
-
-    def append_end(self, body: str, buffers: str) -> None:
-        """Compare the last line; buffers only if the ledger has them.
-
-        Args:
-            body: as in :meth:`append`.
-            buffers: the entry of the buffers, which comes last.
-        """
-        self._compare(body + buffers, is_end=True)
-
-    def _compare(self, body: str, *, is_end: bool) -> None:
         found = self.found
         is_past = found.num_equal >= found.stop
         # The window of the last iteration may end after it.

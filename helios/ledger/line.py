@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -60,20 +60,12 @@ _BUFFERS = b',"buffers":{'
 TAIL_BYTES = len(_HASH) + _DIGITS + len(b'"}\n')
 """Bytes at the end of a line that hold its hash."""
 _FLOAT = struct.Struct(">d")
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 def write_float(number: float) -> str:
     """Return the bits of a number as 16 hexadecimal digits."""
     return _FLOAT.pack(number).hex()
-
-
-def write_floats(numbers: Sequence[Any]) -> list[str]:
-    """Return the bits of several numbers.
-
-    Raises:
-        struct.error: if one of them is no number.
-    """
-    return struct.pack(f">{len(numbers)}d", *numbers).hex(",", 8).split(",")
 
 
 def read_float(digits: str) -> float:
@@ -99,7 +91,12 @@ def describe_scores(
     content |= {"unscored": left_out} if left_out else {}
     parts = {name: count for name, count in by_hand.items() if name in digits}
     content |= {"by_hand": parts} if parts else {}
-    return json.dumps(content, separators=(",", ":"))[:-1]
+    return write_body(content)
+
+
+def write_body(content: Mapping[str, Any]) -> str:
+    """Return the text of a line without its closing brace."""
+    return _ENCODER.encode(content)[:-1]
 
 
 def is_scores(data: bytes) -> bool:

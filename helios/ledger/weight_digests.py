@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ class WeightDigests:
     is_read: bool
     every: int = EVERY
 
-    def describe(self) -> str:
+    def describe(self) -> dict[str, Any]:
         """Return the entries of a line; a collective call if the weights are sharded.
 
         Raises:
@@ -43,12 +42,12 @@ class WeightDigests:
         names = {id(tensor): name for name, tensor in weights.items()}
         state = {path: _state_of(each, names) for path, each in self.find_optimizers().items()}
         hashes = [write_hash(fingerprint(value).value) for value in (weights, state)]
-        return f',"weights":"{hashes[0]}","optimizer":"{hashes[1]}"'
+        return {"weights": hashes[0], "optimizer": hashes[1]}
 
-    def describe_buffers(self) -> str:
+    def describe_buffers(self) -> dict[str, Any]:
         """Return the entry of the buffers; a collective call like :meth:`describe`."""
         table = {name: hash_buffer(buffer) for name, buffer in sorted(self.find_buffers().items())}
-        return f',"buffers":{json.dumps(table, separators=(",", ":"))}'
+        return {"buffers": table}
 
 
 def hash_buffer(buffer: Tensor) -> str | None:

@@ -10,18 +10,16 @@ exchange them, or when the line is composed.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.ledger.line import write_float, write_floats, write_hash
+from helios.ledger.line import write_body, write_float, write_hash
 from helios.ledger.run_file import RunFile
 from helios.ledger.weight_digests import WeightDigests
 from helios.listeners import IterationListener
@@ -31,29 +29,25 @@ from helios.storage.content_hash import Content, hash_bytes, hash_content, look_
 _LOGGER = logging.getLogger(__name__)
 # Lines are composed many at a time, which is faster, once numbers of an accelerator have arrived.
 _FEWEST, _MOST = 32, 96
-_NOTHING = "null"
-_DIGITS = '"%s"'
-# Names and values of losses, learning rates and norm; values are floats, or tensors to come.
-_Numbers: TypeAlias = tuple[Sequence[Any], list[Any], list[Any], Any]
 
 
-def _quote(number: Any) -> str:
-    """Return the bits of a number as a JSON text, ``null`` for what is no number."""
-    try:
-        return f'"{write_float(float(number))}"'
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return _NOTHING
+class _Iteration(NamedTuple):
+    """What a line is composed of later; a number may be a tensor that is still to come."""
+
+    place: list[int]
+    batches: Sequence[float]
+    losses: dict[str, Any]
+    rates: list[Any]
+    norm: Any
+    rest: dict[str, Any]
+    arrival: Any
 
 
 class LineReceiver(Protocol):
     """What takes the lines: a file, or a comparison."""
 
-    def append(self, body: str) -> None:
+    def append(self, body: str, *, is_end: bool = False) -> None:
         """Take a line, given as a JSON object without its closing brace."""
-        ...
-
-    def append_end(self, body: str, buffers: str) -> None:
-        """Take the last line of a run, and its entry of the buffers, which not all ledgers have."""
         ...
 
 
@@ -89,12 +83,9 @@ class LedgerWriter(IterationListener):
         self._holders: list[tuple[str, Any]] = []
         self._is_nested = True
         self._optimizers: list[Optimizer] = []
-        self._names: Sequence[Any] = ()
-        self._losses: list[Any] = []
-        # Epoch, iteration and step, batches, numbers, the rest of the line, and when they arrive.
-        self._iterations: list[tuple[int, int, int, Sequence[float], _Numbers, str, Any]] = []
+        self._losses: dict[str, Any] = {}
+        self._iterations: list[_Iteration] = []
         self._is_far = False
-        self._forms: dict[tuple[Sequence[Any], int, bool], str] = {}
         self._has_warned = False
 
     def batches_fetched(
@@ -134,8 +125,7 @@ class LedgerWriter(IterationListener):
     def losses_known(self, losses: Mapping[str, Any]) -> None:
         """Read the losses of an iteration."""
         if self._book is not None:
-            self._names = (*losses,)
-            self._losses = [*map(self._read, losses.values())]
+            self._losses = {str(name): self._read(loss) for name, loss in losses.items()}
 
     def line_due(
         self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
@@ -145,39 +135,43 @@ class LedgerWriter(IterationListener):
         if self._book is not None:
             self._add_line(state, totals, norm, rest)
 
-    def _describe_update(self, state: TrainingState) -> str:
+    def _describe_update(self, state: TrainingState) -> dict[str, Any]:
         if not state.is_step_boundary:
-            return ""
+            return {}
         if not state.is_step_committed:
-            return ',"skipped":1'
+            return {"skipped": 1}
         is_due = self._weights.is_read and state.global_step % self._weights.every == 0
-        return self._digests() if is_due else ""
+        return self._digests() if is_due else {}
 
     def _add_line(
-        self, state: TrainingState, totals: Sequence[float], norm: Tensor | None, rest: str
+        self,
+        state: TrainingState,
+        totals: Sequence[float],
+        norm: Tensor | None,
+        rest: dict[str, Any],
     ) -> None:
         norm = None if norm is None else self._read(norm)
         rates, iteration = self._rates(), state.global_iteration
         if self._run_file is not None:
             self._run_file.note(iteration, self._rates_now)
-        numbers = self._names, self._losses, rates, norm
-        moment = _mark_time() if self._is_far else None
-        place = state.global_epoch, iteration, state.global_step
-        self._iterations.append((*place, totals, numbers, rest, moment))
+        arrival = _mark_time() if self._is_far else None
+        place = [state.global_epoch, iteration, state.global_step]
+        line = _Iteration(place, totals, self._losses, rates, norm, rest, arrival)
+        self._iterations.append(line)
         if len(self._iterations) >= _MOST:
             self._compose(_FEWEST)
 
     def training_ended(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended, not only been interrupted."""
         self.settle()
-        digests = buffers = ""
+        place = [state.global_epoch, state.global_iteration, state.global_step]
+        content: dict[str, Any] = {"at": place, "end": 1}
         if self._weights.is_read:
-            digests = self._digests()
+            content |= self._digests()
             with self._guard("buffers"):
-                buffers = self._weights.describe_buffers()
+                content |= self._weights.describe_buffers()
         if self._book is not None:
-            place = f"{state.global_epoch},{state.global_iteration},{state.global_step}"
-            self._book.append_end(f'{{"at":[{place}],"end":1{digests}', buffers)
+            self._book.append(write_body(content), is_end=True)
 
     def settle(self) -> None:
         """Wait for numbers on an accelerator, so that all lines are complete."""
@@ -194,26 +188,10 @@ class LedgerWriter(IterationListener):
             return
         count = max(0, len(self._iterations) - most)
         due, self._iterations = self._iterations[:count], self._iterations[count:]
-        for epoch, iteration, step, totals, numbers, rest, moment in due:
-            if moment is not None:
-                moment.synchronize()
-            data, text = describe_batches(totals), self._describe_numbers(*numbers)
-            book.append(f'{{"at":[{epoch},{iteration},{step}],{data}{text}{rest}')
-
-    def _describe_numbers(
-        self, names: Sequence[Any], losses: list[Any], rates: list[Any], norm: Any
-    ) -> str:
-        """Return the losses, the learning rates and the norm of a line."""
-        has_norm = norm is not None
-        key = (names, len(rates), has_norm)
-        form = self._forms.get(key)
-        if form is None:
-            form = self._forms[key] = _make_form(names, len(rates), has_norm=has_norm)
-        numbers = [*losses, *rates, norm] if has_norm else losses + rates
-        try:
-            return form % (*write_floats(numbers),) if numbers else ""
-        except (struct.error, OverflowError):
-            return form.replace(_DIGITS, "%s") % (*map(_quote, numbers),)
+        for iteration in due:
+            if iteration.arrival is not None:
+                iteration.arrival.synchronize()
+            book.append(write_body(_describe(iteration)))
 
     # Whether a tensor can be read without waiting for an accelerator.
     _is_near = staticmethod(attrgetter("is_cpu"))
@@ -264,10 +242,30 @@ class LedgerWriter(IterationListener):
         direct = [isinstance(holder, Optimizer) for _, holder in self._holders]
         self._is_nested = not all(direct) or not direct
 
-    def _digests(self) -> str:
+    def _digests(self) -> dict[str, Any]:
         with self._guard("weights"):
             return self._weights.describe()
-        return ""
+        return {}
+
+
+def _describe(iteration: _Iteration) -> dict[str, Any]:
+    """Return the content of a line."""
+    content: dict[str, Any] = {"at": iteration.place, "data": describe_batches(iteration.batches)}
+    if iteration.losses:
+        content["loss"] = {name: _digits_of(loss) for name, loss in iteration.losses.items()}
+    if iteration.rates:
+        content["lr"] = [*map(_digits_of, iteration.rates)]
+    if iteration.norm is not None:
+        content["norm"] = _digits_of(iteration.norm)
+    return content | iteration.rest
+
+
+def _digits_of(number: Any) -> str | None:
+    """Return the bits of a number; ``None`` for what is no number."""
+    try:
+        return write_float(float(number))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
 
 
 def _mark_time() -> Any:
@@ -277,15 +275,6 @@ def _mark_time() -> Any:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _make_form(names: Sequence[Any], num_rates: int, *, has_norm: bool) -> str:
-    """Return the text of losses, rates and norm, with a place for the digits of each number."""
-    losses = [json.dumps(str(name)).replace("%", "%%") + f":{_DIGITS}" for name in names]
-    form = f',"loss":{{{",".join(losses)}}}' if losses else ""
-    if num_rates:
-        form += f',"lr":[{",".join([_DIGITS] * num_rates)}]'
-    return form + f',"norm":{_DIGITS}' * has_norm
 
 
 _LOW = 0xFFFF_FFFF
@@ -346,8 +335,8 @@ class SeenBatches(Sequence[float]):
         return iter(self._numbers())
 
 
-def describe_batches(totals: Sequence[float]) -> str:
-    """Return the entry of a line.
+def describe_batches(totals: Sequence[float]) -> list[str | int | None]:
+    """Return the entry ``data`` of a line.
 
     Args:
         totals: the batches of all replicas, or the numbers of all processes, added.
@@ -358,6 +347,6 @@ def describe_batches(totals: Sequence[float]) -> str:
         *halves, num_unseen, num_unknown = map(int, totals)
         order = None if num_unknown else (halves[0] << 32) + halves[1]
         content = (halves[2] << 32) + halves[3]
-    first = "null" if order is None else f'"{write_hash(order % _MODULUS)}"'
-    unseen = f",{num_unseen}" if num_unseen else ""
-    return f'"data":[{first},"{write_hash(content % _MODULUS)}"{unseen}]'
+    first = None if order is None else write_hash(order % _MODULUS)
+    found: list[str | int | None] = [first, write_hash(content % _MODULUS)]
+    return [*found, num_unseen] if num_unseen else found

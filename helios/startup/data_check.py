@@ -202,7 +202,7 @@ def _join(parts: list[Any]) -> _Seen:
     totals = [sum(each) for each in zip(*(numbers for numbers, _ in parts), strict=True)]
     hands = [hand for _, hands in parts for hand in hands]
     samples = chain.from_iterable(hand if isinstance(hand, list) else [hand] for hand in hands)
-    return _Seen(json.loads(f"{{{describe_batches(totals)}}}")["data"], [*samples], "")
+    return _Seen(describe_batches(totals), [*samples], "")
 
 
 def _find_last_batch(record: Record, folder: Path, source: Source) -> _Trained | None:

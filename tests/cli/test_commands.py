@@ -22,7 +22,7 @@ from helios.cli import commands, main, output
 from tests.checkpoint import hostile
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.cli import helps
-from tests.support.synthetic_run import write_ledger
+from tests.support.synthetic_run import write_ledger, write_run_file
 
 COMMANDS = {
     "ls": lambda path: ["ls", str(path.parent)],
@@ -94,6 +94,17 @@ def test_ls_lists_and_marks_where_a_start_goes_on(
     assert rows[2][0] == "run_epoch_1_iter_3.pth"
     assert rows[2][4] == "damaged"
     assert "run_epoch_1_iter_3.pth is not a complete archive" in lines[5]
+
+
+def test_ls_and_inspect_say_how_the_last_start_has_ended(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = {"event": "interruption", "cause": "SIGTERM"}
+    write_run_file(root / "run", {"event": "start"}, {"event": "start", "processes": 2}, end)
+    for words in (("ls", root), ("inspect", root / "run")):
+        (line,) = [x for x in Ran(capsys, *words).out.splitlines() if x.startswith("starts ")]
+        assert line.split(maxsplit=1)[1].startswith("2, the last one 2026-01-02T03:04:05+00:00")
+        assert line.endswith("2 processes: interruption: SIGTERM")
 
 
 def test_ls_reads_bytes_only_when_asked_to(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

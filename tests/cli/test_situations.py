@@ -314,4 +314,4 @@ def test_ls_of_a_thousand_runs_reads_each_sidecar_once(
     assert set(places) == {(2, "run_epoch_1_iter_2.pth")}
     times = {(Path(name).suffix, count) for name, count in opened.items() if "run_" in name}
     # A checkpoint for its size, and for its header.
-    assert times == {(".json", 1), (".pth", 2)}
+    assert times == {(".json", 1), (".jsonl", 1), (".pth", 2)}
