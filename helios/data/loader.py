@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -150,17 +150,17 @@ class KeyedLoader(DataLoader[Any]):
         samples = dataset.__getitems__(item) if self.batches.is_batched else dataset[item]
         return look_safely(self.collate_fn(samples))
 
-    def _start_at(self, position: Position, walk: Walk, *, one_by_one: bool) -> WorkerItems:
+    def _start_at(self, position: Position, walk: Walk, one_by_one: bool) -> WorkerItems:
         if self.generator is not None:
             self.generator.manual_seed(position.worker_key())
         collate = self.collate_fn
         self.collate_fn = ReadingCollate(collate, self.keyed_dataset)
         try:
-            return self._start_workers(walk, one_by_one=one_by_one)
+            return self._start_workers(walk, one_by_one)
         finally:
             self.collate_fn = collate
 
-    def _start_workers(self, walk: Walk, *, one_by_one: bool) -> WorkerItems:
+    def _start_workers(self, walk: Walk, one_by_one: bool) -> WorkerItems:
         """Start PyTorch's own iteration.
 
         Args:
@@ -203,14 +203,6 @@ class KeyedLoader(DataLoader[Any]):
 _NUM_SHOWN = 8
 
 
-class Begin(Protocol):
-    """Starts workers."""
-
-    def __call__(self, walk: Walk, *, one_by_one: bool) -> WorkerItems:
-        """Return what they fetch."""
-        ...
-
-
 @final
 class FetchedBatches(Iterator[Any]):
     """What workers fetch in a pass, in its order, from new workers if some are lost.
@@ -222,10 +214,10 @@ class FetchedBatches(Iterator[Any]):
 
     Args:
         items: what is fetched; iterated over once.
-        begin: starts workers on a walk.
+        begin: starts workers on a walk, which get one item after another if asked for.
     """
 
-    def __init__(self, items: Iterator[Keyed], begin: Begin) -> None:
+    def __init__(self, items: Iterator[Keyed], begin: Callable[[Walk, bool], WorkerItems]) -> None:
         self._owed: deque[Keyed] = deque()
         # Not this object: its workers end when it is dropped, so nothing may lead back to it.
         self._errors: list[Exception] = []
@@ -241,7 +233,7 @@ class FetchedBatches(Iterator[Any]):
             self._is_one_by_one = self._failures.is_next_the_last and bool(self._owed)
             walk = [*self._owed].__iter__ if self._is_one_by_one else self._owed_first
             try:
-                self._workers = self._begin(walk, one_by_one=self._is_one_by_one)
+                self._workers = self._begin(walk, self._is_one_by_one)
             except WorkersLost as loss:
                 self._recover(loss)
         self._raise_error()

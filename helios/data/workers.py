@@ -30,7 +30,7 @@ from torch.utils.data._utils import signal_handling
 from helios.core import rng
 from helios.core.signal_watch import ignore_signals, noted_signals, signal_name
 from helios.distributed.collectives import get_global_rank
-from helios.errors import UsageError, WorkerError
+from helios.errors import WorkerError
 from helios.text import size_text
 
 _LOGGER = logging.getLogger(__name__)
@@ -76,7 +76,6 @@ class WorkerItems(Iterator[Any]):
         current_wait: an object of its own for each time that workers are waited for, if they are.
 
     Raises:
-        UsageError: if what workers get cannot be pickled, where they are not forked.
         WorkersLost: if one dies at once.
     """
 
@@ -94,18 +93,11 @@ class WorkerItems(Iterator[Any]):
         watch = threading.Thread(target=_watch, args=args, name="helios-workers", daemon=True)
         if _workers_of(self._items):
             watch.start()
+        _leave_watch()
         try:
-            with _no_watch_of_deaths():
-                self._items = self._wait(begin)
-                with contextlib.suppress(ValueError):
-                    torch._C._remove_worker_pids(id(self._items))  # noqa: SLF001
-                    torch._C._set_worker_pids(id(self._items), ())  # noqa: SLF001
+            self._items = self._wait(begin)
         except WorkersLost:
             self.close()
-            raise
-        except Exception as error:
-            if "pickle" in str(error):
-                raise _refuse_unpicklable(error) from error
             raise
         # Not before: Python warns of a fork beside threads.
         if not watch.is_alive() and _workers_of(self._items):
@@ -176,27 +168,18 @@ class WorkerItems(Iterator[Any]):
                 self._loader._iterator = None  # noqa: SLF001
 
 
-@contextlib.contextmanager
-def _no_watch_of_deaths() -> Iterator[None]:
-    """Keep PyTorch's handler of SIGCHLD off in the block.
+def _leave_watch() -> None:
+    """Take back PyTorch's handler of SIGCHLD.
 
-    It raises wherever the process is, even while a queue starts its thread or in a collective.
+    It raises wherever the process is, even while a queue starts its thread, or in a collective.
     """
-    # Only once; otherwise it would be set in the block.
-    signal_handling._set_SIGCHLD_handler()  # type: ignore[attr-defined] # noqa: SLF001
-    found = None if sys.platform == "win32" else signal.getsignal(signal.SIGCHLD)
-    if found is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGCHLD, _do_nothing)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, found)
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    pass
+    if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
+        found = signal.getsignal(signal.SIGCHLD)
+        # Does nothing if it was called before.
+        signal_handling._set_SIGCHLD_handler()  # noqa: SLF001
+        if getattr(found, "__module__", "") == signal_handling.__name__:
+            found = signal.SIG_DFL
+        signal.signal(signal.SIGCHLD, found or signal.SIG_DFL)
 
 
 def _watch(found: weakref.ref[WorkerItems], is_over: threading.Event) -> None:
@@ -372,11 +355,3 @@ def _end_without_parent() -> None:
     is_served = method == "forkserver" or kind.__name__ == "ForkServerProcess"
     if parent is not None and not is_served and os.getppid() != parent.pid:
         os._exit(1)
-
-
-def _refuse_unpicklable(error: Exception) -> UsageError:
-    return UsageError(
-        "What loader workers get must be something that can be pickled, where they are not forked: "
-        f"{error}. Define functions and classes at the top level of a module, and open files and "
-        "connections in the worker, when the first sample is read; or pass num_workers=0."
-    )
