@@ -250,7 +250,7 @@ class FetchedBatches(Iterator[Any]):
             try:
                 item = next(self._open())
             except WorkersLost as loss:
-                self.close()
+                self._workers = None
                 self._recover(loss)
             except StopIteration:
                 raise
@@ -292,10 +292,10 @@ class FetchedBatches(Iterator[Any]):
         )
 
     def close(self) -> None:
-        """End the pass; persistent workers stay for the next one unless they still fetch."""
+        """End the pass; persistent workers stay for the next one."""
         workers, self._workers = self._workers, None
         if workers is not None:
-            workers.close(keeps_workers=not self._owed)
+            workers.close(keeps_workers=True)
 
 
 class _Walked:

@@ -295,7 +295,9 @@ class _StreamBatches(BatchIterator):
 
     def close(self) -> None:
         """End the pass and its workers."""
-        self._end_items()
+        if isinstance(self._items, WorkerItems):
+            self._items.close()
+        self._items = iter(())
         self._is_closed = True
 
     def _begin(self) -> None:
@@ -342,18 +344,12 @@ class _StreamBatches(BatchIterator):
                 self._failures.clear()
                 return found
 
-    def _end_items(self) -> None:
-        if isinstance(self._items, WorkerItems):
-            self._items.close()
-        self._items = iter(())
-
     def _recover(self, loss: WorkersLost) -> None:
         """Start new workers, which go on as those of a resumed run do.
 
         Raises:
             WorkerError: if workers were lost too often in the same place.
         """
-        self._end_items()
         first, count = self._plan.position, self._num_read
         plan = self._plan
         if self._replay:

@@ -94,11 +94,7 @@ class WorkerItems(Iterator[Any]):
         if _workers_of(self._items):
             watch.start()
         _leave_watch()
-        try:
-            self._items = self._wait(begin)
-        except WorkersLost:
-            self.close()
-            raise
+        self._items = self._wait(begin)
         # Not before: Python warns of a fork beside threads.
         if not watch.is_alive() and _workers_of(self._items):
             watch.start()
@@ -121,6 +117,7 @@ class WorkerItems(Iterator[Any]):
                 raise
         finally:
             self.current_wait = None
+        self.close()
         # Not from PyTorch's error, whose frames would keep the iterator.
         raise WorkersLost(loss)
 
@@ -158,8 +155,7 @@ class WorkerItems(Iterator[Any]):
         """End the pass.
 
         Args:
-            keeps_workers: whether persistent workers, which fetch nothing now, are left for the
-                next one.
+            keeps_workers: whether persistent workers are left for the next one.
         """
         self._is_over.set()
         if not (keeps_workers and self._loader.persistent_workers):
