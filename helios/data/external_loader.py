@@ -328,7 +328,10 @@ class _ForeignBatches(BatchIterator):
                 f"again, because only the {kind}, which has no state, knows them; that of "
                 f"create_dataloader would go on with new workers. {resumes_by.remedy}"
             ) from loss
+        # The iterator may hold the state.
         self._source.go_back()
+        if isinstance(self._batches, WorkerItems):
+            self._batches.close()
         self._batches = None
         self._failures.add(
             loss, f"The {kind} goes on from its own state with new workers.", remedy=_REMEDY

@@ -250,7 +250,7 @@ class FetchedBatches(Iterator[Any]):
             try:
                 item = next(self._open())
             except WorkersLost as loss:
-                self._workers = None
+                self._end()
                 self._recover(loss)
             except StopIteration:
                 raise
@@ -293,9 +293,12 @@ class FetchedBatches(Iterator[Any]):
 
     def close(self) -> None:
         """End the pass; persistent workers stay for the next one."""
+        self._end(keeps_workers=True)
+
+    def _end(self, *, keeps_workers: bool = False) -> None:
         workers, self._workers = self._workers, None
         if workers is not None:
-            workers.close(keeps_workers=True)
+            workers.close(keeps_workers=keeps_workers)
 
 
 class _Walked:

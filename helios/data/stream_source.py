@@ -295,9 +295,7 @@ class _StreamBatches(BatchIterator):
 
     def close(self) -> None:
         """End the pass and its workers."""
-        if isinstance(self._items, WorkerItems):
-            self._items.close()
-        self._items = iter(())
+        self._end_items()
         self._is_closed = True
 
     def _begin(self) -> None:
@@ -344,12 +342,18 @@ class _StreamBatches(BatchIterator):
                 self._failures.clear()
                 return found
 
+    def _end_items(self) -> None:
+        if isinstance(self._items, WorkerItems):
+            self._items.close()
+        self._items = iter(())
+
     def _recover(self, loss: WorkersLost) -> None:
         """Start new workers, which go on as those of a resumed run do.
 
         Raises:
             WorkerError: if workers were lost too often in the same place.
         """
+        self._end_items()
         first, count = self._plan.position, self._num_read
         plan = self._plan
         if self._replay:

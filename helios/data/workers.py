@@ -94,7 +94,11 @@ class WorkerItems(Iterator[Any]):
         if _workers_of(self._items):
             watch.start()
         _leave_watch()
-        self._items = self._wait(begin)
+        try:
+            self._items = self._wait(begin)
+        except WorkersLost:
+            self.close()
+            raise
         # Not before: Python warns of a fork beside threads.
         if not watch.is_alive() and _workers_of(self._items):
             watch.start()
@@ -117,7 +121,6 @@ class WorkerItems(Iterator[Any]):
                 raise
         finally:
             self.current_wait = None
-        self.close()
         # Not from PyTorch's error, whose frames would keep the iterator.
         raise WorkersLost(loss)
 

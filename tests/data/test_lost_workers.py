@@ -529,30 +529,31 @@ def test_a_loader_of_the_users_without_a_state_is_an_error(tmp_path: Path) -> No
 
 
 class Resumable(DataLoader[Any]):
-    """A loader that knows how many batches it has returned, as torchdata's does."""
+    """A loader that knows how many batches it has returned, by its iterator, as torchdata's."""
 
-    num_returned = 0
+    num_skipped = 0
 
-    def _get_iterator(self) -> Any:
-        return _Counted(self)
+    def __iter__(self) -> Any:
+        self._iterator = _Counted(self)
+        return self._iterator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_returned": self.num_returned}
+        return {"num_returned": 0 if self._iterator is None else self._iterator.num_returned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_returned = state["num_returned"]
+        self.num_skipped, self._iterator = state["num_returned"], None
 
 
 class _Counted(_MultiProcessingDataLoaderIter):
     def __init__(self, loader: Resumable) -> None:
         super().__init__(loader)
-        self.loader = loader
-        for _ in range(loader.num_returned):
-            super().__next__()
+        self.num_returned = 0
+        for _ in range(loader.num_skipped):
+            next(self)
 
     def __next__(self) -> Any:
         found = super().__next__()
-        self.loader.num_returned += 1
+        self.num_returned += 1
         return found
 
 
