@@ -28,22 +28,14 @@ from helios.data.source import (
     Source,
     run_on_one_thread,
 )
-from helios.data.worker_recovery import MOST_LOSSES, warn_of_workers
-from helios.data.workers import (
-    WorkerInit,
-    are_alive,
-    describe_deaths,
-    end_workers,
-    kill_workers,
-    leave_watch,
-    reporting,
-    starting_workers,
-)
+from helios.data.workers import Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.errors import ArgumentError, StateError, UsageError, WorkerError
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()
+_TIMEOUT = 300.0
+_REMEDY = "Pass num_workers=0 to see why, under python -X faulthandler."
 
 
 @final
@@ -268,12 +260,9 @@ def _count_batches(loader: Any) -> int | None:
 
 
 def _iterate(loader: Iterable[Any]) -> Iterator[Any]:
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)
-    with reporting(loader), starting_workers(loader, loader.dataset, loader):
-        found = iter(loader)
-    leave_watch(found)
-    return found
+    return WorkerItems(lambda: iter(loader), loader, loader.timeout or _TIMEOUT)
 
 
 def _next_or_end(batches: Iterator[Any]) -> Any:
@@ -284,32 +273,29 @@ class _ForeignBatches(BatchIterator):
     """A pass over a custom loader; a fetch in this process is seeded."""
 
     def __init__(self, source: ExternalSource, position: Position) -> None:
-        loader = source.loader
         self._source = source
         self._position = position
         self._keys = position.fetch_keys()
         self._batch = position.batch
-        self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
-        self._batches: Iterator[Any] | None = self._begin()
-        self._losses: list[str] = []
+        self._failures = Failures()
+        self._batches: Iterator[Any] | None = None
+        self._begin()
 
     def _begin(self) -> Iterator[Any]:
-        loader = self._source.loader
-        if isinstance(loader, DataLoader) and not are_alive(loader._iterator):  # noqa: SLF001
-            if loss := describe_deaths(loader._iterator):  # noqa: SLF001
-                warn_of_workers(f"{loss}. New workers take their place.")
-            self._source.close()
-        # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
-        with rng.stream(self._position.order_key()):
-            return _iterate(loader)
+        while self._batches is None:
+            # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
+            try:
+                with rng.stream(self._position.order_key()):
+                    self._batches = _iterate(self._source.loader)
+            except WorkersLost as loss:
+                self._failures.add(loss, "New workers take their place.", remedy=_REMEDY)
+        return self._batches
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
-        if self._batches is None:
-            return
-        if not self._lives_on:
-            end_workers(self._batches)
-        self._batches = None
+        batches, self._batches = self._batches, None
+        if isinstance(batches, WorkerItems):
+            batches.close(keeps_workers=True)
 
     def _fetch(self) -> Any:
         """Return the next batch, or ``_END``."""
@@ -319,44 +305,37 @@ class _ForeignBatches(BatchIterator):
         while True:
             try:
                 if get_num_threads() == 1:
-                    found = _next_or_end(self._batches)
+                    found = _next_or_end(self._begin())
                 else:
-                    found = run_on_one_thread(_next_or_end, self._batches)
-            except Exception as error:
-                if not (loss := describe_deaths(self._batches, error, may_end=True)):
-                    raise
-                self._recover(loss, error)
+                    found = run_on_one_thread(_next_or_end, self._begin())
+            except WorkersLost as loss:
+                self._recover(loss)
             else:
                 self._batch += 1
-                self._losses.clear()
+                self._failures.clear()
                 return found
 
-    def _recover(self, loss: str, error: Exception) -> None:
-        """Start new workers, if the loader can go on from its own state.
+    def _recover(self, loss: WorkersLost) -> None:
+        """Let new workers go on from the loader's own state.
 
         Raises:
-            WorkerError: if it cannot, or if workers were lost too often in the same place.
+            WorkerError: if it has none, or if workers were lost too often in the same place.
         """
-        self._losses.append(loss)
-        kind = type(self._source.loader).__name__
-        end = f"The workers of a {kind} must not die: {'; '.join(self._losses)}."
-        if len(self._losses) == MOST_LOSSES:
+        kind, resumes_by = type(self._source.loader).__name__, self._source.resumes_by
+        if isinstance(resumes_by, CannotResume):
             raise WorkerError(
-                f"{end} Pass num_workers=0 to see why, under python -X faulthandler."
-            ) from error
-        if isinstance(self._source.resumes_by, CannotResume):
-            raise WorkerError(
-                f"{end} Helios cannot fetch its batches again, because only the {kind}, which has "
-                "no state, knows them; that of create_dataloader would go on with new workers. "
-                f"{self._source.resumes_by.remedy}"
-            ) from error
+                f"The workers of a {kind} must not die: {loss}. Helios cannot fetch its batches "
+                f"again, because only the {kind}, which has no state, knows them; that of "
+                f"create_dataloader would go on with new workers. {resumes_by.remedy}"
+            ) from loss
+        # The iterator may hold the state.
         self._source.go_back()
-        kill_workers(self._batches)
-        end_workers(self._batches)
-        # Otherwise persistent workers would be used again.
-        self._source.close()
-        warn_of_workers(f"{loss}. The {kind} goes on from its own state with new workers.")
-        self._batches = self._begin()
+        if isinstance(self._batches, WorkerItems):
+            self._batches.close()
+        self._batches = None
+        self._failures.add(
+            loss, f"The {kind} goes on from its own state with new workers.", remedy=_REMEDY
+        )
 
 
 @final

@@ -340,7 +340,6 @@ class _WorkerBatches(_DealtBatches):
     ) -> None:
         super().__init__(deal, position)
         self._reads_content = reads_content
-        self._lives_on = loader.persistent_workers
         self._under_way: deque[ShardedIteration] = deque()
         walk = deal.walk(position, self._under_way, reads_content=reads_content)
         self._batches = loader.start(position, walk)
@@ -368,5 +367,5 @@ class _WorkerBatches(_DealtBatches):
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
         if not self._is_closed:
-            self._batches.close(keeps_workers=self._lives_on)
+            self._batches.close()
         super().close()

@@ -6,6 +6,7 @@ In a user's own loop, such a loader behaves like any DataLoader; a trainer uses 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -35,23 +36,12 @@ from helios.data.samplers import (
 )
 from helios.data.source import run_on_one_thread
 from helios.data.stream import Stream, StreamLoader
-from helios.data.worker_recovery import Begin, WorkerItems, WorkerTimeout, warn_of_workers
-from helios.data.workers import (
-    WorkerContext,
-    WorkerInit,
-    are_alive,
-    describe_deaths,
-    end_workers,
-    kill_workers,
-    starting_workers,
-)
+from helios.data.workers import Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
 from helios.storage.content_hash import Content, look_safely
 
 LoaderPair: TypeAlias = tuple[DataLoader[Any], ResumableSamplerType | None]
-
-_CAVEAT = " What the data set keeps in its workers, such as a cache or a counter, begins anew."
 
 DATASET_REGISTRY = Registry("dataset")
 COLLATE_FN_REGISTRY = Registry("collate_fn")
@@ -123,9 +113,9 @@ class KeyedLoader(DataLoader[Any]):
         self._is_by_hand = True
         if not self.num_workers:
             return self._iterate_here(super().__iter__())
-        return self._fetch(iter(self.batches), self._start_workers)
+        return FetchedBatches(iter(self.batches), self._start_workers)
 
-    def start(self, position: Position, items: Iterator[Keyed]) -> WorkerItems:
+    def start(self, position: Position, items: Iterator[Keyed]) -> FetchedBatches:
         """Start to fetch in workers; persistent ones are reused, if a trainer started them.
 
         Args:
@@ -135,7 +125,7 @@ class KeyedLoader(DataLoader[Any]):
         if self._is_by_hand:
             self.end_workers()
             self._is_by_hand = False
-        return self._fetch(items, partial(self._start_at, position))
+        return FetchedBatches(items, partial(self._start_at, position))
 
     def read_again(self, position: Position, items: Sequence[Keyed]) -> list[Content]:
         """Return what is read of batches beside any pass.
@@ -149,72 +139,48 @@ class KeyedLoader(DataLoader[Any]):
         """
         if not self.num_workers:
             return [run_on_one_thread(self._read, item) for item in items]
-        timeout = WorkerTimeout(self.params.worker_timeout)
-        batches = self._start_at(position, lambda: iter(items), timeout, one_by_one=True)
+        batches = self._start_at(position, lambda: iter(items), one_by_one=True)
         try:
             return [each.content for each in batches]
         finally:
-            end_workers(batches)
+            batches.close()
 
     def _read(self, item: Keyed) -> Content:
         dataset = self.keyed_dataset
         samples = dataset.__getitems__(item) if self.batches.is_batched else dataset[item]
         return look_safely(self.collate_fn(samples))
 
-    def _fetch(self, items: Iterator[Keyed], begin: Begin) -> WorkerItems:
-        timeout = self.params.worker_timeout
-        return WorkerItems(begin, items, timeout=timeout, caveat=self._caveat)
-
-    @property
-    def _caveat(self) -> str:
-        return "" if self.is_pure else _CAVEAT
-
-    def _start_at(
-        self, position: Position, walk: Walk, timeout: WorkerTimeout, *, one_by_one: bool
-    ) -> Iterator[Any]:
+    def _start_at(self, position: Position, walk: Walk, one_by_one: bool) -> WorkerItems:
         if self.generator is not None:
             self.generator.manual_seed(position.worker_key())
         collate = self.collate_fn
         self.collate_fn = ReadingCollate(collate, self.keyed_dataset)
         try:
-            return self._start_workers(walk, timeout, one_by_one=one_by_one)
+            return self._start_workers(walk, one_by_one)
         finally:
             self.collate_fn = collate
 
-    def _start_workers(
-        self, walk: Walk, timeout: WorkerTimeout, *, one_by_one: bool
-    ) -> Iterator[Any]:
-        """Start PyTorch's own iteration, with new workers if persistent ones were lost."""
-        kept = self._iterator
-        if not are_alive(kept):
-            self._replace(describe_deaths(kept))
-        try:
-            with timeout.watching(self._iterator):
-                return self._iterate_in_workers(walk, one_by_one=one_by_one)
-        except Exception as error:
-            loss = timeout.pop() or describe_deaths(kept, error)
-            if not loss:
-                raise
-            kill_workers(kept)
-            self._replace(loss)
-            return self._iterate_in_workers(walk, one_by_one=one_by_one)
+    def _start_workers(self, walk: Walk, one_by_one: bool) -> WorkerItems:
+        """Start PyTorch's own iteration.
 
-    def _replace(self, loss: str) -> None:
-        if loss:
-            warn_of_workers(f"{loss}. New workers take their place.{self._caveat}")
-        self.end_workers()
-
-    def _iterate_in_workers(self, walk: Walk, *, one_by_one: bool) -> Iterator[Any]:
-        numbers = self.num_workers, self.prefetch_factor
+        Args:
+            walk: returns what is fetched.
+            one_by_one: whether a worker of its own gets an item only when the one before it has
+                arrived.
+        """
+        if one_by_one:
+            options = {**_loader_options(self.params), "num_workers": 1, "prefetch_factor": 1}
+            options |= {"collate_fn": self.collate_fn, "persistent_workers": False}
+            if self.batches.is_batched:
+                options["batch_sampler"] = _Walked(walk)
+            else:
+                options |= {"batch_size": None, "sampler": _Walked(walk)}
+            loader: DataLoader[Any] = DataLoader(self.keyed_dataset, **options)
+            return WorkerItems(loader.__iter__, loader, self.params.worker_timeout)
         self.batches.seek(walk)
         try:
-            with starting_workers(self, self.keyed_dataset.dataset, self.params):
-                if not one_by_one:
-                    return super().__iter__()
-                self.num_workers, self.prefetch_factor = 1, 1
-                return self._get_iterator()
+            return WorkerItems(super().__iter__, self, self.params.worker_timeout)
         finally:
-            self.num_workers, self.prefetch_factor = numbers
             self.batches.seek(None)
 
     def end_workers(self) -> None:
@@ -232,6 +198,132 @@ class KeyedLoader(DataLoader[Any]):
             finally:
                 rng.load_states(found)
             yield batch
+
+
+_NUM_SHOWN = 8
+
+
+@final
+class FetchedBatches(Iterator[Any]):
+    """What workers fetch in a pass, in its order, from new workers if some are lost.
+
+    Every batch is known by its key, so a pass is opened again with what was dealt and not handed
+    out, and then the rest of the same walk; a sampler is never asked twice. If that fails, too,
+    what is owed is fetched one by one: so the batch is known that a worker dies of, and a worker
+    that dies after a few batches gets further each time.
+
+    Args:
+        items: what is fetched; iterated over once.
+        begin: starts workers on a walk, which get one item after another if asked for.
+    """
+
+    def __init__(self, items: Iterator[Keyed], begin: Callable[[Walk, bool], WorkerItems]) -> None:
+        self._owed: deque[Keyed] = deque()
+        # Not this object: its workers end when it is dropped, so nothing may lead back to it.
+        self._errors: list[Exception] = []
+        self._owed_first = partial(_walk, items, self._owed, self._errors)
+        self._begin = begin
+        self._failures = Failures()
+        self._is_one_by_one = False
+        self._workers: WorkerItems | None = None
+        self._open()
+
+    def _open(self) -> WorkerItems:
+        while self._workers is None:
+            self._is_one_by_one = self._failures.is_next_the_last and bool(self._owed)
+            walk = [*self._owed].__iter__ if self._is_one_by_one else self._owed_first
+            try:
+                self._workers = self._begin(walk, self._is_one_by_one)
+            except WorkersLost as loss:
+                self._recover(loss)
+        self._raise_error()
+        return self._workers
+
+    def _raise_error(self) -> None:
+        """Raise an error of the items as soon as it is known."""
+        if self._errors:
+            self.close()
+            raise self._errors[0]
+
+    def __next__(self) -> Any:
+        while True:
+            try:
+                item = next(self._open())
+            except WorkersLost as loss:
+                self._end()
+                self._recover(loss)
+            except StopIteration:
+                raise
+            except Exception:
+                self._count_one()
+                raise
+            else:
+                self._count_one()
+                self._raise_error()
+                return item
+
+    def _count_one(self) -> None:
+        if self._owed:
+            self._owed.popleft()
+        self._failures.clear()
+        if self._is_one_by_one and not self._owed:
+            # Now: who hands out batches knows by what is dealt whether the pass goes on.
+            self.close()
+            self._open()
+
+    def _recover(self, loss: WorkersLost) -> None:
+        count = len(self._owed)
+        what = "the batch that was" if count == 1 else f"the {count} batches that were"
+        then = f"New workers fetch {what} under way." if count else "New workers take their place."
+        self._failures.add(loss, then, remedy=self._describe_next())
+
+    def _describe_next(self) -> str:
+        if not self._owed:
+            return "Pass num_workers=0 to see why, under python -X faulthandler."
+        item = self._owed[0]
+        indices = item.indices if isinstance(item.indices, list) else [item.indices]
+        shown = ", ".join(map(repr, indices[:_NUM_SHOWN]))
+        if len(indices) > _NUM_SHOWN:
+            shown += f" and {len(indices) - _NUM_SHOWN} more"
+        return (
+            f"They did not fetch the samples {shown}. To see why, fetch them in one process: call "
+            f"helios.core.rng.reseed({item.key}), then dataset[i] for each, under python -X "
+            "faulthandler. If it just takes long, raise worker_timeout."
+        )
+
+    def close(self) -> None:
+        """End the pass; persistent workers stay for the next one."""
+        self._end(keeps_workers=True)
+
+    def _end(self, *, keeps_workers: bool = False) -> None:
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close(keeps_workers=keeps_workers)
+
+
+class _Walked:
+    """A sampler for one pass."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+
+    def __iter__(self) -> Iterator[Keyed]:
+        return self._walk()
+
+
+def _walk(items: Iterator[Keyed], owed: deque[Keyed], errors: list[Exception]) -> Iterator[Keyed]:
+    """Deal again what is owed, and then the rest, up to an error.
+
+    It is not raised here: PyTorch's iterator would be left to the garbage collector, which closes
+    the pipes of its queues before their threads do so once more.
+    """
+    yield from [*owed]
+    try:
+        for item in () if errors else items:
+            owed.append(item)
+            yield item
+    except Exception as error:
+        errors.append(error)
 
 
 def create_dataloader(
@@ -252,7 +344,7 @@ def create_dataloader(
     multiprocessing_context: str | BaseContext | None = None,
     worker_init_fn: Callable[[int], Any] | None = None,
     batch_sampler: Any = None,
-    worker_timeout: float | None = None,
+    worker_timeout: float | None = 300.0,
     num_replicas: int | None = None,
 ) -> LoaderPair:
     """Create a loader for a data set, and the sampler that determines its order.
@@ -402,13 +494,12 @@ def _build_streaming(
 
 def _loader_options(params: DataLoaderParams) -> dict[str, Any]:
     """Return the options that do not affect the order, under PyTorch's names."""
-    context = WorkerContext(params.multiprocessing_context) if params.num_workers else None
     return {
         "num_workers": params.num_workers,
         "collate_fn": params.collate_fn,
         "pin_memory": params.pin_memory and _can_pin(),
         "worker_init_fn": WorkerInit(params.worker_init_fn),
-        "multiprocessing_context": context,
+        "multiprocessing_context": params.multiprocessing_context,
         "prefetch_factor": params.prefetch_factor,
         "persistent_workers": params.persistent_workers,
         # Without one, iter(loader) would draw from the default generator and advance it.

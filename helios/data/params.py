@@ -21,7 +21,7 @@ _WORKER_OPTIONS: dict[str, Any] = {
     "prefetch_factor": None,
     "multiprocessing_context": None,
     "worker_init_fn": None,
-    "worker_timeout": None,
+    "worker_timeout": 300.0,
 }
 
 
@@ -106,7 +106,7 @@ class DataLoaderParams:
     multiprocessing_context: str | BaseContext | None = None
     worker_init_fn: Callable[[int], Any] | None = None
     batch_sampler: Iterable[Any] | None = None
-    worker_timeout: float | None = None
+    worker_timeout: float | None = 300.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as a dictionary; the values are not copied."""

@@ -18,14 +18,17 @@ from helios.data.fingerprint import describe_class, find_fingerprint
 from helios.data.order import Position
 from helios.data.source import LONE, NO_BATCH, BatchIterator, Shard, Source, run_on_one_thread
 from helios.data.stream import Read, StreamLoader, StreamPlan, StreamReader
-from helios.data.worker_recovery import MOST_LOSSES, WorkerTimeout, warn_of_workers
-from helios.data.workers import describe_deaths, end_workers, kill_workers, starting_workers
-from helios.errors import ArgumentError, StateError, WorkerError
+from helios.data.workers import Failures, WorkerItems, WorkersLost
+from helios.errors import ArgumentError, StateError
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _PARTS, _SECONDS = "parts", "seconds"
 _FEWEST, _SHARE = 100, 10
+_REMEDY = (
+    "Pass num_workers=0 to see why, under python -X faulthandler. If it just takes long, raise "
+    "worker_timeout."
+)
 _ANY_KEY = 0
 """What generators are seeded from while they are kept: each read seeds them again."""
 
@@ -215,9 +218,8 @@ class _StreamBatches(BatchIterator):
         self._deals = [share.block[each :: self._num_readers] for each in range(self._num_readers)]
         self._dealt = [replica for deal in self._deals for replica in deal]
         self._loader, self._plan = loader, plan
+        self._failures = Failures()
         self._items = self._open(plan)
-        self._timeout = WorkerTimeout(loader.params.worker_timeout)
-        self._losses: list[str] = []
         # States after what was read last, and how many items new workers return that were read.
         self._read_states, self._num_repeated = dict(plan.states), 0
         self._pins = bool(loader.options.get("pin_memory")) and not self._num_workers
@@ -285,14 +287,15 @@ class _StreamBatches(BatchIterator):
         workers: DataLoader[Any] = DataLoader(
             reader, batch_size=None, **{**options, "collate_fn": _as_it_is}
         )
-        with starting_workers(workers, loader.stream, loader.params):
-            return iter(workers)
+        while True:
+            try:
+                return WorkerItems(lambda: iter(workers), workers, loader.params.worker_timeout)
+            except WorkersLost as loss:
+                self._failures.add(loss, "New workers take their place.", remedy=_REMEDY)
 
     def close(self) -> None:
         """End the pass and its workers."""
-        self._timeout.close()
-        end_workers(self._items)
-        self._items = iter(())
+        self._end_items()
         self._is_closed = True
 
     def _begin(self) -> None:
@@ -333,33 +336,25 @@ class _StreamBatches(BatchIterator):
                     self._read_each()
                     self._num_repeated -= 1
                 found = self._read_each()
-            except Exception as error:
-                silence = self._timeout.pop()
-                loss = silence or describe_deaths(self._items, error)
-                if not loss:
-                    raise
-                self._recover(loss, is_late=bool(silence))
+            except WorkersLost as loss:
+                self._recover(loss)
             else:
-                self._losses.clear()
+                self._failures.clear()
                 return found
 
-    def _recover(self, loss: str, *, is_late: bool) -> None:
+    def _end_items(self) -> None:
+        if isinstance(self._items, WorkerItems):
+            self._items.close()
+        self._items = iter(())
+
+    def _recover(self, loss: WorkersLost) -> None:
         """Start new workers, which go on as those of a resumed run do.
 
         Raises:
             WorkerError: if workers were lost too often in the same place.
         """
-        kill_workers(self._items)
-        self._losses.append(loss)
+        self._end_items()
         first, count = self._plan.position, self._num_read
-        if len(self._losses) == MOST_LOSSES:
-            longer = " If it just takes long, raise worker_timeout." if is_late else ""
-            raise WorkerError(
-                "The workers of a Stream must be able to read each batch, but were lost "
-                f"{MOST_LOSSES} times in a row at batch {first.batch + count} of epoch "
-                f"{first.epoch + 1}: {'; '.join(self._losses)}. Pass num_workers=0 to see why, "
-                f"under python -X faulthandler.{longer}"
-            )
         plan = self._plan
         if self._replay:
             self._num_repeated = len(plan.cut_replay()) - len(self._replay)
@@ -371,8 +366,9 @@ class _StreamBatches(BatchIterator):
         is_restored = self._read_states.keys() >= {*self._share.block}
         is_read_again = self._num_repeated and not is_restored
         how = "read the epoch again up to here" if is_read_again else "go on here"
-        warn_of_workers(f"{loss}. New workers {how}.")
-        end_workers(self._items)
+        place = f"batch {first.batch + count} of epoch {first.epoch + 1} of a Stream"
+        remedy = f"They did not read {place}. {_REMEDY}"
+        self._failures.add(loss, f"New workers {how}.", remedy=remedy)
         self._items = self._open(plan)
 
     def _in_order(self, items: list[list[Read | None]]) -> list[Read | None]:
@@ -403,10 +399,11 @@ class _StreamBatches(BatchIterator):
 
     def _take(self) -> Any:
         if self._num_workers or get_num_threads() == 1:
-            # A step of a replay reads many batches.
-            is_replay = self._replay or self._num_repeated
-            with self._timeout.watching(None if is_replay else self._items):
-                item = next(self._items)
+            if isinstance(self._items, WorkerItems):
+                # A step of a replay reads many batches.
+                is_replay = self._replay or self._num_repeated
+                self._items.timeout = None if is_replay else self._loader.params.worker_timeout
+            item = next(self._items)
         else:
             item = run_on_one_thread(next, self._items)
         return pin(item) if self._pins else item  # type: ignore[no-untyped-call]

@@ -27,20 +27,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def interrupt_parent() -> None:
-    """Let Ctrl-C reach the parent while it waits."""
-    _send_to_waiting_parent(signal.SIGINT)
-
-
-def _send_to_waiting_parent(number: int) -> None:
-    # Python swallows what a handler raises while the parent is still in its fork.
-    place = Path(f"/proc/{os.getppid()}/wchan")
-    while "poll" not in place.read_text():
-        os.sched_yield()
-    os.kill(os.getppid(), number)
-    hang()
-
-
 class _Plan:
     acts: Mapping[int, Callable[[], object]] = {}
     count = 0
@@ -65,32 +51,6 @@ def _obey() -> None:
 
 
 os.register_at_fork(before=_count, after_in_child=_obey)
-
-
-class HangsWhenSent:
-    """Hangs, dies or fails in the first processes that get it by pickle.
-
-    Args:
-        folder: where these leave their marks.
-        act: what they do.
-        times: their number.
-    """
-
-    def __init__(self, folder: Path, act: Callable[[], object], times: int = 1) -> None:
-        self.folder, self.act, self.times = folder, act, times
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state)
-        for number in range(self.times):
-            with contextlib.suppress(FileExistsError):
-                (self.folder / f"sent {number}").touch(exist_ok=False)
-                self.act()
-                return
-
-
-def fail() -> None:
-    """End with an error."""
-    raise LookupError("it cannot be read")
 
 
 def count_files() -> int:

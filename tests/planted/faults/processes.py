@@ -57,18 +57,14 @@ def an_echo_of_ctrl_c_ends_the_run(count_press, receiver):
     count_press(receiver)
 
 
-RECOVERY = "tests/data/test_worker_recovery.py"
+LOST = "tests/data/test_lost_workers.py"
 
 
-@fault(
-    "helios.data.worker_recovery:_Dealt.walk",
-    f"{RECOVERY}::test_a_worker_that_is_lost_changes_no_bit",
-)
-def new_workers_do_not_fetch_what_was_under_way(walk, dealt, *, stops):
-    found = [*dealt.owed]
-    dealt.owed.clear()
-    yield from walk(dealt, stops=stops)
-    dealt.owed.extendleft(reversed(found))
+@fault("helios.data.loader:_walk", f"{LOST}::test_a_worker_that_is_lost_changes_no_bit")
+def new_workers_do_not_fetch_what_was_under_way(walk, items, owed, errors):
+    for item in items:
+        owed.append(item)
+        yield item
 
 
 @fault(
