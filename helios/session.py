@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,20 @@ _UPDATE = (
 )
 
 
+class Place(Enum):
+    """Where a process is, in words and in the order of an iteration."""
+
+    STARTING = "starting"
+    STEP = "in train_step"
+    BACKWARD = "in backward, which exchanges gradients"
+    UPDATE = "exchanging gradients"
+    BOUNDARY = "ending the step"
+    EVALUATION = "in an evaluation"
+    AFTER_EVALUATION = "ending the evaluation"
+    SAVE = "saving"
+    NEXT_BATCH = "reading the next batch"
+
+
 @dataclass(kw_only=True)
 class Session(LiveRun):
     """One call of fit, validate, test or predict, as its loops see it.
@@ -91,8 +106,7 @@ class Session(LiveRun):
             iteration.
         num_evaluated: batches of evaluations so far.
         num_read_again: steps of replays of the data so far.
-        place: where this process is, for people, such as ``"in train_step"``.
-        num_places: how many places it has passed, the same in all processes at the same place.
+        place: where this process is, in the order of an iteration.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
         context: what hooks may see of the run.
@@ -112,8 +126,7 @@ class Session(LiveRun):
     outside: Callable[[], str] = str
     num_evaluated: int = 0
     num_read_again: int = 0
-    place: str = "starting"
-    num_places: int = 0
+    place: Place = Place.STARTING
     saved_length: int | None = None
     allows_other_length: bool = False
     context: Context = field(init=False)
@@ -310,17 +323,12 @@ class Session(LiveRun):
             listener.validated(validated)
         return has_improved
 
-    def note_place(self, place: str) -> None:
-        """Note where this process is; all processes pass the same places in the same order."""
-        self.place = place
-        self.num_places += 1
-
     def save(self) -> None:
         """Write a checkpoint of this safe point, if the run saves and it is not written yet."""
         # If a poll after the save ends the run, the checkpoint exists already.
         if not self.can_save or self.writer is None or self.writer.has(self.state):
             return
-        self.note_place("saving")
+        self.place = Place.SAVE
         self.loss_means.report_nonfinite()
         self.refuse_idle_steps()
         self.check_alike()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import helios.schedule as due
-from helios.session import Session
+from helios.session import Place, Session
 from helios.state import Phase
 
 Validate: TypeAlias = Callable[[], bool]
@@ -68,7 +68,7 @@ class Boundary:
             end_epoch: advances the counters after the validation at the end of an epoch.
         """
         session, schedule, state = self._session, self._session.schedule, self._session.state
-        session.note_place("ending the step")
+        session.place = Place.BOUNDARY
         if kind.agrees and not session.agree(ends_window=True):
             is_quiet = not kind.is_counted or state.current_iteration < self._next_due
             if is_quiet:

@@ -15,7 +15,7 @@ from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.loop import Loop, make_stray_stop, require
-from helios.session import Session
+from helios.session import Place, Session
 
 _LOGGER = logging.getLogger(__name__)
 _NONE = NoBatches("EpochLoop.batches")
@@ -153,7 +153,7 @@ class EpochLoop(Loop):
             # A subclass has an on_run_start of its own.
             self._open()
         batches = self._batches
-        session.note_place("reading the next batch")
+        session.place = Place.NEXT_BATCH
         found = next(batches)
         if batches.skipped[0]:
             self._jump(*batches.skipped)
@@ -163,7 +163,7 @@ class EpochLoop(Loop):
         child = self.batch_loop or require(self.batch_loop)
         # Helios' own has one round for each batch.
         train = child.run if child._has_own_cycle else child.advance
-        session.note_place("in train_step")
+        session.place = Place.STEP
         try:
             for replica, batch in zip(session.replicas.local_replicas, found, strict=True):
                 turns.begin(replica, opens_window=opens_window)

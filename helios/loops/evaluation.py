@@ -24,6 +24,7 @@ from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.repeated_steps import copy_attributes, without_trace
 from helios.loops.step import begin_forward, end_forward, take_step
 from helios.model.processor import Processed
+from helios.session import Place
 from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class EvaluationLoop(Loop):
     def on_run_start(self, *args: Any) -> None:
         """Set evaluation mode, then emit the start of the pass."""
         session, enter = self._session, self._modes.enter_context
-        session.note_place(f"in {self.phase.value}")
+        session.place = Place.EVALUATION
         is_inside_fit = session.phase is Phase.TRAINING
         self._randomness.enter_context(session.entering(self.phase, self._pass_number))
         # Inference mode makes tensors that a sharded model cannot keep for the next pass.
@@ -230,7 +231,7 @@ class EvaluationLoop(Loop):
     def on_run_end(self) -> Any:
         """Restore modes, then emit the end of the pass; returns its result."""
         self._session.gradients.compare_calls()
-        self._session.note_place(f"ending the {self.phase.value}")
+        self._session.place = Place.AFTER_EVALUATION
         result = self._finish_pass()
         self._modes.close()
         # A process whose replicas had no batch at the end has drawn fewer numbers than others.

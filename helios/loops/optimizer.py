@@ -29,6 +29,7 @@ from helios.loops.step import (
 )
 from helios.loops.updates import Updates
 from helios.model.model import Model
+from helios.session import Place
 
 _LOGGER = logging.getLogger(__name__)
 _SECOND_BACKWARD = (
@@ -116,7 +117,7 @@ class OptimizerLoop(Loop):
                 if self._own_backward is None and not self._is_weighted:
                     result = session.attached_loss
                 if updates and session.gradients.sends_early and self._may_send_early():
-                    session.note_place("in backward, which exchanges gradients")
+                    session.place = Place.BACKWARD
                     with turns.sending(optimizer):
                         self.backward(result)
                 else:

@@ -13,7 +13,7 @@ from helios.engines.engine import Engine, redefines
 from helios.errors import UsageError
 from helios.loops.override_checks import OwnRound
 from helios.loops.step import find_loss, weighted_in
-from helios.session import Session
+from helios.session import Place, Session
 
 
 @final
@@ -132,7 +132,7 @@ class Updates:
             Whether their updates are skipped.
         """
         session, is_empty = self._session, False
-        session.note_place("exchanging gradients")
+        session.place = Place.UPDATE
         engine = session.engine
         engine._group = group
         if len(group) > 1:

@@ -84,7 +84,7 @@ def end_process(code: int) -> NoReturn:
         os._exit(code)
 
 
-class Place(NamedTuple):
+class Whereabouts(NamedTuple):
     """Where a rank is.
 
     Attributes:
@@ -115,7 +115,7 @@ class HangWatch:
     def __init__(
         self,
         info: DistributedInfo,
-        find_place: Callable[[], Place],
+        find_place: Callable[[], Whereabouts],
         *,
         warning: float | None,
         timeout: float | None,
@@ -130,7 +130,7 @@ class HangWatch:
         self._pause = self._first / _LOOKS
         self._heartbeats = Heartbeats(info, fresh=3 * self._pause)
         self._is_over = threading.Event()
-        self._place = Place("", "", [])
+        self._place = Whereabouts("", "", [])
         self._since = ""
         self._stood = self._warned = 0.0
         self._ends = False

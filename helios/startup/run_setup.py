@@ -35,9 +35,9 @@ from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
-from helios.session import Session
+from helios.session import Place, Session
 from helios.startup.changed_start import read_fresh
-from helios.startup.hangs import HangWatch, Place, showing_stacks
+from helios.startup.hangs import HangWatch, Whereabouts, showing_stacks
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import (
     build_networks,
@@ -216,17 +216,18 @@ class Run:
         root = self.options.chkpt_root
         return None if root is None else root / self.model.save_name
 
-    def _find_place(self) -> Place:
+    def _find_place(self) -> Whereabouts:
         session = self.session
         if session is None:
-            return Place(self.call.verb, "starting", order=[-1])
+            return Whereabouts(self.call.verb, Place.STARTING.value, order=[-1])
         is_training = self.call.phase is Phase.TRAINING
-        order = [session.num_places, session.num_evaluated]
-        return Place(
+        place = list(Place).index(session.place)
+        order = [session.state.global_iteration, place, session.num_evaluated]
+        return Whereabouts(
             f"step {session.state.global_step + 1}" if is_training else self.call.verb,
-            session.place,
+            session.place.value,
             order=order,
-            progress=(session.state.global_iteration, session.num_read_again, *order),
+            progress=(session.num_read_again, *order),
         )
 
     def _report(self, error: BaseException) -> None:

@@ -319,3 +319,17 @@ def test_rank_0_writes_and_a_finished_run_is_loaded_by_all(tmp_path: Path) -> No
     assert len([name for name in found if name.endswith(".pth")]) == 4
     assert [name for name in found if name.endswith(".csv")] == ["rows_0.csv"]
     assert [name.split("/")[0] for name in found if name.startswith("traces")] == ["traces_0"]
+
+
+@slow
+def test_a_script_without_a_main_guard_is_explained_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import helios\nfrom tests.distributed.train_script import Module, Net, parse\n"
+        "trainer = helios.Trainer(total_steps=1, use_cpu=True, nproc=2, max_restarts=1)\n"
+        "trainer.fit(Net('net'), Module(parse([])))\n"
+    )
+    code, _, log = start(script=script)
+    assert code == 1
+    assert log.count("must start its training below the line") == 1
+    assert "Starting all ranks again" not in log
