@@ -33,7 +33,7 @@ def test_a_run_that_stands_still_ends_with_its_stacks_in_a_file(tmp_path: Path) 
     path = re.escape(str(tmp_path / "net" / "stacks-rank-0.txt"))
     said = (
         rf"step 2: {STUCK}\. Nothing has moved for 2 s \(hang_timeout\), so this process ends now, "
-        rf"with exit code 75\. The stacks of all threads and loader workers are in {path}\. "
+        rf"with exit code 75\. The stacks of all threads are in {path}\. "
     )
     assert re.search(said + re.escape(AGAIN), log)
     stacks = read_stacks(tmp_path)
