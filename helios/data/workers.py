@@ -239,10 +239,7 @@ def end_workers(items: object) -> None:
         thread = threading.Thread(target=items._shutdown_workers, daemon=True)  # noqa: SLF001
         thread.start()
         thread.join(_GRACE)
-        if thread.is_alive():
-            _kill(items, lambda: not thread.is_alive())
-        for worker in items._workers:  # noqa: SLF001
-            worker.join(_GRACE)
+        _kill(items, lambda: not thread.is_alive())
 
 
 def _describe_deaths(items: object, *, failed_only: bool = False) -> str:

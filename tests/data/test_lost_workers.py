@@ -38,7 +38,7 @@ from tests.support.ranks import FORKSERVER, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 LENGTH = 24
-FORKED, FRESH = 3.0, 30.0
+FORKED, FRESH = 3.0, 90.0
 """Longer than workers that are forked, or started anew, need for a batch on a busy machine."""
 LOGGER = workers.__name__
 
