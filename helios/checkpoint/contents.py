@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 RECORD_NAME = "record.pth"
 METADATA_NAME = ".metadata"
+_ROWS = ".distcp"
 # Files that systems put into folders, of which nobody knows.
 _STRAY = (".nfs", ".DS_Store", "Thumbs.db", "desktop.ini")
 
@@ -186,6 +187,11 @@ class ShardedFolder(Contents):
                     "checkpoint."
                 )
         for name in self._sizes if sidecar is not None else ():
+            if name == "index.json":
+                raise IncompatibleCheckpointError(
+                    f"{path} was written by a development version of Helios, and no version reads "
+                    "it any more. Nothing was changed."
+                )
             if name not in self._facts and not name.startswith(_STRAY):
                 raise IncompatibleCheckpointError(
                     f"{path / name} is not part of the checkpoint that was written. Nothing was "
@@ -213,9 +219,9 @@ class ShardedFolder(Contents):
             from helios.distributed.process_groups import find_own_place
 
             first, step = find_own_place()
-        shared = sorted(self._facts.keys() - {RECORD_NAME, METADATA_NAME})
-        for name in (RECORD_NAME, METADATA_NAME, *shared[first::step]):
-            expected = self._facts[name].digest if self._facts else ""
+        rows = sorted(name for name in self._sizes if name.endswith(_ROWS))[first::step]
+        for name in (RECORD_NAME, METADATA_NAME, *rows):
+            expected = self._facts[name].digest if name in self._facts else ""
             if expected and digest_file(self.path / name, self.watch) != expected:
                 raise DamagedCheckpointError(
                     f"{self.path / name} is damaged: its bytes do not match the digest in the "
@@ -223,7 +229,10 @@ class ShardedFolder(Contents):
                 )
         is_verified = bool(sidecar is not None and sidecar.digest)
         if not is_verified:
+            from helios.storage.dcp_folder import check_files
+
             check_container(self.record_path, self.watch)
+            check_files(self.path, rows, self.watch)
         return is_verified
 
     def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:

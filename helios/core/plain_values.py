@@ -11,7 +11,7 @@ import hashlib
 import json
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from enum import Enum
 from functools import partial
 from pathlib import PurePath
@@ -25,6 +25,8 @@ from helios.errors import ArgumentError
 
 _MAX_LENGTH = 500
 _MAX_ENTRIES = 200
+# Longer ones are compared by their length: a start reads all of them.
+_MAX_MEMBERS = 100_000
 
 
 def flatten_params(given: Any) -> dict[str, Any]:
@@ -114,6 +116,8 @@ def _as_table(value: Any, is_declared: bool) -> dict[Any, Any] | None:
 
 
 def _shorten(value: Any, is_declared: bool) -> Any:
+    if isinstance(value, Sized) and len(value) > _MAX_MEMBERS:
+        return f"{type(value).__name__} of {len(value)} members"
     text = json.dumps(value, default=partial(_simplify, is_declared=is_declared), sort_keys=True)
     if len(text) <= _MAX_LENGTH:
         return json.loads(text)

@@ -99,6 +99,11 @@ class Schedulers:
             path: scheduler for path, scheduler in schedulers.items() if id(scheduler) not in inner
         }
         self.is_empty = not self._schedulers
+        if not isinstance(intervals, Mapping):
+            raise ArgumentError(
+                "Model.scheduler_interval must say for each scheduler what it steps with, got "
+                f"{intervals!r}. Set it to {dict.fromkeys(self._schedulers, 'epoch')!r}, for example."
+            )
         self._check_names(intervals)
         self._intervals = {path: intervals.get(path, "step") for path in self._schedulers}
         for path, interval in self._intervals.items():

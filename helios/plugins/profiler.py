@@ -61,6 +61,7 @@ class Profiler(Plugin):
         self._folder = check_folder("Profiler", folder, example="runs/traces")
         self._lengths = {"skip_first": skip_first, "wait": wait, "warmup": warmup}
         self._lengths |= {"active": active, "repeat": repeat}
+        schedule(**self._lengths)  # refuses lengths that make no cycle
         self._options = options
         self._profile: profile | None = None
         self._has_written = False

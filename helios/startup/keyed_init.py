@@ -119,6 +119,13 @@ class _Write(NamedTuple):
     place: str = ""
     by: tuple[nn.Module | None, str] | None = None
     sources: tuple[StorageWeakRef, ...] = ()
+    chain: tuple[tuple[nn.Module | None, str] | None, ...] = ()
+
+    def after(self, earlier: _Write | None) -> _Write:
+        """Return this write with those before it; one that repeats the last one counts once."""
+        chain = () if earlier is None else earlier.chain
+        own = self.chain or (self.by,)
+        return self._replace(chain=chain + own[chain[-1:] == own[:1] :])
 
 
 _ANY = (None, "")
@@ -184,7 +191,7 @@ class _KeyedInit:
             self._memory.add(memory)
             write = written.get(memory, _Write())
             writer = write.by and write.by[0]
-            self._writers.add(writer)
+            self._writers |= {each[0] for each in write.chain if each}
             home = next((place for place in holders if place[0] is writer), holders[0])
             for module, name in holders:
                 if (module, name) == home:
@@ -210,7 +217,8 @@ class _KeyedInit:
                     numbers, mark = _mark(getattr(module, name))
                     numbers.fill_(mark)
             for module in group:
-                last.update(self._run(module))
+                for memory, write in self._run(module).items():
+                    last[memory] = write.after(last.get(memory))
         for module in group:
             for name, tensor in _own_tensors(module).items():
                 shown = f"{self._paths[module]}.{name}"
@@ -225,6 +233,8 @@ class _KeyedInit:
         """Return whether what was written gives the values of setup, apart from random numbers."""
         if found is None or _ANY in (expected.by, found.by):
             return found is not None
+        if _ANY not in found.chain and _kinds(expected.chain) != _kinds(found.chain):
+            return False
         if expected.sources:
             # The module that was copied must be gone; then its initializer runs in each copy.
             return expected.by is not None and self._memory.isdisjoint(expected.sources)
@@ -277,7 +287,7 @@ class _KeyedInit:
         rng.reseed(rng.key(self._seed, "init", path))
         with watch:
             is_done = self._model.init_unit(module, path)
-            watch.last.update(dict.fromkeys(watch.last, _Write(by=_ANY)))
+            watch.last.update(dict.fromkeys(watch.last, _Write(by=_ANY, chain=(_ANY,))))
             found = (getattr(module, name, None) for name in _INITIALIZERS)
             initialize: Any = next(filter(callable, found), None)
             if initialize and not is_done and (module in self._writers or _own_tensors(module)):
@@ -288,6 +298,10 @@ class _KeyedInit:
         """Refuse tensors of other units, which may have no values yet, or be cut by now."""
         if is_sharded(tensor) or (tensor.is_meta and memory_of(tensor) in self._memory):
             _refuse(path, "its initializer uses a tensor of another unit of Model.shard()")
+
+
+def _kinds(chain: Sequence[Any]) -> list[Any]:
+    return [each and (type(each[0]), each[1]) for each in chain]
 
 
 def _refuse(what: str, why: str) -> NoReturn:
@@ -356,7 +370,11 @@ class _Watch(TorchFunctionMode):
             elif write.by is None and name in _COPIES and given:
                 origin = self.last.get(before[0][0], write)
                 write = origin._replace(sources=(*origin.sources, before[0][0]))
-            self.last.update(dict.fromkeys(affected, write))
+            known = {memory for memory, _ in before}
+            for memory in affected:
+                # What makes memory is written over in full, or leaves a number that is missing.
+                is_made = memory not in known
+                self.last[memory] = write if is_made else write.after(self.last.get(memory))
         return found
 
     def _is_plain(self, tensor: Tensor) -> bool:

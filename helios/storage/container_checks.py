@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import pickle
 import pickletools
 import zipfile
@@ -35,7 +36,12 @@ def check_directory(path: Path) -> None:
             _check_form(record)
 
 
-def check_container(path: Path, watch: Callable[[int], object] | None = None) -> None:
+def check_container(
+    path: Path,
+    watch: Callable[[int], object] | None = None,
+    *,
+    part: tuple[int, int] | None = None,
+) -> None:
     """Verify the checksums of the records in a ZIP archive.
 
     This finds most damage if there is no digest, and keeps torch from reading damaged bytes.
@@ -43,20 +49,21 @@ def check_container(path: Path, watch: Callable[[int], object] | None = None) ->
     Args:
         path: the archive.
         watch: called with the number of bytes of each chunk that was read.
+        part: where the archive begins in the file, and its length; ``None`` if it is all of it.
 
     Raises:
         DamagedCheckpointError: if it is not a ZIP archive, or a record is damaged.
         OSError: if the file cannot be opened or read.
     """
-    with _container(path) as container:
+    with _container(path, part) as container:
         for record in container.infolist():
             _check_record(container, record, watch)
 
 
 @contextlib.contextmanager
-def _container(path: Path) -> Iterator[zipfile.ZipFile]:
+def _container(path: Path, part: tuple[int, int] | None = None) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(path) as container:
+        with zipfile.ZipFile(path if part is None else _read_part(path, *part)) as container:
             yield container
     except Exception as error:
         reraise_os_error(error)
@@ -64,6 +71,12 @@ def _container(path: Path) -> Iterator[zipfile.ZipFile]:
             f"{path} is not a complete archive: {reason_of(error)}. Remove it, or use another "
             "checkpoint."
         ) from error
+
+
+def _read_part(path: Path, offset: int, length: int) -> IO[bytes]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return io.BytesIO(file.read(length))
 
 
 def _check_form(record: zipfile.ZipInfo) -> None:

@@ -7,7 +7,7 @@ tensors is read by :mod:`helios.storage.dcp_metadata`, never by PyTorch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -27,7 +27,7 @@ from torch.futures import Future
 from helios.core.sharded_tensors import OwnRows
 from helios.errors import DamagedCheckpointError, SaveError
 from helios.storage.codec import find_cause
-from helios.storage.container_checks import reason_of, reraise_os_error
+from helios.storage.container_checks import check_container, reason_of, reraise_os_error
 from helios.storage.dcp_metadata import METADATA_NAME, read_metadata
 from helios.storage.digest import FileFacts
 
@@ -221,6 +221,22 @@ class _IntoRows(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: planning.ReadItem) -> Tensor:
         return self._target.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
+
+
+def check_files(
+    folder: Path, names: Collection[str], watch: Callable[[int], object] | None
+) -> None:
+    """Verify the checksums of what files of a folder hold; see ``check_container``.
+
+    Raises:
+        CheckpointError: as :func:`helios.storage.dcp_metadata.read_metadata`.
+        DamagedCheckpointError: if a part is damaged.
+        OSError: if the file system cannot read one.
+    """
+    for chunk in read_metadata(folder).storage_data.values():
+        if chunk.relative_path in names:
+            part = chunk.offset, chunk.length
+            check_container(folder / chunk.relative_path, watch, part=part)
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def read_metadata(folder: Path) -> md.Metadata:
     data = path.read_bytes()
     sizes = {each.name: each.stat().st_size for each in folder.iterdir()}
     try:
+        _refuse_large_memo(data)
         return _build(_Unpickler(path, data).load(), sizes)
     except (IncompatibleCheckpointError, MemoryError):
         raise
@@ -71,6 +73,13 @@ def read_metadata(folder: Path) -> md.Metadata:
             f"{path} is damaged: it does not describe the tensors of a checkpoint ({error}). "
             "Remove the checkpoint, or use another one."
         ) from error
+
+
+def _refuse_large_memo(data: bytes) -> None:
+    """Refuse an index of the unpickler's memo that its bytes cannot need; memory would follow it."""
+    for operation, argument, _ in pickletools.genops(data):
+        if "PUT" in operation.name:
+            _require((argument or 0) <= len(data), "its memo has no end")
 
 
 class _StandIn:

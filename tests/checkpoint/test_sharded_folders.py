@@ -158,6 +158,24 @@ def test_one_flipped_bit_anywhere_is_named(folder: RunFolder, is_by_rows: bool) 
     assert all(not error_of(path, share) for share in shares)
 
 
+@pytest.mark.shows("P96")
+@pytest.mark.parametrize("is_by_rows", [False, True])
+def test_without_digests_the_checksums_of_all_rows_are_compared(
+    tmp_path: Path, is_by_rows: bool
+) -> None:
+    folder = RunFolder(tmp_path / "run", CheckpointStore(digest=False))
+    path = save_sharded(folder, 1, 4, 3)
+    shares: list[Any] = [RowShare(rank, 2) for rank in range(2)] if is_by_rows else [None]
+    assert all(not error_of(path, share) for share in shares)
+    for rank in range(3):
+        file = path / f"__{rank}_0.distcp"
+        place = file.read_bytes().index(rows_of(4, rank, 3)[WEIGHT].tensor.numpy().tobytes())
+        damage(file, place)
+        assert any(file.name in error_of(path, share) for share in shares)
+        assert not examine(path, Depth.BYTES).is_good
+        damage(file, place)
+
+
 def error_of(path: Path, share: RowShare | None) -> str:
     try:
         payload = loading.load(path, share=share).payload
@@ -335,6 +353,15 @@ def test_hostile_metadata_is_refused(
     change(metadata)
     (path / METADATA_NAME).write_bytes(pickle.dumps(metadata))
     refuse_everywhere(path, match)
+
+
+@pytest.mark.shows("P96")
+def test_metadata_cannot_ask_for_memory_without_end(folder: RunFolder) -> None:
+    path = save_sharded(folder, 1, 4)
+    file_names.sidecar_path(path).unlink()
+    # A number is kept under an index for which the memo would need 64 GiB.
+    (path / METADATA_NAME).write_bytes(b"\x80\x02K\x01r\xff\xff\xff\xff.")
+    refuse_everywhere(path, "memo")
 
 
 @pytest.mark.shows("P96")

@@ -90,6 +90,11 @@ def test_an_unknown_interval_is_an_error_that_shows_it(interval: str) -> None:
     assert f"got {interval!r}" in str(caught.value)
 
 
+def test_an_interval_without_a_name_is_an_error_that_shows_the_names() -> None:
+    with pytest.raises(ArgumentError, match=r"got 'epoch'. Set it to {'scheduler': 'epoch'}"):
+        Schedulers({"scheduler": halving()}, "epoch")  # type: ignore[arg-type]
+
+
 def test_an_interval_of_an_unknown_scheduler_is_an_error_that_names_those_there_are() -> None:
     with pytest.raises(ArgumentError, match="must name schedulers of the model") as caught:
         Schedulers({"scheduler": halving()}, {"sheduler": "epoch"})

@@ -102,6 +102,32 @@ class Outer(nn.Module):
         self.second.reset_parameters(3.0)
 
 
+class Inner(nn.Module):
+    """Has no tensors of its own, and initializes the layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(64, 64)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.proj.weight, std=0.5)
+
+
+class Halving(nn.Module):
+    """Changes in place what the modules inside have initialized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Inner(), Inner()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.first.proj.weight.mul_(0.5)
+            self.second.proj.weight.mul_(0.5)
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(5, 3),
     "conv": lambda: nn.Conv2d(3, 4, 3),
@@ -141,6 +167,12 @@ class Several(nn.Module):
 
 
 @pytest.mark.shows("P105")
+def test_an_initializer_that_changes_values_in_place_follows_the_one_that_makes_them() -> None:
+    model = set_up(with_net(lambda: nn.Sequential(Halving(), nn.Linear(2, 2))))
+    for part in (model.net[0].first, model.net[0].second):
+        assert 0.2 < part.proj.weight.std() < 0.3
+
+
 def test_a_value_depends_on_neither_order_nor_number_of_modules() -> None:
     some = bits_of(set_up(with_net(lambda: Several("linear lstm attention"))).net)
     more = bits_of(set_up(with_net(lambda: Several("attention conv linear bag lstm"))).net)
@@ -402,6 +434,17 @@ def use_adagrad(model: Any) -> None:
     model.optimizer = torch.optim.Adagrad(model.net.parameters())
 
 
+def copy_what_has_arguments(model: Any) -> None:
+    layer = Scaling(2, 2)
+    layer.reset_parameters(5.0)
+    model.net.copies = nn.ModuleList(copy.deepcopy(layer) for _ in range(2))
+
+
+def take_values_of_another_kind(model: Any) -> None:
+    values = nn.Embedding(*model.net.weight.shape).weight.detach().clone()
+    model.net.weight = nn.Parameter(values)
+
+
 LOST: list[tuple[Callable[[Any], Any], str]] = [
     (load_pretrained, r"net\.bias: .* test_keyed_init\.py:\d+"),
     (lambda model: setattr(model.net, "bias", nn.Parameter(torch.zeros(2))), r"net\.bias: "),
@@ -411,6 +454,8 @@ LOST: list[tuple[Callable[[Any], Any], str]] = [
     (lambda model: torch.ones(2).numpy(), r"read at test_keyed_init\.py:\d+"),
     (lambda model: model.net.to("cpu"), r"read at test_keyed_init\.py:\d+"),
     (lambda model: setattr(model, "scale", torch.ones(2)), r"made at test_keyed_init\.py:\d+"),
+    (copy_what_has_arguments, r"net\.copies\.0\.weight: "),
+    (take_values_of_another_kind, r"net\.weight: "),
     (choose_columns, r"made at test_keyed_init\.py:\d+"),
     (use_adagrad, r"made at test_keyed_init\.py:\d+"),
     (
