@@ -259,12 +259,6 @@ def _count_batches(loader: Any) -> int | None:
         return None
 
 
-def _iterate(loader: Iterable[Any]) -> Iterator[Any]:
-    if not isinstance(loader, DataLoader) or not loader.num_workers:
-        return iter(loader)
-    return WorkerItems(lambda: iter(loader), loader, loader.timeout or _TIMEOUT)
-
-
 def _next_or_end(batches: Iterator[Any]) -> Any:
     return next(batches, _END)
 
@@ -286,10 +280,19 @@ class _ForeignBatches(BatchIterator):
             # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
             try:
                 with rng.stream(self._position.order_key()):
-                    self._batches = _iterate(self._source.loader)
+                    self._batches = self._iterate()
             except WorkersLost as loss:
                 self._failures.add(loss, "New workers take their place.", remedy=_REMEDY)
         return self._batches
+
+    def _iterate(self) -> Iterator[Any]:
+        loader = self._source.loader
+        if not isinstance(loader, DataLoader) or not loader.num_workers:
+            return iter(loader)
+        # Where it cannot go on, new workers would not help.
+        can_resume = not isinstance(self._source.resumes_by, CannotResume)
+        timeout = loader.timeout or (_TIMEOUT if can_resume else None)
+        return WorkerItems(lambda: iter(loader), loader, timeout)
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""

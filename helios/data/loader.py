@@ -288,7 +288,8 @@ class FetchedBatches(Iterator[Any]):
         return (
             f"They did not fetch the samples {shown}. To see why, fetch them in one process: call "
             f"helios.core.rng.reseed({item.key}), then dataset[i] for each, under python -X "
-            "faulthandler. If it just takes long, raise worker_timeout."
+            "faulthandler. If a worker has printed an error above, correct that first; if it just "
+            "takes long, raise worker_timeout."
         )
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import multiprocessing
 import os
@@ -173,11 +174,12 @@ def _leave_watch() -> None:
     It raises wherever the process is, even while a queue starts its thread, or in a collective.
     """
     if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
-        found = signal.getsignal(signal.SIGCHLD)
+        found: Any = signal.getsignal(signal.SIGCHLD)
         # Does nothing if it was called before.
         signal_handling._set_SIGCHLD_handler()  # noqa: SLF001
         if getattr(found, "__module__", "") == signal_handling.__name__:
-            found = signal.SIG_DFL
+            # That of the script, which PyTorch's calls.
+            found = inspect.getclosurevars(found).nonlocals.get("previous_handler")
         signal.signal(signal.SIGCHLD, found or signal.SIG_DFL)
 
 
@@ -218,8 +220,10 @@ def _kill(items: _HasWorkers, is_free: Callable[[], bool], delay: float = 0) -> 
     # Closing this end would not do if a process that was forked later has it, too. No message ends
     # with zeros, so the one that is completed is an error.
     patience = _GRACE
-    with contextlib.suppress(OSError):
-        pipe = items._worker_result_queue._writer.fileno()  # noqa: SLF001
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        # A descriptor of its own: PyTorch may close the pipe meanwhile.
+        pipe = os.dup(items._worker_result_queue._writer.fileno())  # noqa: SLF001
+        stack.callback(os.close, pipe)
         room = select.poll()
         room.register(pipe, select.POLLOUT)
         while patience > 0 and not is_free():

@@ -37,8 +37,8 @@ UNGUARDED_EXIT = 113
 # After a failure, ranks have this long to end by themselves, and again after SIGTERM. In total,
 # this is well below the ten seconds that a scheduler waits.
 GRACE_SECONDS = 3.0
-JOB, CAUSE_IS_KNOWN, ERROR = "job", "cause-is-known", "error-{}"
-"""The files in the folder of a launch, the last one with the number of a rank."""
+JOB, CAUSE_IS_KNOWN, ERROR, RESULT = "job", "cause-is-known", "error-{}", "result-{}"
+"""The files in the folder of a launch, the last two with the number of a rank."""
 _POLL_SECONDS = 1.0
 _SHORT_SECONDS = 0.02
 _WATCH_NAME = "helios-watch"
@@ -91,8 +91,8 @@ class Seat:
     blocked: tuple[int, ...]
 
 
-def run_rank(seat: Seat, queue: RankQueue) -> bytes:
-    """Run the job of one rank, and return its packed result."""
+def run_rank(seat: Seat, queue: RankQueue) -> None:
+    """Run the job of one rank, and write its packed result."""
     end_with_launcher()
     os.environ.pop(STARTING, None)
     multiprocessing.current_process().name = f"{RANK_NAME}{seat.info.rank}"
@@ -100,10 +100,12 @@ def run_rank(seat: Seat, queue: RankQueue) -> bytes:
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, seat.blocked)
     seat.loggers.adopt(partial(_send_line, queue, seat.info))
-    done: list[bytes] = []
+    done = threading.Event()
     atexit.register(_skip_finalization, done)
+    threading.Thread(target=_end_late, args=(done,), name="helios-end", daemon=True).start()
     try:
-        done.append(_work(seat, queue))
+        _work(seat, queue)
+        done.set()
     except BaseException as error:
         (seat.folder / ERROR.format(seat.info.rank)).write_bytes(pack_error(error) or b"")
         deadline = time.monotonic() + GRACE_SECONDS
@@ -116,7 +118,14 @@ def run_rank(seat: Seat, queue: RankQueue) -> bytes:
             # PyTorch takes a KeyboardInterrupt for a regular end.
             raise SystemExit(1) from None
         raise
-    return done[0]
+
+
+def _end_late(done: threading.Event) -> None:
+    """End this process if a thread of the user's, or an exit handler, keeps it."""
+    threading.main_thread().join()
+    time.sleep(GRACE_SECONDS)
+    flush_outputs()
+    os._exit(0 if done.is_set() else 1)
 
 
 def _send_line(queue: RankQueue, info: DistributedInfo, record: logging.LogRecord) -> None:
@@ -125,18 +134,18 @@ def _send_line(queue: RankQueue, info: DistributedInfo, record: logging.LogRecor
     queue.send((None, record))
 
 
-def _skip_finalization(done: list[bytes]) -> None:
+def _skip_finalization(done: threading.Event) -> None:
     """End after all other exit handlers, without finalizing the interpreter.
 
     A thread of a process group may release a tensor late; after the interpreter is finalized, that
     aborts the process.
     """
-    if done:
+    if done.is_set():
         flush_outputs()
         os._exit(0)
 
 
-def _work(seat: Seat, queue: RankQueue) -> bytes:
+def _work(seat: Seat, queue: RankQueue) -> None:
     device = None
     if seat.num_threads is not None:
         torch.set_num_threads(seat.num_threads)
@@ -153,7 +162,8 @@ def _work(seat: Seat, queue: RankQueue) -> bytes:
     result = function(seat.info.rank, *args, *((queue,) if takes_queue else ()))
     packed = pack_by_value(result, "The result of a rank")
     leave_group()
-    return packed
+    # As a file: a rank that is killed while it sends it would leave the launcher with half of it.
+    (seat.folder / RESULT.format(seat.info.rank)).write_bytes(packed)
 
 
 def refuse_nested_start() -> None:

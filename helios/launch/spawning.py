@@ -155,9 +155,10 @@ class _Launch:
             self._end()
             if listener.ident is not None:
                 listener.join(ranks.GRACE_SECONDS)
-        if isinstance(found, int):
+        if found is not None:
             self._raise(found)
-        return [loads(found[seat.info.rank]) for seat in self._seats]
+        files = (seat.folder / ranks.RESULT.format(seat.info.rank) for seat in self._seats)
+        return [loads(file.read_bytes()) for file in files]
 
     def _start(self, queue: ranks.RankQueue) -> None:
         from torch.distributed.elastic import multiprocessing as elastic
@@ -176,8 +177,8 @@ class _Launch:
         started = set(multiprocessing.active_children()) - before
         self._processes = sorted(started, key=lambda process: pids[process.pid or 0])
 
-    def _wait(self) -> dict[int, bytes] | int:
-        """Return the results of all ranks, or the rank that has failed first."""
+    def _wait(self) -> int | None:
+        """Wait for the results of all ranks; returns the rank that has failed first."""
         while True:
             ready = wait([process.sentinel for process in self._processes], _IDLE_SECONDS)
             for rank, process in enumerate(self._processes):
@@ -188,7 +189,7 @@ class _Launch:
                     self._end(None, signal.SIGTERM)
                     return rank
             if (result := self._context.wait(0)) is not None:
-                return result.return_values or min(result.failures)
+                return min(result.failures, default=None)
             for number in () if self._signals is None else self._signals.take():
                 self._send(number)
 
@@ -196,11 +197,18 @@ class _Launch:
         """Receive items and lines in a thread until all ranks have ended."""
         with reader, contextlib.suppress(EOFError, OSError):
             while True:
-                item, record = reader.recv()
-                if record is not None:
-                    hand_in(record)
-                elif self._queue is not None:
-                    self._queue.put(loads(item))
+                data = reader.recv_bytes()
+                # Ranks would fail if nobody read what they send.
+                try:
+                    self._take(*pickle.loads(data))
+                except Exception:
+                    _LOGGER.exception("What a rank has sent cannot be read; it is left out.")
+
+    def _take(self, item: bytes, record: logging.LogRecord | None) -> None:
+        if record is not None:
+            hand_in(record)
+        elif self._queue is not None:
+            self._queue.put(loads(item))
 
     def _end(self, *numbers: int | None) -> None:
         """Wait for all ranks to end, after each of these signals; then kill them."""

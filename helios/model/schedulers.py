@@ -102,7 +102,7 @@ class Schedulers:
         if not isinstance(intervals, Mapping):
             raise ArgumentError(
                 "Model.scheduler_interval must say for each scheduler what it steps with, got "
-                f"{intervals!r}. Set it to {dict.fromkeys(self._schedulers, 'epoch')!r}, for example."
+                f"{intervals!r}. Set it to {dict.fromkeys(self._schedulers, 'epoch')!r}."
             )
         self._check_names(intervals)
         self._intervals = {path: intervals.get(path, "step") for path in self._schedulers}

@@ -177,7 +177,7 @@ class ServerLogger(Plugin):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was logged and the server may not have."""
-        return {"rows": [[when, dict(row)] for when, row in self._rows]}
+        return {"rows": [[when, dict(row)] for when, row in [*self._rows]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what was logged and the server may not have."""

@@ -199,11 +199,12 @@ class HangWatch:
         """End this process when all ranks that answer have written their stacks."""
         file = self._write_stacks(text)
         if speaks:
-            where = f"The stacks of all threads are in {file}. " if file else ""
+            where = f" The stacks of all threads are in {file}." if file else ""
+            resumes = " Run the same command again to resume from the newest checkpoint."
             say(
                 f"No progress for {self._timeout:g} s (hang_timeout) at {text}. All processes of "
-                f"this run end now, with exit code {TRY_AGAIN}. {where}Run the same command again "
-                "to resume from the newest checkpoint."
+                f"this run end now, with exit code {TRY_AGAIN}.{where}"
+                f"{'' if self._folder is None else resumes}"
             )
         self._ends = True
         deadline = time.monotonic() + max(3 * self._pause, _END_SECONDS)

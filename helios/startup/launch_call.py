@@ -6,6 +6,7 @@ model with the state of rank 0, so that a script continues as after a training i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -249,7 +250,7 @@ def _spawn(run: Run, plan: Plan) -> Outcome:
     for attempt in range(options.max_restarts + 1):
         # A rank that was killed may have left half an item in that of the attempt before.
         runtime.queue = Queue()
-        if _find_saved(run) != before and options.resume == "never":
+        if _find_saved(run) - before and options.resume == "never":
             # It has started the new run, which goes on.
             call.options = replace(options, resume="auto")
         try:
@@ -265,10 +266,11 @@ def _spawn(run: Run, plan: Plan) -> Outcome:
         except (Exception, Interrupted) as error:
             if attempt == options.max_restarts or not _is_failure(error, call):
                 raise
+            cause = f"{error.reason}." if isinstance(error, Interrupted) else str(error)
             _LOGGER.warning(
                 "%s: %s Starting all ranks again, restart %d of %d.",
                 type(error).__name__,
-                error,
+                cause,
                 attempt + 1,
                 options.max_restarts,
             )
@@ -280,8 +282,12 @@ def _spawn(run: Run, plan: Plan) -> Outcome:
 
 def _find_saved(run: Run) -> set[tuple[str, int]]:
     """Return the checkpoints in the folder of the run, and when they were written."""
-    found = [] if run.folder is None else list_checkpoints(run.folder)
-    return {(path.name, path.stat().st_mtime_ns) for path in found}
+    found = set()
+    for path in [] if run.folder is None else list_checkpoints(run.folder):
+        # Another run's retention may remove it.
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
 
 
 def _is_failure(error: BaseException, call: Call) -> bool:

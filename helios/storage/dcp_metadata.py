@@ -76,7 +76,7 @@ def read_metadata(folder: Path) -> md.Metadata:
 
 
 def _refuse_large_memo(data: bytes) -> None:
-    """Refuse an index of the unpickler's memo that its bytes cannot need; memory would follow it."""
+    """Refuse an index of the unpickler's memo beyond what its bytes can need."""
     for operation, argument, _ in pickletools.genops(data):
         if "PUT" in operation.name:
             _require((argument or 0) <= len(data), "its memo has no end")

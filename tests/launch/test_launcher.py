@@ -243,6 +243,31 @@ def test_a_killed_rank_is_named_and_its_loader_workers_end() -> None:
     assert all_gone([queue.get()])
 
 
+class UnreadableError(Exception):
+    """Can be pickled, and not restored."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first + second)
+
+
+def leave_a_thread(rank: int, is_failing: bool, queue: RankQueue) -> int:
+    threading.Thread(target=wait_forever).start()
+    queue.put(UnreadableError(1, 2))
+    queue.put(rank)
+    if is_failing:
+        raise LookupError(rank)
+    return rank
+
+
+@pytest.mark.shows("H51", "H65")
+def test_a_rank_ends_though_a_thread_goes_on_and_an_item_cannot_be_read() -> None:
+    items: Queue[Any] = Queue()
+    assert spawn(leave_a_thread, 2, (False,), queue=items) == [0, 1]
+    assert sorted(items.get() for _ in range(2)) == [0, 1]
+    with pytest.raises(LookupError):
+        spawn(leave_a_thread, 2, (True,), queue=items)
+
+
 def outlive_a_launcher(rank: int) -> None:
     worker = start_a_worker()
     say(f"{os.getpid()}\n{worker}")
