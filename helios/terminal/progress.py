@@ -169,7 +169,8 @@ class ProgressDisplay(Display):
         if has_stepped:
             self._steps += 1
             self._step_in_epoch += 1
-            self._bars.advance("steps")
+            if self._bars.is_drawn:
+                self._bars.advance("steps")
         now = self._clock()
         if logged is not None:
             self._write_line(logged)

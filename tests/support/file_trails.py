@@ -344,8 +344,9 @@ SITUATIONS = {
         (
             *(*_AT_FIRST, "the number of replicas has changed", _CLAIMS, "prepare_data() fails"),
             *("another run holds the lock", "the folder is of another run"),
-            *("a declared parameter has changed", "the folder cannot be written to", *_IN_SETUP),
-            *("one score has two modes", "the data has changed", "on_load_checkpoint() fails"),
+            *("the folder cannot be written to", *_IN_SETUP, "one score has two modes"),
+            *("a declared parameter has changed", "the data has changed"),
+            "on_load_checkpoint() fails",
         ),
         before=LAST,
     ),
@@ -373,8 +374,9 @@ SITUATIONS = {
         "A replay",
         (
             *(*_AT_FIRST, "there is no ledger", "the number of replicas has changed", _CLAIMS),
-            *("prepare_data() fails", "a declared parameter has changed", *_IN_SETUP),
-            *("one score has two modes", "the data has changed", "on_load_checkpoint() fails"),
+            *("prepare_data() fails", *_IN_SETUP, "one score has two modes"),
+            *("a declared parameter has changed", "the data has changed"),
+            "on_load_checkpoint() fails",
         ),
         before=0,
         act=helios.Trainer.replay,
