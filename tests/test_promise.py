@@ -67,7 +67,8 @@ class Net(helios.Model):
 
     def on_training_batch_end(self, state: helios.TrainingState, should_log: bool = False) -> None:
         super().on_training_batch_end(state, should_log)
-        print("iteration", state.global_iteration, flush=True)
+        # In one piece, whatever other processes print.
+        print(f"iteration {state.global_iteration}\n", end="", flush=True)
 
 
 def train(folder: Path, processes: int) -> None:
