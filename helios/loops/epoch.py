@@ -258,7 +258,6 @@ class EpochLoop(Loop):
         if not self._is_over and not self._is_complete:
             self._end_cut_epoch()
         if self._is_left_unfinished:
-            session.display.end_epoch()
             return
         self._warn_of_lost_steps()
         is_by_epoch = session.schedule.is_by_epoch

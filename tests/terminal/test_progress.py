@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 import re
+import signal
+import sys
 from typing import Any
 
 import pytest
@@ -236,6 +238,28 @@ def test_a_run_logs_steps_epochs_and_the_rates_of_the_next_step(
     ]
     halves = ["4.1e-4", "2.05e-4", "1.025e-4", "5.125e-5", "2.562e-5", "1.281e-5"]
     assert [part[3] for part in parts] == [f"lr {rate}/0.1" for rate in halves]
+
+
+class Stopped(Decay):
+    """Is interrupted in its first epoch."""
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+        signal.raise_signal(signal.SIGINT)
+        return super().train_step(batch, state)
+
+
+@pytest.mark.shows("H44")
+def test_an_interrupted_epoch_does_not_count(
+    terminal: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal)
+    trainer = helios.Trainer(
+        total_steps=2, use_cpu=True, print_banner=False, enable_progress_bar=True
+    )
+    with pytest.raises(helios.Interrupted):
+        trainer.fit(Stopped("stopped"), Data())
+    (epochs,) = [row for row in terminal.rows() if row.startswith("epochs:")]
+    assert "| 0/2 [" in epochs
 
 
 @pytest.mark.shows("H44")
