@@ -32,7 +32,7 @@ _RANDOM: random.Random = random.seed.__self__  # type: ignore[attr-defined]
 _SEED_RANDOM = super(random.Random, _RANDOM).seed
 _SEED_TORCH = torch.default_generator.manual_seed
 # What `np.random.seed` calls for the generator that NumPy begins with, at twice the price.
-_SEED_NUMPY = np.random.mtrand._rand.seed  # noqa: SLF001
+_SEED_NUMPY = np.random.set_state.__self__.seed  # type: ignore[attr-defined]
 _NUMPY_GLOBAL = "numpy_global"
 
 

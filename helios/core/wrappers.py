@@ -34,6 +34,11 @@ def inside(module: nn.Module) -> nn.Module | None:
     return (children if isinstance(children, dict) else _children(module)).get(COMPILED)
 
 
+def compiled_call(module: nn.Module) -> Any:
+    """Return what runs in place of the forward of a module after ``module.compile()``."""
+    return vars(module).get("_compiled_call_impl")
+
+
 def class_of(module: nn.Module) -> type:
     """Return the class of a module as the user knows it; FSDP gives it a derived one."""
     return _class_without_fsdp(cast("Hashable", type(module)))

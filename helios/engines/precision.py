@@ -2,9 +2,8 @@
 
 A precision is a plain value. The engine creates the autocast context of its steps from it, and the
 loss scaler if its type has too few exponent bits for gradients: then gradients do not underflow,
-and an update is skipped on overflow. The arithmetic is that of ``torch.amp.GradScaler``. Its
-``step`` is not used, because a fused optimizer would skip its update internally, without reporting
-it.
+and an update is skipped on overflow. The arithmetic is that of ``torch.amp.GradScaler``. It does not
+step optimizers: a fused one would skip its update internally, without reporting it.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor
@@ -27,7 +25,6 @@ from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageErr
 _LOGGER = logging.getLogger(__name__)
 
 _OPTIONS = ("growth_factor", "backoff_factor", "growth_interval")
-_SAVED = frozenset((*_OPTIONS, "scale", "_growth_tracker"))
 _AS_IT_IS = nullcontext()
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -177,9 +174,22 @@ Precision.BF16 = Precision("bf16")
 Precision.FP16 = Precision("fp16")
 
 
-class _Stage(Enum):
-    UNSCALED = "unscaled"
-    STEPPED = "stepped"
+class _Gradients:
+    """The gradients of an optimizer; ``GradScaler`` takes it for an optimizer.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self.has_any = any(part.grad is not None for part in parameters_of(optimizer))
+        # Unknown before somebody asks.
+        self.are_finite: bool | None = None if self.has_any else True
+
+    def step(self) -> bool:
+        """Called if all gradients are finite."""
+        return True
 
 
 @final
@@ -194,7 +204,8 @@ class LossScaler:
     def __init__(self, options: ScalerOptions, device: torch.device) -> None:
         self._options = options
         self._device = device
-        self._stages: dict[int, _Stage] = {}
+        self._unscaled: dict[int, _Gradients] = {}
+        self._stepped: set[int] = set()
         self._scaler = torch.amp.GradScaler(
             device.type,
             init_scale=options.init_scale,
@@ -218,20 +229,19 @@ class LossScaler:
         Raises:
             UsageError: after the optimizer's step of this window.
         """
-        stage = self._stages.get(id(optimizer))
-        if stage is _Stage.STEPPED:
+        if id(optimizer) in self._stepped:
             raise UsageError(
                 f"{type(optimizer).__name__} has already been stepped in this window, and the loss "
                 "scale of fp16 is adjusted between two windows. Call engine.close_window() after "
                 "the last update of each window."
             )
-        if stage is _Stage.UNSCALED:
+        if id(optimizer) in self._unscaled:
             return
-        self._stages[id(optimizer)] = _Stage.UNSCALED
-        if any(part.grad is not None for part in parameters_of(optimizer)):
+        gradients = self._unscaled[id(optimizer)] = _Gradients(optimizer)
+        if gradients.has_any:
             # If this process has not scaled a loss yet, the scale is not on the device yet.
             self._scaler.scale(torch.zeros((), device=self._device))
-            self._scaler.unscale_(optimizer)
+            self._scaler.unscale_(cast("Optimizer", gradients))
 
     def is_finite(self, optimizer: Optimizer, group: Iterable[Optimizer] = ()) -> bool:
         """Return whether the unscaled gradients are finite, and mark the optimizer as stepped.
@@ -240,23 +250,22 @@ class LossScaler:
             optimizer: the optimizer.
             group: those whose gradients are from the same backward, which count, too.
         """
-        self._stages[id(optimizer)] = _Stage.STEPPED
-        for each in (optimizer, *group):
-            found = self._findings.get(id(each), {}).get("found_inf_per_device", {})
-            if any(map(bool, found.values())):
-                return False
-        return True
+        self._stepped.add(id(optimizer))
+        return all(self._has_finite(each) for each in (optimizer, *group))
 
-    @property
-    def _findings(self) -> dict[int, dict[str, Any]]:
-        """What ``unscale_`` has found, by optimizer; torch passes it to its own ``step`` only."""
-        return self._scaler._per_optimizer_states  # noqa: SLF001
+    def _has_finite(self, optimizer: Optimizer) -> bool:
+        gradients = self._unscaled.get(id(optimizer))
+        if gradients is None:
+            return True
+        if gradients.are_finite is None:
+            gradients.are_finite = bool(self._scaler.step(cast("Optimizer", gradients)))
+        return gradients.are_finite
 
     def adjust(self) -> None:
         """Adjust the scale by what was found in the window, also if a hook skipped a step."""
-        self._stages.clear()
-        if self._findings:
+        if any(gradients.has_any for gradients in self._unscaled.values()):
             self._scaler.update()
+        self._unscaled, self._stepped = {}, set()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, the windows since it last changed, and the options."""
@@ -268,7 +277,7 @@ class LossScaler:
         Raises:
             StateError: if it is not a scaler's state.
         """
-        if not isinstance(state_dict, dict) or set(state_dict) != _SAVED:
+        if not isinstance(state_dict, dict) or state_dict.keys() != self.state_dict().keys():
             raise StateError(
                 "The scaler's state must be what torch.amp.GradScaler.state_dict() returns, got "
                 f"{state_dict!r}. Load a state that an engine has saved."

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from helios.core.wrappers import unwrap
+from helios.core.wrappers import compiled_call, unwrap
 from helios.errors import UsageError
 
 _ELEMENTWISE = (
@@ -148,7 +148,7 @@ def check_checkpointable(networks: Mapping[str, nn.Module], units: Mapping[str, 
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    return unwrap(module) is not module or vars(module).get("_compiled_call_impl") is not None
+    return unwrap(module) is not module or compiled_call(module) is not None
 
 
 def _check_optimizer(path: str, optimizer: Optimizer) -> None:

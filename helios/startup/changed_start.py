@@ -44,7 +44,7 @@ _SCRIPT = "__main__."
 # The guarantee says that they change no bit.
 _HARMLESS = {"num_workers", "pin_memory", "prefetch_factor", "persistent_workers"}
 # What a scheduler computes from the groups of its optimizer, and where it is.
-_POSITION = {"base_lrs", "_last_lr", "last_epoch", "_step_count"}
+_POSITION = {"base_lrs", "last_lr", "last_epoch", "step_count"}
 
 
 def read_fresh(
@@ -104,8 +104,8 @@ def _settings(model: Model) -> Iterator[tuple[str, Any]]:
                     yield from plain_values(f"{prefix}.{name}", value)
     for path, scheduler in _schedulers(model):
         for name, value in vars(scheduler).items():
-            if name not in _POSITION:
-                yield from plain_values(f"{path}.{name.strip('_')}", value)
+            if (bare := name.strip("_")) not in _POSITION:
+                yield from plain_values(f"{path}.{bare}", value)
 
 
 def _schedulers(model: Model) -> Iterator[tuple[str, LRScheduler]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of, list_missing
-from helios.core.wrappers import COMPILED
+from helios.core.wrappers import COMPILED, compiled_call
 from helios.data.loader_state_check import Verdict, try_state
 from helios.data.source import ByOwnState, ByPosition, CannotResume, Source
 from helios.data.stream_source import StreamSource
@@ -161,14 +161,11 @@ def find_compiled(model: Model) -> list[str]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    attributes = vars(module)
-    in_place = attributes.get("_compiled_call_impl")
-    return in_place is not None or COMPILED in attributes.get("_modules", {})
+    return compiled_call(module) is not None or COMPILED in vars(module).get("_modules", {})
 
 
 def _is_of_inductor(compiled: Any) -> bool:
-    in_place = vars(compiled).get("_compiled_call_impl")
-    configure: Any = getattr(in_place or compiled, _CONFIGURATION, None)
+    configure: Any = getattr(compiled_call(compiled) or compiled, _CONFIGURATION, None)
     # Inductor has a configuration; other backends have none.
     return configure is None or configure() is not None
 
