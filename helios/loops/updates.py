@@ -93,6 +93,8 @@ class Updates:
             session.stepping_optimizer = optimizer
         is_committed = False
         if not is_skipped:
+            if session.display.is_shown:
+                session.display.note_rates(optimizer)
             step = engine.optimizer_step if self._draws is None else self._step_without_draws
             is_committed = step(optimizer)
         if is_committed is None:

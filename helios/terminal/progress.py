@@ -11,8 +11,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import ClassVar, TextIO
+from typing import Any, ClassVar, TextIO
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core.loss_means import LossMeans, Viewer
@@ -66,6 +67,9 @@ class Display:
             step: completed steps of this epoch.
         """
 
+    def note_rates(self, optimizer: Optimizer) -> None:
+        """Note the learning rates that a step of an optimizer is about to use."""
+
     def advance(
         self, losses: LossMeans, has_stepped: bool, *, logged: Mapping[str, float] | None = None
     ) -> None:
@@ -117,6 +121,7 @@ class ProgressDisplay(Display):
         self._bars: Bars | None = None
         self._schedule: Schedule | None = None
         self._evaluation: tuple[str, int | None] | None = None
+        self._used: dict[Optimizer, list[Any]] = {}
         self._epoch = self._steps = self._step_in_epoch = self._num_evaluated = 0
         self._num_batches: int | None = None
         self._next_text = self._next_line = 0.0
@@ -159,6 +164,10 @@ class ProgressDisplay(Display):
         total = math.ceil(self._num_batches / self._schedule.accumulation_steps)
         # A model that steps its optimizers itself may do so in each batch.
         return total if total >= self._step_in_epoch else None
+
+    def note_rates(self, optimizer: Optimizer) -> None:
+        """Note them: schedulers step before the line is written."""
+        self._used[optimizer] = _read_rates(optimizer)
 
     def advance(
         self, losses: LossMeans, has_stepped: bool, *, logged: Mapping[str, float] | None = None
@@ -210,8 +219,11 @@ class ProgressDisplay(Display):
         found = self._find_optimizers()
         texts = {}
         for path, optimizer in found.items():
-            rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-            texts[path] = "/".join(dict.fromkeys(map(rate_text, rates)))
+            # A model that makes the steps itself has changed the rates, if it does, by now.
+            rates = self._used.get(optimizer) or _read_rates(optimizer)
+            texts[path] = "/".join(dict.fromkeys(rate_text(float(rate)) for rate in rates))
+        # One that the model has replaced is not kept.
+        self._used = {each: self._used[each] for each in found.values() if each in self._used}
         return [
             f"lr {text}" if len(found) == 1 else f"lr {path} {text}"
             for path, text in texts.items()
@@ -259,10 +271,17 @@ class ProgressDisplay(Display):
         if self._bars is not None:
             self._bars.close()
         self._bars = self._schedule = self._evaluation = None
+        self._used = {}
 
     def _open(self) -> Bars:
         self._bars = self._bars or Bars(is_wanted=self._has_bars, stream=self._stream)
         return self._bars
+
+
+def _read_rates(optimizer: Optimizer) -> list[Any]:
+    """Return the rates of the groups; tensors are copied, since schedulers change them in place."""
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
 
 def _describe(means: Mapping[str, float]) -> list[str]:

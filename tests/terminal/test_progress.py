@@ -196,14 +196,13 @@ def test_a_frequency_decides_in_place_of_the_time(
 
 
 class Decay(helios.Model):
-    """Two groups, the rate of one of which a scheduler halves after each step."""
+    """Two groups, whose rates a scheduler halves after each step; one is a tensor."""
 
     def setup(self, fast_init: bool = False) -> None:
         self.net = torch.nn.Linear(1, 1)
-        groups = [{"params": [self.net.weight]}, {"params": [self.net.bias], "lr": 0.1}]
+        groups = [{"params": [self.net.weight]}, {"params": [self.net.bias], "lr": torch.ones(())}]
         self.optimizer = torch.optim.SGD(groups, lr=8.2e-4)
-        rules = [lambda step: 0.5**step, lambda step: 1.0]
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rules)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
         return self.net(batch).square().mean() * 0 + batch.mean()
@@ -218,7 +217,7 @@ class Data(helios.DataModule):
 
 @pytest.mark.shows("P133")
 @pytest.mark.parametrize("unit", ["epoch", "iteration"])
-def test_a_run_logs_steps_epochs_and_the_rates_of_the_next_step(
+def test_a_run_logs_steps_epochs_and_the_rates_that_steps_have_used(
     unit: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -236,8 +235,10 @@ def test_a_run_logs_steps_epochs_and_the_rates_of_the_next_step(
     assert [part[:2] for part in parts] == [
         [f"step {step}/6", f"epoch {1 + (step - 1) // 3}"] for step in range(1, 7)
     ]
-    halves = ["4.1e-4", "2.05e-4", "1.025e-4", "5.125e-5", "2.562e-5", "1.281e-5"]
-    assert [part[3] for part in parts] == [f"lr {rate}/0.1" for rate in halves]
+    assert [part[3] for part in parts] == [
+        *("lr 8.2e-4/1", "lr 4.1e-4/0.5", "lr 2.05e-4/0.25"),
+        *("lr 1.025e-4/0.125", "lr 5.125e-5/0.0625", "lr 2.562e-5/0.03125"),
+    ]
 
 
 class Stopped(Decay):
