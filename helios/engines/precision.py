@@ -2,8 +2,8 @@
 
 A precision is a plain value. The engine creates the autocast context of its steps from it, and the
 loss scaler if its type has too few exponent bits for gradients: then gradients do not underflow,
-and an update is skipped on overflow. The arithmetic is that of ``torch.amp.GradScaler``. It does not
-step optimizers: a fused one would skip its update internally, without reporting it.
+and an update is skipped on overflow. The arithmetic is that of ``torch.amp.GradScaler``. It steps
+no optimizer: a fused one would skip its update internally, without reporting it.
 """
 
 from __future__ import annotations

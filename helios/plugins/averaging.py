@@ -1,20 +1,20 @@
 """EMA and SWA: averages of the weights, swapped in for evaluations.
 
-They are kept by ``torch.optim.swa_utils.AveragedModel``, over tensors that have the names of the
-networks. Swapping copies in place, so optimizers, graphs and compiled code keep their parameters.
+They are moved by the functions of ``torch.optim.swa_utils``, and have the names of the networks'
+tensors. Swapping copies in place, so optimizers, graphs and compiled code keep their parameters.
 """
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from helios.core.sharded_tensors import cut_like, local_of, value_of
 from helios.core.wrappers import BareNames, bare_state_dict
@@ -28,30 +28,10 @@ Networks: TypeAlias = Mapping[str, nn.Module]
 Pairs: TypeAlias = list[tuple[Tensor, Tensor]]
 """Tensors, each with the value that it gets."""
 
-_Tensors: TypeAlias = list[Tensor] | tuple[Tensor, ...]
-
 _SWAPPED = "_helios_average"
 """Attribute of a tensor while an average is swapped into it: the id of the plugin."""
 
 EVALUATIONS = (Phase.VALIDATION, Phase.TESTING, Phase.PREDICTION)
-
-
-class _Weights(nn.Module):
-    """Tensors by name as the parameters of a module, which is what ``AveragedModel`` reads.
-
-    They are at least float32: in half precision, 1 - 0.999 is less than half a unit in the last
-    place, and updates would be lost.
-    """
-
-    def __init__(self, tensors: Mapping[Any, Tensor]) -> None:
-        super().__init__()
-        self.tensors = {
-            name: tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-            for name, tensor in tensors.items()
-        }
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return cast("Iterator[nn.Parameter]", iter(self.tensors.values()))
 
 
 class WeightAverage(Plugin, ABC):
@@ -73,12 +53,15 @@ class WeightAverage(Plugin, ABC):
         every: steps between two updates.
         averages_buffers: average floating-point buffers too, and swap them in.
         swaps_in: the evaluations that use the average.
+
+    Attributes:
+        num_updates: number of updates of the average; 0 before there is one.
     """
 
     loads_shards = True
     _internals: ClassVar[str] = (
-        "_averaged _averages_buffers _decay _every _is_fitting _is_left_out _networks _num_updates "
-        "_own _paths _start _swaps_in _warmup"
+        "_averages _averages_buffers _decay _every _is_left_out _networks _own _paths _start "
+        "_swaps_in _warmup num_updates"
     )
 
     def __init__(
@@ -105,23 +88,17 @@ class WeightAverage(Plugin, ABC):
         self._swaps_in = tuple(swaps_in)
         self._networks: Networks = {}
         self._own: Pairs = []
-        self._is_fitting = False
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self._averaged: dict[str, AveragedModel] = {}
-        self._num_updates = 0
+        self._averages: dict[str, dict[str, Tensor]] = {}
+        self.num_updates = 0
         self._is_left_out = False
-
-    @property
-    def num_updates(self) -> int:
-        """Number of updates of the average; 0 before there is one."""
-        return self._num_updates
 
     @property
     def averaged_networks(self) -> list[str]:
         """Paths of the networks that have an average; none before the first update."""
-        return list(self._averaged)
+        return list(self._averages)
 
     def is_swapped_in(self, phase: Phase) -> bool:
         """Whether an evaluation uses the average: it is asked for, and there is one."""
@@ -141,12 +118,11 @@ class WeightAverage(Plugin, ABC):
 
     def on_fit_start(self) -> None:
         """Find the networks; raise an error if the average belongs to other ones."""
-        self._is_fitting = True
         self._networks = self._find_networks(self.context.model)
         if not self._networks:
             raise self._misfit("there is none with floating-point weights")
-        if self._averaged:
-            self._pairs_with({**dict.fromkeys(self._averaged), **self._networks})
+        if self._averages:
+            self._pairs_with({**dict.fromkeys(self._averages), **self._networks})
 
     @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
@@ -154,28 +130,20 @@ class WeightAverage(Plugin, ABC):
         number = state.global_step + 1
         is_due = number >= self._start and (number - self._start) % self._every == 0
         if committed and is_due:
-            self._refuse_if_swapped_in("update the average")
+            self._refuse_if_swapped_in()
             self._update()
 
     def _update(self) -> None:
         for path, network in self._networks.items():
-            if not self._num_updates:
-                self._keep(path, self._tensors_of(network))
-            present = dict(enumerate(tensor for tensor, _ in self._pairs_with({path: network})))
-            self._averaged[path].update_parameters(_Weights(present))
-        self._num_updates += 1
-
-    def _keep(self, path: str, averages: Mapping[str, Tensor]) -> None:
-        """Keep copies of the averages of a network."""
-        weights = _Weights(averages)
-        averaged = AveragedModel(weights, multi_avg_fn=self._merge_shards, use_buffers=True)
-        averaged.n_averaged.fill_(self._num_updates)
-        self._averaged[path] = averaged
-
-    def _merge_shards(self, averages: _Tensors, present: _Tensors, _: object) -> None:
-        # By shards: a sharded model may hold tensors that are not sharded, too. The count that is
-        # passed would be divided in float32, which is not exact enough for weights in float64.
-        self._merge([*map(local_of, averages)], [*map(local_of, present)], self._num_updates)
+            if not self.num_updates:
+                tensors = self._tensors_of(network)
+                self._averages[path] = {name: _widen(x.clone()) for name, x in tensors.items()}
+                continue
+            pairs = [(average, _widen(own)) for own, average in self._pairs_with({path: network})]
+            # By shards: a sharded model may hold tensors that are not sharded, too.
+            averages, present = zip(*pairs, strict=True)
+            self._merge([*map(local_of, averages)], [*map(local_of, present)], self.num_updates)
+        self.num_updates += 1
 
     def on_validation_start(self, validation_cycle: int) -> None:
         """Swap the average in."""
@@ -207,7 +175,7 @@ class WeightAverage(Plugin, ABC):
         Raises:
             UsageError: if an evaluation did not emit its end event.
         """
-        self._refuse_if_swapped_in("save a checkpoint")
+        self._refuse_if_swapped_in()
 
     def on_exception(self, exception: BaseException) -> None:
         """Restore the networks' own weights."""
@@ -217,23 +185,22 @@ class WeightAverage(Plugin, ABC):
         """Release the networks; the average stays, for :meth:`copy_to`."""
         self._put_back()
         self._networks = {}
-        self._is_fitting = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates, and the averages by network and name, by reference."""
-        averages = {path: self._averages_of(path) for path in self._averaged}
+        averages = {path: dict(averages) for path, averages in self._averages.items()}
         return {"num_updates": self.num_updates, "averages": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of what :meth:`state_dict` returned."""
         self._start_anew()
-        self._num_updates = state_dict["num_updates"]
+        self.num_updates = state_dict["num_updates"]
         networks = self.context.model.discovery.modules()
         for path, averages in state_dict["averages"].items():
             tensors = self._tensors_of(networks[path]) if path in networks else {}
-            self._keep(
-                path, {name: _fit(part, tensors.get(name)) for name, part in averages.items()}
-            )
+            self._averages[path] = {
+                name: _fit(average, tensors.get(name)).clone() for name, average in averages.items()
+            }
 
     def copy_to(self, model: Model) -> None:
         """Copy the average into the model's networks permanently, e.g. after ``fit``.
@@ -242,7 +209,7 @@ class WeightAverage(Plugin, ABC):
             UsageError: without an average, or during an evaluation that has it swapped in.
             StateError: if it belongs to other networks.
         """
-        self._refuse_if_swapped_in("copy the average into the model")
+        self._refuse_if_swapped_in()
         _put_in(self._pairs_with(self._find_averaged(model)))
 
     def averaged_state_dict(self, model: Model, network: str | None = None) -> dict[str, Any]:
@@ -272,10 +239,6 @@ class WeightAverage(Plugin, ABC):
         _put_in(own)
         return state
 
-    def _averages_of(self, path: str) -> dict[str, Tensor]:
-        averaged = self._averaged.get(path)
-        return {} if averaged is None else cast("_Weights", averaged.module).tensors
-
     def _tensors_of(self, network: nn.Module) -> dict[str, Tensor]:
         """Return what is averaged in a network, by name without prefixes of wrappers."""
         bare = BareNames(network)
@@ -304,7 +267,7 @@ class WeightAverage(Plugin, ABC):
                 "was not reached. Train longer, or start it earlier."
             )
         networks = model.discovery.modules()
-        return {path: networks[path] for path in self._averaged if path in networks}
+        return {path: networks[path] for path in self._averages if path in networks}
 
     def _pairs_with(self, networks: Mapping[str, nn.Module | None]) -> Pairs:
         """Return the tensors of networks, each with its average.
@@ -315,9 +278,9 @@ class WeightAverage(Plugin, ABC):
         pairs: Pairs = []
         faults: list[str] = []
         for path, network in networks.items():
-            averages = self._averages_of(path)
+            averages = self._averages.get(path, {})
             tensors = {} if network is None else self._tensors_of(network)
-            if not self._is_fitting:
+            if not self._networks:
                 tensors = {name: tensors[name] for name in averages if name in tensors}
             own, known = ({n: t.shape for n, t in part.items()} for part in (tensors, averages))
             faults += [f"{path}.{n}" for n in {**own, **known} if own.get(n) != known.get(n)]
@@ -338,7 +301,7 @@ class WeightAverage(Plugin, ABC):
             return
         self._put_back()
         networks = self._networks or self._find_averaged(self.context.model)
-        if self._is_fitting and self._find_networks(self.context.model) != networks:
+        if self._networks and self._find_networks(self.context.model) != networks:
             raise self._misfit("networks were replaced, added or removed during the run")
         pairs = self._pairs_with(networks)
         for tensor, _ in pairs:
@@ -357,12 +320,21 @@ class WeightAverage(Plugin, ABC):
             vars(tensor).pop(_SWAPPED, None)
         self._own = []
 
-    def _refuse_if_swapped_in(self, deed: str) -> None:
+    def _refuse_if_swapped_in(self) -> None:
         if self._own:
             raise UsageError(
-                f"Cannot {deed} while the average of plugin {self.plug_id!r} is swapped in. Do it "
-                "after the evaluation, which must emit its end event."
+                f"The average of plugin {self.plug_id!r} is still swapped in: an evaluation has "
+                "not emitted its end event. Emit it, also in a loop of your own."
             )
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Return a tensor at least in float32.
+
+    In half precision, 1 - 0.999 is less than half a unit in the last place, and updates would be
+    lost.
+    """
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _fit(average: Tensor, tensor: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from helios.engines.device import move_to_device
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
+from helios.hooks.per_replica import PerReplica
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.protocols import Stateful
 from helios.state import Phase, TrainingState
@@ -55,13 +56,6 @@ class Metric(Stateful, Protocol):
         ...
 
 
-class _Turn(NamedTuple):
-    """What the metrics are updated with after the turn of a replica."""
-
-    arguments: list[Any] | None
-    randomness: dict[str, Any]
-
-
 @PLUGIN_REGISTRY.register
 class Metrics(Plugin):
     """Update metrics after every batch of a phase, and log their values.
@@ -76,8 +70,8 @@ class Metrics(Plugin):
             as torchmetrics' ``MetricCollection``, is split into its members. With several replicas
             each has copies of those with ``merge_state``; any other one gets the batches of all
             replicas, in their order.
-        inputs: takes the context, at the end of a batch, and returns the tuple of arguments for
-            ``update``. With several replicas it is called for each, at the end of its forward.
+        inputs: takes the context, at the end of each forward, and returns the tuple of arguments
+            for ``update``. If a batch has several forwards, the last one counts.
         phase: the phase to measure.
         every: ``"epoch"`` for one value per epoch or pass; in training also a number of optimizer
             steps.
@@ -88,10 +82,7 @@ class Metrics(Plugin):
         ArgumentTypeError: for something that is not a metric, or not a function.
     """
 
-    _internals: ClassVar[str] = (
-        "_every _inputs _is_fitting _is_ready _is_shared _metrics _parts _phase _turns _waiting "
-        "_warned _whole"
-    )
+    _internals: ClassVar[str] = "_arguments _every _inputs _metrics _parts _phase _waiting _whole"
 
     def __init__(
         self,
@@ -114,21 +105,19 @@ class Metrics(Plugin):
                 'return e.g. (context.model_outputs["logits"], context.batch[1]).'
             )
         self._metrics = _take_apart(metrics)
-        self._whole = _MetricSet(self._metrics, self.device)
         self._inputs = inputs
         self._phase = phase
         self._every = _check_every(every, phase)
-        self._warned: set[str] = set()
-        self._is_fitting = self._is_ready = self._is_shared = False
+        self.setup()
 
     def setup(self) -> None:
-        """Start without data."""
-        self._is_ready = False
+        """Forget an earlier run."""
+        self._whole = _MetricSet({}, self.device)
+        self._parts: PerReplica[_MetricSet] | None = None
 
     def on_fit_start(self) -> None:
         """Find out before training which metrics several replicas can measure."""
         self._get_ready()
-        self._is_fitting = True
 
     def on_training_epoch_start(self, current_epoch: int) -> None:
         """Reset the metrics, if values are per epoch."""
@@ -136,23 +125,15 @@ class Metrics(Plugin):
             self._reset()
 
     def on_forward_end(self, context: Context) -> None:
-        """Keep what the metrics need of one of several replicas."""
-        if self._is_shared and context.phase is self._phase:
-            # A batch may be used in several forwards, of which the last one counts.
-            with _aside(), _at_its_end(context):
-                arguments = self._find_arguments()
-                self._turns[context.replica] = _Turn(
-                    self._drop_padding(arguments) if self._phase is Phase.TRAINING else arguments,
-                    # What a metric draws must not depend on which replica is next here.
-                    rng.read_states(),
-                )
+        """Keep what the metrics need of a replica."""
+        if context.phase is self._phase:
+            with torch.no_grad():
+                self._arguments[context.replica] = self._find_arguments()
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Update with a training batch."""
-        self._end_batch(Phase.TRAINING)
-        if self._is_shared and self._phase is Phase.TRAINING:
-            self._catch_up()
+        self._end_batch(Phase.TRAINING, state.global_iteration)
 
     @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
@@ -196,189 +177,151 @@ class Metrics(Plugin):
             self._log(values)
 
     def on_fit_end(self) -> None:
-        """Remember that no checkpoint follows."""
-        self._is_fitting = False
+        """Release what no checkpoint needs any more."""
+        self.setup()
 
     def teardown(self) -> None:
         """Release the copies of the replicas."""
-        self._is_fitting = self._is_ready = False
-        vars(self).pop("_parts", None)
+        self.setup()
 
     def _begin_pass(self, phase: Phase) -> None:
         if phase is self._phase:
             self._get_ready()
             self._reset()
 
-    def _get_ready(self) -> None:
+    def _get_ready(self) -> PerReplica[_MetricSet]:
         """Start without data; with several replicas, each has copies of what can be merged."""
-        if self._is_ready:
-            return
-        self._is_ready, self._is_shared = True, self.context.choose(False, True)
-        with _aside():
-            merged = {
-                name: metric
-                for name, metric in self._metrics.items()
-                if self._is_shared and _can_merge(metric)
-            }
-            lone = {n: metric for n, metric in self._metrics.items() if n not in merged}
+        if self._parts is not None:
+            return self._parts
+        is_shared = self.context.choose(False, True)
+        with _apart():
+            merged = {n: x for n, x in self._metrics.items() if is_shared and _can_merge(x)}
+            lone = {n: x for n, x in self._metrics.items() if n not in merged}
             self._whole = _MetricSet(lone, self.device)
             self._parts = self.context.per_replica(
                 lambda: _MetricSet(copy.deepcopy(merged), self.device),
                 lambda earlier, later: later.merge_before(earlier),
             )
         self._reset()
+        return self._parts
 
     def _reset(self) -> None:
-        for part in (self._whole, *self._parts.local.values()):
+        for part in (self._whole, *self._get_ready().local.values()):
             part.reset()
-        self._turns: dict[int, _Turn] = {}
-        self._waiting: list[tuple[tuple[int, ...], _Turn]] = []
+        self._arguments: dict[int, list[Any] | None] = {}
+        self._waiting: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def _end_batch(self, phase: Phase, *place: int) -> None:
         """Update with the batches of the replicas of this process, in their order.
 
         Args:
             phase: the phase of the batch.
-            place: of an evaluation, the numbers of the loader and of the batch.
+            place: the numbers of the batch.
         """
         if phase is not self._phase:
             return
-        if not self._is_shared:
-            with _aside():
-                self._whole.update(self._find_arguments())
-            return
-        turns, self._turns = self._turns, {}
-        with _aside():
-            for replica, turn in turns.items():
-                if turn.arguments is not None:
-                    rng.load_states(turn.randomness)
-                    self._parts.local[replica].update(turn.arguments)
-                    if self._whole.metrics:
-                        sent = turn._replace(arguments=move_to_device(turn.arguments, _CPU))
-                        self._waiting.append(((*place, replica), sent))
+        found, self._arguments = self._arguments, {}
+        is_alone = self.context.num_processes == 1
+        for replica, arguments in found.items():
+            if arguments is not None:
+                with _apart(*place, replica):
+                    self._get_ready().local[replica].update(arguments)
+                if self._whole.metrics:
+                    sent = arguments if is_alone else move_to_device(arguments, _CPU)
+                    self._waiting.append(((*place, replica), sent))
+        # In an evaluation, processes with fewer batches have no end of the last ones.
+        if is_alone or phase is Phase.TRAINING:
+            self._catch_up()
 
     def _catch_up(self) -> None:
         """Update what cannot be merged with the batches of all replicas, in their order.
 
-        In an evaluation, processes with fewer batches have no end of the last ones: all processes
-        call this together when the pass is over.
+        All processes call this together.
         """
-        if not self._is_shared or not self._whole.metrics:
+        if not self._whole.metrics:
             return
         found = chain.from_iterable(self.context.gather(self._waiting))
         self._waiting = []
-        with _aside():
-            for _, turn in sorted(found, key=itemgetter(0)):
-                rng.load_states(turn.randomness)
-                self._whole.update(move_to_device(turn.arguments, self.device))
+        for place, arguments in sorted(found, key=itemgetter(0)):
+            with _apart(*place):
+                self._whole.update(move_to_device(arguments, self.device))
 
-    def _find_arguments(self) -> list[Any]:
+    def _find_arguments(self) -> list[Any] | None:
+        """Return the arguments without samples that pad the epoch; ``None`` if none is left."""
         arguments = self._inputs(self.context)
         if not isinstance(arguments, tuple):
             raise UsageError(
                 f"Metrics(inputs=...) must return the tuple of arguments for update, got "
                 f"{type(arguments).__name__}. Return e.g. (predictions, targets)."
             )
-        # A metric that keeps its inputs would keep their graph.
-        return [item.detach() if isinstance(item, Tensor) else item for item in arguments]
-
-    def _drop_padding(self, arguments: list[Any]) -> list[Any] | None:
-        """Return arguments without samples that occur twice in the epoch; ``None`` if none is left.
-
-        Those of all samples of a batch have one row for each; others cannot be divided.
-        """
-        num_repeated, size = self.context.padding
-        if not num_repeated:
-            return arguments
-        if num_repeated == size:
+        num_repeated, size = self.context.padding if self._phase is Phase.TRAINING else (0, 0)
+        if size and num_repeated == size:
             return None
-        lengths = {len(each) for each in arguments if isinstance(each, Tensor) and each.ndim}
-        if lengths == {size}:
-            kept = size - num_repeated
-            return [x[:kept] if isinstance(x, Tensor) and x.ndim else x for x in arguments]
-        self._warn(
-            "The training metrics count the samples twice that pad the end of each epoch, because "
-            "Metrics(inputs=...) does not return tensors with a row for each sample of a batch. "
-            "Let it do so, or set drop_last=True."
-        )
-        return arguments
+        found = []
+        for item in arguments:
+            if isinstance(item, Tensor):
+                # A metric that keeps its inputs would keep their graph.
+                item = item.detach()
+                if num_repeated and item.ndim and len(item) == size:
+                    item = item[: size - num_repeated]
+            found.append(item)
+        return found
 
     def _compute(self) -> dict[str, Any]:
-        """Return the values over all data, and reset."""
+        """Return the values over all data by name, and reset."""
         self._catch_up()
         found: dict[str, Any] = {}
-        with _aside():
-            for part in (self._whole, self._parts.merged()):
+        with _apart(self.context.state.global_iteration):
+            for part in (self._whole, self._get_ready().merged()):
                 if part.num_updates:
                     found |= {name: metric.compute() for name, metric in part.metrics.items()}
         self._reset()
-        values: dict[str, Any] = {}
-        for name in self._metrics:
-            if name in found:
-                values |= _spread(name, found[name])
-        return values
+        return _spread({name: found[name] for name in self._metrics if name in found})
 
     def _log(self, values: Mapping[str, Any]) -> None:
-        numbers = {
-            f"{_PREFIXES[self._phase]}/{name}": value
-            for name, value in values.items()
-            if isinstance(value, float)
-        }
+        prefix = _PREFIXES[self._phase]
+        numbers = {f"{prefix}/{n}": x for n, x in values.items() if isinstance(x, float)}
         if numbers:
             self.context.log(numbers)
-        if self._phase is Phase.TRAINING and len(numbers) < len(values):
-            self._warn(
-                "The training metrics are not all numbers, and only numbers are logged. Let "
-                "compute return the parts that you want to see."
-            )
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            _LOGGER.warning("%s", text)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data of the metrics, for each of several replicas."""
-        state = self._whole.state_dict() if self._whole.metrics else {}
-        # There is none between passes of an evaluation, and after training nobody needs it.
-        if self._is_shared and self._is_fitting and self._phase is Phase.TRAINING:
+        state = {"names": [*self._metrics], **self._whole.state_dict()}
+        # There is none between passes of an evaluation.
+        if self._parts is not None and self._phase is Phase.TRAINING:
             state |= self._parts.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state; warn of metrics that were added or removed while there is data."""
-        self._get_ready()
-        if "metrics" in state_dict:
-            self._whole.load_state_dict(state_dict)
-        self._parts.load_state_dict(state_dict)
-        saved = [
-            part for part in (state_dict, *state_dict.get("replicas", ())) if "metrics" in part
-        ]
-        different = self._metrics.keys() ^ {name for part in saved for name in part["metrics"]}
-        if different and any(part["num_updates"] for part in saved):
+        """Restore the data; with other metrics than before, all of them start anew."""
+        parts = self._get_ready()
+        if self._metrics.keys() != {*state_dict["names"]}:
             _LOGGER.warning(
-                "The checkpoint and the plugin %r hold different metrics: %s. New ones cover only "
-                "the rest of the current epoch; removed ones are dropped.",
+                "Plugin %r has the metrics %s, but the checkpoint has %s: all start without data.",
                 self.plug_id,
-                ", ".join(sorted(different)),
+                ", ".join(self._metrics),
+                ", ".join(state_dict["names"]),
             )
+            return
+        self._whole.load_state_dict(state_dict)
+        parts.load_state_dict(state_dict)
 
 
-def _spread(name: str, value: Any) -> dict[str, Any]:
-    """Return a value as numbers by name, as far as possible."""
-    if isinstance(value, Mapping):
-        parts = [_spread(f"{name}/{key}", part) for key, part in value.items()]
-        return {key: number for part in parts for key, number in part.items()}
-    if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        if value.numel() == 1:
-            return {name: float(value)}
-        if value.ndim == 1:
-            return {
-                f"{name}/{index}": number for index, number in enumerate(value.double().tolist())
-            }
-        return {name: value}
-    return {name: float(value) if isinstance(value, int | float) else value}
+def _spread(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values as numbers by name, as far as possible."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+            if value.numel() == 1:
+                value = value.item()
+            elif value.ndim == 1:
+                value = dict(enumerate(value.tolist()))
+        if isinstance(value, Mapping):
+            found |= _spread(value, f"{prefix}{key}/")
+        else:
+            found[f"{prefix}{key}"] = float(value) if isinstance(value, int | float) else value
+    return found
 
 
 def _check_every(every: object, phase: Phase) -> int | None:
@@ -393,25 +336,10 @@ def _check_every(every: object, phase: Phase) -> int | None:
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
-    """Run a block without gradients, and without changing the random number generators."""
-    found = rng.read_states()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        rng.load_states(found)
-
-
-@contextmanager
-def _at_its_end(context: Context) -> Iterator[None]:
-    """Show the batch in a forward as it is shown at the batch's end."""
-    run = context._run
-    shown, run.batch = run.batch, run.raw_batch
-    try:
+def _apart(*place: int) -> Iterator[None]:
+    """Run a block without gradients, with random numbers of its own for each place."""
+    with torch.no_grad(), rng.stream(rng.key("metrics", *place)):
         yield
-    finally:
-        run.batch = shown
 
 
 @runtime_checkable
@@ -430,10 +358,6 @@ class _OfTorchmetrics(Protocol):
     distributed_available_fn: Any
 
     def persistent(self, mode: bool) -> Any: ...
-
-
-def _is_never_available() -> bool:
-    return False
 
 
 @final
@@ -456,8 +380,8 @@ class _MetricSet:
             for part in _modules_in(metric).values():
                 if isinstance(part, _OfTorchmetrics):
                     part.persistent(True)
-                    # Data would count twice.
-                    part.distributed_available_fn = _is_never_available
+                    # Else data would count twice. A call of bool returns False.
+                    part.distributed_available_fn = bool
         self._fresh = {name: _numbers_in(metric) for name, metric in metrics.items()}
         self._move()
 
@@ -503,10 +427,10 @@ class _MetricSet:
         return {"num_updates": self.num_updates, "metrics": metrics}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of the metrics that exist."""
+        """Restore what :meth:`state_dict` has returned."""
         self.num_updates = state_dict["num_updates"]
-        for name in state_dict["metrics"].keys() & self.metrics.keys():
-            metric, saved = self.metrics[name], state_dict["metrics"][name]
+        for name, saved in state_dict["metrics"].items():
+            metric = self.metrics[name]
             metric.load_state_dict(dict(saved["state"]))
             modules = _modules_in(metric)
             for key, number in (self._fresh[name] | saved["numbers"]).items():
@@ -532,11 +456,9 @@ def _can_merge(metric: Metric) -> bool:
     """Return whether a metric without data can be merged with its like, and stays without data."""
     if not isinstance(metric, _Mergeable):
         return False
-    own = type(metric).merge_state
-    for path, part in _modules_in(metric).items():
-        # A method that is that of a metric inside does not merge the metric inside.
-        if path and isinstance(part, _Mergeable) and type(part).merge_state is own:
-            return False
+    # What wraps a metric may not merge it.
+    if any(path and isinstance(part, _Mergeable) for path, part in _modules_in(metric).items()):
+        return False
     try:
         one, other = copy.deepcopy(metric), copy.deepcopy(metric)
         one.merge_state(other)
