@@ -6,7 +6,6 @@ line that cannot be written costs a warning; one that a kill has cut off is skip
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -15,7 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
@@ -54,26 +53,17 @@ class RunFile:
 
     Args:
         folder: the run's folder; a missing one is created.
-        find_memory: returns the most memory in bytes that was used so far, by name.
         clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        find_memory: Callable[[], Mapping[str, int]] = dict,
-        clock: Clock = time.perf_counter,
-    ) -> None:
+    def __init__(self, folder: Path, *, clock: Clock = time.perf_counter) -> None:
         self._path = folder / FILE_NAME
         self._lock = threading.Lock()
         self._has_failed = False
-        self._find_memory = find_memory
         self._clock = clock
         self._begin = self._due = self._paused = 0.0
         # Iteration and time of the last stretch, and of the last iteration.
         self._written = self._newest = (0, 0.0)
-        self._find_rates: Callable[[], list[float]] = list
 
     def add(self, event: str, **details: Any) -> None:
         """Append an event.
@@ -117,15 +107,14 @@ class RunFile:
         self._written = self._newest = (iteration, self._begin)
         self._due = self._begin + _SECONDS
 
-    def note(self, iteration: int, find_rates: Callable[[], list[float]]) -> None:
+    def note(self, iteration: int) -> None:
         """Note that an iteration has ended.
 
         Args:
             iteration: its number.
-            find_rates: returns the learning rates now; called for the last one of a stretch.
         """
         moment = self._clock()
-        self._newest, self._find_rates = (iteration, moment), find_rates
+        self._newest = (iteration, moment)
         if moment >= self._due:
             self._add_stretch()
 
@@ -143,10 +132,7 @@ class RunFile:
     def _add_stretch(self) -> None:
         iteration, moment = self._newest
         before, begin = self._written
-        paused, rates = round(self._paused, 3) or None, None
-        # After an error of an accelerator, its numbers cannot be read.
-        with contextlib.suppress(RuntimeError, TypeError, ValueError):
-            rates = self._find_rates()
+        paused = round(self._paused, 3) or None
         self._written, self._paused = self._newest, 0.0
         self._due = moment + max(_SECONDS, (moment - self._begin) / _SHARE)
         self.add(
@@ -155,8 +141,6 @@ class RunFile:
             iterations=iteration - before,
             seconds=round(moment - begin, 3),
             paused=paused,
-            rates=rates,
-            **self._find_memory(),
         )
 
 

@@ -153,7 +153,7 @@ class LedgerWriter(IterationListener):
         norm = None if norm is None else self._read(norm)
         rates, iteration = self._rates(), state.global_iteration
         if self._run_file is not None:
-            self._run_file.note(iteration, self._rates_now)
+            self._run_file.note(iteration)
         arrival = _mark_time() if self._is_far else None
         place = [state.global_epoch, iteration, state.global_step]
         line = _Iteration(place, totals, self._losses, rates, norm, rest, arrival)
@@ -226,11 +226,6 @@ class LedgerWriter(IterationListener):
                     rate = group["lr"]
                     rates.append(rate if type(rate) is float else self._read(rate))
         return rates
-
-    def _rates_now(self) -> list[float]:
-        """Return the learning rates; waits for those of an accelerator."""
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        return [float(group["lr"]) for group in groups if "lr" in group]
 
     def epoch_opened(self) -> None:
         """Search for the optimizers, also if one may be another now."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from helios.checkpoint.run_listener import RunListener, Validated
 from helios.checkpoint.sidecar import Sidecar
-from helios.core.utils import find_peak_memory
 from helios.ledger import run_file
 from helios.ledger.book import EVERY, Book
 from helios.ledger.environment import describe_git
@@ -296,7 +295,7 @@ def make_evidence(
     assert start.folder is not None
     file = None
     if replicas.rank == 0:
-        file = RunFile(start.folder.path, find_memory=find_peak_memory)
+        file = RunFile(start.folder.path)
     ledger = make_ledger(start, model, replicas, definition, events=file)
     if file is None:
         return Evidence([ledger.writer], [ledger])
