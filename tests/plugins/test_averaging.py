@@ -217,13 +217,7 @@ _RESUMED: dict[str, tuple[dict[str, Any], Callable[[], list[Plugin]]]] = {
     "manual steps": ({"is_manual": True}, lambda: [EMA(0.8, every=2)]),
     "two averages": ({}, lambda: [EMA(0.8), SWA(4, swaps_in=())]),
     "epochs with partial windows": (
-        {
-            "unit": "epoch",
-            "total_steps": 3,
-            "valid_frequency": 1,
-            "accumulation": 4,
-            "requests": True,
-        },
+        {"unit": "epoch", "total_steps": 3, "valid_frequency": 1, "accumulation": 4},
         lambda: [SWA(2, averages_buffers=True)],
     ),
 }

@@ -67,9 +67,6 @@ def make_ctx() -> Context:
     return Context(Run())
 
 
-# Contexts
-
-
 @pytest.mark.shows("R10", "R11")
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
@@ -97,9 +94,6 @@ def test_a_context_of_functions_has_either_or_both(
     assert log == expected
 
 
-# Channels
-
-
 @pytest.mark.shows("R15")
 def test_all_exits_run_and_their_errors_are_joined() -> None:
     """R15: the first is raised; the exits after it see it."""
@@ -117,9 +111,6 @@ def test_all_exits_run_and_their_errors_are_joined() -> None:
     assert errors[0].__context__ is errors[2]
     assert errors[2].__context__ is errors[3]
     assert hooks.context.exception is None
-
-
-# Registration
 
 
 @pytest.mark.shows("R17")
@@ -168,9 +159,6 @@ def test_unregister_all_empties_every_channel_for_good() -> None:
     for handle in handles:
         handle.remove()
     assert hooks.contexts("on_loop") == [hook]
-
-
-# Sets
 
 
 @pytest.mark.shows("R20")
@@ -249,21 +237,6 @@ def test_sets_are_made_of_what_configurations_hold(registry: Registry) -> None:
     assert len(all_of_them.contexts("on_batch")) == 2
 
 
-class Other:
-    """Something else."""
-
-
-@pytest.mark.shows("R21")
-@pytest.mark.parametrize("source", [3, "Ready", HookContext, [Other]])
-def test_nothing_else_makes_a_set(source: Any) -> None:
-    """R21."""
-    with pytest.raises(ArgumentTypeError, match=r"from_hooks\(\.\.\.\) must get"):
-        PipelineHooks.from_hooks(source)
-
-
-# State
-
-
 def test_a_context_with_half_a_state_is_an_error() -> None:
     class Half(Noting):
         def state_dict(self) -> dict[str, Any]:
@@ -271,16 +244,6 @@ def test_a_context_with_half_a_state_is_an_error() -> None:
 
     with pytest.raises(ArgumentError, match=r"Half must override both.*got state_dict only"):
         PipelineHooks().register("on_batch", Half([], "half"))
-
-    class OtherHalf(Noting):
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Nothing."""
-
-    with pytest.raises(ArgumentError, match="got load_state_dict only"):
-        PipelineHooks().register("on_batch", OtherHalf([], "half"))
-
-
-# What would never run
 
 
 def test_a_context_that_would_do_nothing_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import helios
-from helios.errors import ArgumentError, UsageError
+from helios.errors import UsageError
 from helios.plugins import Plugin
 from helios.plugins.nan_guard import NaNGuard
 from helios.state import TrainingState
@@ -118,18 +118,6 @@ def _bad_iterations(setting: Setting) -> list[int]:
     return [number for number, ids in _order(setting).items() if BAD in ids]
 
 
-# --- arguments -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"action": "ignore"}, {"checks": "weights"}, {"limit": 0}])
-def test_options_are_checked(options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=f"{next(iter(options))}="):
-        NaNGuard(**options)
-
-
-# --- raise ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("checks", ["loss", "gradients", "both"])
 @pytest.mark.parametrize(
@@ -158,8 +146,6 @@ def test_the_error_names_the_planted_sample(setting: Setting, checks: str) -> No
     assert (names in text) == (checks != "loss")
     assert all(p.isfinite().all() for p in model.net.parameters())
 
-
-# --- skip ----------------------------------------------------------------------------------------
 
 _SKIPPING = [
     Setting(total_steps=6, accumulation=3, valid_frequency=2),
@@ -225,9 +211,6 @@ def test_too_many_skips_in_a_row_are_an_error() -> None:
     assert guard.num_skipped == 3
 
 
-# --- stop ----------------------------------------------------------------------------------------
-
-
 def test_stopping_saves_a_clean_state_and_is_the_regular_end(tmp_path: Path) -> None:
     setting = Setting(total_steps=14)
     bad = _bad_iterations(setting)[0]
@@ -245,9 +228,6 @@ def test_stopping_saves_a_clean_state_and_is_the_regular_end(tmp_path: Path) -> 
     assert f"iteration {bad}" in content["cursor"]["stop_reason"]
     again = _train(tmp_path, setting, NaNGuard("stop"))
     assert not again.has_ended
-
-
-# --- all is well ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("action", ["raise", "skip"])

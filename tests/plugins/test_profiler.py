@@ -72,14 +72,6 @@ def test_a_resumed_run_begins_the_schedule_anew(
     assert "has no state_dict" not in said
 
 
-@pytest.mark.parametrize("options", [{"active": 0}, {"shapes": True}])
-def test_what_torch_refuses_is_refused_before_the_first_step(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
-    with pytest.raises((AssertionError, TypeError), match=r"schedule arguments|shapes"):
-        train(tmp_path, Setting(), Profiler(tmp_path, **options))
-
-
 def test_a_training_that_ends_before_anything_was_recorded_is_warned_of(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
