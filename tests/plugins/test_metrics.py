@@ -114,52 +114,47 @@ def test_a_validation_has_a_value_in_the_table_and_in_the_log(tmp_path: Path) ->
 
 
 class Choosy(SmallModel):
-    """Decides by the plugin's value, and looks for it at the end of each pass."""
+    """Looks for the plugin's value at the end of each pass."""
 
     unsaved = ("records", "setting", "found")
 
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
         self.found: list[Any] = []
-        if not fast_init:
-            self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0)
-            self.scheduler_interval = {"scheduler": "validation:ids"}
 
     def on_validation_end(self, validation_cycle: int) -> None:
         super().on_validation_end(validation_cycle)
         self.found.append(self.metrics["ids"])
 
-    def on_testing_end(self) -> None:
-        self.found.append(self.test_scores["ids"])
-
     def have_metrics_improved(self) -> bool:
         self.found.append(self.metrics["ids"])
         return False
 
+    def on_testing_end(self) -> None:
+        self.found.append(self.test_scores["ids"])
 
-def _trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
-    return helios.Trainer(
-        **{
-            "train_unit": "iteration",
-            "total_steps": 6,
-            "valid_frequency": 2,
-            "use_cpu": True,
-            "print_banner": False,
-            "plugins": list(plugins),
-            **options,
-        }
+
+def _fit(model: SmallModel, *plugins: Plugin, **options: Any) -> helios.Trainer:
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=6,
+        valid_frequency=2,
+        use_cpu=True,
+        print_banner=False,
+        plugins=plugins,
+        **options,
     )
+    trainer.fit(model, IndexModule(model.setting))
+    return trainer
 
 
 def test_the_model_decides_by_the_value() -> None:
-    """Before its own on_validation_end, before the schedulers and early stopping."""
-    setting = Setting()
-    trainer = _trainer(_of({"ids": Mean()}, Phase.VALIDATION), early_stop_cycles=2)
-    model = Choosy(setting)
-    trainer.fit(model, IndexModule(setting))
-    assert model.found == [2.5] * 4
+    """It is there before the model's own events, and before early stopping."""
+    model = Choosy(Setting())
+    plugins = (_of({"ids": Mean()}, Phase.VALIDATION), _of({"ids": Mean()}, Phase.TESTING))
+    _fit(model, *plugins, early_stop_cycles=2).test(model, IndexModule(Setting()))
+    assert model.found == [2.5] * 5
     assert len(model.records) == 4
-    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
 
 
 class Shell(nn.Module):
@@ -272,7 +267,7 @@ def test_no_bit_of_the_training_changes(phase: Phase, tmp_path: Path) -> None:
     models = []
     for plugins in ([], [_of({"m": Rolling()}, phase)]):
         models.append(Drawing(Setting()))
-        _trainer(*plugins).fit(models[-1], IndexModule(Setting()))
+        _fit(models[-1], *plugins)
     assert models[0].records == models[1].records
     states = [model.net.state_dict() for model in models]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -5,20 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import helios
 from helios.errors import ArgumentError
-from helios.plugins.metrics import Metrics
 from helios.plugins.plugin import Plugin
 from helios.plugins.row_loggers import CSVLogger, JSONLLogger
-from helios.plugins.time_limit import TimeLimit
-from helios.state import Phase, TrainingState
 from tests.support.kills import KillAt, train_in_child
 from tests.support.resume import copy_checkpoint, resume_everywhere
 from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, train
@@ -48,48 +43,6 @@ class Talker(Plugin):
 
     def on_training_epoch_end(self, current_epoch: int) -> None:
         self.context.log({f"epoch {current_epoch}": 1 / 3, "nan": math.nan})
-
-
-class Ticker(Plugin):
-    """Time that passes with the batches, and starts at any point in every process."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        super().__init__("ticker")
-        self.now = now
-
-    unsaved = ("now",)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def on_training_batch_start(self, state: TrainingState) -> None:
-        self.now += 1.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Mean:
-    """A metric that needs no library."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.total, self.count = torch.zeros(()), 0
-
-    def update(self, values: torch.Tensor) -> None:
-        self.total = self.total + values.sum()
-        self.count += values.numel()
-
-    def compute(self) -> torch.Tensor:
-        return self.total / self.count
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total, "count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.total, self.count = state_dict["total"], state_dict["count"]
 
 
 def _loggers(folder: Path) -> list[Plugin]:
@@ -306,34 +259,21 @@ def test_a_start_without_the_file_says_what_is_missing_and_goes_on(
 
 
 def test_an_evaluation_writes_nothing(tmp_path: Path) -> None:
-    """Neither in the process of the training nor in one of its own."""
     setting = _setting()
-
-    def make(**more: Any) -> helios.Trainer:
-        return helios.Trainer(
-            train_unit="iteration",
-            total_steps=6,
-            print_frequency=1,
-            use_cpu=True,
-            print_banner=False,
-            plugins=[*_loggers(tmp_path), Metrics({"m": Mean()}, inputs=_ids, phase=Phase.TESTING)],
-            **more,
-        )
-
-    for options in ({"chkpt_root": tmp_path, "chkpt_frequency": 2}, {}):
-        trainer, model, data = make(**options), SmallModel(setting), IndexModule(setting)
-        trainer.fit(model, data)
-        before = (tmp_path / "log.csv").read_bytes()
-        trainer.test(model, data)
-        trainer.validate(model, data)
-        chosen = "newest" if options else None
-        make(**options).test(SmallModel(setting), IndexModule(setting), checkpoint=chosen)
-        assert (tmp_path / "log.csv").read_bytes() == before
-        assert b"test/" not in before
-
-
-def _ids(context: Any) -> tuple[Any, ...]:
-    return (context.batch[0].float(),)
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=6,
+        print_frequency=1,
+        use_cpu=True,
+        print_banner=False,
+        plugins=_loggers(tmp_path),
+    )
+    model, data = SmallModel(setting), IndexModule(setting)
+    trainer.fit(model, data)
+    before = {name: (tmp_path / name).read_bytes() for name in NAMES}
+    trainer.test(model, data)
+    trainer.validate(model, data)
+    assert {name: (tmp_path / name).read_bytes() for name in NAMES} == before
 
 
 def test_a_trial_validation_leaves_no_row(tmp_path: Path) -> None:
@@ -341,41 +281,3 @@ def test_a_trial_validation_leaves_no_row(tmp_path: Path) -> None:
     _run(tmp_path / "b", _setting())
     for name in NAMES:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-
-
-def _everything(folder: Path, now: float) -> list[Plugin]:
-    clock = Ticker(now)
-    return [
-        *_loggers(folder),
-        Metrics({"ids": Mean()}, inputs=_ids, phase=Phase.TRAINING),
-        Metrics({"steps": Mean()}, inputs=_ids, phase=Phase.TRAINING, every=3, plug_id="steps"),
-        Metrics({"ids": Mean()}, inputs=_ids),
-        TimeLimit(13, "run", clock=clock),
-        clock,
-    ]
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("unit", ["iteration", "epoch"])
-def test_all_of_them_together_resume_everywhere(unit: str, tmp_path: Path) -> None:
-    """The run ends by its time, at the same step, with the same files."""
-    setting = _setting(unit=unit, total_steps=30, valid_frequency=3 if unit == "iteration" else 1)
-    setting.requests = True
-    whole = tmp_path / "whole"
-
-    def resume(folder: Path) -> Outcome:
-        for name in NAMES:
-            shutil.copy(whole / name, folder / name)
-        outcome = train(folder, setting, *_everything(folder, 1000.25))
-        for name in NAMES:
-            assert (folder / name).read_bytes() == (whole / name).read_bytes()
-        return outcome
-
-    outcome = resume_everywhere(
-        lambda folder: train(folder, setting, *_everything(folder, 7.5)),
-        tmp_path,
-        make_resumed=resume,
-    )
-    assert len(outcome.records) == 13
-    names = {row["name"] for row in _rows(whole / "log.csv")}
-    assert names >= {"train/loss", "train/ids", "train/steps", "valid/ids", "valid/score"}

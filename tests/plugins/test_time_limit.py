@@ -244,14 +244,16 @@ def test_a_limit_of_the_run_ends_it_regularly(tmp_path: Path) -> None:
 
 
 # Every place where somebody may ask, and where the run is left then.
-_INSIDE = [
-    "on_training_step_start",
-    "on_backward_end",
-    "on_optimizer_step_start",
-    "on_training_batch_end",
-    "on_validation_batch_end",
-    "on_validation_end",
-]
+_INSIDE = {
+    # The iteration before an epoch's end, its last one, and the first of the next.
+    "on_training_step_start": range(5, 8),
+    "on_backward_end": range(5, 8),
+    "on_optimizer_step_start": range(5, 8),
+    "on_training_batch_end": range(5, 8),
+    "on_validation_batch_end": range(1, 5),
+    "on_validation_end": range(1, 5),
+    "on_training_epoch_end": range(1, 3),
+}
 
 
 def _interrupt_once(
@@ -263,34 +265,19 @@ def _interrupt_once(
     return outcomes, askers[0].left <= 0
 
 
-def _assert_interruptible(folder: Path, name: str, event: str, numbers: range) -> None:
-    setting = _SETTINGS[name]
-    whole = _undisturbed(name)
-    interrupted = 0
-    for number in numbers:
-        outcomes, was_asked = _interrupt_once(folder / str(number), setting, event, number)
-        if was_asked:
-            assert len(outcomes) == 2 or max(outcomes[0].records) == len(whole.records)
-            interrupted += len(outcomes) == 2
-            _assert_joined(outcomes, whole)
-    assert interrupted
-
-
 @pytest.mark.shows("K42")
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("event", _INSIDE)
 @pytest.mark.parametrize("name", ["steps", "epochs"])
 def test_a_run_may_be_interrupted_inside_of_an_epoch(name: str, event: str, tmp_path: Path) -> None:
-    """The iteration before an epoch's end, its last one, and the first of the next among them."""
-    numbers = range(1, 5) if "validation" in event else range(5, 8)
-    _assert_interruptible(tmp_path, name, event, numbers)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", ["epochs", "accumulated epochs"])
-@pytest.mark.parametrize("event", ["on_training_epoch_start", "on_training_epoch_end"])
-def test_a_run_may_be_interrupted_between_epochs(name: str, event: str, tmp_path: Path) -> None:
-    _assert_interruptible(tmp_path, name, event, range(1, 3))
+    setting, whole, interrupted = _SETTINGS[name], _undisturbed(name), 0
+    for number in _INSIDE[event]:
+        outcomes, was_asked = _interrupt_once(tmp_path / str(number), setting, event, number)
+        if was_asked:
+            assert len(outcomes) == 2 or max(outcomes[0].records) == len(whole.records)
+            interrupted += len(outcomes) == 2
+            _assert_joined(outcomes, whole)
+    assert interrupted
 
 
 @pytest.mark.parametrize(
