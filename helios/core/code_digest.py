@@ -85,7 +85,7 @@ def _sources(function: FunctionType, seen: set[int]) -> Iterator[str]:
     if not _is_foreign(str(function.__globals__.get("__name__"))):
         try:
             yield _without_comments(inspect.getsource(function.__code__))
-        except OSError:  # no source
+        except Exception:  # no source, or not the one that was imported
             return
 
 
