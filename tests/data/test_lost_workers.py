@@ -136,7 +136,7 @@ def test_workers_that_never_begin_are_replaced(caplog: pytest.LogCaptureFixture)
     assert found == read(num_workers=0)
     died, silent, *_ = lines_of(caplog)
     assert died.startswith("A loader worker died: ")
-    assert "No batch came from the loader workers for 3 s. New workers fetch " in silent
+    assert "No batch came from the loader workers for 3 s. A new worker fetches " in silent
 
 
 def kill_children(number: int = signal.SIGKILL) -> None:
@@ -155,10 +155,10 @@ def test_a_batch_that_ends_every_worker_is_named(
         list(batches)
     line, *_ = lines_of(caplog)
     assert "was ended by SIGKILL" in line
-    assert "of memory are available" in line
-    assert "New workers fetch the 4 batches that were under way." in line
+    assert "of memory is available" in line
+    assert "A new worker fetches the 4 batches that were under way, one at a time." in line
     text = str(caught.value)
-    assert "They did not fetch the samples 8, 9." in text
+    assert "They did not fetch the samples [8, 9]." in text
     assert text.count("SIGKILL") == 3
     # The remedy works: what it says is what the batch is.
     [key] = [int(part.split(")")[0]) for part in text.split("rng.reseed(")[1:]]
@@ -259,24 +259,6 @@ def await_write(pid: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.full
-def test_a_worker_that_stops_with_its_results_sent_is_replaced(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The memory of a tensor is asked for in a thread of the worker, which does not answer."""
-    data = Augmented(8)
-    source = make(data, num_workers=1, batch_size=1, shuffle=False, worker_timeout=FORKED)
-    batches = source.batches(0)
-    found = [next(batches)]
-    # The second batch has been sent when the third one is fetched.
-    while not data.counts[2]:
-        time.sleep(0.01)
-    kill_children(signal.SIGSTOP)
-    found += batches
-    assert [int(batch[0, 0]) for (batch,) in found] == [*range(8)]
-    assert len(lines_of(caplog)) == 1
-
-
 @pytest.mark.parametrize(
     "act", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
 )
@@ -294,24 +276,15 @@ def test_an_idle_worker_that_was_lost_between_passes_is_replaced(
     assert line.endswith("New workers take their place.")
 
 
-def test_an_idle_worker_of_the_users_loader_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    loader = DataLoader(
-        Indices(8), 2, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-    )
-    source = open_source(loader, None, run_seed=7, purpose=FETCH)
-    first = [batch.tolist() for (batch,) in source.batches(0)]
-    [child] = multiprocessing.active_children()
-    kill_children()
-    child.join()
-    assert [batch.tolist() for (batch,) in source.batches(1)] == first
-    source.close()
-    [line] = lines_of(caplog)
-    assert line.endswith("New workers take their place.")
-
-
 @pytest.fixture
-def pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let PyTorch's thread pin batches, as with an accelerator; it does nothing to them."""
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Let PyTorch pin batches, as with an accelerator, and note which; it does nothing to them."""
+    found: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor, *args: object) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
     for name, value in (
         ("is_available", True),
         ("current_accelerator", torch.device("cuda")),
@@ -319,11 +292,12 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> None:
         ("set_device_index", None),
     ):
         monkeypatch.setattr(torch.accelerator, name, lambda *args, value=value: value)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *args: tensor)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    return found
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.usefixtures("pins")
+@pytest.mark.usefixtures("pinned")
 def test_workers_whose_batches_are_pinned_are_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,6 +305,31 @@ def test_workers_whose_batches_are_pinned_are_replaced(
     data = Fatal(tmp_path, {9: (stuck_workers.die, 1)})
     assert read(data, num_workers=2, pin_memory=True) == read(num_workers=0)
     assert len(lines_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("data", [Indices(4), Stream(lambda index, count: map(float, range(4)))])
+def test_the_training_process_pins_what_it_fetches(data: Any, pinned: list[torch.Tensor]) -> None:
+    before = torch.get_rng_state()
+    loader, sampler = create_dataloader(data, batch_size=2)
+    with rng.stream(0):
+        found = [*open_source(loader, sampler, run_seed=7, purpose=FETCH).batches(0)]
+    assert [*map(id, pinned)] == [id(batch) for (batch,) in found]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_batch_that_cannot_be_pickled_is_an_error_at_once(streams: bool) -> None:
+    source: Any = Stream(lambda index, count: range(4)) if streams else Indices(4)
+    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "pin_memory": False}
+    loader, sampler = create_dataloader(
+        source, collate_fn=lambda samples: (each for each in samples), **options
+    )
+    batches = open_source(loader, sampler, run_seed=7, purpose=FETCH).batches(0)
+    with (
+        contextlib.closing(batches),
+        pytest.raises(WorkerError, match=r"cannot pickle .generator. object.*num_workers=0"),
+    ):
+        next(batches)
 
 
 class Failing(Indices):
@@ -386,9 +385,8 @@ def test_a_death_raises_nothing_where_training_is(
 ) -> None:
     """PyTorch's handler of SIGCHLD raises an error between any two lines; a script has set it."""
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
-    before = signal.getsignal(signal.SIGCHLD)
     next(iter(DataLoader(Indices(2), num_workers=1, multiprocessing_context="fork")))
-    assert signal.getsignal(signal.SIGCHLD) is not before
+    assert signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL
     batches = make(Augmented(LENGTH), num_workers=2).batches(0)
     next(batches)
     children = multiprocessing.active_children()
@@ -467,9 +465,7 @@ def test_the_workers_of_a_stream_are_replaced(
         found.append([torch.cat(batch).numpy().tobytes() for batch in source.batches(0)])
     assert len(found[0]) == 5
     assert found[1] == found[0]
-    *_, second = lines_of(caplog)
-    how = "go on here" if kind is StatefulPart else "read the epoch again up to here"
-    assert second.endswith(f"New workers {how}.")
+    assert len(lines_of(caplog)) == 2
 
 
 class SlowPart:
