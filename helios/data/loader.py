@@ -266,8 +266,8 @@ class FetchedBatches(Iterator[Any]):
     def _describe_next(self) -> str:
         item = self._owed[0]
         return (
-            f"They did not fetch the samples {item.indices}. To see why, fetch them in one process: "
-            f"call helios.core.rng.reseed({item.key}), then dataset[i] for each, under python -X "
+            f"They did not fetch the samples {item.indices}. To see why, fetch them yourself: "
+            f"helios.core.rng.reseed({item.key}), then dataset[i] for each, under python -X "
             "faulthandler. If it just takes long, raise worker_timeout."
         )
 
