@@ -65,19 +65,12 @@ def test_a_table_gives_options_without_unknown_keys_and_sampler(
     [
         ({"batch_size": 0}, r"batch_size=...\) must be an int of at least 1 or None, got 0"),
         ({"num_workers": -1}, r"num_workers=...\) must be an int of at least 0, got -1"),
-        ({"random_seed": "7"}, r"random_seed=...\) must be an int, got '7'"),
         ({"shuffle": "false"}, r"shuffle=...\) must be True or False, got 'false'"),
         ({"collate_fn": "stack"}, r"collate_fn=...\) must be callable or None"),
         ({"multiprocessing_context": "magic"}, "one of .*'spawn'.*got 'magic'"),
         ({"batch_size": None, "drop_last": True}, "drop_last=True.* requires a batch_size"),
         ({"batch_sampler": 3}, "must be an iterable of lists"),
         ({"batch_sampler": [[0]], "batch_size": 2}, "cannot be combined with"),
-        ({"batch_sampler": [[0]], "shuffle": True}, "cannot be combined with"),
-        ({"batch_sampler": [[0]], "drop_last": True}, "cannot be combined with"),
-        (
-            {"batch_sampler": [[0]], "sampler": ResumableSequentialSampler(range(3))},
-            "cannot be combined with",
-        ),
     ],
 )
 def test_an_option_that_breaks_its_rule_is_refused(options: dict[str, Any], message: str) -> None:
@@ -124,22 +117,6 @@ def test_data_without_a_batch_is_refused() -> None:
         create_dataloader(Unsized())
     loader, _ = create_dataloader(Indices(3), batch_size=4)
     assert as_lists(list(loader)) == [[0, 1, 2]]
-
-
-def test_options_without_effect_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    idle = {
-        "persistent_workers": True,
-        "prefetch_factor": 2,
-        "multiprocessing_context": "fork",
-        "worker_init_fn": print,
-    }
-    loader, _ = create_dataloader(Indices(3), **idle)
-    assert len(list(loader)) == 3
-    for name in idle:
-        assert f"DataLoaderParams({name}=...) has no effect with num_workers=0" in caplog.text
-    caplog.clear()
-    create_dataloader(Indices(3), sampler=ResumableSequentialSampler(range(3)), shuffle=True)
-    assert "shuffle=True) has no effect together with a sampler" in caplog.text
 
 
 @pytest.mark.shows("H16")

@@ -17,7 +17,6 @@ from helios.data.samplers import (
     ResumableSequentialSampler,
     create_sampler,
 )
-from helios.errors import ArgumentError
 
 DATA = range(23)
 
@@ -93,12 +92,6 @@ def test_shuffled_shares_deal_the_one_order_out_in_turn() -> None:
     shares = [list(ResumableDistributedSampler(DATA, 4, rank, seed=5)) for rank in range(4)]
     dealt = [index for turn in zip(*shares, strict=True) for index in turn]
     assert dealt == [*whole, whole[0]]
-
-
-def test_a_negative_start_is_refused() -> None:
-    for sampler in make_all():
-        with pytest.raises(ArgumentError, match="start_iter must be the number of a batch"):
-            sampler.start_iter = -1
 
 
 def test_samplers_are_found_by_name() -> None:

@@ -160,13 +160,6 @@ def test_opening_a_pass_draws_from_no_generator() -> None:
         batches.close()
 
 
-def test_a_changed_batch_size_goes_on_at_the_stored_sample() -> None:
-    order = join(as_lists(walk(open_with(Indices(LENGTH), batch_size=2, shuffle=True), 0)))
-    source = open_with(Indices(LENGTH), batch_size=5, shuffle=True)
-    assert source.num_batches(batch=2, sample=4) == 4
-    assert as_lists(walk(source, 0, batch=2, sample=4)) == [order[4:9], order[9:]]
-
-
 @pytest.mark.shows("P70")
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_batches_are_read_where_they_are_fetched_with_equal_results(num_replicas: int) -> None:

@@ -168,9 +168,3 @@ class _Nothing(IterableDataset[Any]):
 def test_what_cannot_be_divided_is_refused(source: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=r"must have shard\(num_shards, index\)"):
         Stream(source)
-
-
-def test_a_function_that_forgets_to_return_its_part_is_named() -> None:
-    stream = Stream(lambda index, count: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ArgumentTypeError, match=r"must return an iterable .*, got None for part 0"):
-        stream.open(0, 2, 0)
