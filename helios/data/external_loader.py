@@ -223,15 +223,10 @@ def _advise(loader: Any) -> str:
             f"self._train_dataset = self._create_dataset(dataset, DataLoaderParams(batch_size="
             f"{loader.batch_size}, shuffle=..., collate_fn=loader.collate_fn))."
         )
-    if isinstance(dataset, Stateful):
-        return (
-            f"The state of the {name} is in its workers, out of reach: set num_workers=0, or "
-            "return a torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader(), or "
-            "let helios.data.Stream read it."
-        )
     return (
         f"Give the {name} state_dict and load_state_dict and set num_workers=0, let "
-        "helios.data.Stream read it, or use a map-style data set."
+        "helios.data.Stream read it, or return a torchdata.stateful_dataloader.StatefulDataLoader "
+        "from train_dataloader()."
     )
 
 

@@ -191,13 +191,18 @@ def test_what_cannot_resume_says_what_would() -> None:
         assert words in remedy_of(open_foreign(loader))
 
 
-def test_a_loader_that_is_shorter_than_it_says_is_an_error() -> None:
-    class Short(SizedRewinding):
-        def __len__(self) -> int:
-            return 8
-
-    with pytest.raises(UsageError, match="must return as many batches as its length, got 6 of"):
-        walk(open_foreign(Short()), 0)
+@pytest.mark.parametrize("length", [4, 8])
+def test_a_loader_whose_length_is_wrong_is_named(
+    length: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SizedRewinding, "__len__", lambda loader: length)
+    source = open_foreign(SizedRewinding())
+    if length > 6:
+        with pytest.raises(UsageError, match="as many batches as its length, got 6 of"):
+            walk(source, 0)
+    else:
+        assert walk(source, 0) == [0, 1, 2, 3]
+        assert "returned more than 4. The rest was skipped" in caplog.text
 
 
 def test_a_state_that_does_not_fit_the_loader_is_an_error() -> None:

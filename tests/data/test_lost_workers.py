@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -189,6 +189,27 @@ def test_workers_that_leak_are_replaced_as_often_as_needed(
     """Each gets further than the one before it, also where more is under way than it can fetch."""
     assert read(Leaking(LENGTH), num_workers=2, prefetch_factor=8) == read(num_workers=0)
     assert len(lines_of(caplog)) > 1
+
+
+class Counting(Sampler[int]):
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(LENGTH):
+            self.asked += 1
+            yield index
+
+
+@pytest.mark.shows("P141")
+def test_a_sampler_is_never_asked_twice(tmp_path: Path) -> None:
+    data = Fatal(tmp_path, {9: (stuck_workers.die, 1), 20: (stuck_workers.die, 1)})
+    sampler = Counting()
+    lists = BatchSampler(sampler, 2, drop_last=False)
+    read(data, batch_sampler=lists, shuffle=False, batch_size=1, num_workers=2)
+    assert sampler.asked == 2 * LENGTH
 
 
 class Large(Indices):
