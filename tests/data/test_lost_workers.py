@@ -27,7 +27,7 @@ from helios.core import rng
 from helios.core.utils import collector_at_rest
 from helios.data import Stream, create_dataloader, workers
 from helios.data.phase_sources import open_source
-from helios.data.source import Shard
+from helios.data.source import LONE, Shard
 from helios.errors import WorkerError
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -71,13 +71,15 @@ def leave() -> None:
     os._exit(0)
 
 
-def make(data: Any, *, num_workers: int, method: Any = "fork", **options: Any) -> Any:
+def make(
+    data: Any, *, num_workers: int, method: Any = "fork", share: Shard = LONE, **options: Any
+) -> Any:
     """Return a source of shuffled batches."""
     options = {"batch_size": 2, "shuffle": True, "pin_memory": False, **options}
     if num_workers:
         options |= {"num_workers": num_workers, "multiprocessing_context": method}
     loader, sampler = create_dataloader(data, **options)
-    return open_source(loader, sampler, run_seed=7, purpose=FETCH)
+    return open_source(loader, sampler, run_seed=7, purpose=FETCH, share=share)
 
 
 def read(data: Any = None, **options: Any) -> list[bytes]:
@@ -310,12 +312,9 @@ def test_the_training_process_pins_what_it_fetches(data: Any, pinned: list[torch
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_batch_that_cannot_be_pickled_is_an_error_at_once(streams: bool) -> None:
-    source: Any = Stream(lambda index, count: range(4)) if streams else Indices(4)
-    options: Any = {"num_workers": 1, "multiprocessing_context": "fork", "pin_memory": False}
-    loader, sampler = create_dataloader(
-        source, collate_fn=lambda samples: (each for each in samples), **options
-    )
-    batches = open_source(loader, sampler, run_seed=7, purpose=FETCH).batches(0)
+    data: Any = Stream(lambda index, count: range(4)) if streams else Indices(4)
+    options: Any = {"collate_fn": lambda samples: (each for each in samples), "shuffle": False}
+    batches = make(data, num_workers=1, worker_timeout=FORKED, **options).batches(0)
     with (
         contextlib.closing(batches),
         pytest.raises(WorkerError, match=r"cannot pickle .generator. object.*num_workers=0"),
@@ -434,24 +433,14 @@ def test_the_workers_of_a_stream_are_replaced(
     kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = []
-    for name, number in (("calm", 0), ("lost", 2)):
+    for name, num_workers in (("calm", 0), ("lost", 2)):
         folder = tmp_path / name
         folder.mkdir()
-        if not number:
-            for position in (4, 9):
-                (folder / f"1-{position}").touch()
-
-        def open_part(index: int, count: int, folder: Path = folder) -> Any:
-            return kind(folder, index)
-
-        loader, sampler = create_dataloader(
-            Stream(open_part),
-            batch_size=2,
-            num_workers=number,
-            multiprocessing_context="fork" if number else None,
-        )
+        for position in (4, 9) if name == "calm" else ():
+            (folder / f"1-{position}").touch()
         share = Shard(num_replicas=2, block=range(2), pads=True)
-        source = open_source(loader, sampler, run_seed=7, purpose=FETCH, share=share)
+        stream = Stream(lambda index, count, folder=folder: kind(folder, index))
+        source = make(stream, num_workers=num_workers, shuffle=False, share=share)
         source.uses_state = kind is StatefulPart
         found.append([torch.cat(batch).numpy().tobytes() for batch in source.batches(0)])
     assert len(found[0]) == 5
@@ -459,50 +448,27 @@ def test_the_workers_of_a_stream_are_replaced(
     assert len(lines_of(caplog)) == 2
 
 
-class SlowPart:
-    """A part without a state, whose replay takes longer than workers may take for a batch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for position in range(90):
-            time.sleep(0.03)
-            if position == 80 and not (self.folder / "left").exists():
-                (self.folder / "left").touch()
-                stuck_workers.die()
-            yield torch.tensor(float(position))
-
-
 def test_a_replay_may_take_longer_than_a_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def open_part(index: int, count: int) -> Any:
-        return SlowPart(tmp_path)
+    def read_slowly(index: int, count: int) -> Iterator[float]:
+        for position in range(60):
+            time.sleep(0.05)
+            if position == 50 and not (tmp_path / "died").exists():
+                (tmp_path / "died").touch()
+                stuck_workers.die()
+            yield float(position)
 
-    loader, _ = create_dataloader(
-        Stream(open_part),
-        batch_size=1,
-        num_workers=1,
-        multiprocessing_context="fork",
-        worker_timeout=2.0,
-        pin_memory=False,
-    )
-    batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
-    assert torch.cat([batch for (batch,) in batches]).tolist() == [*range(90)]
+    options: Any = {"shuffle": False, "batch_size": 1, "worker_timeout": 2.0}
+    source = make(Stream(read_slowly), num_workers=1, **options)
+    assert [float(batch) for (batch,) in source.batches(0)] == [*range(60)]
     assert len(lines_of(caplog)) == 1
 
 
 def test_a_stream_that_ends_every_worker_is_an_error() -> None:
-    def die(index: int, count: int) -> Any:
-        stuck_workers.die()
-
-    loader, _ = create_dataloader(
-        Stream(die), batch_size=2, num_workers=1, multiprocessing_context="fork"
-    )
-    batches = open_source(loader, None, run_seed=7, purpose=FETCH).batches(0)
+    source = make(Stream(lambda index, count: stuck_workers.die()), num_workers=1, shuffle=False)
     with pytest.raises(WorkerError, match=r"lost 3 times.*batch 0 of epoch 1"):
-        next(batches)
+        next(source.batches(0))
 
 
 @pytest.mark.shows("P141")
