@@ -86,16 +86,6 @@ def test_what_is_drawn_between_fetches_changes_nothing() -> None:
     assert torch.equal(torch.cat(loud), torch.cat(quiet))
 
 
-def test_each_purpose_and_each_epoch_has_streams_of_its_own() -> None:
-    drawn = [
-        torch.cat(walk(open_with(Augmented(4), purpose=purpose), epoch))[:, 1:]
-        for purpose in (FETCH, "fetch-validation")
-        for epoch in (0, 1)
-    ]
-    numbers = torch.cat(drawn).flatten()
-    assert len(numbers.unique()) == len(numbers)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_nothing_before_the_place_is_fetched(num_workers: int) -> None:
     data = Indices(LENGTH)
