@@ -28,14 +28,7 @@ from helios.data.source import (
     Source,
     run_on_one_thread,
 )
-from helios.data.workers import (
-    REMEDY,
-    Failures,
-    WorkerInit,
-    WorkerItems,
-    WorkersLost,
-    end_workers,
-)
+from helios.data.workers import REMEDY, Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.errors import ArgumentError, StateError, UsageError, WorkerError
 from helios.protocols import Stateful
 

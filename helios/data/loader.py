@@ -36,13 +36,7 @@ from helios.data.samplers import (
 )
 from helios.data.source import run_on_one_thread
 from helios.data.stream import Stream, StreamLoader
-from helios.data.workers import (
-    Failures,
-    WorkerInit,
-    WorkerItems,
-    WorkersLost,
-    end_workers,
-)
+from helios.data.workers import Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
 from helios.storage.content_hash import Content, look_safely

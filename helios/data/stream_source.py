@@ -366,7 +366,7 @@ class _StreamBatches(BatchIterator):
             plan = replace(plan, position=position, states=self._read_states)
             num_repeated = len(plan.cut_replay())
         self._num_repeated = num_repeated
-        if num_repeated:
+        if num_repeated and not plan.states:
             _announce(plan, self.seconds)
         self._items = self._open(plan)
 

@@ -45,7 +45,7 @@ _ZEROS = bytes(512)
 _MOST_FAILURES = 3
 REMEDY = (
     "Pass num_workers=0 to see why, under python -X faulthandler. If it just takes long, raise "
-    "worker_timeout."
+    "the timeout."
 )
 _OF_DEATH = (EOFError, ConnectionError, FileNotFoundError)
 """Errors of one who reads the memory of a worker's tensors, if the worker died."""
@@ -129,8 +129,8 @@ class WorkerItems(Iterator[Any]):
         try:
             self._items = self._wait(begin)
         except WorkersLost as loss:
-            failures.add(loss, "New workers take their place.", remedy=REMEDY)
             self._end_workers()
+            failures.add(loss, "New workers take their place.", remedy=REMEDY)
             self._lost, self._items = "", begin()
         # Not before: Python warns of a fork beside threads.
         if not watch.is_alive() and _workers_of(self._items):
