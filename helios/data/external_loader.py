@@ -28,14 +28,13 @@ from helios.data.source import (
     Source,
     run_on_one_thread,
 )
-from helios.data.workers import Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
+from helios.data.workers import REMEDY, Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.errors import ArgumentError, StateError, UsageError, WorkerError
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()
 _TIMEOUT = 300.0
-_REMEDY = "Pass num_workers=0 to see why, under python -X faulthandler."
 
 
 @final
@@ -217,15 +216,10 @@ def _advise(loader: Any) -> str:
             f"self._train_dataset = self._create_dataset(dataset, DataLoaderParams(batch_size="
             f"{loader.batch_size}, shuffle=..., collate_fn=loader.collate_fn))."
         )
-    if isinstance(dataset, Stateful):
-        return (
-            f"The state of the {name} is in its workers, out of reach: set num_workers=0, or "
-            "return a torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader(), or "
-            "let helios.data.Stream read it."
-        )
     return (
         f"Give the {name} state_dict and load_state_dict and set num_workers=0, let "
-        "helios.data.Stream read it, or use a map-style data set."
+        "helios.data.Stream read it, or return a torchdata.stateful_dataloader.StatefulDataLoader "
+        "from train_dataloader()."
     )
 
 
@@ -276,13 +270,10 @@ class _ForeignBatches(BatchIterator):
         self._begin()
 
     def _begin(self) -> Iterator[Any]:
-        while self._batches is None:
+        if self._batches is None:
             # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
-            try:
-                with rng.stream(self._position.order_key()):
-                    self._batches = self._iterate()
-            except WorkersLost as loss:
-                self._failures.add(loss, "New workers take their place.", remedy=_REMEDY)
+            with rng.stream(self._position.order_key()):
+                self._batches = self._iterate()
         return self._batches
 
     def _iterate(self) -> Iterator[Any]:
@@ -292,7 +283,7 @@ class _ForeignBatches(BatchIterator):
         # Where it cannot go on, new workers would not help.
         can_resume = not isinstance(self._source.resumes_by, CannotResume)
         timeout = loader.timeout or (_TIMEOUT if can_resume else None)
-        return WorkerItems(lambda: iter(loader), loader, timeout)
+        return WorkerItems(lambda: iter(loader), loader, timeout, self._failures)
 
     def close(self) -> None:
         """End the pass and workers that are not persistent."""
@@ -337,7 +328,7 @@ class _ForeignBatches(BatchIterator):
             self._batches.close()
         self._batches = None
         self._failures.add(
-            loss, f"The {kind} goes on from its own state with new workers.", remedy=_REMEDY
+            loss, f"The {kind} goes on from its own state with new workers.", remedy=REMEDY
         )
 
 

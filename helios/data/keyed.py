@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from helios.core import rng
 from helios.data.order import Order, Position
+from helios.data.workers import Parcel
 from helios.storage.content_hash import Content, content_bytes, look_safely
 
 _Found = TypeVar("_Found")
@@ -110,9 +111,9 @@ class ReadingCollate:
         """Return the batch, with its content if demanded."""
         batch = self._collate(samples)
         if not self._dataset.reads_content:
-            return batch
+            return Parcel(batch)
         content = look_safely(batch)
-        return ReadBatch(batch, content._replace(data=content_bytes(content)))
+        return Parcel(ReadBatch(batch, content._replace(data=content_bytes(content))))
 
 
 def data_sets_of(loader: object) -> list[Any]:

@@ -13,13 +13,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, get_num_threads
-from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
 from helios.core.memory import same
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
 from helios.data.keyed import BatchedDataset, Keyed
-from helios.data.loader import KeyedLoader
+from helios.data.loader import FetchedBatches, KeyedLoader
 from helios.data.mixture import Mixture
 from helios.data.order import Position
 from helios.data.sharding_plan import (
@@ -36,6 +35,7 @@ from helios.data.source import (
     Shard,
     Source,
     make_cut_error,
+    pin,
     run_on_one_thread,
 )
 from helios.storage.content_hash import Content, look_safely
@@ -342,7 +342,7 @@ class _WorkerBatches(_DealtBatches):
         self._reads_content = reads_content
         self._under_way: deque[ShardedIteration] = deque()
         walk = deal.walk(position, self._under_way, reads_content=reads_content)
-        self._batches = loader.start(position, walk)
+        self._batches = FetchedBatches(loader, walk, position)
         # PyTorch reads ahead by at least one batch, so an empty list always means the end.
         self._is_done = not self._under_way
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from functools import partial
+from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import Any, TypeAlias, final
 
@@ -95,7 +95,6 @@ class KeyedLoader(DataLoader[Any]):
         self.batches = batches
         self.keyed_dataset = keyed_dataset
         self.params = params
-        self._is_by_hand = False
 
     @property
     def is_pure(self) -> bool:
@@ -110,22 +109,9 @@ class KeyedLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._is_by_hand = True
         if not self.num_workers:
             return self._iterate_here(super().__iter__())
-        return FetchedBatches(iter(self.batches), self._start_workers)
-
-    def start(self, position: Position, items: Iterator[Keyed]) -> FetchedBatches:
-        """Start to fetch in workers; persistent ones are reused, if a trainer started them.
-
-        Args:
-            position: where to start.
-            items: the batches from there on, each with its key.
-        """
-        if self._is_by_hand:
-            self.end_workers()
-            self._is_by_hand = False
-        return FetchedBatches(items, partial(self._start_at, position))
+        return FetchedBatches(self, iter(self.batches))
 
     def read_again(self, position: Position, items: Sequence[Keyed]) -> list[Content]:
         """Return what is read of batches beside any pass.
@@ -139,7 +125,7 @@ class KeyedLoader(DataLoader[Any]):
         """
         if not self.num_workers:
             return [run_on_one_thread(self._read, item) for item in items]
-        batches = self._start_at(position, lambda: iter(items), one_by_one=True)
+        batches = self.alone().start_workers(lambda: iter(items), position, Failures())
         try:
             return [each.content for each in batches]
         finally:
@@ -150,38 +136,32 @@ class KeyedLoader(DataLoader[Any]):
         samples = dataset.__getitems__(item) if self.batches.is_batched else dataset[item]
         return look_safely(self.collate_fn(samples))
 
-    def _start_at(self, position: Position, walk: Walk, one_by_one: bool) -> WorkerItems:
-        if self.generator is not None:
-            self.generator.manual_seed(position.worker_key())
-        collate = self.collate_fn
-        self.collate_fn = ReadingCollate(collate, self.keyed_dataset)
-        try:
-            return self._start_workers(walk, one_by_one)
-        finally:
-            self.collate_fn = collate
+    def alone(self) -> KeyedLoader:
+        """Return a loader of the same data with one worker, which fetches one batch at a time."""
+        options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 1}
+        params = replace(self.params, **options, persistent_workers=False)
+        return KeyedLoader(self.keyed_dataset.dataset, self.batches, params)
 
-    def _start_workers(self, walk: Walk, one_by_one: bool) -> WorkerItems:
+    def start_workers(
+        self, walk: Walk, position: Position | None, failures: Failures
+    ) -> WorkerItems:
         """Start PyTorch's own iteration.
 
         Args:
             walk: returns what is fetched.
-            one_by_one: whether a worker of its own gets an item only when the one before it has
-                arrived.
+            position: where the pass begins; ``None`` in a user's own loop.
+            failures: those of the pass.
         """
-        if one_by_one:
-            options = {**_loader_options(self.params), "num_workers": 1, "prefetch_factor": 1}
-            options |= {"collate_fn": self.collate_fn, "persistent_workers": False}
-            if self.batches.is_batched:
-                options["batch_sampler"] = _Walked(walk)
-            else:
-                options |= {"batch_size": None, "sampler": _Walked(walk)}
-            loader: DataLoader[Any] = DataLoader(self.keyed_dataset, **options)
-            return WorkerItems(loader.__iter__, loader, self.params.worker_timeout)
+        if self.generator is not None and position is not None:
+            self.generator.manual_seed(position.worker_key())
+        collate = self.collate_fn
+        self.collate_fn = ReadingCollate(collate, self.keyed_dataset)
         self.batches.seek(walk)
         try:
-            return WorkerItems(super().__iter__, self, self.params.worker_timeout)
+            return WorkerItems(super().__iter__, self, self.params.worker_timeout, failures)
         finally:
             self.batches.seek(None)
+            self.collate_fn = collate
 
     def end_workers(self) -> None:
         """End persistent workers; the next iteration starts new ones."""
@@ -200,58 +180,49 @@ class KeyedLoader(DataLoader[Any]):
             yield batch
 
 
-_NUM_SHOWN = 8
-
-
 @final
 class FetchedBatches(Iterator[Any]):
     """What workers fetch in a pass, in its order, from new workers if some are lost.
 
-    Every batch is known by its key, so a pass is opened again with what was dealt and not handed
-    out, and then the rest of the same walk; a sampler is never asked twice. If that fails, too,
-    what is owed is fetched one by one: so the batch is known that a worker dies of, and a worker
-    that dies after a few batches gets further each time.
+    Every batch is known by its key. So what was dealt and not handed out is fetched again, one
+    batch at a time by one worker, and then the rest of the same walk; a sampler is never asked
+    twice. So the batch is known that a worker dies of, and a worker that dies after a few batches
+    gets further each time.
 
     Args:
+        loader: whose workers fetch.
         items: what is fetched; iterated over once.
-        begin: starts workers on a walk, which get one item after another if asked for.
+        position: where the pass begins; ``None`` in a user's own loop.
     """
 
-    def __init__(self, items: Iterator[Keyed], begin: Callable[[Walk, bool], WorkerItems]) -> None:
+    def __init__(
+        self, loader: KeyedLoader, items: Iterator[Keyed], position: Position | None = None
+    ) -> None:
+        self._loader, self._items, self._position = loader, items, position
         self._owed: deque[Keyed] = deque()
-        # Not this object: its workers end when it is dropped, so nothing may lead back to it.
         self._errors: list[Exception] = []
-        self._owed_first = partial(_walk, items, self._owed, self._errors)
-        self._begin = begin
         self._failures = Failures()
-        self._is_one_by_one = False
-        self._workers: WorkerItems | None = None
-        self._open()
+        self._is_mending = False
+        self._workers = self._deal()
 
-    def _open(self) -> WorkerItems:
-        while self._workers is None:
-            self._is_one_by_one = self._failures.is_next_the_last and bool(self._owed)
-            walk = [*self._owed].__iter__ if self._is_one_by_one else self._owed_first
-            try:
-                self._workers = self._begin(walk, self._is_one_by_one)
-            except WorkersLost as loss:
-                self._recover(loss)
-        self._raise_error()
-        return self._workers
-
-    def _raise_error(self) -> None:
-        """Raise an error of the items as soon as it is known."""
-        if self._errors:
-            self.close()
-            raise self._errors[0]
+    def _deal(self) -> WorkerItems:
+        """Let workers fetch what follows."""
+        # Not this object: its workers end when it is dropped, so nothing may lead back to it.
+        items, owed, errors = self._items, self._owed, self._errors
+        found = self._loader.start_workers(
+            lambda: _walk(items, owed, errors), self._position, self._failures
+        )
+        if errors:
+            found.close(keeps_workers=True)
+            raise errors[0]
+        return found
 
     def __next__(self) -> Any:
         while True:
             try:
-                item = next(self._open())
+                item = next(self._workers)
             except WorkersLost as loss:
-                self._end()
-                self._recover(loss)
+                self._mend(loss)
             except StopIteration:
                 raise
             except Exception:
@@ -259,68 +230,54 @@ class FetchedBatches(Iterator[Any]):
                 raise
             else:
                 self._count_one()
-                self._raise_error()
+                if self._errors:
+                    self.close()
+                    raise self._errors[0]
                 return item
 
     def _count_one(self) -> None:
-        if self._owed:
-            self._owed.popleft()
+        self._owed.popleft()
         self._failures.clear()
-        if self._is_one_by_one and not self._owed:
+        if self._is_mending and not self._owed:
             # Now: who hands out batches knows by what is dealt whether the pass goes on.
             self.close()
-            self._open()
+            self._is_mending = False
+            self._workers = self._deal()
 
-    def _recover(self, loss: WorkersLost) -> None:
+    def _mend(self, loss: WorkersLost) -> None:
+        """Fetch what is owed from a new worker."""
+        self._workers.close()
         count = len(self._owed)
         what = "the batch that was" if count == 1 else f"the {count} batches that were"
-        then = f"New workers fetch {what} under way." if count else "New workers take their place."
+        then = f"A new worker fetches {what} under way, one at a time."
         self._failures.add(loss, then, remedy=self._describe_next())
+        self._is_mending = True
+        owed = [*self._owed]
+        self._workers = self._loader.alone().start_workers(
+            lambda: iter(owed), self._position, self._failures
+        )
 
     def _describe_next(self) -> str:
-        if not self._owed:
-            return "Pass num_workers=0 to see why, under python -X faulthandler."
         item = self._owed[0]
-        indices = item.indices if isinstance(item.indices, list) else [item.indices]
-        shown = ", ".join(map(repr, indices[:_NUM_SHOWN]))
-        if len(indices) > _NUM_SHOWN:
-            shown += f" and {len(indices) - _NUM_SHOWN} more"
         return (
-            f"They did not fetch the samples {shown}. To see why, fetch them in one process: call "
+            f"They did not fetch the samples {item.indices}. To see why, fetch them yourself: "
             f"helios.core.rng.reseed({item.key}), then dataset[i] for each, under python -X "
-            "faulthandler. If a worker has printed an error above, correct that first; if it just "
-            "takes long, raise worker_timeout."
+            "faulthandler. If it just takes long, raise worker_timeout."
         )
 
     def close(self) -> None:
         """End the pass; persistent workers stay for the next one."""
-        self._end(keeps_workers=True)
-
-    def _end(self, *, keeps_workers: bool = False) -> None:
-        workers, self._workers = self._workers, None
-        if workers is not None:
-            workers.close(keeps_workers=keeps_workers)
-
-
-class _Walked:
-    """A sampler for one pass."""
-
-    def __init__(self, walk: Walk) -> None:
-        self._walk = walk
-
-    def __iter__(self) -> Iterator[Keyed]:
-        return self._walk()
+        self._workers.close(keeps_workers=True)
 
 
 def _walk(items: Iterator[Keyed], owed: deque[Keyed], errors: list[Exception]) -> Iterator[Keyed]:
-    """Deal again what is owed, and then the rest, up to an error.
+    """Deal up to an error, and note what is dealt.
 
-    It is not raised here: PyTorch's iterator would be left to the garbage collector, which closes
-    the pipes of its queues before their threads do so once more.
+    The error is not raised here: PyTorch's iterator would be left to the garbage collector, which
+    closes the pipes of its queues before their threads do so once more.
     """
-    yield from [*owed]
     try:
-        for item in () if errors else items:
+        for item in items:
             owed.append(item)
             yield item
     except Exception as error:

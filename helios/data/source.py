@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Final, TypeAlias, final
 
 import torch
+from torch.utils.data import DataLoader
 
 from helios.errors import ArgumentError, UsageError
 from helios.protocols import Stateful
@@ -509,3 +510,19 @@ def run_on_one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
         return function(argument)
     finally:
         torch.set_num_threads(num_threads)
+
+
+def pin(batch: Any) -> Any:
+    """Copy a batch to pinned memory by a loader of PyTorch, whose way to do so is not public."""
+    loader: DataLoader[Any] = DataLoader(
+        [batch],  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=_return,
+        pin_memory=True,
+        generator=torch.Generator(),  # in place of the default one, from which it would draw
+    )
+    return next(iter(loader))
+
+
+def _return(batch: Any) -> Any:
+    return batch

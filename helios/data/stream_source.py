@@ -11,24 +11,27 @@ from typing import Any, final
 
 from torch import get_num_threads
 from torch.utils.data import DataLoader, default_collate, default_convert
-from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
 from helios.data.fingerprint import describe_class, find_fingerprint
 from helios.data.order import Position
-from helios.data.source import LONE, NO_BATCH, BatchIterator, Shard, Source, run_on_one_thread
+from helios.data.source import (
+    LONE,
+    NO_BATCH,
+    BatchIterator,
+    Shard,
+    Source,
+    pin,
+    run_on_one_thread,
+)
 from helios.data.stream import Read, StreamLoader, StreamPlan, StreamReader
-from helios.data.workers import Failures, WorkerItems, WorkersLost
+from helios.data.workers import REMEDY, Failures, Parcel, WorkerItems, WorkersLost
 from helios.errors import ArgumentError, StateError
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _PARTS, _SECONDS = "parts", "seconds"
 _FEWEST, _SHARE = 100, 10
-_REMEDY = (
-    "Pass num_workers=0 to see why, under python -X faulthandler. If it just takes long, raise "
-    "worker_timeout."
-)
 _ANY_KEY = 0
 """What generators are seeded from while they are kept: each read seeds them again."""
 
@@ -285,13 +288,10 @@ class _StreamBatches(BatchIterator):
             return iter(reader)
         options = {**loader.options, "num_workers": self._num_workers, "persistent_workers": False}
         workers: DataLoader[Any] = DataLoader(
-            reader, batch_size=None, **{**options, "collate_fn": _as_it_is}
+            reader, batch_size=None, **{**options, "collate_fn": Parcel}
         )
-        while True:
-            try:
-                return WorkerItems(lambda: iter(workers), workers, loader.params.worker_timeout)
-            except WorkersLost as loss:
-                self._failures.add(loss, "New workers take their place.", remedy=_REMEDY)
+        timeout = loader.params.worker_timeout
+        return WorkerItems(lambda: iter(workers), workers, timeout, self._failures)
 
     def close(self) -> None:
         """End the pass and its workers."""
@@ -354,21 +354,20 @@ class _StreamBatches(BatchIterator):
             WorkerError: if workers were lost too often in the same place.
         """
         self._end_items()
-        first, count = self._plan.position, self._num_read
-        plan = self._plan
-        if self._replay:
-            self._num_repeated = len(plan.cut_replay()) - len(self._replay)
-        else:
-            sample = first.sample + count * self.num_samples
-            position = replace(first, batch=first.batch + count, sample=sample)
+        plan, first = self._plan, self._plan.position
+        batch = first.batch + self._num_read
+        what = f"batch {batch} of epoch {first.epoch + 1} of a Stream"
+        remedy = f"They did not read {what}. {REMEDY}"
+        self._failures.add(loss, "New workers take their place.", remedy=remedy)
+        num_repeated = len(plan.cut_replay()) - len(self._replay)
+        if not self._replay:
+            sample = first.sample + self._num_read * self.num_samples
+            position = replace(first, batch=batch, sample=sample)
             plan = replace(plan, position=position, states=self._read_states)
-            self._num_repeated = len(plan.cut_replay())
-        is_restored = self._read_states.keys() >= {*self._share.block}
-        is_read_again = self._num_repeated and not is_restored
-        how = "read the epoch again up to here" if is_read_again else "go on here"
-        place = f"batch {first.batch + count} of epoch {first.epoch + 1} of a Stream"
-        remedy = f"They did not read {place}. {_REMEDY}"
-        self._failures.add(loss, f"New workers {how}.", remedy=remedy)
+            num_repeated = len(plan.cut_replay())
+        self._num_repeated = num_repeated
+        if num_repeated and not plan.states:
+            _announce(plan, self.seconds)
         self._items = self._open(plan)
 
     def _in_order(self, items: list[list[Read | None]]) -> list[Read | None]:
@@ -406,8 +405,4 @@ class _StreamBatches(BatchIterator):
             item = next(self._items)
         else:
             item = run_on_one_thread(next, self._items)
-        return pin(item) if self._pins else item  # type: ignore[no-untyped-call]
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
+        return pin(item) if self._pins else item

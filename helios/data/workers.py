@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import logging
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import sys
@@ -21,8 +21,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import Process
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader
@@ -42,6 +43,10 @@ _PAUSE = 0.01
 _ZEROS = bytes(512)
 """As many as a pipe that has room always takes."""
 _MOST_FAILURES = 3
+REMEDY = (
+    "Pass num_workers=0 to see why, under python -X faulthandler. If it just takes long, raise "
+    "the timeout."
+)
 _OF_DEATH = (EOFError, ConnectionError, FileNotFoundError)
 """Errors of one who reads the memory of a worker's tensors, if the worker died."""
 
@@ -61,6 +66,30 @@ class _HasWorkers(Protocol):
 
 
 @final
+class Parcel:
+    """Sends an item from a worker, or the reason why it cannot be pickled.
+
+    A queue of Python only prints that reason, and the training process would wait for the item.
+    """
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        try:
+            return pickle.loads, (bytes(ForkingPickler.dumps(self._item)),)
+        except Exception as error:
+            return _Unsent, (str(error),)
+
+
+@final
+class _Unsent(NamedTuple):
+    """What arrives in place of an item that cannot be pickled."""
+
+    reason: str
+
+
+@final
 class WorkerItems(Iterator[Any]):
     """What PyTorch's iterator returns, until workers are lost.
 
@@ -71,17 +100,19 @@ class WorkerItems(Iterator[Any]):
         begin: makes the iterator, and starts its workers.
         loader: whose workers they are.
         timeout: seconds without an item after which they are lost; ``None`` for never.
+        failures: those of the pass; persistent workers may have been lost before it.
 
     Attributes:
         timeout: as given; it may be changed.
         current_wait: an object of its own for each time that workers are waited for, if they are.
-
-    Raises:
-        WorkersLost: if one dies at once.
     """
 
     def __init__(
-        self, begin: Callable[[], Iterator[Any]], loader: DataLoader[Any], timeout: float | None
+        self,
+        begin: Callable[[], Iterator[Any]],
+        loader: DataLoader[Any],
+        timeout: float | None,
+        failures: Failures,
     ) -> None:
         self.timeout = timeout
         self._loader = loader
@@ -97,9 +128,10 @@ class WorkerItems(Iterator[Any]):
         _leave_watch()
         try:
             self._items = self._wait(begin)
-        except WorkersLost:
-            self.close()
-            raise
+        except WorkersLost as loss:
+            self._end_workers()
+            failures.add(loss, "New workers take their place.", remedy=REMEDY)
+            self._lost, self._items = "", begin()
         # Not before: Python warns of a fork beside threads.
         if not watch.is_alive() and _workers_of(self._items):
             watch.start()
@@ -109,8 +141,15 @@ class WorkerItems(Iterator[Any]):
 
         Raises:
             WorkersLost: if it does not come.
+            WorkerError: if it cannot be pickled.
         """
-        return self._wait(self._items.__next__)
+        item = self._wait(self._items.__next__)
+        if isinstance(item, _Unsent):
+            raise WorkerError(
+                f"Workers send batches by pickle, but for this one it failed: {item.reason}. "
+                "Return something else from the data set or collate_fn, or pass num_workers=0."
+            )
+        return item
 
     def _wait(self, call: Callable[[], Any]) -> Any:
         self.current_wait = object()
@@ -138,7 +177,7 @@ class WorkerItems(Iterator[Any]):
                 if deaths := _describe_deaths(self._items):
                     return deaths
                 time.sleep(_PAUSE)
-        return f"A loader worker died: {text}" if text.startswith("DataLoader worker (pid") else ""
+        return ""
 
     def check(self, seconds: float) -> None:
         """Kill the workers if one has died, or if they did not answer for too long.
@@ -163,24 +202,24 @@ class WorkerItems(Iterator[Any]):
         """
         self._is_over.set()
         if not (keeps_workers and self._loader.persistent_workers):
-            end_workers(self._items)
-            if self._loader._iterator is self._items:  # noqa: SLF001
-                self._loader._iterator = None  # noqa: SLF001
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        end_workers(self._items)
+        if self._loader._iterator is self._items:  # noqa: SLF001
+            self._loader._iterator = None  # noqa: SLF001
 
 
 def _leave_watch() -> None:
-    """Take back PyTorch's handler of SIGCHLD.
+    """Keep PyTorch's handler of SIGCHLD out.
 
     It raises wherever the process is, even while a queue starts its thread, or in a collective.
     """
     if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
-        found: Any = signal.getsignal(signal.SIGCHLD)
-        # Does nothing if it was called before.
-        signal_handling._set_SIGCHLD_handler()  # noqa: SLF001
+        signal_handling._SIGCHLD_handler_set = True  # noqa: SLF001
+        found = signal.getsignal(signal.SIGCHLD)
         if getattr(found, "__module__", "") == signal_handling.__name__:
-            # That of the script, which PyTorch's calls.
-            found = inspect.getclosurevars(found).nonlocals.get("previous_handler")
-        signal.signal(signal.SIGCHLD, found or signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _watch(found: weakref.ref[WorkerItems], is_over: threading.Event) -> None:
@@ -255,11 +294,11 @@ def _describe_deaths(items: object, *, failed_only: bool = False) -> str:
             it is over.
     """
     codes = {each.pid: each.exitcode for each in _workers_of(items) if each.exitcode is not None}
-    failed = {pid: code for pid, code in codes.items() if code}
     ends = [
         f"process {pid} "
         + (f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}")
-        for pid, code in (failed if failed or failed_only else codes).items()
+        for pid, code in codes.items()
+        if code or not failed_only
     ]
     who = "A loader worker" if len(ends) == 1 else "Loader workers"
     return f"{who} died: {'; '.join(ends)}{_describe_memory()}" if ends else ""
@@ -271,7 +310,7 @@ def _describe_memory() -> str:
         found = next(line for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return ""
-    return f" ({size_text(int(found.split()[1]) * 1024)} of memory are available)"
+    return f" ({size_text(int(found.split()[1]) * 1024)} of memory is available)"
 
 
 @final
@@ -306,11 +345,6 @@ class Failures:
     def clear(self) -> None:
         """Note that a batch came."""
         self._texts.clear()
-
-    @property
-    def is_next_the_last(self) -> bool:
-        """Whether the next one is an error."""
-        return len(self._texts) == _MOST_FAILURES - 1
 
 
 @final
@@ -354,4 +388,4 @@ def _end_without_parent() -> None:
     # With forkserver, the server starts the worker, and ends with the training process.
     is_served = method == "forkserver" or kind.__name__ == "ForkServerProcess"
     if parent is not None and not is_served and os.getppid() != parent.pid:
-        os._exit(1)
+        sys.exit(1)

@@ -33,11 +33,6 @@ class Numbers(DataModule):
         self._predict_dataset = self._create_dataset(Indices(13), self.params)
 
 
-class Empty(DataModule):
-    def setup(self) -> None:
-        """Assign nothing."""
-
-
 def test_without_a_trainer_each_split_has_its_loader() -> None:
     module = Numbers({"batch_size": 5, "shuffle": True})
     module.prepare_data()
@@ -48,26 +43,6 @@ def test_without_a_trainer_each_split_has_its_loader() -> None:
         assert isinstance(sampler, ResumableRandomSampler)
         assert sorted(join(as_lists(list(loader)))) == list(range(length))
     module.teardown()
-
-
-def test_a_split_without_data_is_none() -> None:
-    module = Empty()
-    module.setup()
-    for split in SPLITS:
-        assert getattr(module, f"{split}_dataset") is None
-        assert getattr(module, f"{split}_dataloader")() is None
-
-
-def test_distribution_is_taken_from_the_module_unless_the_options_say() -> None:
-    module = Numbers(DataLoaderParams())
-    module.setup()
-    assert not module.is_distributed
-    module.is_distributed = True
-    with pytest.raises(ArgumentError, match="requires a process group"):
-        module.train_dataloader()
-    module.params = DataLoaderParams(is_distributed=False)
-    module.setup()
-    assert module.train_dataloader() is not None
 
 
 @pytest.mark.parametrize("is_distributed", [None, False, True])
@@ -83,11 +58,6 @@ def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | 
             source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
             (first,) = walk_shares(source, 0)[0]
             assert first.tolist() == [0 if is_distributed is False and pads else 1]
-
-
-def test_a_module_must_say_what_its_data_is() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        DataModule()
 
 
 class Several(Numbers):

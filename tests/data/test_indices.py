@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,9 @@ from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
 from helios.data.samplers import (
     ResumableDistributedSampler,
-    ResumableRandomSampler,
-    ResumableSampler,
 )
 from helios.data.source import Source
-from tests.data.datasets import FETCH, Indices, Lone, draw, walk
+from tests.data.datasets import FETCH, Indices, Lone, walk
 from tests.data.test_order import Lazy, Remembering, Reusing
 
 LENGTH = 11
@@ -28,33 +26,6 @@ LENGTH = 11
 def open_with(length: int = LENGTH, **options: Any) -> Source:
     loader, sampler = create_dataloader(Indices(length), **options)
     return open_source(loader, sampler, run_seed=7, purpose=FETCH)
-
-
-class Backwards(ResumableRandomSampler):
-    """A positional sampler of a user."""
-
-    def blocks(self, start: int = 0) -> Iterator[list[int]]:
-        order = [index for block in super().blocks(0) for index in block]
-        yield order[::-1][start:]
-
-
-class ByEpoch(ResumableSampler):
-    """Its order follows from the epoch, by an attribute that it sets itself."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length = length
-        self.order = list(range(length))
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self.order.sort(key=lambda index: (index * (epoch + 2)) % self.length)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-    def __len__(self) -> int:
-        return self.length
 
 
 _ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -66,9 +37,7 @@ _ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
         "batch_size": 2,
         "sampler": ResumableDistributedSampler(Indices(LENGTH), 3, 1, shuffle=True, batch_size=2),
     },
-    "backwards": lambda: {"batch_size": 3, "sampler": Backwards(Indices(LENGTH))},
     "drawn": lambda: {"batch_size": 4, "sampler": Lazy(LENGTH)},
-    "by epoch": lambda: {"batch_size": 4, "sampler": ByEpoch(LENGTH)},
     "listed": lambda: {"batch_sampler": [[0, 1], [2, 3, 4], [5]]},
     "grouped": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(LENGTH)), 4, False)},
     "in order": lambda: {"batch_sampler": BatchSampler(SequentialSampler(range(9)), 4, True)},
@@ -101,30 +70,9 @@ def test_the_indices_are_those_that_are_fetched(case: str, num_workers: int) -> 
         assert source.indices(epoch, batch=len(seen), sample=sample) is None
 
 
-class Careless(ResumableRandomSampler):
-    """A positional sampler that draws from all generators."""
-
-    def blocks(self, start: int = 0) -> Iterator[list[int]]:
-        draw(), np.random.rand()
-        return super().blocks(start)
-
-
-class Legacy(ResumableSampler):
-    """Draws from NumPy's global generator."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.permutation(100).tolist())
-
-
-_CARELESS: dict[str, Callable[[], dict[str, Any]]] = {
-    "careless": lambda: {"sampler": Careless(Indices(101))},
-    "legacy": lambda: {"sampler": Legacy()},
-}
-
-
-@pytest.mark.parametrize("case", [*_ORDERS, *_CARELESS])
+@pytest.mark.parametrize("case", _ORDERS)
 def test_looking_aside_moves_no_generator_and_no_sampler(case: str) -> None:
-    source = open_with(101, **{**_ORDERS, **_CARELESS}[case]())
+    source = open_with(101, **_ORDERS[case]())
     loader = source.loader
     sampler = loader.batches.order.sampler
     before = {name: repr(value) for name, value in getattr(sampler, "__dict__", {}).items()}
@@ -139,57 +87,5 @@ def test_looking_aside_moves_no_generator_and_no_sampler(case: str) -> None:
     assert not loader.keyed_dataset.dataset.counts.any()
 
 
-class Settable(ResumableSampler):
-    """Its order is a state that is set from outside, perhaps after the epoch has begun."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = [2, 0, 1]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": self.order}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.order = state_dict["order"]
-
-
-class Alone(ResumableSampler):
-    """Draws from a generator of its own."""
-
-    def __init__(self, generator: Any) -> None:
-        super().__init__()
-        self.generator = generator
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([0, 1])
-
-
-class Uncopyable(ResumableSampler):
-    """Cannot be copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.source = (index for index in range(3))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Remembering(5),
-        Settable,
-        Uncopyable,
-        lambda: Alone(torch.Generator()),
-    ],
-)
-def test_what_cannot_be_known_is_not_told(make: Callable[[], ResumableSampler]) -> None:
-    source = open_with(101, sampler=make())
-    assert source.indices(0) is None
+def test_what_follows_from_a_state_is_not_told() -> None:
+    assert open_with(101, sampler=Remembering(5)).indices(0) is None

@@ -1,67 +1,13 @@
-"""Keys beside indices: how lists are cut, which streams they get, what torch sees of them."""
+"""Keys beside indices, and what a loop of your own gets from a loader."""
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Any
-
-import pytest
 import torch
 
 from helios.core import rng
 from helios.data import create_dataloader
-from helios.data.keyed import Keyed, KeyedBatchSampler
-from helios.data.order import Position, PositionalOrder
-from helios.data.samplers import ResumableRandomSampler, ResumableSequentialSampler
-from helios.data.sharding_plan import ShardingPlan
-from helios.data.source import LONE
-from tests.data.datasets import Augmented, Indices, join
-
-
-def make_order(length: int, *, shuffle: bool = False) -> PositionalOrder:
-    kind = ResumableRandomSampler if shuffle else ResumableSequentialSampler
-    return PositionalOrder(kind(range(length)))
-
-
-def make_batches(length: int, batch_size: int | None, **options: Any) -> KeyedBatchSampler:
-    return KeyedBatchSampler(make_order(length), batch_size=batch_size, **options)
-
-
-def make_deal(
-    length: int, batch_size: int | None, *, drop_last: bool = False, shuffle: bool = False
-) -> ShardingPlan:
-    order = make_order(length, shuffle=shuffle)
-    return ShardingPlan(order, LONE, batch_size=batch_size, drop_last=drop_last)
-
-
-def pull(deal: ShardingPlan, place: Position) -> list[Keyed]:
-    return list(deal.walk(place, deque()))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("length", [1, 4, 9, 4_097, 8_191, 70_001])
-def test_lists_are_those_of_the_order_cut_by_the_batch_size(length: int, drop_last: bool) -> None:
-    whole = list(range(length))
-    for size in (1, 3, 5_000):
-        deal = make_deal(length, size, drop_last=drop_last)
-        expected = [whole[first : first + size] for first in range(0, length, size)]
-        if drop_last and len(expected[-1]) < size:
-            expected.pop()
-        assert [turn.hands for turn in deal.turns(Position())] == [[item] for item in expected]
-        by_hand = make_batches(length, size, drop_last=drop_last)
-        assert [item.indices for item in by_hand] == expected
-        assert len(by_hand) == deal.num_batches() == len(expected)
-
-
-def test_a_pass_goes_on_from_any_place() -> None:
-    batches = make_deal(23, 4, shuffle=True)
-    for epoch in range(3):
-        full = pull(batches, Position(run_seed=5, epoch=epoch))
-        assert sorted(join(item.indices for item in full)) == list(range(23))
-        for batch in range(7):
-            place = Position(run_seed=5, epoch=epoch, batch=batch, sample=batch * 4)
-            assert pull(batches, place) == full[batch:]
+from helios.data.order import Position
+from tests.data.datasets import Augmented, Indices
 
 
 def test_the_key_depends_on_everything_that_names_a_batch() -> None:

@@ -15,13 +15,14 @@ from helios.data import (
     create_dataloader,
 )
 from helios.data.keyed import KeyedBatchSampler
+from helios.data.phase_sources import open_source
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
 from helios.errors import ArgumentError, ArgumentTypeError
-from tests.data.datasets import Indices, as_lists
+from tests.data.datasets import FETCH, Indices, as_lists, walk
 
 
 class Unsized(Dataset):
@@ -65,19 +66,13 @@ def test_a_table_gives_options_without_unknown_keys_and_sampler(
     [
         ({"batch_size": 0}, r"batch_size=...\) must be an int of at least 1 or None, got 0"),
         ({"num_workers": -1}, r"num_workers=...\) must be an int of at least 0, got -1"),
-        ({"random_seed": "7"}, r"random_seed=...\) must be an int, got '7'"),
+        ({"worker_timeout": 0}, r"worker_timeout=...\) must be a positive number"),
         ({"shuffle": "false"}, r"shuffle=...\) must be True or False, got 'false'"),
         ({"collate_fn": "stack"}, r"collate_fn=...\) must be callable or None"),
         ({"multiprocessing_context": "magic"}, "one of .*'spawn'.*got 'magic'"),
         ({"batch_size": None, "drop_last": True}, "drop_last=True.* requires a batch_size"),
         ({"batch_sampler": 3}, "must be an iterable of lists"),
         ({"batch_sampler": [[0]], "batch_size": 2}, "cannot be combined with"),
-        ({"batch_sampler": [[0]], "shuffle": True}, "cannot be combined with"),
-        ({"batch_sampler": [[0]], "drop_last": True}, "cannot be combined with"),
-        (
-            {"batch_sampler": [[0]], "sampler": ResumableSequentialSampler(range(3))},
-            "cannot be combined with",
-        ),
     ],
 )
 def test_an_option_that_breaks_its_rule_is_refused(options: dict[str, Any], message: str) -> None:
@@ -126,22 +121,6 @@ def test_data_without_a_batch_is_refused() -> None:
     assert as_lists(list(loader)) == [[0, 1, 2]]
 
 
-def test_options_without_effect_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    idle = {
-        "persistent_workers": True,
-        "prefetch_factor": 2,
-        "multiprocessing_context": "fork",
-        "worker_init_fn": print,
-    }
-    loader, _ = create_dataloader(Indices(3), **idle)
-    assert len(list(loader)) == 3
-    for name in idle:
-        assert f"DataLoaderParams({name}=...) has no effect with num_workers=0" in caplog.text
-    caplog.clear()
-    create_dataloader(Indices(3), sampler=ResumableSequentialSampler(range(3)), shuffle=True)
-    assert "shuffle=True) has no effect together with a sampler" in caplog.text
-
-
 @pytest.mark.shows("H16")
 def test_debug_mode_fetches_in_the_training_process(caplog: pytest.LogCaptureFixture) -> None:
     loader, _ = create_dataloader(
@@ -187,3 +166,15 @@ def test_workers_are_seeded_before_the_function_of_the_user_runs() -> None:
     assert worker_id == 0
     assert number == random.random()
     assert numpy_number == rng.get_default_numpy_rng().generator.random()
+
+
+def test_the_seed_of_a_worker_follows_from_the_position() -> None:
+    def find_seed(*epochs: int) -> list[float]:
+        options: Any = {"num_workers": 1, "worker_init_fn": note_numbers}
+        source = open_source(
+            *create_dataloader(InitialNumbers(), **options), run_seed=1, purpose=FETCH
+        )
+        return [walk(source, epoch)[0].tolist() for epoch in epochs][-1]
+
+    assert find_seed(0, 1) == find_seed(1)
+    assert find_seed(0) != find_seed(1)

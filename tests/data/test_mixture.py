@@ -127,20 +127,6 @@ def test_after_each_block_shares_are_those_of_the_weights(weights: Sequence[floa
 
 
 @pytest.mark.shows("P56")
-def test_shares_of_any_window_are_at_most_as_uneven_as_chance() -> None:
-    """Over all windows of some lengths; independent draws would exceed four deviations, too."""
-    mixture = mix((5_000, 5_000), (0.7, 0.3), length=60_000)
-    is_first = [sample < 5_000 for sample in start(mixture, count=60_000)]
-    sums = [0]
-    for is_one in is_first:
-        sums.append(sums[-1] + is_one)
-    for width in (16, 64, 200, 1_000, 5_000):
-        most = 4.5 * math.sqrt(width * 0.7 * 0.3)
-        worst = max(abs(b - a - 0.7 * width) for a, b in zip(sums, sums[width:], strict=False))
-        assert worst <= min(most, 4.5 * math.sqrt(2 * BLOCK * 0.7 * 0.3))
-
-
-@pytest.mark.shows("P56")
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_replicas_share_the_order_on_any_number_of_processes(drop_last: bool) -> None:
     mixture = mix((20, 9, 30))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
 from helios.data.samplers import ResumableRandomSampler, ResumableSampler
@@ -100,18 +99,6 @@ def test_what_a_user_sampler_draws_and_what_training_draws_do_not_shift_each_oth
         torch.rand(number)
         random.random()
     assert loud == quiet
-
-
-def test_a_user_sampler_leaves_the_generators_as_it_finds_them() -> None:
-    loader, _ = create_dataloader(Indices(LENGTH), sampler=Lazy(LENGTH))
-    place = Lone(open_source(loader, run_seed=0, purpose=FETCH).batches(0))
-    rng.seed_rngs(5)
-    before = rng.get_rng_state_dict()
-    list(iter(loader.batches))
-    after = rng.get_rng_state_dict()
-    place.close()
-    assert torch.equal(before["torch"], after["torch"])
-    assert (before["rand"], before["numpy"]) == (after["rand"], after["numpy"])
 
 
 def test_the_batch_sampler_of_pytorch_shuffles_anew_in_each_epoch() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 
 from helios.data import Packed
 from helios.data.packed import Piece
-from helios.errors import ArgumentError
 from tests.data.shards import SPLITS, Run, dealt, opener, order_of
 
 
@@ -104,9 +102,3 @@ def test_other_lengths_and_options_have_another_fingerprint() -> None:
         Packed(lengths, 5, is_whole=True).fingerprint,
     }
     assert (len(same), len(others | same)) == (1, 4)
-
-
-@pytest.mark.parametrize("block", [0, -1, 2.0, True])
-def test_a_block_that_is_none_is_refused(block: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"Packed\(block=\.\.\.\) must be a positive int"):
-        Packed([1], block)

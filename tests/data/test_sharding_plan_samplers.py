@@ -35,24 +35,8 @@ class Own(ResumableDistributedSampler):
         return iter(range(self.rank * length, (self.rank + 1) * length))
 
 
-class OwnBlocks(ResumableDistributedSampler):
-    """Decides the same by positions."""
-
-    def blocks(self, start: int = 0) -> Iterator[list[int]]:
-        length = len(self.dataset) // self.num_replicas
-        yield list(range(self.rank * length, (self.rank + 1) * length))[start:]
-
-
-class Whole(ResumableDistributedSampler):
-    """Decides the order that is shared."""
-
-    def whole_blocks(self, start: int = 0) -> Iterator[list[int]]:
-        yield list(range(self.whole_length))[::-1][start:]
-
-
 _OWN: dict[str, Callable[[int], dict[str, Any]]] = {
     "steps": lambda rank: {"batch_size": 2, "sampler": Own(range(12), 3, rank)},
-    "blocks": lambda rank: {"batch_size": 2, "sampler": OwnBlocks(range(12), 3, rank)},
     "lists": lambda rank: {"batch_sampler": BatchSampler(Own(range(12), 3, rank), 2, False)},
 }
 
@@ -83,11 +67,6 @@ def test_a_sampler_that_splits_by_rank_itself_is_used_where_each_process_has_one
             opener(range(12), **_OWN[kind](0))(share)
     with pytest.raises(ArgumentError, match="must be the number of replicas of the run, 2, got 3"):
         opener(range(12), **_OWN[kind](0))(Shard(2, range(1), pads=True))
-
-
-def test_a_derived_sampler_may_decide_the_order_that_is_shared() -> None:
-    run = Run(opener(range(11), batch_size=2, sampler=lambda: Whole(range(11), 3, 0)), 2, 3)
-    assert run.indices() == dealt(list(range(11))[::-1], 3, 2)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

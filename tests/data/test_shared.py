@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from helios.core import rng
-from helios.data.source import NO_BATCH, Shard
 from tests.data.datasets import (
     FETCH,
     Augmented,
-    Indices,
     collate_noisily,
     draw,
     join,
-    walk_shares,
 )
 from tests.data.shards import Opener, Run, Turns, opener
 
@@ -65,31 +62,3 @@ def test_workers_change_nothing(workers: dict[str, Any], pads: bool) -> None:
         there.walk(1, limit=1)
         assert same(there.walk(1, batch=1, sample=10), full[1][1:])
         there.close()
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("num_processes", [1, 2, 3, 5])
-def test_a_process_without_any_batch_takes_part_in_the_evaluation(
-    num_processes: int, num_workers: int
-) -> None:
-    for length in (1, 3):
-        how = {"batch_size": 2, "num_workers": num_workers}
-        run = Run(opener(range(length), **how), num_processes, 5, pads=False)
-        shown = [[i] if i < length else NO_BATCH for i in range(5)]
-        assert run.indices() == [shown]
-        assert run.told == [(length, True)]
-    run = Run(
-        opener(range(13), batch_size=2, num_workers=num_workers), num_processes, 5, pads=False
-    )
-    assert run.indices()[1] == [[10], [11], [12], NO_BATCH, NO_BATCH]
-    assert run.told == [(10, False), (3, True)]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_only_what_the_replicas_of_a_process_get_is_fetched(num_workers: int) -> None:
-    data = Indices(24)
-    source = opener(data, batch_size=2, num_workers=num_workers)(Shard(4, range(1, 3), pads=True))
-    assert len(walk_shares(source, 0, batch=1, sample=8)) == 2
-    assert data.counts.nonzero().flatten().tolist() == [9, 10, 13, 14, 17, 18, 21, 22]
-    assert data.counts.sum() == 8

@@ -86,16 +86,6 @@ def test_what_is_drawn_between_fetches_changes_nothing() -> None:
     assert torch.equal(torch.cat(loud), torch.cat(quiet))
 
 
-def test_each_purpose_and_each_epoch_has_streams_of_its_own() -> None:
-    drawn = [
-        torch.cat(walk(open_with(Augmented(4), purpose=purpose), epoch))[:, 1:]
-        for purpose in (FETCH, "fetch-validation")
-        for epoch in (0, 1)
-    ]
-    numbers = torch.cat(drawn).flatten()
-    assert len(numbers.unique()) == len(numbers)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_nothing_before_the_place_is_fetched(num_workers: int) -> None:
     data = Indices(LENGTH)
@@ -158,13 +148,6 @@ def test_opening_a_pass_draws_from_no_generator() -> None:
         batches = Lone(source.batches(0))
         assert draw() == expected
         batches.close()
-
-
-def test_a_changed_batch_size_goes_on_at_the_stored_sample() -> None:
-    order = join(as_lists(walk(open_with(Indices(LENGTH), batch_size=2, shuffle=True), 0)))
-    source = open_with(Indices(LENGTH), batch_size=5, shuffle=True)
-    assert source.num_batches(batch=2, sample=4) == 4
-    assert as_lists(walk(source, 0, batch=2, sample=4)) == [order[4:9], order[9:]]
 
 
 @pytest.mark.shows("P70")

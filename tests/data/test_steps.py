@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 
 from helios.data import Steps
 from helios.data.phase_sources import open_source
 from helios.data.source import LONE, Shard, Source
-from helios.errors import ArgumentError
 from tests.data.datasets import FETCH, join, limited, walk
 from tests.data.shards import SPLITS, Run
 
@@ -49,9 +47,3 @@ def test_skipped_steps_leave_the_numbers_of_all_others() -> None:
     assert told == [([0], (0, 0), False), ([2], (1, 1), False), ([3], (0, 0), True)]
     assert [walk(source, epoch) for epoch in (1, 2)] == [[5, 6, 7, 8, 9], [11, 12, 13, 14]]
     assert source.measure(0, batch=3, sample=3) == (3, 2)
-
-
-@pytest.mark.parametrize("n", [0, -1, 2.0, True, "3"])
-def test_a_number_that_is_none_is_refused(n: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"Steps\(n=\.\.\.\) must be a positive int or None"):
-        Steps(n)

@@ -60,11 +60,13 @@ def an_echo_of_ctrl_c_ends_the_run(count_press, receiver):
 LOST = "tests/data/test_lost_workers.py"
 
 
-@fault("helios.data.loader:_walk", f"{LOST}::test_a_worker_that_is_lost_changes_no_bit")
-def new_workers_do_not_fetch_what_was_under_way(walk, items, owed, errors):
-    for item in items:
-        owed.append(item)
-        yield item
+@fault(
+    "helios.data.loader:FetchedBatches._mend",
+    f"{LOST}::test_a_worker_that_is_lost_changes_no_bit",
+)
+def a_new_worker_does_not_fetch_all_that_was_under_way(mend, batches, loss):
+    batches._owed.popleft()
+    mend(batches, loss)
 
 
 @fault(
