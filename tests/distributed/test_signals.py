@@ -199,3 +199,18 @@ def test_ranks_that_come_to_no_safe_point_end_everything_by_the_signal(
     assert "Traceback" not in log
     assert (codes(folder), newest(folder)) == ([143], (0, 0))
     go_on(folder, whole)
+
+
+@pytest.mark.shows("H65")
+def test_a_rank_that_a_signal_ends_without_a_save_starts_nothing_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    line = [folder, "--steps", 8, "--replicas", 2, "--frequency", 2, "--nproc", 2]
+    options = ("--at", "on_forward_end", "--iteration", 5, "--rank", 1, "--stick", "--grace", 1)
+    code, log = start(*line, *options, "--restarts", 1)
+    assert code == 75, log
+    assert "No safe point was reached within 1 s after SIGTERM" in log
+    assert "Starting all ranks again" not in log
+    code, log = start(*line)
+    assert code == 0, log
+    assert_same(read_bits(folder), undisturbed(tmp_path / "alone", Elastic(2, total_steps=8)))

@@ -191,6 +191,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--frequency", type=int, default=1000)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--nproc", type=int)
+    parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--grace", type=float, default=60.0)
     parser.add_argument("--at", help="the name of an event")
@@ -236,8 +237,9 @@ def main() -> None:
     logging.getLogger(objects.__name__).setLevel(logging.DEBUG)
     signals = helios.Signals(grace=options.grace)
     code = 0
+    how = {"nproc": options.nproc, "max_restarts": options.restarts, "signals": signals}
     try:
-        train(options.folder, setting_of(options), *plugins, nproc=options.nproc, signals=signals)
+        train(options.folder, setting_of(options), *plugins, **how)
     except helios.Interrupted as error:
         code = error.code
         raise
