@@ -344,7 +344,9 @@ def has_lost_rank() -> bool:
     Unlike a collective, it may be called in any thread, and whatever the other ranks do.
     """
     known = own_membership()
-    return known is not None and known.store is not None and has_failure(known.store)
+    store = None if known is None else known.store
+    # Rank 0 may be the server of the store, and be the rank that has failed.
+    return store is not None and _ask(lambda: store.check([_KEY]))
 
 
 def open_store() -> Any:
@@ -425,14 +427,6 @@ def is_lost_peer(error: BaseException) -> bool:
 def note_failure(store: Any) -> None:
     """Tell the ranks that share a store that this one ends with an error."""
     _ask(lambda: store.set(_KEY, ""))
-
-
-def has_failure(store: Any) -> bool:
-    """Return whether a rank has noted a failure in a store, or the store is gone.
-
-    Rank 0 may be the server of the store, and be the rank that has failed.
-    """
-    return _ask(lambda: store.check([_KEY]))
 
 
 def _ask(work: Callable[[], bool | None]) -> bool:

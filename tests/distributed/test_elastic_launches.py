@@ -5,7 +5,6 @@ Each test starts Python many times, so all but one are in the second tier.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,22 +13,16 @@ from typing import Any
 
 import pytest
 
-import helios
-from helios.distributed.collectives import TORCHRUN_VARIABLES
 from tests.support import elastic_script
 from tests.support.elastic import Bits, assert_same, read_bits
 from tests.support.scripts import call
-
-_ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
+from tests.support.signals import environment
 
 
 def start(*arguments: Any, torchrun: int = 0, threads: str = "1") -> Any:
     """Run the script to its end; ``threads`` may be empty for no variable."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
-    own = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    own.pop("OMP_NUM_THREADS", None)
-    own |= {"PYTHONPATH": os.pathsep.join(map(str, _ROOTS))}
-    own |= {"OMP_NUM_THREADS": threads} if threads else {}
+    own = environment(OMP_NUM_THREADS=threads)
     script = str(elastic_script.__file__)
     command = [sys.executable, *(launcher if torchrun else []), script, *map(str, arguments)]
     return subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)

@@ -91,7 +91,9 @@ def all_gone(pids: list[int]) -> bool:
     return all(map(is_gone, pids))
 
 
-def work_in_full(rank: int, tensor: torch.Tensor, queue: RankQueue) -> dict[str, Any]:
+def work_in_full(
+    rank: int, tensor: torch.Tensor, view: torch.Tensor, queue: RankQueue
+) -> dict[str, Any]:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     queue.put(rank)
     queue.put(torch.full((12_500_000,), float(rank)))
@@ -101,7 +103,7 @@ def work_in_full(rank: int, tensor: torch.Tensor, queue: RankQueue) -> dict[str,
         os.kill(os.getppid(), signal.SIGUSR1)
     return {
         "launch": Launch.read(),
-        "own": tensor.tolist(),
+        "own": view.tolist(),
         "summed": summed.tolist(),
         "forwarded": signal.sigwait({signal.SIGUSR1}),
         "start method": torch.multiprocessing.get_start_method(),
@@ -116,7 +118,7 @@ def test_ranks_form_a_group_and_hand_back_results_and_large_items() -> None:
     before = dict(os.environ)
     receiver = SignalReceiver([signal.SIGUSR1])
     with receiver.installed():
-        results = spawn(work_in_full, 2, (tensor,), queue=queue, signals=receiver)
+        results = spawn(work_in_full, 2, (tensor, tensor[:]), queue=queue, signals=receiver)
     for rank, result in enumerate(results):
         place = process_groups.DistributedInfo(rank, rank, 2, 2)
         assert result.pop("launch") == Launch(LaunchKind.SPAWN, place)
@@ -134,6 +136,11 @@ def test_ranks_form_a_group_and_hand_back_results_and_large_items() -> None:
     sums = [item.sum().item() for item in items if isinstance(item, torch.Tensor)]
     assert sorted(sums) == [0.0, 12_500_000.0]
     assert sorted(item for item in items if isinstance(item, int)) == [0, 1]
+
+
+def test_what_cannot_be_pickled_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UsageError, match=r"can be pickled, .*lambda"):
+        spawn(print, 2, (lambda: 0,))
 
 
 def fail_while_others_wait(rank: int, queue: RankQueue) -> None:

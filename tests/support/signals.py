@@ -134,10 +134,11 @@ def command(*arguments: Any, torchrun: int = 0) -> list[str]:
     return [sys.executable, *line]
 
 
-def environment() -> dict[str, str]:
+def environment(**changed: str) -> dict[str, str]:
     """Return the variables of a script that is started by hand."""
     own = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    return own | {"PYTHONPATH": os.pathsep.join(map(str, _ROOTS)), "OMP_NUM_THREADS": "1"}
+    roots = os.pathsep.join(map(str, _ROOTS))
+    return own | {"PYTHONPATH": roots, "OMP_NUM_THREADS": "1"} | changed
 
 
 def start(*arguments: Any, torchrun: int = 0) -> tuple[int, str]:
