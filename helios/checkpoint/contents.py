@@ -216,9 +216,10 @@ class ShardedFolder(Contents):
         """
         first, step = 0, 1
         if share is not None:
-            from helios.distributed.process_groups import find_own_place
+            from helios.distributed.collectives import get_dist_info
 
-            first, step = find_own_place()
+            info = get_dist_info()
+            first, step = info.local_rank, info.local_world_size
         rows = sorted(name for name in self._sizes if name.endswith(_ROWS))[first::step]
         for name in (RECORD_NAME, METADATA_NAME, *rows):
             expected = self._facts[name].digest if name in self._facts else ""

@@ -7,7 +7,6 @@ collectives. This module reads the environment variables of torchrun;
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Any
 
@@ -22,7 +21,7 @@ from helios.distributed.process_groups import (
     join_group,
     own_membership,
 )
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.errors import ArgumentError, UsageError
 
 TORCHRUN_VARIABLES = (
     "LOCAL_RANK",
@@ -162,21 +161,14 @@ def gather_into_tensor(tensor: torch.Tensor, size: tuple[int, ...], **kwargs: An
         **kwargs: further arguments of ``torch.distributed.all_gather_single``, such as ``group``.
 
     Raises:
-        ArgumentError: if ``size`` has the wrong number of elements (a ``ValueError``).
         UsageError: without a process group, or after a collective has failed (a
             ``RuntimeError``).
     """
     group = kwargs.get("group")
-    count = dist.get_world_size(group) if is_dist_active() else 1
-    if is_dist_active() and math.prod(size) != count * tensor.numel():
-        raise ArgumentError(
-            f"gather_into_tensor(size=...) must have room for {count} tensors of shape "
-            f"{tuple(tensor.shape)}, got {tuple(size)}. Pass e.g. {(count, *tensor.shape)}."
-        )
     with collective("gather_into_tensor"):
         own = tensor.detach().to(home_of(tensor, group)).reshape(-1)
         # Backends disagree on which shapes are compatible, except for flat ones.
-        out = own.new_empty(count * own.numel())
+        out = own.new_empty(dist.get_world_size(group) * own.numel())
         _GATHER(out, own, **kwargs)
     return out.view(size).to(tensor.device)
 
@@ -205,11 +197,6 @@ def all_reduce_tensors(
         if isinstance(tensor, list):
             tensor = torch.stack([torch.as_tensor(item).detach() for item in tensor])
             tensor = tensor.to(home_of(tensor, kwargs.get("group")))
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(
-                f"all_reduce_tensors(tensor=...) must be a tensor or a list, got {tensor!r}. Pass "
-                "[value] for a number."
-            )
         moved = tensor.detach().to(home_of(tensor, kwargs.get("group")))
         dist.all_reduce(moved, **kwargs)
         if moved.device != tensor.device:

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -28,11 +28,8 @@ from helios.errors import RankError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # Rank 0 may write a large checkpoint to a slow disk while the others wait; a process that died is
-# detected by its closed connections, not by this timeout.
+# detected by its closed connections, and by its launcher, not by this timeout.
 CONTROL_TIMEOUT = timedelta(hours=2)
-# A rank that dies between the two groups has no connection to close yet. Ranks that Helios has
-# joined reach the second one at once; in a group of the user, they arrive when they like.
-_CONTROL_MEETING = timedelta(minutes=2)
 _DESTROY_SECONDS = 2.0
 _TORCHRUN_MEETING, _START_KEY, _POLL_SECONDS = "env://", "helios/start", 0.02
 
@@ -63,10 +60,10 @@ class _Membership:
 
     world: dist.ProcessGroup
     info: DistributedInfo
-    control: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup
+    store: Any = None
     saves: dist.ProcessGroup | None = None
     failure: BaseException | None = None
-    store: Any = None
 
 
 class _Process:
@@ -91,6 +88,7 @@ def join_group(
     *,
     backend: str,
     meeting: str = "",
+    store: Any = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     device: torch.device | None = None,
 ) -> None:
@@ -103,68 +101,39 @@ def join_group(
             rank 0; ranks that give another name at the same port are not mistaken for own ones),
             ``"file:///path"`` of a file that does not exist yet, or ``"env://"`` for torchrun's
             variables. A single process needs none.
+        store: a store that only these ranks know, in place of a meeting.
         timeout: timeout of collectives in the default group.
         device: the GPU of this process, for NCCL.
 
     Raises:
-        UsageError: if this process is already in a group, or if the port of rank 0 is in use (a
-            ``RuntimeError``).
-        RankError: if another rank is lost before all have joined both groups.
+        UsageError: if the port of rank 0 is in use (a ``RuntimeError``).
+        RuntimeError: if this process is in a group, or other ranks do not come.
     """
-    if is_dist_active():
-        raise UsageError(
-            "join_group(...) must be called outside a process group, but this process is already "
-            "in one. Leave it first, or let Helios join."
-        )
     if info.world_size > 1:
         # Optimizers import it later. If it is first imported inside a group, it keeps a reference
         # to the group, whose threads then abort the process when it exits.
         importlib.import_module("torch._dynamo")
-    store = _meet(info, meeting, timeout)
-    # NCCL says by itself what is wrong.
-    with _naming_lost_ranks(info, "the group") if backend == "gloo" else nullcontext():
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timeout,
-            device_id=device,
-        )
+    if store is None:
+        store = _meet(info, meeting, timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timeout,
+        device_id=device,
+    )
     try:
-        _adopt_group(info, _CONTROL_MEETING, store)
+        _adopt_group(info, store)
     except BaseException:
         leave_group(is_failing=True)
         raise
 
 
-@contextmanager
-def _naming_lost_ranks(info: DistributedInfo, what: str) -> Iterator[None]:
-    """Raise a RankError in place of gloo's error about a rank that is lost while a group forms."""
-    began = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        # Not the timeout: gloo waits five times as long for a rank that died after it gave its
-        # address, and not at all for one that refuses the connection.
-        waited = time.monotonic() - began
-        raise RankError(
-            f"Rank {info.rank} of {info.world_size} has waited {waited:.1f} s for the other ranks "
-            f"to create {what}, but not all of them did. Check their logs, and start all of them "
-            "again."
-        ) from error
-
-
-def _adopt_group(info: DistributedInfo, timeout: timedelta, store: Any = None) -> None:
-    with _naming_lost_ranks(info, "the group of control messages"):
-        control = dist.new_group(backend="gloo", timeout=timeout)
-    # Public since PyTorch 2.15, which warns of the name that it had before.
-    set_timeout: Any = getattr(dist, "set_timeout", None)
-    if set_timeout is None:
-        set_timeout = dist.distributed_c10d._set_pg_timeout  # noqa: SLF001
-    set_timeout(CONTROL_TIMEOUT, control)
+def _adopt_group(info: DistributedInfo, store: Any = None) -> None:
+    control: Any = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     world: Any = dist.group.WORLD
-    _Process.membership = _Membership(world, info, control, store=store)
+    _Process.membership = _Membership(world, info, control, store)
 
 
 def _meet(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
@@ -318,13 +287,7 @@ def _take_over(info: DistributedInfo) -> None:
             "training starts, or do not create one: Helios joins by itself."
         )
     if own_membership() is None:
-        _adopt_group(info, DEFAULT_TIMEOUT)
-
-
-def find_own_place() -> tuple[int, int]:
-    """Return the rank of this process on its machine, and the number of processes there."""
-    known = own_membership()
-    return (0, 1) if known is None else (known.info.local_rank, known.info.local_world_size)
+        _adopt_group(info)
 
 
 def own_membership() -> _Membership | None:
@@ -341,13 +304,7 @@ def control_group() -> dist.ProcessGroup:
     Raises:
         UsageError: if Helios has not joined a group (a ``RuntimeError``).
     """
-    known = own_membership()
-    if known is None or known.control is None:
-        raise UsageError(
-            "control_group() needs a process group that Helios has joined, but this process is in "
-            "none. Call join_group(...) or init_dist(...) first."
-        )
-    return known.control
+    return _require_membership("control_group").control
 
 
 def saving_group() -> dist.ProcessGroup:
@@ -356,18 +313,23 @@ def saving_group() -> dist.ProcessGroup:
     Raises:
         UsageError: if Helios has not joined a group (a ``RuntimeError``).
     """
-    known = own_membership()
-    if known is None:
-        raise UsageError(
-            "saving_group() needs a process group that Helios has joined, but this process is in "
-            "none. Call join_group(...) or init_dist(...) first."
-        )
+    known = _require_membership("saving_group")
     if known.saves is None:
         with collective("saving_group"):
             # A rank that is gone is noticed here at once, and not while a group forms.
-            dist.barrier(group=control_group())
+            dist.barrier(group=known.control)
             known.saves = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
     return known.saves
+
+
+def _require_membership(caller: str) -> _Membership:
+    known = own_membership()
+    if known is None:
+        raise UsageError(
+            f"{caller}() needs a process group that Helios has joined, but this process is in "
+            "none. Call join_group(...) or init_dist(...) first."
+        )
+    return known
 
 
 def has_failed() -> bool:
@@ -382,7 +344,9 @@ def has_lost_rank() -> bool:
     Unlike a collective, it may be called in any thread, and whatever the other ranks do.
     """
     known = own_membership()
-    return known is not None and known.store is not None and has_failure(known.store)
+    store = None if known is None else known.store
+    # Rank 0 may be the server of the store, and be the rank that has failed.
+    return store is not None and _ask(lambda: store.check([_KEY]))
 
 
 def open_store() -> Any:
@@ -391,20 +355,14 @@ def open_store() -> Any:
     A call that waits holds up everybody who uses the same connection.
 
     Returns:
-        The store; ``None`` without a group, and for a kind of store that cannot be opened again.
+        The store; ``None`` in a group of the user, and for another kind of store than TCP.
     """
-    if not is_dist_active():
-        return None
     known = own_membership()
     store = None if known is None else known.store
-    if store is None:
-        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return dist.TCPStore(store.host, store.port, wait_for_workers=False)  # type: ignore[attr-defined]
-    if isinstance(store, dist.FileStore):  # type: ignore[attr-defined]
-        return dist.FileStore(store.path, dist.get_world_size())  # type: ignore[attr-defined]
     return None
 
 
@@ -469,14 +427,6 @@ def is_lost_peer(error: BaseException) -> bool:
 def note_failure(store: Any) -> None:
     """Tell the ranks that share a store that this one ends with an error."""
     _ask(lambda: store.set(_KEY, ""))
-
-
-def has_failure(store: Any) -> bool:
-    """Return whether a rank has noted a failure in a store, or the store is gone.
-
-    Rank 0 may be the server of the store, and be the rank that has failed.
-    """
-    return _ask(lambda: store.check([_KEY]))
 
 
 def _ask(work: Callable[[], bool | None]) -> bool:

@@ -423,7 +423,7 @@ class Engine(StandaloneEngine):
         """
         ids = select_gpus(use_cpu, gpus, caller="Engine.auto")
         return cls(
-            device_of_rank(ids, Launch.read().local_rank),
+            device_of_rank(ids, Launch.read().info.local_rank),
             clip_norm=clip_norm,
             clip_value=clip_value,
             precision=Precision.from_str(precision) if isinstance(precision, str) else precision,

@@ -11,7 +11,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from helios.distributed.collectives import TORCHRUN_VARIABLES, get_dist_info
@@ -39,35 +39,19 @@ class Launch:
 
     Attributes:
         kind: the launcher.
-        rank: the global rank, from 0.
-        world_size: the number of all processes.
-        local_rank: the rank on this machine, from 0.
-        local_world_size: the number of processes on this machine.
+        info: the ranks of this process and the number of processes.
         meeting: URL of the rendezvous, for ``join_group``; empty for a single process, and in ranks
             of ``spawn``, which have joined their group already.
     """
 
     kind: LaunchKind = LaunchKind.PYTHON
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
+    info: DistributedInfo = field(default_factory=DistributedInfo)
     meeting: str = ""
 
     @property
     def is_external(self) -> bool:
         """Whether a launcher has started all processes before the script ran."""
         return self.kind in (LaunchKind.TORCHRUN, LaunchKind.SRUN)
-
-    @property
-    def info(self) -> DistributedInfo:
-        """The ranks of this process and the number of processes."""
-        return DistributedInfo(
-            local_rank=self.local_rank,
-            rank=self.rank,
-            local_world_size=self.local_world_size,
-            world_size=self.world_size,
-        )
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Launch:
@@ -84,55 +68,42 @@ class Launch:
         """
         variables: Mapping[str, str] = os.environ if environment is None else environment
         if multiprocessing.current_process().name.startswith(RANK_NAME):
-            return _describe_spawned()
+            return cls(LaunchKind.SPAWN, get_dist_info())
         if all(name in variables for name in TORCHRUN_VARIABLES):
             return _read_torchrun(variables)
         if all(name in variables for name in _SRUN_VARIABLES):
             launch = _read_srun(variables)
-            if launch.world_size > 1:
+            if launch.info.world_size > 1:
                 return launch
         _refuse_other_launchers(variables)
         return cls()
 
 
-def _describe_spawned() -> Launch:
-    info = get_dist_info()
-    return Launch(
-        kind=LaunchKind.SPAWN,
-        rank=info.rank,
-        world_size=info.world_size,
-        local_rank=info.local_rank,
-        local_world_size=info.local_world_size,
-    )
-
-
 def _read_torchrun(variables: Mapping[str, str]) -> Launch:
-    return Launch(
-        kind=LaunchKind.TORCHRUN,
-        rank=_number(variables, "RANK"),
-        world_size=_number(variables, "WORLD_SIZE"),
-        local_rank=_number(variables, "LOCAL_RANK"),
-        local_world_size=_number(variables, "LOCAL_WORLD_SIZE"),
-        meeting="env://",
+    info = DistributedInfo(
+        local_rank=int(variables["LOCAL_RANK"]),
+        rank=int(variables["RANK"]),
+        local_world_size=int(variables["LOCAL_WORLD_SIZE"]),
+        world_size=int(variables["WORLD_SIZE"]),
     )
+    return Launch(LaunchKind.TORCHRUN, info, "env://")
 
 
 def _read_srun(variables: Mapping[str, str]) -> Launch:
     # The variables of the step take precedence, as it may have fewer tasks than the job.
     world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    return Launch(
-        kind=LaunchKind.SRUN,
-        rank=_number(variables, "SLURM_PROCID"),
-        world_size=world_size,
-        local_rank=_number(variables, "SLURM_LOCALID"),
+    info = DistributedInfo(
+        local_rank=int(variables["SLURM_LOCALID"]),
+        rank=int(variables["SLURM_PROCID"]),
         local_world_size=_count_local_tasks(variables, world_size),
-        meeting=_find_srun_meeting(variables) if world_size > 1 else "",
+        world_size=world_size,
     )
+    return Launch(LaunchKind.SRUN, info, _find_srun_meeting(variables) if world_size > 1 else "")
 
 
 def _find_srun_meeting(variables: Mapping[str, str]) -> str:
     """Return where the tasks of a step meet: the same for all of them, of no other step."""
-    nodes = _number(variables, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
+    nodes = _number(variables, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     host = variables.get("MASTER_ADDR") or _find_first_node(variables, nodes)
     if not host:
         raise UsageError(
@@ -173,7 +144,7 @@ def _refuse_other_launchers(variables: Mapping[str, str]) -> None:
     if is_dist_active():
         # The script has joined a process group itself.
         return
-    if "RANK" not in variables or _number(variables, "WORLD_SIZE", default=1) == 1:
+    if "RANK" not in variables or _number(variables, "WORLD_SIZE") == 1:
         return
     missing = [name for name in TORCHRUN_VARIABLES if name not in variables]
     raise UsageError(
@@ -184,21 +155,6 @@ def _refuse_other_launchers(variables: Mapping[str, str]) -> None:
     )
 
 
-def _number(variables: Mapping[str, str], *names: str, default: int | None = None) -> int:
+def _number(variables: Mapping[str, str], *names: str, default: int = 1) -> int:
     """Return the first of these variables that is set."""
-    for name in names:
-        text = variables.get(name)
-        if text:
-            try:
-                return int(text)
-            except ValueError:
-                raise UsageError(
-                    f"The environment variable {name} must be an integer, got {text!r}. Start the "
-                    "script with torchrun, srun or plain python, or correct the variable."
-                ) from None
-    if default is None:
-        raise UsageError(
-            f"The environment variable {names[0]} must be set by the launcher, but is not. Start "
-            "the script with torchrun, srun or plain python."
-        )
-    return default
+    return int(next(filter(None, map(variables.get, names)), default))

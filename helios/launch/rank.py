@@ -11,10 +11,12 @@ import dataclasses
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
+import traceback
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Lock
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from helios.core.logger_settings import LoggerSettings
 from helios.core.utils import flush_outputs
@@ -75,20 +78,20 @@ class Seat:
     Attributes:
         info: its ranks and the number of processes.
         folder: the folder of the launch.
+        port: where the store of the launch is, on this machine.
         device: index of its GPU; None for the CPU.
         num_threads: number of intra-op threads; None for that of the environment.
         start_method: start method of its loader workers, the same as in the launcher.
         loggers: levels and handlers of the launcher.
-        blocked: signals that are blocked since it was started, and are not to be.
     """
 
     info: DistributedInfo
     folder: Path
+    port: int
     device: int | None
     num_threads: int | None
     start_method: str | None
     loggers: LoggerSettings
-    blocked: tuple[int, ...]
 
 
 def run_rank(seat: Seat, queue: RankQueue) -> None:
@@ -97,17 +100,17 @@ def run_rank(seat: Seat, queue: RankQueue) -> None:
     os.environ.pop(STARTING, None)
     multiprocessing.current_process().name = f"{RANK_NAME}{seat.info.rank}"
     multiprocessing.set_start_method(seat.start_method, force=True)
-    if sys.platform != "win32":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, seat.blocked)
     seat.loggers.adopt(partial(_send_line, queue, seat.info))
     done = threading.Event()
-    atexit.register(_skip_finalization, done)
+    # After all other exit handlers.
+    atexit.register(_end, done)
     threading.Thread(target=_end_late, args=(done,), name="helios-end", daemon=True).start()
     try:
         _work(seat, queue)
         done.set()
     except BaseException as error:
-        (seat.folder / ERROR.format(seat.info.rank)).write_bytes(pack_error(error) or b"")
+        failure = pickle.dumps((pack_error(error), traceback.format_exc()))
+        (seat.folder / ERROR.format(seat.info.rank)).write_bytes(failure)
         deadline = time.monotonic() + GRACE_SECONDS
         while is_lost_peer(error) and time.monotonic() < deadline:
             if (seat.folder / CAUSE_IS_KNOWN).exists():
@@ -124,6 +127,15 @@ def _end_late(done: threading.Event) -> None:
     """End this process if a thread of the user's, or an exit handler, keeps it."""
     threading.main_thread().join()
     time.sleep(GRACE_SECONDS)
+    _end(done)
+
+
+def _end(done: threading.Event) -> NoReturn:
+    """End this process without finalizing the interpreter.
+
+    A thread of a process group may release a tensor late; after the interpreter is finalized, that
+    aborts the process.
+    """
     flush_outputs()
     os._exit(0 if done.is_set() else 1)
 
@@ -132,17 +144,6 @@ def _send_line(queue: RankQueue, info: DistributedInfo, record: logging.LogRecor
     if info.rank != 0:
         record.msg = f"rank {info.rank} of {info.world_size} - {record.msg}"
     queue.send((None, record))
-
-
-def _skip_finalization(done: threading.Event) -> None:
-    """End after all other exit handlers, without finalizing the interpreter.
-
-    A thread of a process group may release a tensor late; after the interpreter is finalized, that
-    aborts the process.
-    """
-    if done.is_set():
-        flush_outputs()
-        os._exit(0)
 
 
 def _work(seat: Seat, queue: RankQueue) -> None:
@@ -156,7 +157,7 @@ def _work(seat: Seat, queue: RankQueue) -> None:
     join_group(
         seat.info,
         backend="gloo" if device is None else "nccl",
-        meeting=(seat.folder / "meeting").as_uri(),
+        store=dist.TCPStore("127.0.0.1", seat.port, wait_for_workers=False),  # type: ignore[attr-defined]
         device=device,
     )
     result = function(seat.info.rank, *args, *((queue,) if takes_queue else ()))
@@ -176,7 +177,9 @@ def refuse_nested_start() -> None:
         SystemExit: in a rank, so that its launcher explains the error once.
         UsageError: in any other process, such as a loader worker (a ``RuntimeError``).
     """
-    if not getattr(multiprocessing.current_process(), "_inheriting", False):
+    # multiprocessing imports the script under this name, and makes it the main module afterwards.
+    script = sys.modules.get("__mp_main__")
+    if script is None or script.__name__ == "__main__" or script is sys.modules["__main__"]:
         return
     if STARTING in os.environ:
         raise SystemExit(UNGUARDED_EXIT)
@@ -213,12 +216,13 @@ def end_with_launcher() -> None:
     ).start()
 
 
-def _watch(launcher: int, sentinels: list[int]) -> NoReturn:
+def _watch(launcher: int, sentinels: list[int]) -> None:
     # The pipe is closed at once, unless a process that the launcher forked keeps it open. In that
     # case the parent's pid changes.
     while sys.platform == "win32" or os.getppid() == launcher:
         if wait(sentinels, _POLL_SECONDS):
             break
-    if sys.platform != "win32" and os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+    if sys.platform == "win32":
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        os.killpg(0, signal.SIGKILL)

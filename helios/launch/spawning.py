@@ -24,11 +24,12 @@ from queue import Queue
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from helios.core.logger_settings import LoggerSettings, hand_in
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, held_back, signal_name
 from helios.distributed.pickling import loads, pack_by_value
-from helios.distributed.process_groups import DistributedInfo, is_dist_active
+from helios.distributed.process_groups import DistributedInfo
 from helios.errors import Interrupted, RankError, UsageError
 from helios.launch import rank as ranks
 
@@ -88,13 +89,9 @@ def spawn(
             training while it is imported (a ``RuntimeError``).
     """
     ranks.refuse_nested_start()
-    if is_dist_active():
-        raise UsageError(
-            "spawn(...) must be called outside a process group, but this process is in one. "
-            "Leave it first, or use torchrun instead of spawn."
-        )
     job = pack_by_value((function, tuple(args), queue is not None), "spawn(function=..., args=...)")
-    handled = () if signals is None else signals.numbers
+    # Not in a file, which heartbeats would make grow.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="helios-") as name:
         folder = Path(name)
         (folder / ranks.JOB).write_bytes(job)
@@ -102,15 +99,15 @@ def spawn(
             ranks.Seat(
                 info=DistributedInfo(rank, rank, num_processes, num_processes),
                 folder=folder,
+                port=store.port,
                 device=None if devices is None else devices[rank],
                 num_threads=_share_threads(num_processes),
                 start_method=multiprocessing.get_start_method(allow_none=True),
                 loggers=LoggerSettings.read(),
-                blocked=tuple(set(_TAKEN) - set(handled)),
             )
             for rank in range(num_processes)
         ]
-        return _Launch(seats, queue, signals).run()
+        return _Launch(seats, queue, SignalReceiver(()) if signals is None else signals).run()
 
 
 def _share_threads(num_processes: int) -> int | None:
@@ -126,11 +123,11 @@ class _Launch:
     Args:
         seats: what each of them has to know.
         queue: receives their items.
-        signals: records the signals that are passed on to them; ``None`` for none.
+        signals: records the signals that are passed on to them.
     """
 
     def __init__(
-        self, seats: Sequence[ranks.Seat], queue: Queue[Any] | None, signals: SignalReceiver | None
+        self, seats: Sequence[ranks.Seat], queue: Queue[Any] | None, signals: SignalReceiver
     ) -> None:
         self._seats = seats
         self._queue = queue
@@ -164,8 +161,7 @@ class _Launch:
         from torch.distributed.elastic import multiprocessing as elastic
 
         before = set(multiprocessing.active_children())
-        numbers = () if self._signals is None else self._signals.numbers
-        with held_back((*numbers, *_TAKEN)), _starting():
+        with held_back(self._signals.numbers), _starting():
             self._context = elastic.start_processes(
                 name="helios",
                 entrypoint=ranks.run_rank,
@@ -190,7 +186,7 @@ class _Launch:
                     return rank
             if (result := self._context.wait(0)) is not None:
                 return min(result.failures, default=None)
-            for number in () if self._signals is None else self._signals.take():
+            for number in self._signals.take():
                 self._send(number)
 
     def _listen(self, reader: Connection) -> None:
@@ -239,30 +235,22 @@ class _Launch:
 
     def _raise(self, rank: int) -> NoReturn:
         """Raise the error of a rank that has failed."""
-        from torch.distributed.elastic.multiprocessing import ProcessFailure
-
-        process, folder, count = self._processes[rank], self._seats[0].folder, len(self._seats)
+        process, count = self._processes[rank], len(self._seats)
         code = process.exitcode or 0
-        packed = folder / ranks.ERROR.format(rank)
-        if packed.exists():
-            file = self._context.error_files[rank]
-            failure = ProcessFailure(rank, process.pid or 0, code, file)
-            message: Any = failure.error_file_data["message"]
-            text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else ""
+        file = self._seats[0].folder / ranks.ERROR.format(rank)
+        if file.exists():
+            packed, text = pickle.loads(file.read_bytes())
             shown = RankTracebackError(f"Raised by rank {rank} of {count}:\n{text}")
-            try:
-                error = pickle.loads(packed.read_bytes())
-            except Exception:
+            if packed is None:
                 raise RankError(
                     f"Rank {rank} of {count} raised an error that cannot be pickled. Its traceback "
                     "is shown above."
                 ) from shown
-            raise error from shown
+            raise pickle.loads(packed) from shown
         if code == ranks.UNGUARDED_EXIT:
             raise UsageError(ranks.describe_unguarded_script())
         ended = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        numbers = () if self._signals is None else self._signals.numbers
-        if code in (TRY_AGAIN, *(128 + number for number in numbers)):
+        if code in (TRY_AGAIN, *(128 + number for number in self._signals.numbers)):
             # The rank has logged the reason, as a single process does.
             raise Interrupted(code, f"rank {rank} {ended}")
         hint = " The system sends it if memory runs out." if code == -signal.SIGKILL else ""

@@ -20,7 +20,7 @@ import torch
 from helios.checkpoint.capture import Trained
 from helios.checkpoint.file_names import list_checkpoints
 from helios.checkpoint.record import Record
-from helios.core.signal_watch import signal_name
+from helios.core.signal_watch import TRY_AGAIN, signal_name
 from helios.distributed.pickling import loads
 from helios.engines.device import as_current
 from helios.errors import Interrupted, RankError
@@ -35,7 +35,7 @@ from helios.startup.processes import Plan, Stored, ThisProcess, choose_processes
 from helios.startup.replay_run import replay
 from helios.startup.resume_point import find_replicas, find_stored, require_writable
 from helios.startup.run_setup import Run
-from helios.startup.signal_policy import Listener, listening, remember
+from helios.startup.signal_policy import Listener, find_signal_code, listening, remember
 from helios.startup.trainer_call import Call, ReplayRequest, only_call
 from helios.state import Phase
 
@@ -70,19 +70,19 @@ def run_call(call: Call) -> Any:
 
 def _perform(call: Call) -> Any:
     call.find_replay()
-    with call.plugins.used(), _listening(call):
+    with call.plugins.used(), _listening(call, call.find_code):
         return _carry_out(call)
 
 
 @contextmanager
-def _listening(call: Call) -> Iterator[None]:
+def _listening(call: Call, find_code: Callable[[int], int]) -> Iterator[None]:
     """Record signals during the call; one that does not interrupt it ends the next call."""
     signals, is_fit = call.options.signals, call.phase is Phase.TRAINING
     if not is_fit and signals.on_interrupt == "return":
         yield
         return
     try:
-        with listening(signals, call.find_code, is_fit=is_fit) as call.runtime.listener:
+        with listening(signals, find_code, is_fit=is_fit) as call.runtime.listener:
             yield
     finally:
         number = call.runtime.listener.number
@@ -194,7 +194,8 @@ def run_in_rank(
     plan = Plan(num_replicas, process.info.world_size, process.info, has_prepared=True)
     run = _make_run(call, plan, process)
     run.collects = True
-    with only_call(), call.plugins.used(), _listening(call):
+    # Not 75, with which a rank ends that stands still: that is a failure, a signal is none.
+    with only_call(), call.plugins.used(), _listening(call, find_signal_code):
         value = run.execute(_choose_work(call))
     return Outcome(value, run.collected, None if run.in_hand is None else run.in_hand.record)
 
@@ -264,6 +265,9 @@ def _spawn(run: Run, plan: Plan) -> Outcome:
                     signals=runtime.listener.receiver,
                 )
         except (Exception, Interrupted) as error:
+            if isinstance(error, Interrupted) and error.code != TRY_AGAIN:
+                # The rank has ended with 128 and the number of the signal.
+                raise Interrupted(call.find_code(error.code - 128), error.reason) from None
             if attempt == options.max_restarts or not _is_failure(error, call):
                 raise
             cause = f"{error.reason}." if isinstance(error, Interrupted) else str(error)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import helios
-from helios.launch.launcher import spawn
+from helios.launch.spawning import spawn
 from helios.plugins import Plugin
 
 WIDTH, BLOCKS = 1024, 12

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from helios.core.sharded_tensors import local_of
 from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
-from helios.launch.launcher import spawn
+from helios.launch.spawning import spawn
 from helios.replicas.replicas import Replicas
 from helios.sharding.units import find_units
 

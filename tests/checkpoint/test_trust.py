@@ -344,7 +344,7 @@ ALLOWED = {
     "storage/codec.py": {"torch.load"},
     "core/utils.py": {"torch.load"},
     "storage/dcp_metadata.py": {"pickle.Unpickler"},
-    "distributed/pickling.py": {"pickle.loads", "pickle.Unpickler"},
+    "distributed/pickling.py": {"pickle.loads", "torch.load"},
     "launch/spawning.py": {"pickle.loads"},
     "replicas/on_all_ranks.py": {"pickle.loads"},
 }

@@ -13,7 +13,6 @@ from torch import nn
 
 import helios
 from helios.engines.engine import Engine
-from helios.errors import ArgumentError
 from helios.plugins import Plugin
 from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
@@ -143,9 +142,3 @@ def test_gradients_stay_where_somebody_looks_at_them(way: str) -> None:
     usual = run_ranks(_train, 2, 2, 1, None, way)
     assert run_ranks(_train, 2, 2, 1, 1, way) == usual
     assert usual[0][2] == 0
-
-
-@pytest.mark.parametrize("value", [0, "25 MB"])
-def test_the_size_of_a_bucket_is_a_positive_int(value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"Engine\(bucket_bytes=\.\.\.\) must be None or"):
-        Engine("cpu", bucket_bytes=value)

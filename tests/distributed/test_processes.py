@@ -7,8 +7,6 @@ one small model, and what happens around it.
 from __future__ import annotations
 
 import json
-import logging
-import os
 import re
 import subprocess
 import sys
@@ -20,25 +18,18 @@ from typing import Any
 
 import pytest
 
-import helios
-from helios.distributed.collectives import TORCHRUN_VARIABLES, get_global_rank
+from helios.distributed.collectives import get_global_rank
 from helios.errors import CheckpointError, RunMismatchError
 from helios.startup import resume_point
 from tests.distributed import train_script
 from tests.launch.test_launcher import all_gone
 from tests.support.ranks import run_ranks
+from tests.support.signals import environment
+from tests.support.warned import collect_warnings
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
 
-_ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
 _SCRIPT = Path(train_script.__file__ or "")
-
-
-def environment(**changed: str) -> dict[str, str]:
-    """Return the variables of a script that is started by hand."""
-    own = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    roots = os.pathsep.join(map(str, _ROOTS))
-    return own | {"PYTHONPATH": roots, "OMP_NUM_THREADS": "1"} | changed
 
 
 def command(*arguments: Any, torchrun: tuple[str, ...] = (), script: Path = _SCRIPT) -> list[str]:
@@ -134,9 +125,7 @@ def test_an_error_of_one_rank_reaches_the_script_and_is_told_once(
 ) -> None:
     """H63."""
     pids = tmp_path / "pids"
-    began = time.monotonic()
     code, found, log = start("--nproc=2", "--replicas=2", f"--fault={fault}", f"--pids={pids}")
-    assert time.monotonic() - began < 180
     assert (code, found) == (1, [])
     assert log.endswith("\nLookupError: of one rank\n")
     assert "Raised by rank 1 of 2:\nTraceback" in log
@@ -145,25 +134,6 @@ def test_an_error_of_one_rank_reaches_the_script_and_is_told_once(
     # Rank 0 is ended, or notices: then in one line.
     assert log.count("because another process has ended") <= 1
     assert all_gone([int(pid) for pid in pids.read_text().split()])
-
-
-@slow
-def test_a_killed_rank_is_named_and_the_next_start_goes_on(tmp_path: Path) -> None:
-    expected = undisturbed(folder=tmp_path / "alone", replicas=3)
-    folder, marker, pids = (tmp_path / name for name in ("run", "marker", "pids"))
-    line = [f"--folder={folder}", "--replicas=3", "--fault=kill", f"--marker={marker}"]
-    code, _, log = start(*line, "--nproc=3", f"--pids={pids}")
-    assert code == 1
-    assert re.search(r"RankError: Rank 1 of 3 was ended by SIGKILL", log.splitlines()[-1]), log
-    assert all_gone([int(pid) for pid in pids.read_text().split()])
-    assert sorted(path.name for path in (folder / "net").glob("*.pth")) == [
-        "net_epoch_1_iter_2.pth",
-        "net_epoch_1_iter_4.pth",
-    ]
-    (found,), log = start_well(*line, "--nproc=2")
-    found.pop("items")
-    assert found == expected
-    assert " - Resumed from net_epoch_1_iter_4.pth; run: " in log
 
 
 @pytest.mark.shows("H65")
@@ -180,36 +150,23 @@ def test_a_job_starts_again_by_itself_when_a_rank_was_killed(tmp_path: Path) -> 
 
 
 @slow
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_ten_kills_of_random_ranks_change_no_bit(nproc: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "count"), [("nproc", 2), ("nproc", 4), ("torchrun", 2), ("torchrun", 3)]
+)
+def test_ten_kills_of_random_ranks_change_no_bit(launcher: str, count: int, tmp_path: Path) -> None:
     expected = undisturbed(folder=tmp_path / "alone", replicas=4, steps=24)
     markers = tmp_path / "markers"
     markers.mkdir()
     line = [f"--folder={tmp_path / 'run'}", "--replicas=4", "--steps=24", "--fault=kills"]
-    line += [f"--nproc={nproc}", "--restarts=10", f"--marker={markers}"]
-    (found,), log = start_well(*line, timeout=1800)
+    line.append(f"--marker={markers}")
+    if launcher == "nproc":
+        found, log = start_well(*line, f"--nproc={count}", "--restarts=10", timeout=1800)
+        assert log.count("Starting all ranks again") == 10
+    else:
+        torchrun = (f"--nproc-per-node={count}", "--max-restarts=20")
+        found, _ = start_well(*line, torchrun=torchrun, timeout=1800)
     assert len(list(markers.iterdir())) == 10
-    assert log.count("Starting all ranks again") == 10
-    assert found["weights"] == expected["weights"]
-
-
-@slow
-def test_an_interruption_starts_nothing_again(tmp_path: Path) -> None:
-    line = [f"--folder={tmp_path}", "--replicas=2", "--nproc=2", "--fault=interrupt"]
-    code, found, log = start(*line, "--restarts=2")
-    assert (code, found) == (75, [])
-    assert "Starting all ranks again" not in log
-
-
-@slow
-def test_torchrun_starts_a_killed_training_again_without_a_human(tmp_path: Path) -> None:
-    expected = undisturbed(folder=tmp_path / "alone", replicas=2)
-    folder, marker = tmp_path / "run", tmp_path / "marker"
-    line = [f"--folder={folder}", "--replicas=2", "--fault=kill", f"--marker={marker}"]
-    found, log = start_well(*line, torchrun=("--nproc-per-node=2", "--max-restarts=2"))
-    assert marker.exists()
     assert {one["weights"] for one in found} == {expected["weights"]}
-    assert " - Resumed from net_epoch_1_iter_4.pth; run: " in log
 
 
 @slow
@@ -222,7 +179,8 @@ def test_nothing_outlives_the_process_that_has_started_it(
     line += [] if torchrun else ["--nproc=2"]
     with running(*line, torchrun=torchrun) as launcher:
         deadline = time.monotonic() + 180
-        while len(found := pids.read_text().split() if pids.exists() else []) < 2:
+        # Two ranks, and the loader worker of the one that waits.
+        while len(found := pids.read_text().split() if pids.exists() else []) < 3:
             assert launcher.poll() is None
             assert time.monotonic() < deadline
         launcher.kill()
@@ -257,19 +215,12 @@ def test_a_group_that_the_script_has_joined_is_used(tmp_path: Path) -> None:
     assert len(rows.read_text().splitlines()) > 8
 
 
-def fail_in_group(rank: int, *line: str) -> tuple[str, str, str, str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("helios").addHandler(handler)
-    own = [text.format(rank=rank) for text in line]
+def fail_in_group(rank: int, *line: str) -> tuple[str, str, str]:
+    """Return the type of the error, its text, and the last error that was logged."""
     resume_point.PATIENCE = 0.0
-    try:
-        train_script.main(own)
-    except Exception as error:
-        cause = str(error.__cause__)
-        return type(error).__name__, str(error), cause, " ".join(records[-1:])
-    return "", "", "", ""
+    with collect_warnings() as messages, pytest.raises(Exception, match=r".") as caught:
+        train_script.main([text.format(rank=rank) for text in line])
+    return caught.type.__name__, str(caught.value), " ".join(messages[-1:])
 
 
 @pytest.mark.shows("H63", "U22")
@@ -279,17 +230,16 @@ def test_an_error_that_only_rank_0_can_see_is_raised_by_all(tmp_path: Path) -> N
     assert first[0] == second[0] == RunMismatchError.__name__
     assert first[1] == second[1]
     assert "belongs to the run 'net'" in first[1]
-    assert (first[2], second[2]) == ("None", "Rank 0 of 2 has raised it first.")
-    assert second[3] == "Training ends because another process has ended."
-    assert first[3].startswith("Training ended with an error")
+    assert "because another process has ended" in second[2]
+    assert "Training ended with an error" in first[2]
 
 
 @pytest.mark.shows("K7")
 def test_data_that_cannot_be_prepared_is_told_once_and_nobody_waits() -> None:
     first, second = run_ranks(fail_in_group, 2, "--replicas=2", "--fault=prepare")
     assert (first[0], second[0]) == ("ConnectionError", "ConnectionError")
-    assert "Training ended with an error" in first[3]
-    assert second[3] == "Training ends because another process has ended."
+    assert "Training ended with an error" in first[2]
+    assert "because another process has ended" in second[2]
 
 
 def test_a_folder_that_is_not_shared_is_an_error_that_names_it(tmp_path: Path) -> None:

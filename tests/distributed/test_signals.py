@@ -199,3 +199,21 @@ def test_ranks_that_come_to_no_safe_point_end_everything_by_the_signal(
     assert "Traceback" not in log
     assert (codes(folder), newest(folder)) == ([143], (0, 0))
     go_on(folder, whole)
+
+
+@pytest.mark.shows("S12")
+@pytest.mark.parametrize("to", ["self", pytest.param("parent", marks=slow)])
+def test_an_interruption_starts_nothing_again(to: str, tmp_path: Path) -> None:
+    """A rank that gets the signal does not come to a safe point: then all end without a save."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    line = [folder, "--steps", 8, "--replicas", 2, "--frequency", 2, "--nproc", 2]
+    options = ["--at", "on_forward_end", "--iteration", 5, "--rank", 1, "--to", to]
+    options += ["--stick", "--grace", 1] if to == "self" else []
+    code, log = start(*line, *options, "--restarts", 1)
+    assert code == 75, log
+    assert ("No safe point was reached within 1 s after SIGTERM" in log) == (to == "self")
+    assert "Starting all ranks again" not in log
+    code, log = start(*line)
+    assert code == 0, log
+    assert_same(read_bits(folder), undisturbed(tmp_path / "alone", Elastic(2, total_steps=8)))

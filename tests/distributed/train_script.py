@@ -7,7 +7,9 @@ options; where a training is killed, the kill happens once, marked by a file.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -57,7 +59,9 @@ class Module(helios.DataModule):
 
     def setup(self) -> None:
         params = helios.DataLoaderParams(batch_size=2, shuffle=True)
-        self._train_dataset = self._create_dataset(Points(), params)
+        workers = dataclasses.replace(params, num_workers=1)
+        waits = self.options.fault == "wait"
+        self._train_dataset = self._create_dataset(Points(), workers if waits else params)
         self._valid_dataset = self._create_dataset(Points(), params)
         self._test_dataset = self._create_dataset(Points(), params)
         self._predict_dataset = self._create_dataset(Points(), params)
@@ -106,9 +110,12 @@ class Faults(Plugin):
         if queue is not None and is_dist_active():
             kinds = [type(self.trainer).__name__, type(find_loop(self.trainer)).__name__]
             queue.put(("rank", self.trainer.rank, torch.get_num_threads(), *kinds))
+        self._write_pid(os.getpid())
+
+    def _write_pid(self, pid: int | None) -> None:
         if self.options.pids is not None:
             with self.options.pids.open("a") as file:
-                file.write(f"{os.getpid()}\n")
+                file.write(f"{pid}\n")
 
     def on_backward_start(self, loss: torch.Tensor) -> None:
         iteration = self.context.state.global_iteration
@@ -117,7 +124,7 @@ class Faults(Plugin):
         if self.options.fault == "kills" and iteration % 2 == 1 and 3 <= iteration <= 21:
             # Ten times in a run, each time another rank that nobody can foresee.
             marker = self.options.marker / str(iteration)
-            victim = random.Random(iteration).randrange(self.options.nproc)
+            victim = random.Random(iteration).randrange(self.context.num_processes)
             if self.trainer.rank == victim and not marker.exists():
                 marker.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -128,9 +135,9 @@ class Faults(Plugin):
             return
         if options.fault in ("error", "listed"):
             raise LookupError("of one rank")
-        if options.fault == "interrupt":
-            os.kill(os.getppid(), signal.SIGTERM)
         if options.fault == "wait":
+            (worker,) = multiprocessing.active_children()
+            self._write_pid(worker.pid)
             signal.pause()
         if options.fault == "kill" and not options.marker.exists():
             options.marker.touch()

@@ -29,7 +29,7 @@ _PATH = Path("run_epoch_1_iter_1.pth")
 
 
 def started(kind: LaunchKind, count: int, local_rank: int = 0) -> ThisProcess:
-    launch = Launch(kind, local_rank, count, local_rank, count)
+    launch = Launch(kind, DistributedInfo(local_rank, local_rank, count, count))
     return ThisProcess(launch, launch.info, is_given=True)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch._dynamo  # so that no fork takes its time for it
-import torch.distributed as dist
 from torch.utils.data import Dataset, get_worker_info
 
 import helios
@@ -195,8 +194,10 @@ def _serve(rank: int, count: int, port: int, log: Path, folder: Path, **options:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if count > 1:
-        address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=count)
+        # As a task of srun.
+        own = {"PROCID": rank, "LOCALID": rank, "STEP_ID": 0, "JOB_ID": 7, "STEP_NUM_TASKS": count}
+        os.environ |= {f"SLURM_{name}": str(value) for name, value in own.items()}
+        os.environ["MASTER_PORT"] = str(port)
     code = train(folder, **options).exit_code
     sys.stderr.flush()
     os._exit(code)

@@ -134,10 +134,11 @@ def command(*arguments: Any, torchrun: int = 0) -> list[str]:
     return [sys.executable, *line]
 
 
-def environment() -> dict[str, str]:
+def environment(**changed: str) -> dict[str, str]:
     """Return the variables of a script that is started by hand."""
     own = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    return own | {"PYTHONPATH": os.pathsep.join(map(str, _ROOTS)), "OMP_NUM_THREADS": "1"}
+    roots = os.pathsep.join(map(str, _ROOTS))
+    return own | {"PYTHONPATH": roots, "OMP_NUM_THREADS": "1"} | changed
 
 
 def start(*arguments: Any, torchrun: int = 0) -> tuple[int, str]:
@@ -191,6 +192,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--frequency", type=int, default=1000)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--nproc", type=int)
+    parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--grace", type=float, default=60.0)
     parser.add_argument("--at", help="the name of an event")
@@ -236,8 +238,9 @@ def main() -> None:
     logging.getLogger(objects.__name__).setLevel(logging.DEBUG)
     signals = helios.Signals(grace=options.grace)
     code = 0
+    how = {"nproc": options.nproc, "max_restarts": options.restarts, "signals": signals}
     try:
-        train(options.folder, setting_of(options), *plugins, nproc=options.nproc, signals=signals)
+        train(options.folder, setting_of(options), *plugins, **how)
     except helios.Interrupted as error:
         code = error.code
         raise

@@ -17,6 +17,14 @@ def a_launcher_that_is_interrupted_kills_its_ranks(end, launch, *numbers):
 
 
 @fault(
+    "helios.startup.signal_policy:find_signal_code",
+    f"{SIGNALS}::test_an_interruption_starts_nothing_again[self]",
+)
+def a_rank_that_a_signal_ends_counts_as_a_failure(find_signal_code, number):
+    return 75
+
+
+@fault(
     "helios.distributed.process_groups:note_failure",
     f"{SIGNALS}::test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued",
 )
