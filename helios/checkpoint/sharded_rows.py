@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from helios.core.sharded_tensors import OwnRows, RowShare, local_of, replace_sharded
+from helios.core.utils import memory_of
 from helios.errors import StateError
 from helios.storage.staging import HostBuffers
 from helios.storage.type_converters import ShardedValue
@@ -33,8 +34,7 @@ def split_sharded(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Ow
             name += "'"
         local = local_of(tensor)
         # Also where this process has no row, and so no address: all must see the same ties.
-        storage = local.untyped_storage()._cdata  # noqa: SLF001 - an identity
-        place = (storage, local.storage_offset(), tensor.shape, tensor.dtype)
+        place = (memory_of(local), local.storage_offset(), tensor.shape, tensor.dtype)
         if place not in seen:
             mesh = tensor.device_mesh
             if id(mesh) not in shares:

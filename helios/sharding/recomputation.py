@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from helios.core import rng
 from helios.core.generators import Generator, load_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
+from helios.core.utils import version_of
 from helios.errors import UsageError
 from helios.state_graph.rollback import ValueCopier
 from helios.state_graph.values import attributes_of, delete_attribute, set_attribute
@@ -105,7 +106,7 @@ class _Start:
         self._name = name
         self._modules = [*module.modules()]
         self._inputs = [
-            (tuple(tensor.shape), _counter_of(tensor), _version_of(tensor))
+            (tuple(tensor.shape), _counter_of(tensor), version_of(tensor))
             for tensor in tensors_in(inputs)
         ]
         self._weights = self._read_weights()
@@ -145,7 +146,7 @@ class _Start:
 
     def _require_unchanged(self) -> None:
         changed = [
-            str(shape) for shape, counter, count in self._inputs if _version_of(counter) != count
+            str(shape) for shape, counter, count in self._inputs if version_of(counter) != count
         ]
         if changed:
             shapes = ", ".join(changed)
@@ -163,7 +164,7 @@ class _Start:
 
     def _read_weights(self) -> list[tuple[Tensor, int]]:
         weights = (each for part in self._modules for each in vars(part)["_parameters"].values())
-        return [(each, _version_of(each)) for each in weights if each is not None]
+        return [(each, version_of(each)) for each in weights if each is not None]
 
 
 def _attributes_of(part: Any) -> dict[str, Any]:
@@ -208,11 +209,6 @@ def _is_unchanged(then: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
     # Inner units are whole or sharded, and have another parameter for each.
     is_inner = is_sharded(then[0]) or is_sharded(now[0])
     return is_inner or (then[0] is now[0] and then[1] == now[1])
-
-
-def _version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; those of inference mode cannot be."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def _read_states(generators: Sequence[Generator]) -> list[Any]:

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from helios.core import rng
 from helios.core.sharded_tensors import is_sharded
+from helios.core.utils import memory_of, version_of
 from helios.core.wrappers import BareNames
 from helios.engines.engine import Engine
 from helios.errors import UsageError
@@ -346,7 +347,7 @@ class _Watch(TorchFunctionMode):
         for tensor in given:
             self._check(tensor)
         given = [*filter(self._is_plain, given)]
-        before = [(memory_of(tensor), tensor._version) for tensor in given]  # noqa: SLF001
+        before = [(memory_of(tensor), version_of(tensor)) for tensor in given]
         caller: Any = getattr(inspect.currentframe(), "f_back", None)
         try:
             found = func(*args, **(kwargs or {}))
@@ -360,7 +361,7 @@ class _Watch(TorchFunctionMode):
         affected = {*map(memory_of, filter(self._is_plain, tensors_in(found)))}
         affected -= {memory for memory, _ in before}
         for tensor, (memory, version) in zip(given, before, strict=True):
-            if is_init or tensor._version != version:  # noqa: SLF001 - nothing else says so
+            if is_init or version_of(tensor) != version:
                 affected.add(memory)
         if affected:
             write = _describe(caller)
@@ -396,8 +397,3 @@ def _describe(caller: FrameType | None) -> _Write:
         if not place and not code.co_filename.startswith(_NOT_USERS):
             place = f"{Path(code.co_filename).name}:{line}"
     return _Write(place, by)
-
-
-def memory_of(tensor: Tensor) -> StorageWeakRef:
-    """Return what identifies the memory of a tensor; its views have the same."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

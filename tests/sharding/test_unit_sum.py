@@ -49,15 +49,6 @@ def test_zeros_of_calls_without_a_gradient_are_not_added(gradients: tuple[float 
     assert bits(last) == bits(torch.tensor([-0.0, -0.0]))
 
 
-def test_forward_passes_that_are_computed_again_are_not_counted() -> None:
-    unit = UnitSum(Waves(1, 1, 0), do_nothing)
-    unit.count_forward()
-    result = torch.ones(1, requires_grad=True) * 2
-    result.register_hook(torch.enable_grad()(lambda _: unit.count_forward()))
-    result.backward()
-    assert reduce(unit, 3.0).tolist() == [3.0, 3.0]
-
-
 @pytest.mark.shows("P88")
 def test_a_second_backward_of_a_turn_is_an_error() -> None:
     unit = UnitSum(Waves(2, 1, 0), do_nothing)
