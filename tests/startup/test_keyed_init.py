@@ -218,7 +218,7 @@ def test_parameters_stay_the_same_objects() -> None:
         model.special = model.net.head.bias
         with model.device:
             model.net.register_buffer("table", torch.arange(3))
-        model.net.layers[0].register_buffer("table", model.net.table)
+            model.net.layers[0].register_buffer("table", model.net.table)
         parts.update(model.net.named_parameters())
 
     model = set_up(build)
