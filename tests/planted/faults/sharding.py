@@ -116,17 +116,6 @@ def what_a_forward_writes_to_sharded_parameters_is_lost(watch_values, unit, refu
     return None
 
 
-@fault(
-    "helios.sharding.sharded_gradients:ShardedGradients._record_gradient",
-    "tests/sharding/test_sharded_gradients.py::test_gradients_of_a_repeated_step_do_not_count",
-)
-def what_a_process_without_a_replica_computes_counts(
-    record_gradient, gradients, unit_sum, name, gradient
-):
-    record_gradient(gradients, unit_sum, name, gradient)
-    gradients._present.add(name)
-
-
 @fault("helios.sharding.sharded_gradients:ShardedGradients._find_present", SAME_BITS)
 def sharded_parameters_that_no_replica_uses_have_gradients(find_present, gradients, names):
     return list(names)
