@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helios.core import rng
 from helios.core.memory import same
-from helios.core.sharded_tensors import local_of
-from helios.core.utils import parameters_of
 from helios.errors import UsageError
 
 
@@ -33,7 +31,7 @@ class StepDraws:
         """Refuse random numbers in a step of an optimizer, in a ``with`` statement.
 
         In the first step of a start, and in those whose number is a power of two, each operation is
-        looked at, and the parameters are put back. In all, the default generators are compared.
+        looked at. In all, the default generators are compared.
 
         Args:
             optimizer: the optimizer.
@@ -43,21 +41,11 @@ class StepDraws:
             UsageError: if some were drawn.
         """
         number = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-        watch, parameters = None, []
-        if not number & (number - 1):
-            watch, parameters = _Watch(name), parameters_of(optimizer)
-        # On the host: there may be no room for them on the device.
-        kept = [local_of(each.detach()).to("cpu", copy=True) for each in parameters]
         before = [*rng.read_states().values()]
-        try:
-            with watch or nullcontext():
-                yield
-            if not all(map(_is_same, before, rng.read_states().values())):
-                raise _make_error(name)
-        except UsageError:
-            for parameter, values in zip(parameters, kept, strict=True):
-                local_of(parameter.detach()).copy_(values)
-            raise
+        with nullcontext() if number & (number - 1) else _Watch(name):
+            yield
+        if not all(map(_is_same, before, rng.read_states().values())):
+            raise _make_error(name)
 
 
 @final
