@@ -66,12 +66,14 @@ def copy_rows(rows: Mapping[str, OwnRows], buffers: HostBuffers | None) -> Mappi
     """Return rows with copies of their tensors, or without buffers the rows themselves."""
     if buffers is None:
         return rows
-    copies = {id(own): dataclasses.replace(own, tensor=_alone(own.tensor)) for own in rows.values()}
+    copies = {
+        id(own): dataclasses.replace(own, tensor=_without_rest(own.tensor)) for own in rows.values()
+    }
     buffers.copy([own.tensor] for own in copies.values() if own.tensor.numel())
     return {name: copies[id(own)] for name, own in rows.items()}
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor; a copy, if there is more in its storage."""
+def _without_rest(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor; a copy, if it is a small part of a storage, which is copied."""
     view = tensor.detach()
-    return view.clone() if view.nbytes < view.untyped_storage().nbytes() else view
+    return view.clone() if 2 * view.nbytes < view.untyped_storage().nbytes() else view
