@@ -158,7 +158,7 @@ class WholeFile(Contents):
 
 @final
 class ShardedFolder(Contents):
-    """A checkpoint that is a folder. Nothing reads a file in it that no save has written.
+    """A checkpoint that is a folder; a file in it that no save has written is not read.
 
     Args:
         path: the folder.

@@ -125,15 +125,17 @@ def local_of(tensor: Tensor) -> Tensor:
     return local
 
 
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes of a tensor that need its values."""
+
 _FORMS = frozenset(
     {
-        *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "names", "grad"),
-        *("requires_grad", "grad_fn", "is_leaf", "is_meta", "is_sparse", "is_quantized"),
         *("size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size"),
-        *("is_floating_point", "is_complex", "is_contiguous", "__len__", "__hash__"),
+        *("is_floating_point", "is_complex", "is_contiguous", "is_pinned", "get_device"),
+        *("__len__", "__hash__"),
     }
 )
-"""Attributes and methods of a tensor that do not need its values."""
+"""Methods of a tensor that do not need its values."""
 
 
 @final
@@ -150,7 +152,8 @@ class _Deferred(Tensor):
             return make_deferred_tensor(own.shape, own.dtype, vars(own)[_SOURCE])
         if name == "__repr__":
             return f"deferred({vars(args[0])[_SOURCE].name!r}, shape={tuple(args[0].shape)})"
-        if (getter.__name__ if name == "__get__" else name) not in _FORMS:
+        is_form = getter.__name__ not in _VALUES if name == "__get__" else name in _FORMS
+        if not is_form:
             raise StateError(_unread_text(name, (*args, *(kwargs or {}).values())))
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
