@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from helios.checkpoint import file_names, schema_upgrades
 from helios.checkpoint.sidecar import Sidecar
-from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
+from helios.errors import DamagedCheckpointError
 from helios.storage.container_checks import check_container, check_directory
 from helios.storage.digest import FileFacts, digest_file
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 RECORD_NAME = "record.pth"
 METADATA_NAME = ".metadata"
 _ROWS = ".distcp"
-# Files that systems put into folders, of which nobody knows.
-_STRAY = (".nfs", ".DS_Store", "Thumbs.db", "desktop.ini")
 
 
 class Contents(ABC):
@@ -160,7 +158,7 @@ class WholeFile(Contents):
 
 @final
 class ShardedFolder(Contents):
-    """A checkpoint that is a folder.
+    """A checkpoint that is a folder; a file in it that no save has written is not read.
 
     Args:
         path: the folder.
@@ -168,7 +166,6 @@ class ShardedFolder(Contents):
 
     Raises:
         DamagedCheckpointError: if a file is missing, or has another size than when it was written.
-        IncompatibleCheckpointError: if it holds a file that no save has written.
         OSError: if the file system cannot read it.
     """
 
@@ -186,17 +183,6 @@ class ShardedFolder(Contents):
                     f"{path} is damaged: its file {name} {fault}. Copy it back, or use another "
                     "checkpoint."
                 )
-        for name in self._sizes if sidecar is not None else ():
-            if name == "index.json":
-                raise IncompatibleCheckpointError(
-                    f"{path} was written by a development version of Helios, and no version reads "
-                    "it any more. Nothing was changed."
-                )
-            if name not in self._facts and not name.startswith(_STRAY):
-                raise IncompatibleCheckpointError(
-                    f"{path / name} is not part of the checkpoint that was written. Nothing was "
-                    "read or renamed: move it out of the folder."
-                )
 
     @property
     def size(self) -> int:
@@ -206,7 +192,7 @@ class ShardedFolder(Contents):
     @property
     def digest(self) -> str:
         """The digest of the digests of all files."""
-        names = [name for name in self._sizes if not name.startswith(_STRAY)]
+        names = self._facts or self._sizes
         return join_digests({name: FileFacts.of(self.path / name, hashes=True) for name in names})
 
     def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:

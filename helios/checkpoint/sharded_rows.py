@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from helios.core.sharded_tensors import OwnRows, RowShare, local_of, replace_sharded
+from helios.core.utils import memory_of
 from helios.errors import StateError
 from helios.storage.staging import HostBuffers
 from helios.storage.type_converters import ShardedValue
@@ -33,8 +34,7 @@ def split_sharded(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Ow
             name += "'"
         local = local_of(tensor)
         # Also where this process has no row, and so no address: all must see the same ties.
-        storage = local.untyped_storage()._cdata  # noqa: SLF001 - an identity
-        place = (storage, local.storage_offset(), tensor.shape, tensor.dtype)
+        place = (memory_of(local), local.storage_offset(), tensor.shape, tensor.dtype)
         if place not in seen:
             mesh = tensor.device_mesh
             if id(mesh) not in shares:
@@ -69,17 +69,11 @@ def copy_rows(rows: Mapping[str, OwnRows], buffers: HostBuffers | None) -> Mappi
     copies = {
         id(own): dataclasses.replace(own, tensor=_without_rest(own.tensor)) for own in rows.values()
     }
-    groups: dict[tuple[str, int], list[Tensor]] = {}
-    for copy in (own.tensor for own in copies.values()):
-        if copy.numel():
-            place = (str(copy.device), copy.untyped_storage().data_ptr())
-            groups.setdefault(place, []).append(copy)
-    buffers.copy(groups.values())
+    buffers.copy([own.tensor] for own in copies.values() if own.tensor.numel())
     return {name: copies[id(own)] for name, own in rows.items()}
 
 
 def _without_rest(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor; a copy, if it is a small part of a storage."""
+    """Return a view of a tensor; a copy, if it is a small part of a storage, which is copied."""
     view = tensor.detach()
-    is_small = 2 * view.nbytes < view.untyped_storage().nbytes()
-    return view.clone() if is_small else view
+    return view.clone() if 2 * view.nbytes < view.untyped_storage().nbytes() else view

@@ -118,7 +118,11 @@ def _read_shard(deferred: Tensor, like: Any) -> Tensor:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the shard of this process; of a tensor that is not sharded, the tensor itself."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor  # noqa: SLF001
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        local: Tensor = tensor.to_local()
+    return local
 
 
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -151,8 +155,7 @@ class _Deferred(Tensor):
         is_form = getter.__name__ not in _VALUES if name == "__get__" else name in _FORMS
         if not is_form:
             raise StateError(_unread_text(name, (*args, *(kwargs or {}).values())))
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch's own subclasses
-            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def _unread_text(name: str, arguments: Sequence[Any]) -> str:

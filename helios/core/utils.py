@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
 import inspect
 import operator
@@ -20,6 +22,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -249,3 +252,39 @@ def peak_text(peaks: Mapping[str, int]) -> str:
     if "vm_hwm" in peaks:
         return f"peak {size_text(peaks['vm_hwm'])}"
     return f"peak {size_text(peaks['memory'])} (ru_maxrss)" if "memory" in peaks else ""
+
+
+def map_container(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a container of the same type with the results for its members.
+
+    Dicts, lists, tuples, named tuples and dataclasses are copied; other values are returned.
+    """
+    if isinstance(value, dict):
+        # dict.copy() of a subclass is a plain dict.
+        table = {} if type(value) is dict else copy.copy(value)
+        for name, item in value.items():
+            table[name] = function(item)
+        return table
+    if isinstance(value, list):
+        members = [] if type(value) is list else copy.copy(value)
+        members[:] = map(function, value)
+        return members
+    if isinstance(value, tuple):
+        build = getattr(type(value), "_make", type(value))
+        return build(map(function, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied: Any = copy.copy(value)  # type: ignore[call-overload, unused-ignore]
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, function(getattr(value, field.name)))
+        return copied
+    return value
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; those of inference mode cannot be."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public one
+
+
+def memory_of(tensor: Tensor) -> StorageWeakRef:
+    """Return what identifies the memory of a tensor; its views have the same."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

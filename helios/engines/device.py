@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from helios.core.utils import map_container
 from helios.errors import ArgumentError, UsageError
 
 
@@ -113,7 +111,7 @@ def sync_to_device(value: Any, device: torch.device) -> Any:
         return torch.from_numpy(value.copy()).to(device) if is_number else value
     if isinstance(value, torch.Tensor | PackedSequence):
         return move_to_device(value, device)
-    return _map_container(value, lambda item: sync_to_device(item, device))
+    return map_container(value, lambda item: sync_to_device(item, device))
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
@@ -126,26 +124,4 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         is_pinned = device.type != "cpu" and batch.is_pinned()
         moved: Any = batch  # PackedSequence's own annotation does not accept a device
         return moved.to(device=device, non_blocking=is_pinned)
-    return _map_container(batch, lambda item: move_to_device(item, device))
-
-
-def _map_container(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        # dict.copy() of a subclass is a plain dict.
-        table = {} if type(value) is dict else copy.copy(value)
-        for name, item in value.items():
-            table[name] = function(item)
-        return table
-    if isinstance(value, list):
-        members = [] if type(value) is list else copy.copy(value)
-        members[:] = map(function, value)
-        return members
-    if isinstance(value, tuple):
-        build = getattr(type(value), "_make", type(value))
-        return build(map(function, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        copied: Any = copy.copy(value)  # type: ignore[call-overload, unused-ignore]
-        for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, function(getattr(value, field.name)))
-        return copied
-    return value
+    return map_container(batch, lambda item: move_to_device(item, device))

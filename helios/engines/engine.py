@@ -276,7 +276,11 @@ class Engine(StandaloneEngine):
         """
         scaler = self._find_scaler() if self._is_scaled else None
         scaled = loss if scaler is None else scaler.scale(loss)
-        scaled.backward(retain_graph=retain_graph or None, inputs=inputs)  # type: ignore[no-untyped-call]
+        self._gradients.is_in_backward = True
+        try:
+            scaled.backward(retain_graph=retain_graph or None, inputs=inputs)  # type: ignore[no-untyped-call]
+        finally:
+            self._gradients.is_in_backward = False
 
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients of a window over its micro-batches and all replicas.

@@ -31,6 +31,7 @@ from helios.errors import UsageError
 from helios.replicas.flat_gradients import Bucket, FlatBuffer, FlatGradients
 from helios.replicas.reduction_tree import TreeStack
 from helios.replicas.replicas import Replicas
+from helios.state_graph.registered_hooks import has_hooks
 
 FindNetworks: TypeAlias = Callable[[], Mapping[str, nn.Module]]
 
@@ -43,11 +44,14 @@ class Gradients:
         sends_early: whether gradients may be sent during backward.
         has_idle_turn: whether a turn of each iteration has no replica for this process, which must
             compute along.
+        is_in_backward: whether a backward is running, in which forwards are those of activations
+            that are computed again.
     """
 
     is_open: bool = False
     sends_early: bool = False
     has_idle_turn: bool = False
+    is_in_backward: bool = False
 
     def sharded_parameters(self) -> Iterable[Tensor]:
         """Return the parameters of which each process holds a shard."""
@@ -273,8 +277,7 @@ class GradientSum:
         trained = self._flat.trained()
         known = tuple(number for number, _ in trained)
         if known not in self._may_send:
-            hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for _, p in trained)
-            (are_there,) = self._replicas.agree(any(hooks))
+            (are_there,) = self._replicas.agree(any(has_hooks(part) for _, part in trained))
             self._may_send[known] = not are_there
         return self._may_send[known]
 

@@ -1,39 +1,31 @@
-"""The only module that uses what PyTorch's FSDP2 does not document.
+"""How PyTorch's FSDP2 is used: when it gathers, what adds gradients, and what is watched.
 
-``tests/sharding/test_fsdp_adapter.py`` checks each of these, so that a PyTorch that has changed one
-is named there.
+``tests/sharding/test_fsdp_adapter.py`` checks what FSDP does without promising it, so that a
+PyTorch that has changed it is named there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from helios.core.sharded_tensors import is_sharded
+from helios.core.utils import map_container, version_of
 from helios.errors import UsageError
-
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
-except ImportError:  # an older PyTorch, which require_fsdp names
-    DefaultAllGather = ReduceScatter = object  # type: ignore[assignment, misc]
-try:
-    from torch.distributed.fsdp._common_utils import collect_grad_tensors as _find_results
-except ImportError:  # FSDP of an older PyTorch looks at leaves
-    _find_results = tree_leaves  # type: ignore[assignment]
 
 _NEEDED = (
     *("set_custom_all_gather", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"),
     *("set_gradient_divide_factor", "set_reduce_scatter_unused_params", "reshard", "unshard"),
 )
+
+# PyTorch has renamed it, and warns of the old name.
+_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 Notice: TypeAlias = Callable[[Tensor], None]
 
@@ -65,15 +57,19 @@ def make_mesh(device: torch.device, num_processes: int) -> DeviceMesh:
     return init_device_mesh(device.type, (num_processes,))
 
 
+class _Comm:
+    """The interface of FSDP's collectives."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
 @final
-class _Comm(ReduceScatter):
+class _ReduceScatter(_Comm):
     """Calls a reduction where FSDP calls its reduce-scatter."""
 
     def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -89,15 +85,22 @@ class _Comm(ReduceScatter):
 
 
 @final
-class _Gather(DefaultAllGather):
-    """FSDP's own, which calls a function before."""
+class _AllGather(_Comm):
+    """Gathers as FSDP does, and calls a function before."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
         self._call()
-        return super().__call__(*args, **kwargs)
+        work: dist.Work | None = _gather_into(output_tensor, input_tensor, group, async_op)
+        return work
 
 
 @final
@@ -106,22 +109,29 @@ class ShardedUnit:
 
     Args:
         module: the module, which :func:`shard_unit` has sharded.
+        places: the modules that hold its parameters, and their names there.
     """
 
-    def __init__(self, module: FSDPModule) -> None:
+    def __init__(self, module: FSDPModule, places: Sequence[tuple[nn.Module, str]]) -> None:
         self.module = module
+        self._places = places
+        self._sharded = self._read()
+
+    def _read(self) -> list[Tensor]:
+        """Return the parameters as they are now: whole while they are gathered, else sharded."""
+        return [getattr(module, name) for module, name in self._places]
 
     def use(self, reduction: Reduction) -> None:
         """Add gradients by a reduction of ours: no factors, and all parameters in every call."""
         module = self.module
-        module.set_custom_reduce_scatter(_Comm(reduction))
+        module.set_custom_reduce_scatter(_ReduceScatter(reduction))  # type: ignore[arg-type]
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         module.set_reduce_scatter_unused_params(True)
 
     def before_gather(self, call: Callable[[], None]) -> None:
         """Call a function before the parameters are gathered from several processes."""
-        self.module.set_custom_all_gather(_Gather(call))
+        self.module.set_custom_all_gather(_AllGather(call))  # type: ignore[arg-type]
 
     def before_forward(self, call: Callable[..., None]) -> None:
         """Call a function before the parameters are gathered for a forward of the module."""
@@ -144,10 +154,11 @@ class ShardedUnit:
         """
 
         def connect(*_: Any) -> None:
-            for part in self._parts() if notices else ():
-                notice = notices.pop(id(part.sharded_param), None)
-                if notice is not None and part.unsharded_param.requires_grad:
-                    part.unsharded_param.register_post_accumulate_grad_hook(notice)
+            parameters: list[Any] = self._read() if notices else []
+            for sharded, whole in zip(self._sharded, parameters, strict=False):
+                notice = notices.pop(id(sharded), None)
+                if notice is not None and whole.requires_grad:
+                    whole.register_post_accumulate_grad_hook(notice)
 
         assert isinstance(self.module, nn.Module)
         # After FSDP's own. It stays, because a hook that comes or goes in training is reported.
@@ -155,28 +166,24 @@ class ShardedUnit:
 
     def watch_values(self, refuse: Callable[[Tensor], None]) -> None:
         """Call a function with a sharded parameter that a forward has written to, whole."""
-        versions: list[int] = []
+        before: list[tuple[Tensor, int]] = []
 
-        def read() -> list[int]:
-            return [part.unsharded_param._version for part in self._parts()]  # noqa: SLF001
+        def read(*_: Any) -> None:
+            before[:] = [(whole, version_of(whole)) for whole in self._read()]
 
         def compare(*_: Any) -> None:
-            for part, before, after in zip(self._parts(), versions, read(), strict=True):
-                if before != after:
-                    refuse(part.sharded_param)
+            for sharded, (whole, version) in zip(self._sharded, before, strict=True):
+                if version_of(whole) != version:
+                    refuse(sharded)
 
         assert isinstance(self.module, nn.Module)
         # After those of FSDP, which gathers in the first one.
-        self.module.register_forward_pre_hook(lambda *_: versions.__setitem__(slice(None), read()))
+        self.module.register_forward_pre_hook(read)
         self.module.register_forward_hook(compare)
 
-    def parameters(self) -> list[DTensor]:
+    def parameters(self) -> list[Tensor]:
         """Return the sharded parameters of this unit, without those of inner units."""
-        return [part.sharded_param for part in self._parts()]
-
-    def _parts(self) -> Iterator[Any]:
-        for group in self.module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
-            yield from group.fsdp_params
+        return list({id(parameter): parameter for parameter in self._sharded}.values())
 
 
 def shard_unit(module: nn.Module, mesh: DeviceMesh) -> ShardedUnit:
@@ -186,19 +193,26 @@ def shard_unit(module: nn.Module, mesh: DeviceMesh) -> ShardedUnit:
     returns for three dimensions, would lose it when it is changed in place.
     """
     module.register_forward_hook(_return_no_views)
+    places = [
+        (part, name)
+        for part in module.modules()
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+        if not is_sharded(parameter)
+    ]
     sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
     assert isinstance(sharded, FSDPModule)
-    return ShardedUnit(sharded)
+    return ShardedUnit(sharded, places)
 
 
 def _return_no_views(module: nn.Module, inputs: Any, result: Any) -> Any:
-    return tree_map_only(Tensor, _without_base, result)
+    return _without_base(result)
 
 
-def _without_base(tensor: Tensor) -> Tensor:
-    is_view = tensor.requires_grad and tensor._is_view()  # noqa: SLF001 - no public name
-    same: Tensor = _Same.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
-    return same
+def _without_base(result: Any) -> Any:
+    if not isinstance(result, Tensor):
+        return map_container(result, _without_base)
+    is_computed = result.grad_fn is not None and torch.is_grad_enabled()
+    return _Same.apply(result) if is_computed else result  # type: ignore[no-untyped-call]
 
 
 @final
@@ -212,22 +226,3 @@ class _Same(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-def steps_to(result: Any) -> list[Node]:
-    """Return the last steps of autograd to the tensors of a forward's result.
-
-    FSDP gathers the unit in backward when this comes to one of them.
-    """
-    found = (each.grad_fn for each in _find_results(result) if isinstance(each, Tensor))
-    return [step for step in found if step is not None]
-
-
-def is_ahead(step: Node) -> bool:
-    """Return whether the backward that is running comes to a step, or has come to it."""
-    return bool(torch._C._will_engine_execute_node(step))  # noqa: SLF001
-
-
-def is_in_backward() -> bool:
-    """Return whether autograd is running, as when activations are computed again."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001

@@ -2,7 +2,7 @@
 
 PyTorch's checkpoint calls a forward a second time. Here, that call starts from what the first one
 has started from, all generators, buffers and attributes, and leaves no trace: a BatchNorm counts a
-batch once. Inputs and parameters that have changed since then are an error.
+batch once. Parameters that have changed since then are an error; PyTorch refuses changed inputs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from helios.core import rng
 from helios.core.generators import Generator, load_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
+from helios.core.utils import version_of
 from helios.errors import UsageError
 from helios.state_graph.rollback import ValueCopier
 from helios.state_graph.values import attributes_of, delete_attribute, set_attribute
@@ -97,17 +98,13 @@ class _Start:
     Args:
         name: of the module.
         module: the module.
-        inputs: what its forward receives. Tensors in them are checkpoint's to keep, or to compute
-            again where this unit is inside of another one.
+        inputs: what its forward receives. Tensors in them are checkpoint's to keep, unchanged, or
+            to compute again where this unit is inside of another one.
     """
 
     def __init__(self, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
         self._name = name
         self._modules = [*module.modules()]
-        self._inputs = [
-            (tuple(tensor.shape), _counter_of(tensor), _version_of(tensor))
-            for tensor in tensors_in(inputs)
-        ]
         self._weights = self._read_weights()
         others = [None if isinstance(value, Tensor) else value for value in inputs]
         self._kept = [*self._modules, *tensors_in(others)]
@@ -128,7 +125,7 @@ class _Start:
             The inputs; those that are tensors are ``None``.
 
         Raises:
-            UsageError: if inputs or parameters have changed since then.
+            UsageError: if parameters have changed since then.
         """
         self._require_unchanged()
         parts = [*self._modules, *self._objects]
@@ -144,16 +141,6 @@ class _Start:
             _set_states(self._generators, states)
 
     def _require_unchanged(self) -> None:
-        changed = [
-            str(shape) for shape, counter, count in self._inputs if _version_of(counter) != count
-        ]
-        if changed:
-            shapes = ", ".join(changed)
-            raise UsageError(
-                f"Unit(..., checkpoint=True) needs inputs that nothing changes in place before "
-                f"backward, but those of {self._name}, of shape {shapes}, were. Change a copy, or "
-                "use checkpoint=False."
-            )
         if not all(map(_is_unchanged, self._weights, self._read_weights())):
             raise UsageError(
                 "Unit(..., checkpoint=True) needs parameters that stay as they are from forward to "
@@ -163,7 +150,7 @@ class _Start:
 
     def _read_weights(self) -> list[tuple[Tensor, int]]:
         weights = (each for part in self._modules for each in vars(part)["_parameters"].values())
-        return [(each, _version_of(each)) for each in weights if each is not None]
+        return [(each, version_of(each)) for each in weights if each is not None]
 
 
 def _attributes_of(part: Any) -> dict[str, Any]:
@@ -195,24 +182,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(member)
 
 
-def _counter_of(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory that counts changes of another one."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor
-    counter = tensor.detach()
-    counter.data = tensor.new_empty(0)
-    return counter
-
-
 def _is_unchanged(then: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
     # Inner units are whole or sharded, and have another parameter for each.
     is_inner = is_sharded(then[0]) or is_sharded(now[0])
     return is_inner or (then[0] is now[0] and then[1] == now[1])
-
-
-def _version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; those of inference mode cannot be."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def _read_states(generators: Sequence[Generator]) -> list[Any]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from helios.core.wrappers import compiled_call, unwrap
 from helios.errors import UsageError
+from helios.state_graph.registered_hooks import has_hooks
 
 _ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.RAdam),
@@ -109,7 +110,7 @@ def check_hooks(parameters: Mapping[str, Tensor]) -> None:
         UsageError: if one has.
     """
     for name, each in parameters.items():
-        if each._backward_hooks or each._post_accumulate_grad_hooks:  # noqa: SLF001
+        if has_hooks(each):
             raise UsageError(
                 f'Trainer(sharding="full") needs parameters without hooks, but {name} has one. '
                 "Change gradients in on_optimizer_step_start, or use a hook of the module."

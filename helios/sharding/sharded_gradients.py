@@ -22,7 +22,7 @@ from helios.errors import UsageError
 from helios.replicas.gradients import FindNetworks, Gradients
 from helios.replicas.reduction_tree import children, is_power_of_two, subtrees
 from helios.replicas.replicas import Replicas
-from helios.sharding.fsdp_adapter import ShardedUnit, is_in_backward
+from helios.sharding.fsdp_adapter import ShardedUnit
 from helios.sharding.requirements import check_hooks
 from helios.sharding.unit_calls import UnitCalls
 
@@ -54,21 +54,38 @@ class ShardedGradients(Gradients):
         }
         names = {id(parameter): name for name, parameter in parameters.items()}
         for number, (name, unit) in enumerate(units.items()):
-            self._connect(unit, self._units[name], names)
-            unit.before_gather(partial(calls.record_gather, number))
-            unit.before_forward(lambda *_, number=number: calls.record_forward(number))
-            unit.after_forward(lambda *given, number=number: calls.record_end(number, given[-1]))
-            unit.watch_values(partial(_refuse_write, names))
+            self._connect(number, unit, self._units[name], names)
 
-    def _connect(self, unit: ShardedUnit, unit_sum: UnitSum, names: Mapping[int, str]) -> None:
+    def _connect(
+        self, number: int, unit: ShardedUnit, unit_sum: UnitSum, names: Mapping[int, str]
+    ) -> None:
+        def before_gather() -> None:
+            # In forward, the call was recorded.
+            if self.is_in_backward:
+                self._calls.record_gather(number)
+
+        def before_forward(*_: Any) -> None:
+            # In backward, activations are computed again.
+            if not self.is_in_backward:
+                if torch.is_grad_enabled():
+                    unit_sum.count_forward()
+                self._calls.record_forward(number)
+
+        def after_forward(*_: Any) -> None:
+            if not self.is_in_backward:
+                self._calls.record_end(number)
+
         unit.use(unit_sum)
-        unit.before_forward(unit_sum.count_forward)
         unit.watch_gradients(
             {
                 id(parameter): partial(self._record_gradient, unit_sum, names[id(parameter)])
                 for parameter in unit.parameters()
             }
         )
+        unit.before_gather(before_gather)
+        unit.before_forward(before_forward)
+        unit.after_forward(after_forward)
+        unit.watch_values(partial(_refuse_write, names))
 
     def _record_gradient(self, unit_sum: UnitSum, name: str, gradient: Tensor) -> None:
         unit_sum.record_gradient(gradient)
@@ -218,10 +235,9 @@ class UnitSum:
             )
         self._num_turns = 0
 
-    def count_forward(self, *_: Any) -> None:
-        """Count a call of the module that will have a backward; a forward pre-hook."""
-        if torch.is_grad_enabled() and not is_in_backward():
-            self._num_forwards += 1
+    def count_forward(self) -> None:
+        """Count a call of the module that will have a backward."""
+        self._num_forwards += 1
 
     def record_gradient(self, _: Tensor) -> None:
         """Record that a parameter has got a gradient since the last reduction."""

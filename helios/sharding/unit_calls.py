@@ -9,24 +9,19 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import Any, final
-
-from torch.autograd.graph import Node
+from typing import final
 
 from helios.errors import UsageError
 from helios.replicas.replicas import Replicas
-from helios.sharding.fsdp_adapter import is_ahead, is_in_backward, steps_to
 
 _COMPARED_AT_ONCE = 1000
 _BITS = 64
-_FORWARD, _END_OF_FORWARD, _GRADIENTS, _BACKWARD, _USED, _UNUSED = range(6)
+_FORWARD, _END_OF_FORWARD, _GRADIENTS, _BACKWARD = range(4)
 _WORDS = {
     _FORWARD: "the forward of",
     _END_OF_FORWARD: "the end of the forward of",
     _GRADIENTS: "the gradients of",
     _BACKWARD: "the backward of",
-    _USED: "a loss with results of",
-    _UNUSED: "a loss without those of",
 }
 
 
@@ -38,9 +33,6 @@ class UnitCalls:
     together, when backward begins, and at the end of a step or of a pass without gradients, so
     that nothing that was computed in between is used.
 
-    Which units are gathered in backward follows from which results the loss was made of, so that
-    is compared with them.
-
     Args:
         replicas: the processes.
         names: of the units.
@@ -51,34 +43,22 @@ class UnitCalls:
         self._names = names
         self._end = len(_WORDS) * len(names)
         self._calls = array("L")
-        self._results: list[tuple[int, list[Node]]] = []
         self._num_single = 0
         self._is_forward = False
 
     def record_forward(self, unit: int) -> None:
-        """Record that the forward of a unit begins, unless it is computed again."""
-        if not is_in_backward():
-            self._is_forward = True
-            self._record(_FORWARD, unit)
+        """Record that the forward of a unit begins."""
+        self._is_forward = True
+        self._record(_FORWARD, unit)
 
-    def record_end(self, unit: int, result: Any) -> None:
-        """Record that the forward of a unit has ended, unless it is computed again."""
-        if not is_in_backward():
-            self._record(_END_OF_FORWARD, unit)
-            self._results.append((unit, steps_to(result)))
+    def record_end(self, unit: int) -> None:
+        """Record that the forward of a unit has ended."""
+        self._record(_END_OF_FORWARD, unit)
 
     def record_gather(self, unit: int) -> None:
-        """Record that a unit is gathered in backward; in forward, its call was recorded."""
-        if is_in_backward():
-            if self._is_forward:
-                self._record_results()
-                self.compare()
-            self._record(_BACKWARD, unit)
-
-    def _record_results(self) -> None:
-        for unit, steps in self._results:
-            kind = _USED if any(map(is_ahead, steps)) else _UNUSED
-            self._calls.append(self._number(kind, unit))
+        """Record that a unit is gathered in backward; compares before the first one."""
+        self._record(_BACKWARD, unit)
+        self.compare_forward()
 
     def _number(self, kind: int, unit: int) -> int:
         return kind * len(self._names) + unit
@@ -103,11 +83,10 @@ class UnitCalls:
         for sums that others do not make.
         """
         self._record(_GRADIENTS, unit)
-        if self._is_forward:
-            self.compare()
+        self.compare_forward()
 
     def compare_forward(self) -> None:
-        """Compare a forward without a backward, where another process may be in backward."""
+        """Compare the calls, if a forward was among them."""
         if self._is_forward:
             self.compare()
 
@@ -121,7 +100,7 @@ class UnitCalls:
             # Another process may come to a single one now, with a message of another length.
             self._compare_one(self._end)
         calls, self._calls = self._calls, array("L")
-        self._results, self._is_forward = [], False
+        self._is_forward = False
         digest = hashlib.blake2b(calls.tobytes(), digest_size=_BITS // 8).digest()
         number = int.from_bytes(digest, "big")
         bits = [bool(number >> place & 1) for place in range(_BITS)]

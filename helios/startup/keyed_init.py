@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from helios.core import rng
 from helios.core.sharded_tensors import is_sharded
+from helios.core.utils import memory_of, version_of
 from helios.core.wrappers import BareNames
 from helios.engines.engine import Engine
 from helios.errors import UsageError
@@ -37,7 +38,6 @@ from helios.state_graph.consistency import check_alike
 from helios.state_graph.registered_hooks import has_hooks
 from helios.storage.checksums import bit_sum
 
-_Place: TypeAlias = tuple[nn.Module, str]
 AskForUnits: TypeAlias = Callable[[], Sequence[nn.Module | Unit] | None]
 
 _INITIALIZERS = ("reset_parameters", "_reset_parameters")
@@ -108,28 +108,27 @@ def set_up_keyed(
 
 
 class _Write(NamedTuple):
-    """What has made some memory, or written to it last.
+    """What has made some memory and written to it.
 
     Attributes:
-        place: file and line of the user's code.
-        by: the initializer that was running, and its arguments; ``None`` for other code.
+        place: file and line of the code of the user that did so outside of initializers, or first.
+        writers: the modules whose initializers have written, in order, and ``None`` for other code;
+            nothing of memory that was only allocated.
         sources: the memory that was copied, if it was.
+        is_new: whether nothing was written since it was made. What writes first must write all of
+            it, or leaves a number that is found to be missing.
     """
 
-    place: str = ""
-    by: tuple[nn.Module | None, str] | None = None
+    place: str
+    writers: tuple[nn.Module | None, ...] = ()
     sources: tuple[StorageWeakRef, ...] = ()
-    chain: tuple[tuple[nn.Module | None, str] | None, ...] = ()
+    is_new: bool = True
 
-    def after(self, earlier: _Write | None) -> _Write:
-        """Return this write with those before it; one that repeats the last one counts once."""
-        chain = () if earlier is None else earlier.chain
-        own = self.chain or (self.by,)
-        return self._replace(chain=chain + own[chain[-1:] == own[:1] :])
-
-
-_ANY = (None, "")
-"""Of memory that was only allocated, and of what ``Model.init_unit`` writes."""
+    def then(self, place: str, writer: nn.Module | None) -> _Write:
+        """Return what has written by now; an initializer that writes twice in a row counts once."""
+        earlier = () if self.is_new else self.writers
+        writers = earlier if earlier[-1:] == (writer,) else (*earlier, writer)
+        return _Write(self.place if writer else place, writers, self.sources, is_new=False)
 
 
 @final
@@ -163,7 +162,8 @@ class _KeyedInit:
         self._ties: defaultdict[nn.Module, list[str]] = defaultdict(list)
         self._writers: set[nn.Module | None] = set()
         self._memory: set[StorageWeakRef] = set()
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._done: set[nn.Module] = set()
+        self._path = ""
 
     def find_homes(self, written: Mapping[StorageWeakRef, _Write]) -> None:
         """Find the module that initializes each tensor: of several, the last one in ``setup``.
@@ -174,7 +174,7 @@ class _KeyedInit:
         Raises:
             UsageError: for a tensor that cannot be initialized by keys.
         """
-        places: dict[Tensor, list[_Place]] = {}
+        places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self._paths:
             for name, tensor in _own_tensors(module).items():
                 places.setdefault(tensor, []).append((module, name))
@@ -186,13 +186,13 @@ class _KeyedInit:
             if not tensor.is_meta or not tensor.numel():
                 continue
             memory = memory_of(tensor)
-            if memory in self._memory:
+            if memory in self._memory or (len(holders) > 1 and type(tensor) is Tensor):
                 _refuse(shown, "it shares its memory with another tensor of a network")
             self._memory.add(memory)
-            write = written.get(memory, _Write())
-            writer = write.by and write.by[0]
-            self._writers |= {each[0] for each in write.chain if each}
-            home = next((place for place in holders if place[0] is writer), holders[0])
+            write = written.get(memory, _Write("an unknown place"))
+            self._writers.update(write.writers)
+            last = write.writers[-1:]
+            home = next((place for place in holders if place[0] in last), holders[0])
             for module, name in holders:
                 if (module, name) == home:
                     self._expected[module][name] = write
@@ -210,35 +210,36 @@ class _KeyedInit:
         self._left = [module for module in self._left if module not in chosen]
         for module in group:
             self._make_memory(module)
-        last: dict[StorageWeakRef, _Write] = {}
+        watch = _Watch(self._device.type, self._check_use)
         with rng.stream(rng.key(self._seed, "init")), torch.no_grad(), self._device:
             for module in group:
                 for name in self._expected[module]:
                     numbers, mark = _mark(getattr(module, name))
                     numbers.fill_(mark)
             for module in group:
-                for memory, write in self._run(module).items():
-                    last[memory] = write.after(last.get(memory))
+                self._run(module, watch)
         for module in group:
             for name, tensor in _own_tensors(module).items():
                 shown = f"{self._paths[module]}.{name}"
                 self.marks[shown] = int(bit_sum(tensor))
                 expected = self._expected[module].get(name)
-                if expected and not self._is_repeated(expected, last.get(memory_of(tensor))):
+                if expected is None or module in self._done:
+                    continue
+                found = watch.last.get(memory_of(tensor))
+                if found is None or not self._is_repeated(expected, found.writers):
                     kind = type(module).__name__
                     why = f"reset_parameters() of {kind} does not repeat what {expected.place} does"
                     _refuse(shown, why)
 
-    def _is_repeated(self, expected: _Write, found: _Write | None) -> bool:
-        """Return whether what was written gives the values of setup, apart from random numbers."""
-        if found is None or _ANY in (expected.by, found.by):
-            return found is not None
-        if _ANY not in found.chain and _kinds(expected.chain) != _kinds(found.chain):
-            return False
-        if expected.sources:
-            # The module that was copied must be gone; then its initializer runs in each copy.
-            return expected.by is not None and self._memory.isdisjoint(expected.sources)
-        return expected.by is not None and expected.by == found.by
+    def _is_repeated(self, expected: _Write, writers: Sequence[nn.Module | None]) -> bool:
+        """Return whether the same initializers have written as in setup, in the same order."""
+        # Without a module, it was Model.init_unit.
+        found = tuple(filter(None, writers))
+        if not expected.sources:
+            return not expected.writers or expected.writers == found
+        # The module that was copied must be gone; then its initializer runs in each copy.
+        is_alone = self._memory.isdisjoint(expected.sources)
+        return is_alone and [*map(type, expected.writers)] == [*map(type, found)]
 
     def _make_memory(self, module: nn.Module) -> None:
         """Let the tensors of a module have memory; parameters stay the same objects."""
@@ -254,54 +255,37 @@ class _KeyedInit:
             if isinstance(old, nn.Parameter):
                 vars(old).update(attributes[name])
             else:
-                new = getattr(module, name) if old.is_meta else old.to(self._device)
-                # The old one is kept, so that no other one gets its identity.
-                setattr(module, name, self._buffers.setdefault(id(old), (old, new))[1])
+                empty = getattr(module, name)
+                setattr(module, name, empty if old.is_meta else old.to(self._device))
 
-    def _run(self, module: nn.Module) -> dict[StorageWeakRef, _Write]:
-        """Initialize a module, and return what has written to each memory last.
-
-        Memory that is not written holds numbers that no initializer writes.
-        """
+    def _run(self, module: nn.Module, watch: _Watch) -> None:
+        """Initialize a module. Memory that is not written holds numbers that nobody writes."""
         own = _own_tensors(module)
         for name in self._ties[module]:
             # Another module initializes it. What this one writes is lost.
-            empty = nn.Parameter(own[name].to("meta"), own[name].requires_grad)
-            is_parameter = isinstance(own[name], nn.Parameter)
-            setattr(module, name, empty if is_parameter else empty.data)
-        last = self._call(module)
+            setattr(module, name, nn.Parameter(own[name].to("meta"), own[name].requires_grad))
+        self._path = self._paths[module]
+        rng.reseed(rng.key(self._seed, "init", self._path))
+        initialize: Any = getattr(module, _initializer_of(module), None)
+        with watch:
+            if self._model.init_unit(module, self._path):
+                self._done.add(module)
+            elif initialize and (module in self._writers or own):
+                initialize()
         # Optimizers hold the parameter; a buffer may be another one now.
         found = {**own, **dict(module.named_buffers(recurse=False))}
         for name in self._expected[module]:
             numbers, mark = _mark(found[name])
             if numbers.sum().isnan() if mark is torch.nan else (numbers == mark).any():
-                shown = f"{self._paths[module]}.{name}"
+                shown = f"{self._path}.{name}"
                 _refuse(shown, "reset_parameters() or init_unit must write all of it")
         for name in self._ties[module]:
             setattr(module, name, own[name])
-        return last
 
-    def _call(self, module: nn.Module) -> dict[StorageWeakRef, _Write]:
-        path = self._paths[module]
-        watch = _Watch(self._device.type, partial(self._check_use, path))
-        rng.reseed(rng.key(self._seed, "init", path))
-        with watch:
-            is_done = self._model.init_unit(module, path)
-            watch.last.update(dict.fromkeys(watch.last, _Write(by=_ANY, chain=(_ANY,))))
-            found = (getattr(module, name, None) for name in _INITIALIZERS)
-            initialize: Any = next(filter(callable, found), None)
-            if initialize and not is_done and (module in self._writers or _own_tensors(module)):
-                initialize()
-        return watch.last
-
-    def _check_use(self, path: str, tensor: Tensor) -> None:
+    def _check_use(self, tensor: Tensor) -> None:
         """Refuse tensors of other units, which may have no values yet, or be cut by now."""
         if is_sharded(tensor) or (tensor.is_meta and memory_of(tensor) in self._memory):
-            _refuse(path, "its initializer uses a tensor of another unit of Model.shard()")
-
-
-def _kinds(chain: Sequence[Any]) -> list[Any]:
-    return [each and (type(each[0]), each[1]) for each in chain]
+            _refuse(self._path, "its initializer uses a tensor of another unit of Model.shard()")
 
 
 def _refuse(what: str, why: str) -> NoReturn:
@@ -310,6 +294,11 @@ def _refuse(what: str, why: str) -> NoReturn:
         "Model.init_unit(module, name), and return True there. Make a tensor that is no parameter "
         'in "with self.device:", which gives it values at once.'
     )
+
+
+def _initializer_of(module: nn.Module) -> str:
+    """Return the name of the method that initializes a module, or nothing."""
+    return next((name for name in _INITIALIZERS if callable(getattr(module, name, None))), "")
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -346,35 +335,37 @@ class _Watch(TorchFunctionMode):
         for tensor in given:
             self._check(tensor)
         given = [*filter(self._is_plain, given)]
-        before = [(memory_of(tensor), tensor._version) for tensor in given]  # noqa: SLF001
+        before = [(memory_of(tensor), version_of(tensor)) for tensor in given]
         caller: Any = getattr(inspect.currentframe(), "f_back", None)
         try:
             found = func(*args, **(kwargs or {}))
         except (RuntimeError, TypeError) as error:
             if "meta" not in str(error).lower() or isinstance(error, UsageError):
                 raise
-            _refuse("the model", f"a value is read at {_describe(caller).place} ({error})")
+            _refuse("the model", f"a value is read at {_describe(caller)[0]} ({error})")
         # On the meta device, some initializers of PyTorch return before they write.
         code = caller.f_code
         is_init = code.co_filename == inspect.getfile(nn.init) and code.co_name.endswith("_")
-        affected = {*map(memory_of, filter(self._is_plain, tensors_in(found)))}
-        affected -= {memory for memory, _ in before}
-        for tensor, (memory, version) in zip(given, before, strict=True):
-            if is_init or tensor._version != version:  # noqa: SLF001 - nothing else says so
-                affected.add(memory)
-        if affected:
-            write = _describe(caller)
-            name = getattr(func, "__name__", "")
-            if name.removeprefix("new_").startswith("empty"):
-                write = write._replace(by=_ANY)
-            elif write.by is None and name in _COPIES and given:
-                origin = self.last.get(before[0][0], write)
-                write = origin._replace(sources=(*origin.sources, before[0][0]))
-            known = {memory for memory, _ in before}
-            for memory in affected:
-                # What makes memory is written over in full, or leaves a number that is missing.
-                is_made = memory not in known
-                self.last[memory] = write if is_made else write.after(self.last.get(memory))
+        written = {
+            memory: self.last.get(memory, _Write(""))
+            for tensor, (memory, version) in zip(given, before, strict=True)
+            if is_init or version_of(tensor) != version
+        }
+        made = {*map(memory_of, filter(self._is_plain, tensors_in(found)))}
+        made -= {memory for memory, _ in before}
+        if not written and not made:
+            return found
+        place, writer = _describe(caller)
+        name = getattr(func, "__name__", "")
+        new = _Write(place)
+        if writer is None and name in _COPIES and before:
+            source = before[0][0]
+            new = self.last.get(source, new)
+            new = new._replace(sources=(*new.sources, source))
+        elif not name.removeprefix("new_").startswith("empty"):
+            new = new._replace(writers=(writer,))
+        self.last.update(dict.fromkeys(made, new))
+        self.last.update({memory: old.then(place, writer) for memory, old in written.items()})
         return found
 
     def _is_plain(self, tensor: Tensor) -> bool:
@@ -382,22 +373,22 @@ class _Watch(TorchFunctionMode):
         return is_plain and tensor.device.type == self._device
 
 
-def _describe(caller: FrameType | None) -> _Write:
-    """Return the line of the user that is running, and the initializer around it."""
-    place, by = "", None
+def _describe(caller: FrameType | None) -> tuple[str, nn.Module | None]:
+    """Return the line of the user that is running, and the module whose initializer is.
+
+    One counts if it was called as it will be called again, without arguments.
+    """
+    place, writer = "", None
     for frame, line in traceback.walk_stack(caller):
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        # Nothing depends on what has called an initializer without arguments.
-        if code.co_name in _INITIALIZERS and names and (by is None or by[1] != "[]"):
+        if writer is None and code.co_name in _INITIALIZERS and names:
             owner, *arguments = map(frame.f_locals.get, names)
-            if isinstance(owner, nn.Module):
-                by = (owner, repr(arguments))
+            if isinstance(owner, nn.Module) and code.co_name == _initializer_of(owner):
+                method = inspect.signature(getattr(owner, code.co_name))
+                defaults = [each.default for each in method.parameters.values()]
+                if not arguments or repr(arguments) == repr(defaults):
+                    writer = owner
         if not place and not code.co_filename.startswith(_NOT_USERS):
             place = f"{Path(code.co_filename).name}:{line}"
-    return _Write(place, by)
-
-
-def memory_of(tensor: Tensor) -> StorageWeakRef:
-    """Return what identifies the memory of a tensor; its views have the same."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return place, writer

@@ -12,7 +12,7 @@ import math
 import pickle
 import pickletools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 
 METADATA_NAME = ".metadata"
 _DATA_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_PACKAGE = "torch.distributed.checkpoint"
-_CLASSES = {
-    *(f"{_PACKAGE}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "TensorProperties")),
-    *(f"{_PACKAGE}.metadata.{name}" for name in ("ChunkStorageMetadata", "TensorStorageMetadata")),
-    f"{_PACKAGE}.metadata._MEM_FORMAT_ENCODING",
-    f"{_PACKAGE}.filesystem._StorageInfo",
-    "torch.serialization._get_layout",
+_CLASSES: Mapping[str, Collection[str]] = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("ChunkStorageMetadata", "TensorStorageMetadata"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
 }
 
 
@@ -100,18 +100,17 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full == "torch.Size":
+        if (module, name) == ("torch", "Size"):
             return tuple
-        if full in _CLASSES:
+        if name in _CLASSES.get(module, ()):
             # A new class each time, because a file can also change the attributes of a class.
             return type(name, (_StandIn,), {})
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
         raise IncompatibleCheckpointError(
-            f"{self._path} refers to {full}, which is no part of the metadata of a checkpoint. "
-            "Nothing was called; do not load the checkpoint unless you know who wrote it."
+            f"{self._path} refers to {module}.{name}, which is not part of the metadata of a "
+            "checkpoint. Nothing was called. Do not load it unless you know who wrote it."
         )
 
 

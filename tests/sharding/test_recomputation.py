@@ -250,6 +250,19 @@ def test_a_unit_keeps_its_inputs_and_no_activations() -> None:
 
 
 @pytest.mark.shows("P103")
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_an_input_that_is_changed_before_backward_is_an_error(*, is_nested: bool) -> None:
+    network = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
+    modules: dict[str, nn.Module] = {"net": network, "inner": network[0]}
+    words = torch.tensor([0, 1])
+    with recomputed(modules if is_nested else {"net": network}):
+        loss = network(words).sum()
+        words.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.shows("P103")
 def test_parameters_that_are_changed_before_backward_are_an_error() -> None:
     network = nn.Linear(2, 2)
     with recomputed({"net": network}):

@@ -6,12 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
-import helios
-from helios.core.sharded_tensors import whole_of
 from helios.plugins import EMA
-from tests.support.keyed import Keyed, KeyedData, KeyedModel, digest_of, fit_keyed
+from tests.support.keyed import Keyed, digest_of, fit_keyed
 from tests.support.ranks import run_ranks
 
 SETTING = Keyed(network="gpt", total_steps=2)
@@ -47,37 +44,3 @@ def test_they_do_not_depend_on_who_has_loaded_them(tmp_path: Path) -> None:
     for num_processes, total_steps in ((2, 1), (4, 2), (3, 3), (1, 4)):
         found = train(folder, num_processes, replace(SETTING, total_steps=total_steps))
     assert found == whole
-
-
-def look(rank: int, folder: Path) -> tuple[str, bool]:
-    """Start a run that is finished; returns its averages, and whether they were copied."""
-    trainer = helios.Trainer(
-        train_unit="iteration",
-        total_steps=2,
-        num_replicas=4,
-        use_cpu=True,
-        chkpt_root=folder,
-        chkpt_frequency=1,
-        sharding="full",
-        init="keyed",
-        plugins=[averages := Watching(folder)],
-    )
-    model = KeyedModel(folder, SETTING)
-    assert trainer.fit(model, KeyedData())
-    # Before anything has needed them.
-    found = averages.digests()
-    averages.copy_to(model)
-    kept = averages.state_dict()["averages"]["net"]
-    same = [whole_of(part.detach()).equal(whole_of(kept[name])) for name, part in named(model)]
-    assert averages.digests() == found
-    return found, all(same)
-
-
-def named(model: KeyedModel) -> list[tuple[str, Tensor]]:
-    return [*model.net.named_parameters()]
-
-
-@pytest.mark.shows("P110")
-def test_a_finished_run_has_them(tmp_path: Path) -> None:
-    found = train(tmp_path, 2)
-    assert run_ranks(look, 3, tmp_path) == [(found, True)] * 3

