@@ -1,23 +1,37 @@
 """Digests of the methods of a class, to see whether somebody has edited one between two starts.
 
-A digest is of the source without comments, docstrings and formatting. Cells of notebooks have one,
-too; what has none is not compared. Code is read and never changed.
+A digest is of what Python executes: instructions, constants and names. Comments, docstrings, line
+numbers and file names are not part of it. Two digests can be compared if the same version of Python
+has made both. Code is read and never changed, and no source file is needed: cells of notebooks are
+seen, too.
 """
 
 from __future__ import annotations
 
-import ast
+import dis
 import functools
 import hashlib
 import inspect
+import platform
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 _FOREIGN = {"helios", "torch", *sys.stdlib_module_names}
 _NOT_TRAINING = re.compile(r"(on_|process_)?(test_|testing|predict)")
+_CONSTANT = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset, type(...))
+_NO_EFFECT = ("NOP", "CACHE", "EXTENDED_ARG", "RESUME")
+_JUMPS = {dis.opname[code] for code in (*dis.hasjrel, *dis.hasjabs)}
+_FAST = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
+_ARGUMENTS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+
+def python_version() -> str:
+    """Return what makes the instructions of a source: Python's implementation and version."""
+    return f"{platform.python_implementation()} {platform.python_version()} -O{sys.flags.optimize}"
 
 
 def own_classes(kind: type) -> Iterator[type]:
@@ -45,7 +59,7 @@ def digest_methods(kind: type) -> dict[str, str]:
 
 def digest_functions(member: Any) -> str:
     """Return a digest of the functions that a member of a class runs; empty if it is none."""
-    texts = [text for each in _functions_in(member) for text in _sources(each, set())]
+    texts = [_describe(each, set()) for each in _functions_in(member)]
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:12] if texts else ""
 
 
@@ -70,34 +84,58 @@ def _functions_in(member: Any) -> Iterator[FunctionType]:
         yield from _functions_in(part)
 
 
-def _sources(function: FunctionType, seen: set[int]) -> Iterator[str]:
-    """Yield the source of a function, and so of the functions that a decorator has wrapped."""
+def _describe(function: FunctionType, seen: set[int]) -> list[Any]:
+    """Return what a function executes, and so the functions that a decorator has wrapped."""
     if id(function) in seen:
-        return
+        return []
     seen.add(id(function))
     held = [vars(function).get("__wrapped__")]
     # All that have a value.
     held += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    for value in held:
-        for each in _functions_in(value):
-            yield from _sources(each, seen)
-    # A decorator of a library is a line of the source of what it wraps.
-    if not _is_foreign(str(function.__globals__.get("__name__"))):
-        try:
-            yield _without_comments(inspect.getsource(function.__code__))
-        except Exception:  # no source, or not the one that was imported
-            return
+    wrapped = [each for value in held for each in _functions_in(value)]
+    found = [_describe(each, seen) for each in wrapped]
+    module = str(function.__globals__.get("__name__"))
+    if _is_foreign(module):
+        # A decorator of a library counts by its name, which its wrapper hides.
+        return [*found, module, function.__code__.co_name]
+    if wrapped:
+        # Arguments of a decorator; other variables around a method may change while it runs.
+        found += [_tag(value) for value in held if isinstance(value, _CONSTANT)]
+    defaults = function.__defaults__, tuple((function.__kwdefaults__ or {}).items())
+    return [*found, _tag(function.__code__), _tag(defaults)]
 
 
-def _without_comments(source: str) -> str:
-    """Return a source in one form, without comments and docstrings."""
-    try:
-        # A method is indented.
-        tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
-    except SyntaxError:  # a lambda inside a longer expression
-        return source
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            is_described = ast.get_docstring(node, clean=False) is not None
-            node.body = node.body[is_described:]
-    return ast.unparse(tree)
+def _tag(value: Any) -> Any:
+    """Return a constant with its type, so that 1, 1.0 and True differ."""
+    if isinstance(value, CodeType):
+        return _instructions(value)
+    if isinstance(value, tuple):
+        return [_tag(each) for each in value]
+    if isinstance(value, frozenset):
+        return "frozenset", sorted(repr(_tag(each)) for each in value)
+    return type(value).__name__, repr(value) if isinstance(value, _CONSTANT) else ""
+
+
+def _instructions(code: CodeType) -> list[Any]:
+    """Return what a code object executes; line breaks may insert instructions without effect."""
+    steps = [*_steps(code)]
+    offsets = [offset for offset, _, _ in steps]
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+    return [counts, code.co_flags & _ARGUMENTS] + [
+        (name, bisect_left(offsets, value) if name in _JUMPS else _tag(value))
+        for _, name, value in steps
+    ]
+
+
+def _steps(code: CodeType) -> Iterator[tuple[int, str, Any]]:
+    for each in dis.get_instructions(code):
+        names = _FAST.findall(each.opname)
+        if len(names) > 1:
+            # Python 3.13 joins two that are in one line.
+            for name, value in zip(names, each.argval, strict=True):
+                yield each.offset, name, value
+        elif each.opname == "KW_NAMES":
+            # Python 3.11 does not show its value.
+            yield each.offset, each.opname, code.co_consts[each.arg or 0]
+        elif each.opname not in _NO_EFFECT:
+            yield each.offset, each.opname, each.argval

@@ -25,7 +25,9 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
@@ -33,6 +35,7 @@ from helios.core import rng
 from helios.core.signal_watch import ignore_signals, noted_signals, signal_name
 from helios.distributed.collectives import get_global_rank
 from helios.errors import WorkerError
+from helios.storage.content_hash import Content
 from helios.text import size_text
 
 _LOGGER = logging.getLogger(__name__)
@@ -65,6 +68,23 @@ class _HasWorkers(Protocol):
     def _shutdown_workers(self) -> None: ...
 
 
+def as_parcel(item: Any) -> Any:
+    """Return what a worker sends: the item, in a parcel unless it surely can be pickled."""
+    return item if _is_plain(item) else Parcel(item)
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes, Tensor))
+
+
+def _is_plain(item: Any) -> bool:
+    kind = type(item)
+    if kind is dict:
+        return _PLAIN.issuperset(map(type, item)) and all(map(_is_plain, item.values()))
+    if kind is np.ndarray:
+        return not item.dtype.hasobject
+    return kind in _PLAIN or (kind in (list, tuple) and all(map(_is_plain, item)))
+
+
 @final
 class Parcel:
     """Sends an item from a worker, or the reason why it cannot be pickled.
@@ -87,6 +107,18 @@ class _Unsent(NamedTuple):
     """What arrives in place of an item that cannot be pickled."""
 
     reason: str
+
+
+class ReadBatch(NamedTuple):
+    """What a worker sends.
+
+    Attributes:
+        batch: the batch.
+        content: what was read of it.
+    """
+
+    batch: Any
+    content: Content
 
 
 @final
@@ -144,9 +176,10 @@ class WorkerItems(Iterator[Any]):
             WorkerError: if it cannot be pickled.
         """
         item = self._wait(self._items.__next__)
-        if isinstance(item, _Unsent):
+        sent = item.batch if isinstance(item, ReadBatch) else item
+        if isinstance(sent, _Unsent):
             raise WorkerError(
-                f"Workers send batches by pickle, but for this one it failed: {item.reason}. "
+                f"Workers send batches by pickle, but for this one it failed: {sent.reason}. "
                 "Return something else from the data set or collate_fn, or pass num_workers=0."
             )
         return item

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.checkpoint.record import Record
-from helios.core.code_digest import digest_functions, digest_methods, own_classes
+from helios.core.code_digest import digest_functions, digest_methods, own_classes, python_version
 from helios.core.plain_values import plain_values, qualified_name
 from helios.core.stored_values import ValueChange, compare_values, stored_params
 from helios.data.datamodule import DataModule
@@ -71,7 +71,7 @@ def read_fresh(
             if isinstance(each, list | partial | FunctionType)
         }
     found = {"settings": without_secrets(settings), "values": without_secrets(values)}
-    return found | {"code": code}
+    return found | {"code": code, "python": python_version()}
 
 
 def _values(prefix: str, part: Any) -> Iterator[tuple[str, Any]]:
@@ -216,7 +216,7 @@ def _is_state(name: str, record: Record | None) -> bool:
 
 
 def _compare_code(before: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[str]:
-    old = before.get("code", {})
+    old = before["code"] if before.get("python") == fresh["python"] else {}
     for kind, methods in fresh["code"].items():
         name = kind.removeprefix(_SCRIPT)
         end = ", in an edited cell" if name != kind and is_interactive() else ""

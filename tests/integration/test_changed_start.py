@@ -317,7 +317,9 @@ STEP = "Net.train_step() has other code"
 _NEW = "    def on_fit_end(self): pass\n\n    def test_step"
 EDITS: list[tuple[str, str, list[str]]] = [
     ("weight = 1 if", "weight = 1.0 if", [STEP]),
+    ("weight = 1 if", "weight = True if", [STEP]),
     ("{1, 2}", "{1, 3}", [STEP]),
+    ("{1, 2}", "{2, 1}", []),
     ("@scaled(0.5)", "@scaled(0.25)", [STEP]),
     ("    @scaled(0.5)\n", "", [STEP]),
     ("* factor", "/ factor", [STEP]),
