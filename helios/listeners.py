@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from helios.errors import UsageError
-from helios.state import TrainingState
+from helios.counters import TrainingState
 
 if TYPE_CHECKING:
     from torch import Tensor

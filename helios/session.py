@@ -37,9 +37,9 @@ from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin, PluginStates
 from helios.replicas.turns import make_turns
 from helios.requests import make_agreement
-from helios.state import Phase
-from helios.state_graph.consistency import ReplicaWatch, check_alike
-from helios.state_graph.idle_watch import IdleWatch
+from helios.counters import Phase
+from helios.state.steps import ReplicaWatch, check_alike
+from helios.state.idle_watch import IdleWatch
 from helios.terminal.progress import Display
 from helios.text import with_step
 

@@ -37,7 +37,7 @@ from helios.startup.signal_policy import Signals, find_swallowed, raise_interrup
 from helios.startup.trainer_call import Call, RuntimeState, only_call
 from helios.startup.trainer_options import Change, Options
 from helios.startup.unknown_arguments import with_known_arguments
-from helios.state import Phase, TrainingState, TrainingUnit
+from helios.counters import Phase, TrainingState, TrainingUnit
 
 __all__ = [
     "Trainer",

@@ -23,7 +23,7 @@ from helios.findings import Finding, FindingKind, Findings
 from helios.hooks.live_run import LiveRun
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.state import Cursor, TrainingState
+from helios.counters import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 

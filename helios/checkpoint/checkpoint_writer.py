@@ -23,7 +23,7 @@ from helios.distributed.process_groups import has_failed, saving_group
 from helios.errors import SaveError, UsageError
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
-from helios.state import TrainingState
+from helios.counters import TrainingState
 from helios.storage import files
 from helios.storage.digest import FileFacts
 

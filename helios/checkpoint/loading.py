@@ -24,7 +24,7 @@ from helios.errors import (
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
-from helios.state import TrainingState
+from helios.counters import TrainingState
 from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:

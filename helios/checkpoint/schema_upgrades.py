@@ -14,7 +14,7 @@ from typing import Any
 from helios.checkpoint import file_names
 from helios.checkpoint.record import REQUIRED
 from helios.errors import IncompatibleCheckpointError
-from helios.state import TrainingState
+from helios.counters import TrainingState
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 

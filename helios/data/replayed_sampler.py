@@ -36,17 +36,9 @@ from helios.core.utils import unsaved_of
 from helios.data.order import BlocksAndHead, Order, Position, prepare
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.state_graph.scanning import is_dense, mark_of_state
-from helios.state_graph.values import (
-    CONTAINERS,
-    LEAVES,
-    LIMIT,
-    Identities,
-    are_atoms,
-    attributes_of,
-    each_in,
-    elements_of,
-)
+from helios.state.walk import is_dense, mark_of
+from helios.state.values import CONTAINERS, LEAVES, LIMIT, are_atoms, attributes_of, each_in, elements_of
+from helios.state.walk import Identities
 
 _LOGGER = logging.getLogger(__name__)
 _DEEPEST = 8
@@ -307,7 +299,7 @@ class OwnGenerators:
 
     def _marks(self) -> dict[str, bytes]:
         return {
-            path: mark_of_state(state_of_generator(part), Identities())
+            path: mark_of(state_of_generator(part), Identities())
             for path, part in self._generators.items()
             if path not in self.drawn
         }
@@ -376,7 +368,7 @@ def _marks_of(sampler: Any) -> dict[str, bytes]:
     Data sets and other samplers are objects, whose content may have been read ahead.
     """
     return {
-        name: mark_of_state(value, Identities())
+        name: mark_of(value, Identities())
         for name, value in _saved_attributes_of(sampler)
         if _is_plain(value)
     }

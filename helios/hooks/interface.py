@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from helios.hooks.context import Context
 from helios.hooks.events import silent
-from helios.state import TrainingState
+from helios.counters import TrainingState
 
 
 class Hooks:

@@ -25,8 +25,8 @@ from helios.replicas.replicas import Replicas
 from helios.replicas.turns import Turns
 from helios.requests import Agreement
 from helios.schedule import Schedule
-from helios.state import Cursor, Phase, TrainingState
-from helios.state_graph.owner_states import Owners
+from helios.counters import Cursor, Phase, TrainingState
+from helios.state.owners import Owners
 from helios.storage.tensorboard_writer import TensorboardWriter
 
 if TYPE_CHECKING:

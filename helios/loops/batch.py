@@ -11,7 +11,7 @@ from helios.loops.loop import Loop, make_stray_stop, require
 from helios.loops.optimizer import OptimizerLoop
 from helios.loops.yielding import YieldLoop
 from helios.session import Session
-from helios.state import Phase
+from helios.counters import Phase
 
 
 class BatchLoop(Loop):

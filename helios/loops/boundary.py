@@ -12,7 +12,7 @@ from typing import TypeAlias, final
 
 import helios.schedule as due
 from helios.session import Place, Session
-from helios.state import Phase
+from helios.counters import Phase
 
 Validate: TypeAlias = Callable[[], bool]
 

@@ -25,7 +25,7 @@ from helios.loops.repeated_steps import copy_attributes, without_trace
 from helios.loops.step import begin_forward, end_forward, take_step
 from helios.model.processor import Processed
 from helios.session import Place
-from helios.state import Phase
+from helios.counters import Phase
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()

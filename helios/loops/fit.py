@@ -14,7 +14,7 @@ from helios.loops.boundary import EPOCH, STEP, Boundary
 from helios.loops.epoch import EpochLoop
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.session import Session
-from helios.state import Phase
+from helios.counters import Phase
 from helios.state_graph.rollback import Rollback
 from helios.terminal import root_logger as log
 

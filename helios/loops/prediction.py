@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from helios.loops.evaluation import EvaluationLoop
-from helios.state import Phase
+from helios.counters import Phase
 
 
 class PredictionLoop(EvaluationLoop):

@@ -23,8 +23,8 @@ from helios.core.generators import (
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.model.model import Model
 from helios.session import Session
-from helios.state import TrainingState
-from helios.state_graph.consistency import TurnWatch
+from helios.counters import TrainingState
+from helios.state.steps import TurnWatch
 from helios.state_graph.rollback import Rollback
 from helios.terminal import root_logger as log
 

@@ -10,7 +10,7 @@ from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.schedule import Schedule
-from helios.state import Cursor, TrainingState
+from helios.counters import Cursor, TrainingState
 
 
 @runtime_checkable

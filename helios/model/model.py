@@ -24,9 +24,9 @@ from helios.hooks.events import asks_nothing
 from helios.hooks.interface import Hooks
 from helios.model.processor import BatchProcessor, Processed
 from helios.sharding.units import Unit
-from helios.state import Phase, TrainingState
-from helios.state_graph.discovery import Discovery
-from helios.state_graph.owner_states import internals_of
+from helios.counters import Phase, TrainingState
+from helios.state.discovery import Discovery
+from helios.state.owners import internals_of
 
 if TYPE_CHECKING:
     from helios import Trainer

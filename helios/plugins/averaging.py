@@ -22,7 +22,7 @@ from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.events import asks_nothing
 from helios.model.model import Model
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import Phase, TrainingState
+from helios.counters import Phase, TrainingState
 
 Networks: TypeAlias = Mapping[str, nn.Module]
 Pairs: TypeAlias = list[tuple[Tensor, Tensor]]

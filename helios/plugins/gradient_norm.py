@@ -17,7 +17,7 @@ from helios.core.utils import parameters_of
 from helios.core.wrappers import name_parameters
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import TrainingState
+from helios.counters import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import TrainingState
+from helios.counters import TrainingState
 
 
 @PLUGIN_REGISTRY.register

@@ -28,7 +28,7 @@ from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.protocols import Stateful
-from helios.state import Phase, TrainingState
+from helios.counters import Phase, TrainingState
 
 __all__ = ["Metric", "Metrics"]
 

@@ -22,7 +22,7 @@ from helios.core.wrappers import name_parameters
 from helios.errors import ArgumentError, UsageError
 from helios.hooks.context import Context
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import Cursor, TrainingState
+from helios.counters import Cursor, TrainingState
 from helios.state_graph.rollback import BufferCopies
 
 _LOGGER = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from helios.hooks.context import Context, RunModel
 from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
 from helios.model.model import Model
-from helios.state import TrainingState
+from helios.counters import TrainingState
 from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:

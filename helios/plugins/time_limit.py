@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.protocols import Clock
-from helios.state import TrainingState
+from helios.counters import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 _UNITS = ("launch", "run")

@@ -31,7 +31,7 @@ from helios.model.new_settings import setting_names
 from helios.model.schedulers import members_of
 from helios.startup.signal_policy import is_interactive
 from helios.startup.trainer_options import PARAMS
-from helios.state_graph.owner_states import internals_of
+from helios.state.owners import internals_of
 
 _LOGGER = logging.getLogger(__name__)
 

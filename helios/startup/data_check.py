@@ -30,10 +30,10 @@ from helios.ledger.writer import SeenBatches, describe_batches
 from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.state_owners import find_data_sets
-from helios.state import Cursor
-from helios.state_graph.attribute_rules import large_members
+from helios.counters import Cursor
+from helios.state.named import large_members
 from helios.state_graph.rollback import Rollback
-from helios.state_graph.values import attributes_of, children_of, each_in
+from helios.state.values import attributes_of, children_of, each_in
 from helios.storage.content_hash import pack_indices
 
 _LOGGER = logging.getLogger(__name__)

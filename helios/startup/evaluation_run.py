@@ -23,8 +23,8 @@ from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import move_networks
 from helios.startup.run_log import format_scores, open_logs
 from helios.startup.run_setup import Run
-from helios.state import Cursor, Phase, TrainingState
-from helios.state_graph.restoring import NOT_BUILT
+from helios.counters import Cursor, Phase, TrainingState
+from helios.state.discovery import NOT_BUILT
 
 _LOGGER = logging.getLogger(__name__)
 

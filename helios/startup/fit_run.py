@@ -66,7 +66,7 @@ from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
 from helios.startup.state_owners import find_stranded_generators
 from helios.startup.trainer_options import ROWS, allows
-from helios.state import Phase, TrainingState
+from helios.counters import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import with_step
 from helios.version import __version__

@@ -37,7 +37,7 @@ from helios.startup.resume_point import find_replicas, find_stored, require_writ
 from helios.startup.run_setup import Run
 from helios.startup.signal_policy import Listener, listening, remember
 from helios.startup.trainer_call import Call, ReplayRequest, only_call
-from helios.state import Phase
+from helios.counters import Phase
 
 _LOGGER = logging.getLogger(__name__)
 

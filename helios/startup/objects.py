@@ -27,7 +27,7 @@ from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 from helios.plugins.row_loggers import RowLogger
 from helios.startup.trainer_options import refusal
-from helios.state import Phase
+from helios.counters import Phase
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
 from helios.startup.state_owners import find_data_sets
 from helios.startup.trainer_options import ROWS, Options
-from helios.state import Phase
+from helios.counters import Phase
 from helios.text import count_text
 
 _LOGGER = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from helios.errors import RunMismatchError
 from helios.replicas.replicas import Replicas
 from helios.schedule import find_limit, is_limit
 from helios.startup.trainer_options import ROWS, Options, allows
-from helios.state import Cursor, TrainingState
+from helios.counters import Cursor, TrainingState
 from helios.text import tuple_text
 
 _LOGGER = logging.getLogger(__name__)

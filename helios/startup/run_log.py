@@ -31,7 +31,7 @@ from helios.model.schedulers import Schedulers, find_epoch_like
 from helios.schedule import Schedule
 from helios.startup.objects import own_methods
 from helios.startup.trainer_options import Options
-from helios.state import Phase, TrainingState
+from helios.counters import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import count_text, number_text, size_text, with_step
 

@@ -22,7 +22,7 @@ from helios.schedule import Schedule
 from helios.startup.reproducibility_level import Reproducibility, find_compiled
 from helios.startup.resume_point import Start
 from helios.startup.run_log import log_places
-from helios.state import Phase
+from helios.counters import Phase
 
 _LOGGER = logging.getLogger(__name__)
 

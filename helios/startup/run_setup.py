@@ -61,8 +61,8 @@ from helios.startup.processes import (
 from helios.startup.state_owners import find_owners
 from helios.startup.trainer_call import Call
 from helios.startup.trainer_options import Options
-from helios.state import Phase
-from helios.state_graph.owner_states import Owners
+from helios.counters import Phase
+from helios.state.owners import Owners
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, create_display
 

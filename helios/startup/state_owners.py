@@ -23,9 +23,9 @@ from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import keeps_state
 from helios.plugins.plugin import Plugin
 from helios.protocols import Stateful
-from helios.state_graph.attribute_rules import generators_in
-from helios.state_graph.owner_states import Owner, Owners
-from helios.state_graph.values import attributes_of
+from helios.state.named import generators_in
+from helios.state.owners import Owner, Owners
+from helios.state.values import attributes_of
 
 _LOGGER = logging.getLogger(__name__)
 

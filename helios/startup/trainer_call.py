@@ -35,7 +35,7 @@ from helios.startup.objects import PluginTable, Roots
 from helios.startup.replay_start import ReplayOptions, Stretch, find_stretch
 from helios.startup.signal_policy import Listener, Signals, find_signal_code
 from helios.startup.trainer_options import Options
-from helios.state import Phase
+from helios.counters import Phase
 
 
 class _Running:

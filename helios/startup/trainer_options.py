@@ -23,7 +23,7 @@ from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.schedule import Schedule
 from helios.startup.signal_policy import Signals
-from helios.state import Phase, TrainingUnit
+from helios.counters import Phase, TrainingUnit
 from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, final
 
 from helios.errors import UsageError
-from helios.state_graph.discovery import Discovery
-from helios.state_graph.owner_states import Owners
-from helios.state_graph.step_effects import mark_of_tensor
+from helios.state.discovery import Discovery
+from helios.state.owners import Owners
+from helios.state.steps import mark_of_tensor
 
 # BatchNorm counts and averages in every forward, also in one whose loss is forgotten.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

@@ -1,0 +1,399 @@
+"""What torch keeps in networks, and what their ``state_dict`` leaves out."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.core.memory import storage_of
+from helios.core.sharded_tensors import cut_like, is_sharded
+from helios.core.wrappers import BareNames, bare_state_dict, class_of
+from helios.errors import StateError
+from helios.state.values import attributes_of, table_of
+
+
+class NamedTensor(NamedTuple):
+    """A parameter or a buffer, and where it is registered."""
+
+    name: str
+    module: nn.Module
+    key: str
+    tensor: Tensor
+
+
+@final
+class Network:
+    """The parts of a network as it is now, under their bare names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = list(module.named_modules())
+        bare = BareNames(module, (part for _, part in named))
+        self.modules = [(bare.of(name), part) for name, part in named]
+
+    @cached_property
+    def tensors(self) -> list[NamedTensor]:
+        """All parameters and persistent buffers, those of each submodule once."""
+        found: list[NamedTensor] = []
+        for place, part in self.modules:
+            prefix, held = f"{place}." if place else "", vars(part)
+            # Modules that torch.nn did not build, such as compiled scripts, may have no table.
+            buffers = held.get("_buffers")
+            hidden = held.get("_non_persistent_buffers_set", ())
+            own = [*part._parameters.items()]
+            if isinstance(buffers, dict):
+                own += [(key, each) for key, each in buffers.items() if key not in hidden]
+            found += [
+                NamedTensor(f"{prefix}{key}", part, key, tensor)
+                for key, tensor in own
+                if isinstance(tensor, Tensor)
+            ]
+        return found
+
+    @cached_property
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """All parameters, each once."""
+        first: dict[int, tuple[str, Tensor]] = {}
+        for place, part in self.modules:
+            for key, tensor in part._parameters.items():
+                if tensor is not None:
+                    first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
+        return list(first.values())
+
+
+# ---- attributes beside the state_dict
+
+OF_MODULES = frozenset(vars(nn.Module())) | {
+    *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
+    *("_load_hook", "_initialize_hook"),
+    *("_fsdp_use_orig_params", "_is_fsdp_managed_module"),
+}
+_OF_OPTIMIZERS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+_OF_OTHERS: dict[type, frozenset[str]] = {
+    Optimizer: frozenset(
+        (
+            *("param_groups", "state", "_opt_called", *_OF_OPTIMIZERS, "_params", "_numel_cache"),
+            *("_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"),
+        )
+    ),
+    LRScheduler: frozenset(("optimizer", "_schedulers")),
+    GradScaler: frozenset(
+        (
+            *("_backoff_factor", "_device", "_enabled", "_growth_factor", "_growth_interval"),
+            *("_growth_tracker", "_init_growth_tracker", "_init_scale", "_per_optimizer_states"),
+            "_scale",
+        )
+    ),
+}
+_WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
+_HOUSE = (
+    *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
+    *("helios.engines", "helios.replicas", "helios.launch", "helios.plugins", "helios.checkpoint"),
+    *("helios.data", "helios.state", "helios.state_graph", "helios.terminal.root_logger"),
+    *("helios.terminal.progress", "helios.storage.tensorboard_writer", "helios.sharding"),
+)
+
+
+def is_of_the_house(value: object) -> bool:
+    """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
+    return any(base.__module__.startswith(_HOUSE) for base in type(value).__mro__)
+
+
+def left_out(part: object) -> list[tuple[str, Any]]:
+    """Return the attributes of an object with a state that its ``state_dict`` may leave out."""
+    if not isinstance(part, nn.Module):
+        table = attributes_of(part)
+        known = next((k for kind, k in _OF_OTHERS.items() if isinstance(part, kind)), frozenset())
+        return [(key, table[key]) for key in sorted(table.keys() - known)]
+    if class_of(part).__module__.startswith(_WRAPPERS):
+        return []
+    table = vars(part)
+    parameters, buffers = table["_parameters"], table["_buffers"]
+    own = sorted(
+        key
+        for key in table.keys() - OF_MODULES
+        if not key.startswith("__composable_api_state_key_")
+    )
+    if any(name.endswith(("_orig", "_v")) for name in parameters):
+        # Pruning and the older norms compute this weight from saved ones.
+        own = [key for key in own if not {f"{key}_orig", f"{key}_v"} & parameters.keys()]
+    hidden = sorted(table["_non_persistent_buffers_set"] & buffers.keys())
+    return [*((key, buffers[key]) for key in hidden), *((key, table[key]) for key in own)]
+
+
+_OF_MODULES = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+)
+
+
+def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
+    """Return the hooks of user code on a module, an optimizer or a tensor, by table."""
+    if isinstance(part, Tensor):
+        if not (part._backward_hooks or part._post_accumulate_grad_hooks):
+            return {}
+        found = {
+            "_backward_hooks": part._backward_hooks,
+            "_post_accumulate_grad_hooks": part._post_accumulate_grad_hooks,
+        }
+    else:
+        table = table_of(part)
+        names = _OF_MODULES if isinstance(part, nn.Module) else _OF_OPTIMIZERS
+        found = {name: table[name] for name in names if table.get(name)}
+    own = {
+        name: [hook for hook in hooks.values() if not is_known(hook)]
+        for name, hooks in found.items()
+        if hooks
+    }
+    return {name: hooks for name, hooks in own.items() if hooks}
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether a tensor has hooks, also of torch and Helios."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def is_known(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook or a method belongs to torch or Helios."""
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return origin.startswith(("helios.", "torch."))
+
+
+def method_of(part: object, name: str) -> Any:
+    """Return the method that a call would use: that of the object itself, or of its class."""
+    return vars(part).get(name) or getattr(type(part), name)
+
+
+# ---- state_dict of networks
+
+
+def load_network(
+    module: nn.Module, state: dict[str, Any], absent: Mapping[str, Any] | None = None
+) -> None:
+    """Load the state of a network under bare names; no part of it is kept.
+
+    Args:
+        module: the network.
+        state: its state.
+        absent: the names that its ``state_dict`` ``lacked`` when it was saved, and those that
+            loading will not know (``unknown``).
+    """
+    bare = BareNames(module)
+    names = {bare.of(name): name for name in module.state_dict()}
+    saved = dict(getattr(state, "_metadata", {}))
+    versions = {
+        name: saved[bare.of(name)] for name, _ in module.named_modules() if bare.of(name) in saved
+    }
+
+    def load(entries: dict[str, Any]) -> None:
+        tree = OrderedDict(entries)
+        if versions:
+            vars(tree)["_metadata"] = OrderedDict(versions)
+        if absent is None or not is_known(method_of(module, "load_state_dict")):
+            module.load_state_dict(tree)
+            return
+        missing, unexpected = module.load_state_dict(tree, strict=False)
+        lacking = sorted({*map(bare.of, missing)} - {*absent["lacked"]})
+        unknown = sorted({*map(bare.of, unexpected)} - {*absent["unknown"]})
+        if lacking or unknown:
+            raise StateError(
+                f"its parts {', '.join(lacking) or 'none'} are not in the state, and it has no "
+                f"parts {', '.join(unknown) or 'that are lacking'} for what is there."
+            )
+
+    entries = {
+        names.get(name, name): part if isinstance(part, Tensor) else copy.deepcopy(part)
+        for name, part in state.items()
+    }
+    load(entries)
+    if _places(module.state_dict()) & _places(entries):
+        # A module that keeps tensors instead of copying them, as metrics do.
+        load(copy.deepcopy(entries))
+
+
+def _places(entries: Mapping[str, Any]) -> set[int]:
+    return {storage_of(part) for part in entries.values() if isinstance(part, Tensor)} - {0}
+
+
+def is_odd(network: Network) -> bool:
+    """Return whether user code says what the ``state_dict`` of a network holds."""
+    for part in (part for _, part in network.modules):
+        written = [method_of(part, name) for name in ("state_dict", "_save_to_state_dict")]
+        if not all(map(is_known, (*written, *vars(part).get("_state_dict_hooks", {}).values()))):
+            return True
+    return False
+
+
+def pieces_of(network: Network) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers that have memory, by name."""
+    return {name: tensor for name, _, _, tensor in network.tensors if not is_lazy(tensor)}
+
+
+def lacking_in(network: Network, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the parts of a network that are not in its state as they are, and unknown names."""
+    pieces = pieces_of(network)
+    extras = {f"{place}._extra_state".lstrip(".") for place, _ in network.modules}
+    places = _places(state)
+    lacked = {
+        name: tensor
+        for name, tensor in pieces.items()
+        if name not in state or (not is_sharded(tensor) and storage_of(tensor) not in places)
+    }
+    return lacked, sorted(state.keys() - pieces.keys() - extras)
+
+
+def fill(name: str, tensor: Tensor, saved: Tensor) -> None:
+    """Give a tensor saved elements, in place."""
+    saved = cut_like(saved, tensor)
+    if saved.shape != tensor.shape:
+        raise StateError(
+            f"{name} was saved with the shape {tuple(saved.shape)}, but has {tuple(tensor.shape)} "
+            "now. Build it in setup() as it was when the state was saved."
+        )
+    with torch.no_grad():
+        tensor.detach().copy_(saved)
+
+
+# ---- flags and gradients
+
+
+def tensors_by_network(anchors: Any) -> dict[str, dict[str, Tensor]]:
+    """Return the parameters by network and name, each once; loose ones under ``""``."""
+    seen, outside = set[int](), anchors.rules.outside.names
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, module in anchors.of_kind(nn.Module).items():
+        own = [(n, p) for n, p in anchors.network(module).parameters if id(p) not in seen]
+        found[path] = {name: part for name, part in own if id(part) not in outside}
+        seen.update(id(part) for _, part in own)
+    found[""] = {**{n: p for n, p in anchors.leaves.items() if id(p) not in seen}, **anchors.loose}
+    return found
+
+
+def flags_of(anchors: Any) -> dict[str, dict[str, list[str]]]:
+    """Return the names of frozen parameters and of submodules in evaluation mode."""
+    networks = anchors.of_kind(nn.Module)
+    return {
+        path: {
+            "frozen": [n for n, t in table.items() if path and not t.requires_grad]
+            or [n for n, t in anchors.loose.items() if not path and not t.requires_grad],
+            "eval": [n for n, part in anchors.network(networks[path]).modules if not part.training]
+            if path
+            else [],
+        }
+        for path, table in tensors_by_network(anchors).items()
+    }
+
+
+def _by_place(anchors: Any) -> dict[tuple[str, str], Tensor]:
+    """Return tensors by network and name; a shared one may be saved under any of its names."""
+    places = {("", name): tensor for name, tensor in tensors_by_network(anchors)[""].items()}
+    for path, module in anchors.of_kind(nn.Module).items():
+        bare = BareNames(module)
+        for name, tensor in module.named_parameters(remove_duplicate=False):
+            places[path, bare.of(name)] = tensor
+    return places
+
+
+def load_flags(flags: Mapping[str, Any], anchors: Any) -> None:
+    """Freeze and unfreeze parameters and set modes as recorded."""
+    places = _by_place(anchors)
+    frozen = {id(places.get((p, n))) for p, table in flags.items() for n in table["frozen"]}
+    tables = tensors_by_network(anchors)
+    tables[""] = anchors.loose
+    for table in tables.values():
+        for tensor in table.values():
+            if tensor.requires_grad == (id(tensor) in frozen):
+                tensor.requires_grad_(id(tensor) not in frozen)
+    for path, module in anchors.of_kind(nn.Module).items():
+        resting = set(flags.get(path, {"eval": ()})["eval"])
+        for name, part in anchors.network(module).modules if path in flags else ():
+            part.training = name not in resting
+
+
+def grads_of(anchors: Any) -> dict[str, dict[str, Tensor]]:
+    """Return the gradients of an open window, if there are any."""
+    grads = {
+        path: {name: part.grad for name, part in table.items() if part.grad is not None}
+        for path, table in tensors_by_network(anchors).items()
+    }
+    return {path: table for path, table in grads.items() if table}
+
+
+def load_grads(grads: Mapping[str, Mapping[str, Tensor]], anchors: Any) -> None:
+    """Set gradients as recorded; other parameters get none."""
+    places = _by_place(anchors)
+    saved = {
+        id(places.get((p, n))): grad for p, table in grads.items() for n, grad in table.items()
+    }
+    for table in tensors_by_network(anchors).values():
+        for tensor in table.values():
+            grad = saved.get(id(tensor))
+            tensor.grad = None if grad is None else grad.detach().to(tensor.device, copy=True)
+
+
+def state_of(value: Any) -> dict[str, Any]:
+    """Return the state of an object; of a module under bare names.
+
+    PyTorch's ``state_dict`` of a scheduler has every attribute: only plain ones are left in it.
+    """
+    state = bare_state_dict(value)
+    if isinstance(value, LRScheduler) and type(value).state_dict.__module__.startswith("torch."):
+        table = vars(value)
+        state = {k: v for k, v in state.items() if table.get(k) is not v or is_simple(v)}
+    return state
+
+
+def is_simple(value: Any) -> bool:
+    """Return whether a value consists of tensors and of values without members."""
+    if isinstance(value, dict | list | tuple):
+        return all(map(is_simple, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor | str | int | float | complex | type(None))
+
+
+def name_tensors(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters and buffers by name."""
+    for path, network in networks.items():
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            yield f"{path}.{name}", tensor
+
+
+def name_buffers(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return all persistent buffers by name, those of a network under its path.
+
+    A network may save other values than it holds: these count.
+    """
+    found = {}
+    for path, module in networks.items():
+        state = bare_state_dict(module)
+        for place, part in Network(module).modules:
+            prefix = f"{place}." if place else ""
+            # Compiled scripts say of no buffer that it is not saved.
+            hidden = vars(part).get("_non_persistent_buffers_set", ())
+            for key, buffer in part.named_buffers(recurse=False):
+                if key not in hidden:
+                    found[f"{path}.{prefix}{key}"] = state.get(prefix + key, buffer)
+    return found
+
+
+def name_weights(
+    networks: Mapping[str, nn.Module], loose: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return all parameters by name, those of a network under its path."""
+    found = dict(loose)
+    for path, module in networks.items():
+        for name, parameter in Network(module).parameters:
+            found[f"{path}.{name}"] = parameter
+    return found
