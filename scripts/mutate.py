@@ -32,11 +32,11 @@ ELASTIC = (
 )
 RESUME = "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywhere[plain]"
 STATE = (
-    "tests/state_graph/test_graph.py",
-    "tests/state_graph/test_hidden_state.py",
-    "tests/state_graph/test_plain_values.py",
-    "tests/state_graph/test_optimizers.py",
-    "tests/state_graph",
+    "tests/state/test_graph.py",
+    "tests/state/test_hidden_state.py",
+    "tests/state/test_plain_values.py",
+    "tests/state/test_optimizers.py",
+    "tests/state",
 )
 LEDGER = ("tests/ledger/test_line.py", "tests/ledger/test_book.py", "tests/ledger/test_writer.py")
 

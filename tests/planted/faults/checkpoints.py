@@ -225,7 +225,7 @@ def the_checkpoint_of_another_run_is_taken(check_name, *args):
 
 @fault(
     "helios.state_graph.discovery:Discovery._compare",
-    "tests/state_graph/test_save_times.py::test_a_run_on_a_slow_clock_saves_what_a_fast_one_saves",
+    "tests/state/test_save_times.py::test_a_run_on_a_slow_clock_saves_what_a_fast_one_saves",
 )
 def a_clock_decides_what_is_saved(compare, discovery, graph, *args):
     changes = compare(discovery, graph, *args)

@@ -10,13 +10,13 @@ RESUME = "tests/integration/test_resume.py"
 RESUMED = f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]"
 
 
-ALIASES = "tests/state_graph/test_aliases.py::test_an_attribute_names_the_network_that_it_named"
+ALIASES = "tests/state/test_aliases.py::test_an_attribute_names_the_network_that_it_named"
 
 
-GRAPH = "tests/state_graph/test_graph.py"
+GRAPH = "tests/state/test_graph.py"
 
 
-HIDDEN = "tests/state_graph/test_hidden_state.py"
+HIDDEN = "tests/state/test_hidden_state.py"
 
 
 @fault("helios.session:Session.capture", RESUMED)
@@ -174,7 +174,7 @@ def only_the_step_of_a_replica_is_watched(record_changes, session, hook):
 
 @fault(
     "helios.state_graph.saved_layouts:SavedLayouts.fill",
-    "tests/state_graph/test_tied_tensors.py::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
+    "tests/state/test_tied_tensors.py::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
 )
 def weights_that_training_has_tied_are_parted(fill, layouts):
     return None
@@ -182,7 +182,7 @@ def weights_that_training_has_tied_are_parted(fill, layouts):
 
 @fault(
     "helios.state_graph.saved_layouts:SavedLayouts._reform_networks",
-    "tests/state_graph/test_tensor_formats.py::test_what_training_makes_of_tensors_is_resumed",
+    "tests/state/test_tensor_formats.py::test_what_training_makes_of_tensors_is_resumed",
 )
 def tensors_keep_the_form_that_setup_gave_them(reform, layouts):
     return None
@@ -190,7 +190,7 @@ def tensors_keep_the_form_that_setup_gave_them(reform, layouts):
 
 @fault(
     "helios.state_graph.nodes:Nodes.restore",
-    "tests/state_graph/test_changes.py::test_every_plain_kind_comes_back_through_a_file",
+    "tests/state/test_changes.py::test_every_plain_kind_comes_back_through_a_file",
 )
 def plain_values_are_not_restored(restore, nodes):
     return None
@@ -198,7 +198,7 @@ def plain_values_are_not_restored(restore, nodes):
 
 @fault(
     "helios.core.generators:load_generator",
-    "tests/state_graph/test_held_generators.py::test_a_generator_goes_on_where_it_was",
+    "tests/state/test_held_generators.py::test_a_generator_goes_on_where_it_was",
 )
 def generators_of_the_model_are_not_restored(load_generator, value, state):
     return None
@@ -206,7 +206,7 @@ def generators_of_the_model_are_not_restored(load_generator, value, state):
 
 @fault(
     "helios.state_graph.optimizers:restore_tables",
-    "tests/state_graph/test_partial_optimizers.py::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
+    "tests/state/test_partial_optimizers.py::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
 )
 def what_an_optimizer_leaves_out_of_its_state_is_lost(restore_tables, *args):
     return None
@@ -214,7 +214,7 @@ def what_an_optimizer_leaves_out_of_its_state_is_lost(restore_tables, *args):
 
 @fault(
     "helios.state_graph.optimizers:arrange",
-    "tests/state_graph/test_optimizers.py::test_networks_that_are_built_in_another_order_keep_their_moments",
+    "tests/state/test_optimizers.py::test_networks_that_are_built_in_another_order_keep_their_moments",
 )
 def the_state_of_an_optimizer_follows_positions(arrange, found, state, parameters, unfit=None):
     return None
@@ -222,7 +222,7 @@ def the_state_of_an_optimizer_follows_positions(arrange, found, state, parameter
 
 @fault(
     "helios.state_graph.changes:Changes.refuse",
-    "tests/state_graph/test_shared_view_sizes.py::test_memory_beyond_the_limit_is_named_and_tensors_resume",
+    "tests/state/test_shared_view_sizes.py::test_memory_beyond_the_limit_is_named_and_tensors_resume",
 )
 def what_is_too_large_to_save_is_not_named(refuse, changes, places, limit):
     return None

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.state_graph.owners import Recorded
+from tests.state.owners import Recorded
 
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
     """What discovery says, text by text."""
-    logger = logging.getLogger("helios.state_graph")
+    logger = logging.getLogger("helios.state")
     recorded = Recorded()
     logger.addHandler(recorded)
     yield recorded.texts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.state_graph.owners import Owner, bits, resumed, saved_attributes, started, through_a_file
+from tests.state.owners import Owner, bits, resumed, saved_attributes, started, through_a_file
 
 
 class Extra(nn.Module):

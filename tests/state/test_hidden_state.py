@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.state_graph.owners import Owner, resumed, started, through_a_file
+from tests.state.owners import Owner, resumed, started, through_a_file
 
 
 class LoudRandom(random.Random):

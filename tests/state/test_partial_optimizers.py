@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.state_graph.owners import Owner, bits, started, through_a_file
+from tests.state.owners import Owner, bits, started, through_a_file
 
 
 class Stateless(torch.optim.SGD):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.state_graph.owners import Owner, started
+from tests.state.owners import Owner, started
 
 
 class Opaque(bytearray):

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from helios.errors import StateError
-from helios.state_graph.owner_states import Owner as Holder
-from helios.state_graph.owner_states import Owners
-from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
+from helios.state.owners import Owner as Holder
+from helios.state.owners import Owners
+from tests.state.owners import Owner, bits, resumed, started, through_a_file
 
 _NAMES = ["a", "b", "c"]
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from helios.errors import ArgumentTypeError, StateError
-from helios.state_graph.discovery import Discovery
-from tests.state_graph.owners import Average, Owner, bits, network, resumed, started, through_a_file
+from helios.state.discovery import Discovery
+from tests.state.owners import Average, Owner, bits, network, resumed, started, through_a_file
 
 
 class Counter:

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from helios.state_graph.scanning import ContentScanner
-from helios.state_graph.values import Identities
-from tests.state_graph.owners import Owner, changed, resumed, started, through_a_file
+from helios.state.walk import mark_of
+from helios.state.walk import Identities
+from tests.state.owners import Owner, changed, resumed, started, through_a_file
 
 
 class Colour(Enum):
@@ -54,7 +54,7 @@ _PLAIN = [
 
 
 def _digest(value: Any) -> bytes:
-    return ContentScanner(_IDENTITIES).mark(value)
+    return mark_of(value, _IDENTITIES)
 
 
 def _saved(value: Any, *safe_types: type) -> dict[str, Any]:

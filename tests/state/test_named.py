@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.state_graph.owners import Owner, network, started
+from tests.state.owners import Owner, network, started
 
 
 def _silent(*args: Any) -> None:

@@ -10,7 +10,7 @@ import torch.nn.utils.prune
 from torch import nn
 
 from helios.errors import StateError
-from tests.state_graph.owners import Owner, bits, network, started
+from tests.state.owners import Owner, bits, network, started
 
 
 def _swap_optimizer(owner: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helios.state_graph.discovery import Discovery
+from helios.state.discovery import Discovery
 
 
 class Meter:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from helios.core.utils import unsaved_of
-from helios.state_graph.owner_states import Owner, Owners
-from tests.state_graph.owners import saved_attributes
+from helios.state.owners import Owner, Owners
+from tests.state.owners import saved_attributes
 
 
 class Base:

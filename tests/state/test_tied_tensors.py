@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
+from tests.state.owners import Owner, bits, resumed, started, through_a_file
 
 
 def _net(*, is_tied: bool) -> nn.Module:

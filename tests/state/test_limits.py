@@ -8,8 +8,8 @@ import pytest
 
 from helios.checkpoint.options import CheckpointStore
 from helios.errors import ArgumentError
-from helios.state_graph.values import LIMIT
-from tests.state_graph.owners import Owner, changed, started
+from helios.state.values import LIMIT
+from tests.state.owners import Owner, changed, started
 
 
 @pytest.mark.shows("S50")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helios.errors import StateError
-from tests.state_graph.owners import Owner, bits, started, through_a_file
+from tests.state.owners import Owner, bits, started, through_a_file
 
 
 class Headed(nn.Module):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helios.state_graph.discovery import Allowance, Discovery
+from helios.state.discovery import Discovery
 from helios.storage import codec
-from helios.storage.type_converters import HeldTensor, Reference
+from helios.state.walk import TAG
 
 
 class Owner:
@@ -58,12 +58,8 @@ def network() -> nn.Module:
 
 
 def started(owner: object, **options: Any) -> Discovery:
-    """Return a discovery that regards what the owner has as made by setup.
-
-    Its clock stands still: on a loaded machine, what takes its time would be named as too slow.
-    """
+    """Return a discovery that regards what the owner has as made by setup."""
     discovery = Discovery(owner, **options)
-    discovery.values = Allowance(clock=lambda: 0.0)
     discovery.take_baseline()
     return discovery
 
@@ -87,31 +83,34 @@ def changed(discovery: Discovery) -> dict[str, Any]:
 
 
 def saved_attributes(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what is saved of an owner: attributes, containers and objects by path, as values."""
+    """Return what is saved of an owner: its attributes, and those of what it holds by path."""
     values = state["values"]
-    owner = values["nodes"].get("", {"set": {}})["set"]
-    return {key: _value_of(code, values) for key, code in owner.items()} | {
-        name: _value_of(Reference(name), values)
-        for name in values["nodes"]
-        if name and name not in owner
+    return {key: value_of(code) for key, code in values.get("", {}).items()} | {
+        f"{name}.{key}": value_of(code)
+        for name, table in values.items()
+        if name
+        for key, code in table.items()
     }
 
 
-def _value_of(code: Any, values: dict[str, Any]) -> Any:
-    if isinstance(code, Reference):
-        record = values["nodes"].get(code.name)
-        if record is None:
-            return code
-        if "content" not in record:
-            return {key: _value_of(part, values) for key, part in record["set"].items()}
-        return _value_of(record["content"], values)
-    if isinstance(code, HeldTensor):
-        return values["tensors"][code.name]
-    if isinstance(code, dict):
-        return {key: _value_of(part, values) for key, part in code.items()}
-    if type(code) in (list, tuple, set, frozenset):
-        return type(code)(_value_of(part, values) for part in code)
-    return code
+def value_of(code: Any) -> Any:
+    """Return the value that a code stands for; of what has no plain value, the code."""
+    if type(code) in (list, tuple):
+        return type(code)(map(value_of, code))
+    if not isinstance(code, dict):
+        return code
+    tag = code.get(TAG)
+    if tag is None:
+        return {key: value_of(each) for key, each in code.items()}
+    if tag in ("set", "frozenset"):
+        return {"set": set, "frozenset": frozenset}[tag](map(value_of, code["items"]))
+    if tag in ("ordered", "dict", "counter", "defaultdict"):
+        return {value_of(key): value_of(each) for key, each in code["pairs"]}
+    if tag == "deque":
+        return [*map(value_of, code["items"])]
+    if tag == "object":
+        return {key: value_of(each) for key, each in code["fields"].items()}
+    return code.get("value", code)
 
 
 def bits(value: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from helios.errors import StateError
-from tests.state_graph.owners import Owner, resumed, started, through_a_file
+from tests.state.owners import Owner, resumed, started, through_a_file
 
 
 class Phase(Enum):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.state_graph.owners import (
+from tests.state.owners import (
     Owner,
     bits,
     changed,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from helios.state_graph.module_state import state_of
-from tests.state_graph.owners import Owner, bits, network, resumed, started, through_a_file
+from helios.state.networks import state_of
+from tests.state.owners import Owner, bits, network, resumed, started, through_a_file
 
 
 def _compiled(module: nn.Module) -> nn.Module:

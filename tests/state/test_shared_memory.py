@@ -12,7 +12,7 @@ import torch
 
 from helios.errors import StateError
 from helios.storage.type_converters import Alias
-from tests.state_graph.owners import Owner, changed, network, resumed, started, through_a_file
+from tests.state.owners import Owner, changed, network, resumed, started, through_a_file
 
 _Make = Callable[[], Any]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from helios.state_graph.discovery import Discovery
-from tests.state_graph.owners import Owner, bits, started, through_a_file
+from helios.state.discovery import Discovery
+from tests.state.owners import Owner, bits, started, through_a_file
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.state_graph.owners import Owner, resumed, started, through_a_file
+from tests.state.owners import Owner, resumed, started, through_a_file
 
 _MAKERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "torch": (

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import SequentialLR, StepLR
 
-from tests.state_graph.owners import Owner, bits, resumed, started, through_a_file
+from tests.state.owners import Owner, bits, resumed, started, through_a_file
 
 
 class Sam(Optimizer):

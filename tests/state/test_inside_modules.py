@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from tests.state_graph.owners import Owner, bits, resumed, saved_attributes, started, through_a_file
+from tests.state.owners import Owner, bits, resumed, saved_attributes, started, through_a_file
 
 
 class Noisy(nn.Module):
