@@ -235,6 +235,10 @@ class Build:
         else:
             device = saved.device if live is None else live.part.device
             part = saved.detach().to(device, copy=True)
+            if live is not None:
+                # Closures and functions refer to the tensor that is there.
+                live.part.data = part
+                part = live.part
         if part.requires_grad != code["grad"]:
             part.requires_grad_(code["grad"])
         self._done[path] = part

@@ -313,8 +313,8 @@ def load_flags(flags: Mapping[str, Any], anchors: Any) -> None:
     frozen = {id(places.get((p, n))) for p, table in flags.items() for n in table["frozen"]}
     tables = tensors_by_network(anchors)
     tables[""] = anchors.loose
-    for table in tables.values():
-        for tensor in table.values():
+    for path, table in tables.items():
+        for tensor in table.values() if path in flags else ():
             if tensor.requires_grad == (id(tensor) in frozen):
                 tensor.requires_grad_(id(tensor) not in frozen)
     for path, module in anchors.of_kind(nn.Module).items():

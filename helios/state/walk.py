@@ -112,6 +112,7 @@ class Walk:
         self.overlaps: dict[str, tuple[str, Any]] = {}
         self._unsaved = anchors.rules.unsaved
         self._queue: deque[tuple[str, Any, Any]] = deque()
+        self._reached: set[str] = set()
         # Temporary objects must live as long as their ids are remembered.
         self._kept: list[Any] = []
         self._hold("", owner, anchors.rules.members_of(owner))
@@ -281,7 +282,7 @@ class Walk:
             return ref
         kind = type(value)
         if kind is dict and _are_native(value) and TAG not in value:
-            if _are_native(value.values()):
+            if not self._unsaved and _are_native(value.values()):
                 return dict(value)
             return {key: self._member(path, key, each) for key, each in value.items()}
         pairs = []
@@ -332,6 +333,8 @@ class Walk:
         if ref := self._again(path, value):
             return ref
         self._kept.append(state := state_of_generator(value))
+        if own := {k: v for k, v in attributes_of(value).items() if k != "gauss_next"}:
+            self._queue.append((path, value, [*own.items()]))
         code = {TAG: "generator", "kind": kind_of_generator(value)}
         return code | {"state": self.code(f"{path}.<state>", state)}
 
@@ -397,8 +400,9 @@ class Walk:
 
     def _reach(self, name: str, part: Any) -> None:
         """Walk over what a function, a partial or a method refers to; compare anything else."""
-        if name in self.holders or name in self.opaque or name.startswith("<"):
+        if name in self._reached or name in self.holders or name.startswith("<"):
             return
+        self._reached.add(name)
         if is_of_the_house(part):
             return
         if isinstance(part, functools.partial):
