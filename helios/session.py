@@ -25,6 +25,7 @@ from helios.checkpoint.run_listener import RunListener, Validated
 from helios.core import rng
 from helios.core.loss_means import LossMeans, Viewer, as_numbers
 from helios.core.sharded_tensors import is_sharded
+from helios.counters import Phase
 from helios.engines.engine import Engine, redefines
 from helios.findings import FindingKind
 from helios.hooks.context import Context
@@ -37,9 +38,8 @@ from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin, PluginStates
 from helios.replicas.turns import make_turns
 from helios.requests import make_agreement
-from helios.counters import Phase
-from helios.state.steps import ReplicaWatch, check_alike
 from helios.state.idle_watch import IdleWatch
+from helios.state.steps import ReplicaWatch, check_alike
 from helios.terminal.progress import Display
 from helios.text import with_step
 

@@ -19,8 +19,8 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from helios.core.utils import unsaved_of
 from helios.data.mixture import Mixture
-from helios.state.walk import is_dense
 from helios.state.values import ATOMS, attributes_of
+from helios.state.walk import is_dense
 from helios.storage.content_hash import fingerprint
 
 _DEEPEST = 16

@@ -36,9 +36,16 @@ from helios.core.utils import unsaved_of
 from helios.data.order import BlocksAndHead, Order, Position, prepare
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.state.walk import is_dense, mark_of
-from helios.state.values import CONTAINERS, LEAVES, LIMIT, are_atoms, attributes_of, each_in, elements_of
-from helios.state.walk import Identities
+from helios.state.values import (
+    CONTAINERS,
+    LEAVES,
+    LIMIT,
+    are_atoms,
+    attributes_of,
+    each_in,
+    elements_of,
+)
+from helios.state.walk import Identities, is_dense, mark_of
 
 _LOGGER = logging.getLogger(__name__)
 _DEEPEST = 8

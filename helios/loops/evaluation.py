@@ -17,6 +17,7 @@ import torch
 from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
 from helios.core.loss_means import WeightedLoss, as_numbers, as_summand
+from helios.counters import Phase
 from helios.data.source import NO_BATCH, BatchIterator, Source
 from helios.errors import Interrupted, UsageError
 from helios.findings import FindingKind
@@ -25,7 +26,6 @@ from helios.loops.repeated_steps import copy_attributes, without_trace
 from helios.loops.step import begin_forward, end_forward, take_step
 from helios.model.processor import Processed
 from helios.session import Place
-from helios.counters import Phase
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from helios.core import rng
+from helios.counters import Phase
 from helios.data.keyed import data_sets_of
 from helios.errors import RunMismatchError
 from helios.loops.boundary import EPOCH, STEP, Boundary
 from helios.loops.epoch import EpochLoop
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.session import Session
-from helios.counters import Phase
 from helios.state_graph.rollback import Rollback
 from helios.terminal import root_logger as log
 

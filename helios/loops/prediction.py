@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from helios.loops.evaluation import EvaluationLoop
 from helios.counters import Phase
+from helios.loops.evaluation import EvaluationLoop
 
 
 class PredictionLoop(EvaluationLoop):

@@ -20,10 +20,10 @@ from helios.core.generators import (
     load_generator,
     state_of_generator,
 )
+from helios.counters import TrainingState
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.model.model import Model
 from helios.session import Session
-from helios.counters import TrainingState
 from helios.state.steps import TurnWatch
 from helios.state_graph.rollback import Rollback
 from helios.terminal import root_logger as log

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from helios.core import rng
 from helios.core.memory import same
+from helios.counters import Phase, TrainingState
 from helios.engines.device import move_to_device
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.protocols import Stateful
-from helios.counters import Phase, TrainingState
 
 __all__ = ["Metric", "Metrics"]
 

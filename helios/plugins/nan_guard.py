@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from helios.core.sharded_tensors import local_of
 from helios.core.utils import parameters_of
 from helios.core.wrappers import name_parameters
+from helios.counters import Cursor, TrainingState
 from helios.errors import ArgumentError, UsageError
 from helios.hooks.context import Context
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.counters import Cursor, TrainingState
 from helios.state_graph.rollback import BufferCopies
 
 _LOGGER = logging.getLogger(__name__)

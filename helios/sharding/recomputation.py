@@ -20,8 +20,8 @@ from helios.core import rng
 from helios.core.generators import Generator, load_generator, state_of_generator
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
-from helios.state_graph.rollback import ValueCopier
 from helios.state.values import attributes_of, delete_attribute, set_attribute
+from helios.state_graph.rollback import ValueCopier
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
 """Attributes of all modules that no forward changes."""

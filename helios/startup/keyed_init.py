@@ -33,8 +33,8 @@ from helios.model.model import Model
 from helios.sharding.recomputation import tensors_in
 from helios.sharding.requirements import check_shardable
 from helios.sharding.units import Unit, find_units, modules_of_units
-from helios.state.steps import check_alike
 from helios.state.networks import has_hooks
+from helios.state.steps import check_alike
 from helios.storage.checksums import bit_sum
 
 _Place: TypeAlias = tuple[nn.Module, str]

@@ -20,6 +20,7 @@ from helios.checkpoint.run_listener import RunListener
 from helios.core import rng
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
+from helios.counters import Phase
 from helios.data.datamodule import DataModule
 from helios.data.phase_sources import open_sources
 from helios.data.source import Shard, Source
@@ -61,7 +62,6 @@ from helios.startup.processes import (
 from helios.startup.state_owners import find_owners
 from helios.startup.trainer_call import Call
 from helios.startup.trainer_options import Options
-from helios.counters import Phase
 from helios.state.owners import Owners
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, create_display
@@ -442,7 +442,7 @@ class Run:
         if not is_inference:
             set_train_mode(self.model, warns=not is_resumed)
         check_batch_processor(self.model, is_inference=is_inference)
-        self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
+        self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
         self.renew_hooks()
 

@@ -23,7 +23,7 @@ from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import keeps_state
 from helios.plugins.plugin import Plugin
 from helios.protocols import Stateful
-from helios.state.named import generators_in
+from helios.state.data_members import generators_in
 from helios.state.owners import Owner, Owners
 from helios.state.values import attributes_of
 
@@ -102,7 +102,7 @@ def find_stranded_generators(source: Source) -> dict[str, str]:
 
 def _saved_by(model: Model) -> dict[str, object]:
     """Return what a model saves by itself, by the names that other owners use."""
-    nodes = model.discovery.pop_nodes()
+    nodes = model.discovery.pop_values()
     return {
         **model.discovery.named_objects(),
         **{f"<model>.{name}": part for name, part in nodes.items()},

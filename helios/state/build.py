@@ -15,7 +15,6 @@ from helios.core.generators import kind_of_generator, load_generator, make_gener
 from helios.core.memory import array_on, bytes_in, span_of, tensor_on
 from helios.errors import StateError
 from helios.state.anchors import path_of
-from helios.state.walk import FACTORIES, HOLE, PARTS, TAG, Walk
 from helios.state.values import (
     attributes_of,
     delete_attribute,
@@ -24,6 +23,7 @@ from helios.state.values import (
     set_attribute,
     table_of,
 )
+from helios.state.walk import FACTORIES, HOLE, PARTS, TAG, Walk
 from helios.storage.type_converters import (
     BY_TAG,
     in_every_process,

@@ -18,10 +18,9 @@ from torch.jit import ScriptModule
 
 from helios.core.generators import is_generator
 from helios.core.memory import has_plain_bytes, span_of, storage_of
-from helios.core.utils import unsaved_of
 from helios.state import reasons
-from helios.state.values import ATOMS, attributes_of, each_in, elements_of, is_plain_object
-from helios.text import size_text
+from helios.state.snapshot import Snapshot
+from helios.state.values import ATOMS, attributes_of, is_plain_object
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -29,32 +28,35 @@ Marks: TypeAlias = dict[str, tuple[Any, str]]
 """By name, what is equal if nothing has changed, and why it cannot be saved."""
 
 
-def marks_of(look: Any, classes: Iterable[type]) -> Marks:
+def marks_of(now: Snapshot, classes: Iterable[type]) -> Marks:
     """Return marks of all that an owner holds and no checkpoint can."""
-    walk = look.walk
-    marks: Marks = {name: (look.mark(part), why) for name, (part, why) in walk.opaque.items()}
-    marks |= {name: (mark, reasons.OF_CLASS) for name, mark in class_marks(classes, look).items()}
+    walk = now.walk
+    marks: Marks = {name: (now.mark(part), why) for name, (part, why) in walk.opaque.items()}
+    marks |= {name: (mark, reasons.OF_CLASS) for name, mark in class_marks(classes, now).items()}
     for (name, table), hooks in walk.hooks.items():
         shown = f"{name} ({table.strip('_').replace('_', ' ').rstrip('s')})"
-        marks[shown] = tuple(map(look.number, hooks)), reasons.HOOK
-    for name, (other, where) in {**walk.overlaps, **_shared_in_networks(look)}.items():
+        marks[shown] = tuple(map(now.number, hooks)), reasons.HOOK
+    for name, (other, where) in walk.overlaps.items():
         marks[f"{name} (memory)"] = (other, where), reasons.SHARED.format(other)
-    for module in look.anchors.of_kind(nn.Module, with_inner=True).values():
-        for _, part in look.anchors.network(module).modules:
+    for name, (other, where) in _storages_of_networks(now).items():
+        reason = reasons.SHARED.format(other) if other else reasons.PARTED
+        marks[f"{name} (memory)"] = (other, where), reason
+    for module in now.anchors.of_kind(nn.Module, with_inner=True).values():
+        for _, part in now.anchors.network(module).modules:
             if isinstance(part, ScriptModule | GraphModule):
-                marks |= _script_marks(look, part)
+                marks |= _script_marks(now, part)
     return marks
 
 
-def _script_marks(look: Any, part: Any) -> Marks:
-    name, table = look.anchors.names.get(id(part), ""), vars(part)
+def _script_marks(now: Snapshot, part: Any) -> Marks:
+    name, table = now.anchors.names.get(id(part), ""), vars(part)
     found = {key: value for key, value in table.items() if key not in _OF_GRAPHS}
     if isinstance(part, ScriptModule):
         described = table.get("_concrete_type")
         keys = described.get_attributes() if described is not None else ()
         found = {key: table["_c"].getattr(key) for key in keys}
     return {
-        f"{name}.{key}": (look.mark(value), reasons.OF_SCRIPT)
+        f"{name}.{key}": (now.mark(value), reasons.OF_SCRIPT)
         for key, value in found.items()
         # Parameters, buffers and modes are saved.
         if not key.startswith("_") and key != "training" and not isinstance(value, Tensor)
@@ -64,24 +66,45 @@ def _script_marks(look: Any, part: Any) -> Marks:
 _OF_GRAPHS = frozenset(("training", "meta", "graph", "class_name", "shape_env"))
 
 
-def _shared_in_networks(look: Any) -> dict[str, tuple[str, Any]]:
-    """Return the tensors of networks that share a storage, and where they lie in it."""
+def _storages_of_networks(now: Snapshot) -> dict[str, tuple[str, Any]]:
+    """Return with whom each tensor of a network shares its storage, if anybody, and where it lies."""
     by_storage: dict[Any, list[tuple[str, Tensor]]] = {}
-    for name, part in look.anchors.parts.items():
+    for name, part in now.anchors.parts.items():
         if isinstance(part, Tensor) and (place := storage_of(part)):
             by_storage.setdefault((part.device, place), []).append((name, part))
-    found = {}
-    for group in by_storage.values():
-        for name, part in group[1:]:
+    found: dict[str, tuple[str, Any]] = {}
+    for (first, home), *others in by_storage.values():
+        found[first] = "", None
+        for name, part in others:
             if has_plain_bytes(part):
-                begin = span_of(group[0][1])[0]
-                found[name] = group[0][0], tuple(each - begin for each in span_of(part))
+                begin = span_of(home)[0]
+                found[name] = first, tuple(each - begin for each in span_of(part))
     return found
+
+
+def lost_since(before: Marks, now: Marks) -> dict[str, str]:
+    """Return what has changed, with the reason why no checkpoint can hold it."""
+    lost = {
+        name: why
+        for name, (mark, why) in now.items()
+        if (before[name][0] if name in before else None) != mark
+        and not (why == reasons.PARTED and name not in before)
+    }
+    # What a value has replaced is saved. A hook or an attribute of a class that is gone is not.
+    gone = {n: w for n, (_, w) in before.items() if n not in now and w in _COUNT_IF_GONE}
+    return {name.removesuffix(" (memory)"): why for name, why in sorted((lost | gone).items())}
 
 
 @final
 class Named:
-    """What was reported of an owner in this start, so that each path is reported once."""
+    """Reports what a resumed run will lack; each path once in a start.
+
+    Args:
+        name: the name of the owner.
+
+    Attributes:
+        known: the paths that were reported.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -92,18 +115,8 @@ class Named:
         self.known = set()
 
     @staticmethod
-    def changes(before: Marks, now: Marks) -> dict[str, str]:
-        """Return what has changed, with the reason why no checkpoint can hold it."""
-        lost = {
-            name: why for name, (mark, why) in now.items() if before.get(name, ("",))[0] != mark
-        }
-        # What was replaced by a value is saved; a hook or an attribute of a class that is gone is not.
-        gone = {n: w for n, (_, w) in before.items() if n not in now and w in _COUNT_IF_GONE}
-        return {name.removesuffix(" (memory)"): why for name, why in sorted((lost | gone).items())}
-
-    @staticmethod
-    def texts(misfits: Mapping[str, str]) -> dict[str, str]:
-        """Return the reasons of misfits."""
+    def reasons_of(misfits: Mapping[str, str]) -> dict[str, str]:
+        """Return why no resume can rebuild something, by path."""
         return {
             path: "was added, removed or changed in structure after "
             f"setup(){text and f', {text}'}: create it there"
@@ -111,7 +124,12 @@ class Named:
         }
 
     def report(self, lost: Mapping[str, str], misfits: Mapping[str, str]) -> None:
-        """Warn once of what a resumed run will lack."""
+        """Warn of what was not reported yet.
+
+        Args:
+            lost: the reasons why values are not saved, by path.
+            misfits: what differs of objects that no resume can rebuild, by path.
+        """
         new = {path: why for path, why in lost.items() if path not in self.known}
         odd = {path: text for path, text in misfits.items() if path not in self.known}
         self.known |= lost.keys() | misfits.keys()
@@ -157,10 +175,10 @@ _LARGEST = 1 << 16
 """Maximum members of a container, or elements of a tensor, that is compared."""
 
 
-def classes_of(owner: object, look: Any) -> list[type]:
+def classes_of(owner: object, now: Snapshot) -> list[type]:
     """Return the classes of what an owner holds that are neither of Helios nor of a library."""
-    kinds = dict.fromkeys(base for kind in (type(owner), *look.walk.kinds) for base in kind.__mro__)
-    for part in {**look.anchors.objects, **look.anchors.inner}.values():
+    kinds = dict.fromkeys(base for kind in (type(owner), *now.walk.kinds) for base in kind.__mro__)
+    for part in {**now.anchors.objects, **now.anchors.inner}.values():
         parts = part.modules() if isinstance(part, nn.Module) else (part,)
         kinds |= dict.fromkeys(base for each in parts for base in type(each).__mro__)
     return [kind for kind in kinds if _is_of_the_user(kind)]
@@ -179,7 +197,7 @@ def _is_of_the_user(kind: type) -> bool:
     return not any(name in origin for name in (*_INSTALLED, _STANDARD_LIBRARY))
 
 
-def class_marks(kinds: Iterable[type], look: Any) -> dict[str, bytes]:
+def class_marks(kinds: Iterable[type], now: Snapshot) -> dict[str, bytes]:
     """Return a mark of each attribute of classes, and of each member of enums among them."""
     marks: dict[str, bytes] = {}
     for kind in kinds:
@@ -187,9 +205,9 @@ def class_marks(kinds: Iterable[type], look: Any) -> dict[str, bytes]:
             place = f"class {kind.__qualname__}.{name}"
             if issubclass(kind, Enum):
                 held = attributes_of(value).items() if isinstance(value, kind) else ()
-                marks |= {f"{place}.{k}": look.mark(v) for k, v in held if k not in _OF_MEMBERS}
+                marks |= {f"{place}.{k}": now.mark(v) for k, v in held if k not in _OF_MEMBERS}
             elif is_generator(value) or _is_data(name, value):
-                marks[place] = look.mark(value)
+                marks[place] = now.mark(value)
     return marks
 
 
@@ -205,51 +223,3 @@ def _is_data(name: str, value: Any) -> bool:
     if size is None:
         size = len(value) if isinstance(value, list | tuple | dict | set | deque) else 0
     return bool(size <= _LARGEST)
-
-
-# ---- data sets
-
-_SMALL = 1 << 16
-_GROWN = (
-    f"an attribute of a data set that has changed and grown beyond {size_text(_SMALL)}: keep it in "
-    "the data module, or declare it in the class of the data set: unsaved = (...,)"
-)
-
-
-def large_members(part: object) -> frozenset[str]:
-    """Return the attributes of a data set that hold data, without reading all of them."""
-    return frozenset(name for name, value in attributes_of(part).items() if _is_large(value))
-
-
-def _is_large(value: Any) -> bool:
-    left = _SMALL
-    for part in each_in(value, elements_of):
-        left -= part.nbytes if isinstance(part, Tensor | np.ndarray) else sys.getsizeof(part, 0)
-        if left < 0:
-            return True
-    return False
-
-
-def generators_in(part: object) -> list[str]:
-    """Return the attributes of an object that hold a generator and are not declared unsaved."""
-    return sorted(
-        name
-        for name, value in attributes_of(part).items()
-        if type(value) not in ATOMS and is_generator(value) and name not in unsaved_of(part)
-    )
-
-
-@final
-class OversizedMembers:
-    """Records which members of a data set checkpoints have held, to name those that grew too large."""
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def note(self, paths: Iterable[str]) -> None:
-        """Record that training has changed the members that contain these paths."""
-        self._known |= {str(path).partition(".")[0] for path in paths}
-
-    def losses(self, large: Iterable[str]) -> dict[str, str]:
-        """Return what checkpoints no longer hold, with the reason."""
-        return dict.fromkeys(sorted(self._known.intersection(large)), _GROWN)

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
-from helios.state.discovery import Discovery
 from helios.state.anchors import Outside
+from helios.state.discovery import Discovery
 from helios.state.steps import StepWatch
 from helios.state.walk import mark_of
 
@@ -90,7 +90,7 @@ class Owners:
         }
 
         for found in self._found.values():
-            found.values.safe_types = tuple(safe_types)
+            found.safe_types = tuple(safe_types)
 
     @property
     def parts(self) -> dict[str, object]:
@@ -100,7 +100,7 @@ class Owners:
     def limit(self, num_bytes: int) -> None:
         """Limit the bytes of plain values that each owner may have in a checkpoint."""
         for found in self._found.values():
-            found.values.limit = num_bytes
+            found.limit = num_bytes
 
     def _others(self) -> Outside:
         # Computed once for all owners, because walking a large model is slow.
@@ -119,8 +119,8 @@ class Owners:
         self._outside = None
 
         def pass_on(name: str) -> None:
-            nodes = self._found[name].pop_nodes()
-            self._others().add({f"<{name}>.{node}": part for node, part in nodes.items()})
+            values = self._found[name].pop_values()
+            self._others().add({f"<{name}>.{path}": part for path, part in values.items()})
 
         try:
             yield pass_on
@@ -191,7 +191,7 @@ class Owners:
                 if name in states:
                     found.restore(states[name], is_inference=is_inference)
                 else:
-                    found.look_at_nodes()
+                    found.look_at_values()
                 share(name)
                 self.unrestored |= {f"{name}: {p}": text for p, text in found.unrestored.items()}
         gone = [name for name in states if name not in self._found]

@@ -187,7 +187,7 @@ def test_plain_members_beside_networks_come_back_in_place(tmp_path: Path) -> Non
 def test_values_beyond_the_limit_are_named_and_the_small_ones_saved(said: list[str]) -> None:
     owner = Owner(big=b"", small=0, tensor=torch.zeros(_MIB // 4 + 1), array=np.zeros(1))
     discovery = started(owner)
-    discovery.values.limit = _MIB
+    discovery.limit = _MIB
     owner.big, owner.small = b"x" * (_MIB + 1), 1
     owner.tensor += 1
     owner.array = np.zeros(_MIB)

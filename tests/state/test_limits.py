@@ -16,7 +16,7 @@ from tests.state.owners import Owner, changed, started
 def test_what_is_too_large_is_missing_at_every_capture_and_named_once(said: list[str]) -> None:
     owner = Owner(big=b"", helper=threading.Lock())
     discovery = started(owner)
-    discovery.values.limit = 2**20
+    discovery.limit = 2**20
     owner.big, owner.helper = b"x" * 2**21, threading.Lock()
     for _ in range(3):
         missing = discovery.capture()["missing"]

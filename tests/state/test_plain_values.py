@@ -61,7 +61,7 @@ def _saved(value: Any, *safe_types: type) -> dict[str, Any]:
     """Return the state of an owner to which training gave a value."""
     owner = Owner(value=None)
     discovery = started(owner)
-    discovery.values.safe_types = safe_types
+    discovery.safe_types = safe_types
     owner.value = value
     return discovery.capture()
 

@@ -50,10 +50,10 @@ def test_memory_beyond_the_limit_is_named_and_tensors_resume(
 ) -> None:
     owner = _make()
     discovery = started(owner)
-    discovery.values.limit = 5 * LENGTH
+    discovery.limit = 5 * LENGTH
     change(owner)
     assert "table" not in discovery.capture()["missing"]
-    discovery.values.limit = 3 * LENGTH
+    discovery.limit = 3 * LENGTH
     owner.net.mean += 3
     state = through_a_file(discovery.capture(), tmp_path / "state")
     assert (tmp_path / "state").stat().st_size < LENGTH

@@ -151,7 +151,7 @@ def test_a_member_found_late_of_an_unknown_type_is_named_with_the_remedy(said: l
     assert state["values"]["nodes"] == {}
     assert "types_for_safe_load()" in state["missing"]["phase"]
     assert "test_user_types_in_state.Phase" in said[0]
-    discovery.values.safe_types = (Phase,)
+    discovery.safe_types = (Phase,)
     assert not discovery.capture()["missing"]
 
 
@@ -160,7 +160,7 @@ def test_a_type_from_the_safe_types_is_enough(tmp_path: Path) -> None:
     def make(value: Any = None) -> tuple[Any, Any]:
         owner = Owner(stats=value)
         discovery = started(owner)
-        discovery.values.safe_types = (Stats, Phase)
+        discovery.safe_types = (Stats, Phase)
         return owner, discovery
 
     owner, discovery = make()

@@ -1,0 +1,255 @@
+"""Restores a captured state into what ``setup`` has made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from helios.core.utils import parameters_of
+from helios.errors import StateError
+from helios.state.anchors import Anchors, Rules, as_written, path_of
+from helios.state.build import Build
+from helios.state.loading import TRAINING_ONLY, load_into
+from helios.state.networks import fill, load_flags, load_grads, pieces_of
+from helios.state.optimizers import arrange, collecting
+from helios.state.snapshot import Snapshot, form_of, kind_of
+from helios.state.walk import PARTS
+
+_LOGGER = logging.getLogger(__name__)
+
+NOT_BUILT = "setup() does not build it. Build it for any value of fast_init."
+"""Why something that is saved is not restored for inference."""
+
+Registered = list[tuple[dict[str, Any], str, Tensor]]
+"""Tables of parameters and buffers, each with a key and the tensor that it has there."""
+
+
+@final
+class Restoring:
+    """Restores a captured state.
+
+    Args:
+        look: returns what the owner holds now.
+        name: the name of the owner in messages.
+        exclude: attributes of the owner that never count.
+        unsaved: names and paths that are declared as not to be saved.
+        types: classes that may be built besides those of the values that are there.
+        of_setup: the anchors that setup made, by name, also those that nothing leads to now.
+        is_data: whether what a data set no longer has is passed over.
+
+    Attributes:
+        unrestored: in inference, what does not have its saved state, with the reason, by path.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Snapshot],
+        *,
+        name: str,
+        exclude: frozenset[str],
+        unsaved: frozenset[str],
+        types: Iterable[type],
+        of_setup: Mapping[str, Any],
+        is_data: bool,
+    ) -> None:
+        self._look, self._name = look, name
+        self._exclude, self._rules = exclude, Rules(unsaved=unsaved)
+        self._types, self._of_setup, self._is_data = types, of_setup, is_data
+        self.unrestored: dict[str, str] = {}
+
+    def prepare(self, state: Mapping[str, Any]) -> Registered:
+        """Reorder the parameters of optimizers as saved, and return where tensors are."""
+        anchors = self._look().anchors
+        arrange(anchors, state)
+        return [
+            (vars(part)[table], key, tensor)
+            for module in anchors.of_kind(nn.Module).values()
+            for _, part, key, tensor in anchors.network(module).tensors
+            for table in ("_parameters", "_buffers")
+            if vars(part)[table].get(key) is tensor
+        ]
+
+    def put_back(self, registered: Registered) -> None:
+        """Undo that the owner's own ``load_state_dict`` has assigned other tensors to networks."""
+        if not registered:
+            return
+        optimizers = self._look().anchors.of_kind(torch.optim.Optimizer).values()
+        moved = {id(tensor) for part in optimizers for tensor in parameters_of(part)}
+        for table, key, tensor in registered:
+            now = table.get(key)
+            is_other = now is not None and now is not tensor
+            if is_other and id(now) not in moved and id(tensor) in moved:
+                tensor.data = now.data
+                table[key] = tensor
+
+    def run(self, state: Mapping[str, Any], *, is_inference: bool) -> Snapshot:
+        """Restore everything, and return what the owner holds then."""
+        now = self._look()
+        values = self._values_to_set(state)
+        if not is_inference:
+            self._check(now, state, values)
+        _restore_parts(now.anchors, state)
+        now = self._look()
+        unfit = None
+        if is_inference:
+            self._warn_of_untrained(now.anchors.objects, state["objects"])
+            unfit = self.unrestored = self._find_unfit(now, state)
+        arrange(now.anchors, state, unfit)
+        self._load(now, state, unfit)
+        now = self._look()
+        build = Build(now.walk, {*now.walk.kinds, *self._types}, self._of_setup)
+        if is_inference or self._is_data:
+            lacking = build.lacking(values)
+            values = {name: table for name, table in values.items() if name not in lacking}
+        build.restore(values)
+        # A restored value may be another tensor than before.
+        last = self._look()
+        load_flags(state["flags"], last.anchors)
+        load_grads(state["grads"], last.anchors)
+        return last
+
+    def _load(self, now: Snapshot, state: Mapping[str, Any], unfit: dict[str, str] | None) -> None:
+        """Load the states of objects, what these leave out, and parameters in no network."""
+        objects, states = now.objects, {**state["objects"], **state["inner"]}
+        # Networks first: an object that tracks one may read its weights.
+        for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
+            part = objects[path]
+            if path in states and path not in (unfit or {}):
+                with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
+                    load_into(path, part, states[path], state["omitted"].get(path))
+        anchors = now.anchors
+        _restore_omitted(anchors, state["omitted"])
+        for name, tensor in {**anchors.leaves, **anchors.loose}.items():
+            if name in state["parameters"]:
+                fill(as_written(name, anchors.objects), tensor, state["parameters"][name])
+
+    def _values_to_set(self, state: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+        """Return the codes of values, without those that are declared by now."""
+        return {
+            name: {
+                key: code
+                for key, code in table.items()
+                if not self._rules.is_declared(path_of(name, key))
+                and not (name == "" and key in self._exclude)
+            }
+            for name, table in state["values"].items()
+        }
+
+    # ---- before anything is changed
+
+    def _check(
+        self, now: Snapshot, state: Mapping[str, Any], values: Mapping[str, Mapping[Any, Any]]
+    ) -> None:
+        """Reject a state of other objects before anything is changed."""
+        anchors = now.anchors
+        for path, part in now.objects.items():
+            if isinstance(part, TRAINING_ONLY):
+                _check_kind(path, part, state)
+        build = Build(now.walk, {*now.walk.kinds, *self._types}, self._of_setup)
+        present = {*anchors.objects, *anchors.loose}
+        saved = {*state["objects"], *state["parameters"]}
+        lacking = state["inner"].keys() - anchors.inner.keys() - present
+        if not self._is_data:
+            lacking |= build.lacking(values)
+        missing = set() if state["is_partial"] else present - self._undeclared(saved)
+        left_over = self._undeclared((saved - present) | lacking)
+        if missing or left_over:
+            shown = [
+                ", ".join(sorted(as_written(path, anchors.objects) for path in each)) or "nothing"
+                for each in (missing, left_over)
+            ]
+            raise StateError(
+                f"The saved state is not that of this {self._name}. Without saved state: "
+                f"{shown[0]}. Saved, but missing now: {shown[1]}. Create all networks, optimizers "
+                "and schedulers in setup(), under the names that they had when the state was saved."
+            )
+        build.check(values)
+
+    def _undeclared(self, paths: Iterable[str]) -> set[str]:
+        """Return the paths that are not declared as unsaved, directly or by a parent."""
+        return {path for path in paths if not self._rules.is_declared(path)}
+
+    def _find_unfit(self, now: Snapshot, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return what inference lacks, and what training objects cannot load, with the reason."""
+        saved = {**state["objects"], **state["inner"]}
+        gone = self._undeclared(saved.keys() - now.objects.keys())
+        unfit = dict.fromkeys(sorted(gone), NOT_BUILT)
+        for path, part in now.objects.items():
+            if isinstance(part, TRAINING_ONLY):
+                with collecting(unfit, path):
+                    _check_kind(path, part, state)
+                if path not in {**saved, **state["kinds"]} and not state["is_partial"]:
+                    unfit[path] = f"{path} is not in the checkpoint."
+        return unfit
+
+    def _warn_of_untrained(self, objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        untrained = [
+            path
+            for path, part in objects.items()
+            if path not in saved and isinstance(part, nn.Module) and part.state_dict()
+        ]
+        if untrained:
+            _LOGGER.warning(
+                "The %s holds networks without saved state, which keep the weights of setup(): %s.",
+                self._name,
+                ", ".join(untrained),
+            )
+
+
+def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
+    kind = state["kinds"].get(path, kind_of(part))
+    if kind != kind_of(part):
+        raise StateError(
+            f"{path} was saved by {kind}, but is {kind_of(part)} now, which cannot load that "
+            "state. Build it in setup() as it was when the state was saved."
+        )
+
+
+def _restore_parts(anchors: Anchors, state: Mapping[str, Any]) -> None:
+    """Give networks the parts, and tensors the form, that they had."""
+    made: dict[str, Tensor] = {}
+    for name, (dtype, shape, strides) in state["forms"].items():
+        tensor = anchors.find(name)
+        if not isinstance(tensor, Tensor):
+            made[name] = torch.empty_strided(shape, strides, dtype=dtype)
+        elif not is_lazy(tensor) and form_of(tensor) != [dtype, shape, strides]:
+            tensor.data = torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device)
+    for name, table in state["values"].items():
+        module = anchors.find(name)
+        if PARTS in table and isinstance(module, nn.Module):
+            _register(anchors, module, table[PARTS], made)
+    anchors.forget_networks()
+
+
+def _register(
+    anchors: Anchors, module: nn.Module, parts: list[dict[str, Any]], made: Mapping[str, Tensor]
+) -> None:
+    """Give a module its submodules, parameters and persistent buffers, in their order."""
+    tables, device = vars(module), next((each.device for each in module.parameters()), "cpu")
+    for held, place in zip(parts, ("_modules", "_parameters", "_buffers"), strict=True):
+        new = {}
+        for key, part in held.items():
+            found = None if part is None else anchors.find(part)
+            new[key] = made[part].to(device) if found is None and part in made else found
+        hidden = tables["_non_persistent_buffers_set"] if place == "_buffers" else ()
+        kept = {key: tables[place][key] for key in hidden if key in tables[place]}
+        tables[place].clear()
+        tables[place].update(new | kept)
+
+
+def _restore_omitted(anchors: Anchors, omitted: Mapping[str, Any]) -> None:
+    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
+        values = omitted.get(path, {"values": {}})["values"]
+        pieces = pieces_of(anchors.network(module)) if values else {}
+        for name, saved in values.items():
+            if name not in pieces:
+                raise StateError(
+                    f"{path}.{name} was saved separately from the state_dict of {path}, which has "
+                    "no such part now. Build it in setup() as it was when the state was saved."
+                )
+            fill(f"{path}.{name}", pieces[name], saved)
