@@ -88,7 +88,7 @@ class Baseline:
         """Treat what was restored as changed: the next checkpoint needs it too."""
         for name, table in state["values"].items():
             for key in table:
-                self.digests.get(name, {}).pop(key, None)
+                self.digests.setdefault(name, {})[key] = None
         for path in state["inner"]:
             self.states.pop(path, None)
         for path, each in state["omitted"].items():
@@ -382,7 +382,9 @@ class Discovery:
         for name, table in now.digests().items():
             known = base.digests.get(name, {})
             changed += [(s, name, key) for key, (d, s) in table.items() if known.get(key) != d]
-            changed += [(0, name, key) for key in known.keys() - table.keys()]
+            # What no longer counts is still there, such as a member of a data set that has grown.
+            gone = known.keys() - table.keys() - (set() if name else {*attributes_of(self._owner)})
+            changed += [(0, name, key) for key in gone]
         types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
         odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
         lost: dict[str, str] = {}
@@ -403,7 +405,7 @@ class Discovery:
             table = {key: codes[name].get(key, GONE) for key in keys if (name, key) in chosen}
             if table := {key: code for key, code in table.items() if code != HOLE}:
                 values[name] = table
-        return values, lost
+        return values, dict(sorted(lost.items()))
 
     def _safe_types(self) -> list[type]:
         return [kind for kind in self.safe_types if isinstance(kind, type)]
@@ -412,15 +414,16 @@ class Discovery:
         """Return what no resume can rebuild, since setup makes something else, with what differs."""
         base, anchors = self._require_baseline(), now.anchors
         misfits = misfits_of(anchors, base.members, base.drivers)
-        before, kinds = base.kinds, now.kinds()
+        before, kinds, known = base.kinds, now.kinds(), anchors.rules.known
         for name in sorted({**before, **kinds}):
             was, found = before.get(name, "nothing"), kinds.get(name, "nothing")
-            if not was or not found or any(map(misfits.__contains__, _above(name))):
-                continue
-            if was != found:
+            if was and found and was != found and not any(map(misfits.__contains__, _above(name))):
                 misfits.setdefault(name, f"{was} after setup, {found} now")
-            elif id(anchors.find(name)) not in anchors.rules.known:
-                misfits.setdefault(name, f"another {found} than that of setup")
+        for name, module in now.modules():
+            parts = {name: module, **{path_of(name, k): p for k, p in _parameters_of(module)}}
+            for path, part in parts.items():
+                if id(part) not in known and before.get(path, "nothing") == kinds.get(path):
+                    misfits.setdefault(path, f"another {kinds[path]} than that of setup")
         shown = " ".join(misfits.values())
         for path in base.tops ^ frozenset((*anchors.objects, *anchors.loose)):
             written = as_written(path, anchors.objects)
@@ -497,6 +500,10 @@ class Discovery:
 def _above(name: str) -> Iterator[str]:
     """Yield the paths above a path."""
     return (name[:end] for end, mark in enumerate(name) if mark == ".")
+
+
+def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((key, part) for key, part in vars(module)["_parameters"].items() if part is not None)
 
 
 def _state_of(path: str, part: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import class_of, unwrap
-from helios.state.anchors import Anchors, Rules
+from helios.state.anchors import Anchors, Rules, path_of
 from helios.state.networks import Network, is_odd, pieces_of, state_of
 from helios.state.walk import PARTS, Identities, Walk, digest_of, mark_of
 
@@ -106,19 +106,24 @@ class Snapshot:
         }
 
     def kinds(self) -> dict[str, str]:
-        """Return the classes of objects and modules by name; parameters count as well.
+        """Return the classes of objects and modules by name, and where modules have parameters.
 
         The kind of a lazy module is empty, since it gets another class from its first batch.
         """
         found = {path: kind_of(part) for path, part in self.anchors.objects.items()}
+        for name, module in self.modules():
+            kind = class_of(module)
+            found[name] = "" if issubclass(kind, LazyModuleMixin) else kind.__name__
+            for key, part in self.walk.codes[name][PARTS][1].items():
+                if part is not None:
+                    found[path_of(name, key)] = "parameter"
+        return found
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of which the parts are saved, by name."""
         for name, table in self.walk.codes.items():
             if PARTS in table:
-                kind = class_of(self.walk.holders[name])
-                found[name] = "" if issubclass(kind, LazyModuleMixin) else kind.__name__
-                for part in table[PARTS][1].values():
-                    if part is not None:
-                        found[part] = "parameter"
-        return found
+                yield name, self.walk.holders[name]
 
     def odd_networks(self) -> Iterator[tuple[str, Network]]:
         """Yield the networks of which user code says what their ``state_dict`` holds."""
