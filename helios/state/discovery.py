@@ -23,6 +23,7 @@ from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Outside, References, Rules, as_written, path_of
 from helios.state.build import GONE, types_in
+from helios.state.coverage import Coverage, coverages
 from helios.state.data_members import OversizedMembers, large_members
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
@@ -345,7 +346,8 @@ class Discovery:
         states = objects | inner
         if own is not None:
             objects = {p: s for p, s in objects.items() if now.mark(s) != base.states.get(p)}
-        values, lost = self._changed_values(now)
+        covers = coverages(now.objects, states, own, now.mark)
+        values, lost = self._changed_values(now, covers)
         misfits = self._misfits(now) if self._is_strict else {}
         for path, part in late.items():
             if now.mark_of_state(part) != base.late.get(path):
@@ -354,7 +356,8 @@ class Discovery:
             lost |= self._oversized.losses(large_members(self._owner) - self._unsaved)
             self._oversized.note(values.get("", {}))
         else:
-            lost |= lost_since(base.marks, marks_of(now, base.classes))
+            named = lost_since(base.marks, marks_of(now, base.classes))
+            lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
         self._named.report(lost, misfits)
         members = members_of(anchors)
         return {
@@ -375,7 +378,9 @@ class Discovery:
             "is_partial": own is not None or not self._is_strict,
         }
 
-    def _changed_values(self, now: Snapshot) -> tuple[dict[str, dict[Any, Any]], dict[str, str]]:
+    def _changed_values(
+        self, now: Snapshot, covers: Mapping[str, Coverage]
+    ) -> tuple[dict[str, dict[Any, Any]], dict[str, str]]:
         """Return the codes of changed values, and what is too large or of an unknown class."""
         base, codes = self._require_baseline(), now.walk.codes
         changed: list[tuple[int, str, Any]] = []
@@ -385,6 +390,11 @@ class Discovery:
             # What no longer counts is still there, such as a member of a data set that has grown.
             gone = known.keys() - table.keys() - (set() if name else {*attributes_of(self._owner)})
             changed += [(0, name, key) for key in gone]
+        changed = [
+            (size, name, key)
+            for size, name, key in changed
+            if name not in covers or not covers[name].has(key, now.value_of(name, key))
+        ]
         types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
         odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
         lost: dict[str, str] = {}
@@ -495,6 +505,15 @@ class Discovery:
             of_setup={} if base is None else {name: refer() for _, refer, name in base.references},
             is_data=self._is_data,
         )
+
+
+def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> bool:
+    """Return whether the state of an object holds the attribute that a path leads into."""
+    for name in ("", *_above(path)):
+        key = path[len(name) :].lstrip(".").partition(".")[0]
+        if name in covers and covers[name].has(key, now.value_of(name, key)):
+            return True
+    return False
 
 
 def _above(name: str) -> Iterator[str]:

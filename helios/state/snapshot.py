@@ -14,6 +14,7 @@ from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import class_of, unwrap
 from helios.state.anchors import Anchors, Rules, path_of
 from helios.state.networks import Network, is_odd, pieces_of, state_of
+from helios.state.values import attributes_of
 from helios.state.walk import PARTS, Identities, Walk, digest_of, mark_of
 
 _PLAINEST = frozenset((int, bool, type(None)))
@@ -91,6 +92,10 @@ class Snapshot:
     def values(self) -> Mapping[str, Any]:
         """The values that have a path here, for other owners."""
         return self.walk.parts
+
+    def value_of(self, name: str, key: Any) -> Any:
+        """Return what a holder has under a key, or ``None``."""
+        return attributes_of(self.walk.holders.get(name)).get(key)
 
     def forms(self) -> dict[str, Form]:
         """Return the forms of parameters and persistent buffers, by name."""
