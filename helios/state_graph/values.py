@@ -6,28 +6,38 @@ import datetime
 import io
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
-from enum import Enum, Flag
+from enum import Flag
 from fractions import Fraction
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from types import (
-    CellType,
-    FunctionType,
-    MemberDescriptorType,
     MethodType,
     ModuleType,
-    SimpleNamespace,
 )
-from typing import Any, cast, final
+from typing import Any, final
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+
+from helios.storage.plain_objects import OUTSIDE as OUTSIDE
+from helios.storage.plain_objects import RESOURCES as RESOURCES
+from helios.storage.plain_objects import attributes_of as attributes_of
+from helios.storage.plain_objects import comes_from as comes_from
+from helios.storage.plain_objects import content_of as content_of
+from helios.storage.plain_objects import delete_attribute as delete_attribute
+from helios.storage.plain_objects import find_base as find_base
+from helios.storage.plain_objects import is_mutable as is_mutable
+from helios.storage.plain_objects import is_plain_object as is_plain_object
+from helios.storage.plain_objects import make_bare as make_bare
+from helios.storage.plain_objects import refill as refill
+from helios.storage.plain_objects import set_attribute as set_attribute
+from helios.storage.plain_objects import slots_of as slots_of
+from helios.storage.plain_objects import table_of as table_of
 
 LIMIT = 64 << 20
 """Bytes of plain values that a checkpoint holds by default."""
@@ -53,21 +63,6 @@ FACTORIES = (
     *(OrderedDict, Counter, deque),
 )
 
-RESOURCES = frozenset(
-    (
-        *("threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"),
-        *("_asyncio", "socket", "_socket", "subprocess", "io", "_io", "sqlite3", "_sqlite3"),
-    )
-)
-"""Modules whose objects use resources outside the process's memory, or belong to other threads."""
-
-OUTSIDE = RESOURCES | {
-    *("logging", "weakref", "_weakref", "ctypes", "_ctypes", "importlib", "inspect"),
-}
-"""Modules whose objects are no values."""
-
-_MUTABLE = (OrderedDict, dict, list, bytearray, set, deque)
-_CONTAINERS = (*_MUTABLE, tuple, frozenset)
 WITHOUT_ATTRIBUTES = frozenset((dict, list, set, deque, tuple, frozenset))
 """Types of containers that hold nothing but their members."""
 
@@ -90,100 +85,9 @@ def flags_in(member: Flag) -> list[str] | None:
     return [str(name) for name in names] if again == member else None
 
 
-def is_plain_object(kind: type) -> bool:
-    """Return whether instances of a class consist of attributes alone.
-
-    These can be read and set without running a method of the class. Samplers, data sets and
-    iterators are not among them: what they hold may have been read ahead.
-    """
-    return _is_plain_object(cast("Hashable", kind))
-
-
-@cache
-def _is_plain_object(kind: type) -> bool:
-    if issubclass(kind, Dataset | DataLoader | Sampler | Iterator | type | Enum | BaseException):
-        return False
-    if comes_from(kind, OUTSIDE):
-        return False
-    try:
-        make_bare(kind)
-    except TypeError:
-        return False
-    return kind.__module__ != "builtins"
-
-
-def comes_from(kind: type, modules: Collection[str]) -> bool:
-    """Return whether a class, or one of its bases, is defined in one of some top-level modules."""
-    return any(base.__module__.partition(".")[0] in modules for base in kind.__mro__)
-
-
-def make_bare(kind: type) -> Any:
-    """Return an instance of a plain class without attributes; no method of the class runs.
-
-    Raises:
-        TypeError: if a base class in C has memory of its own, as those of arrays and dicts have.
-    """
-    base = SimpleNamespace if issubclass(kind, SimpleNamespace) else object
-    return base.__new__(kind)
-
-
-@cache
-def _slots_of(kind: type) -> tuple[tuple[str, MemberDescriptorType], ...]:
-    return tuple(
-        (name, guard)
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for name, guard in vars(base).items()
-        if isinstance(guard, MemberDescriptorType)
-    )
-
-
-def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
-    """Return the members that a class and its bases declare in ``__slots__``."""
-    return dict(reversed(_slots_of(cast("Hashable", kind))))
-
-
-def table_of(part: Any) -> dict[str, Any]:
-    """Return the dict of an object's attributes, or an empty one; no method of its class runs."""
-    try:
-        table = object.__getattribute__(part, "__dict__")
-    except AttributeError:
-        return {}
-    return table if type(table) is dict else {}
-
-
-def cells_of(part: Any) -> dict[str, CellType]:
-    """Return the variables that a function shares with the one around it, by attribute."""
-    if type(part) is not FunctionType or part.__closure__ is None:
-        return {}
-    names = (f"closure.{name}" for name in part.__code__.co_freevars)
-    return dict(zip(names, part.__closure__, strict=True))
-
-
-_OF_FUNCTIONS = ("__defaults__", "__kwdefaults__")
-
-
-def attributes_of(part: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name: also slots, closures and default arguments."""
-    found = dict(table_of(part))
-    if type(part) is FunctionType:
-        found |= {name: held for name in _OF_FUNCTIONS if (held := getattr(part, name))}
-    for name, cell in cells_of(part).items():
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # a variable without a value
-            continue
-    for name, guard in slots_of(type(part)).items():
-        try:
-            found[name] = guard.__get__(part)
-        except AttributeError:
-            continue
-    return dict(sorted(found.items()))
-
-
 def elements_of(value: Any) -> Iterable[Any]:
     """Return what a container holds, without running a method of a user's class."""
-    base = _base_of(value)
+    base = find_base(value)
     if base in (dict, OrderedDict):
         return (*dict.keys(value), *dict.values(value))
     if base is not None:
@@ -228,71 +132,6 @@ def each_in(root: Any, follow: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
             seen[id(value)] = value
             yield value
             waiting += follow(value)
-
-
-def is_mutable(value: Any) -> bool:
-    """Return whether a value is a container that :func:`refill` can give other content."""
-    return _base_of(value) in _MUTABLE
-
-
-def content_of(part: Any) -> Collection[Any]:
-    """Return the members of a container in order; of a dict, its keys with their values."""
-    base = _base_of(part)
-    if base is bytearray:
-        return bytes(part)
-    return list(base.items(part) if issubclass(base, dict) else base.__iter__(part))
-
-
-def _base_of(value: Any) -> Any:
-    return _find_base(cast("Hashable", type(value)))
-
-
-@cache
-def _find_base(kind: type) -> Any:
-    return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
-
-
-def refill(part: Any, content: Collection[Any]) -> None:
-    """Give a container its members in place, without running a method of a user's class.
-
-    Args:
-        part: a list, dict, set, deque or byte array.
-        content: as :func:`content_of` returns it.
-    """
-    base = _base_of(part)
-    if base in (list, bytearray):
-        base.__setitem__(part, slice(None), base(content))
-        return
-    base.clear(part)
-    if base in (dict, OrderedDict):
-        for key, member in content:
-            base.__setitem__(part, key, member)
-    else:
-        (set.update if base is set else deque.extend)(part, content)
-
-
-def set_attribute(part: Any, name: str, value: Any) -> None:
-    """Set an attribute of a plain object without running a method of its class."""
-    guard, cell = slots_of(type(part)).get(name), cells_of(part).get(name)
-    if guard is not None:
-        guard.__set__(part, value)
-    elif cell is not None:
-        cell.cell_contents = value
-    elif type(part) is FunctionType and name in _OF_FUNCTIONS:
-        setattr(part, name, value)
-    else:
-        table_of(part)[name] = value
-
-
-def delete_attribute(part: Any, name: str) -> None:
-    """Delete an attribute of a plain object, if it is there."""
-    guard, cell = slots_of(type(part)).get(name), cells_of(part).get(name)
-    if guard is not None and name in attributes_of(part):
-        guard.__delete__(part)
-    elif cell is not None:
-        del cell.cell_contents
-    else:
-        table_of(part).pop(name, None)
 
 
 @final

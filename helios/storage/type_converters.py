@@ -70,18 +70,38 @@ def array_to_parts(array: np.ndarray[Any, Any]) -> list[Any]:
     """
     flags = array.flags
     order, packed = ("C", _pack(array.tobytes())) if flags.c_contiguous else _ordered(array)
-    parts = [_describe(array.dtype), list(array.shape), order, packed]
+    parts = [describe(array.dtype), list(array.shape), order, packed]
     return parts if flags.writeable else [*parts, "read-only"]
 
 
 def scalar_to_parts(scalar: np.generic) -> list[Any]:
-    """Return the parts of a zero-dimensional array with the value of a scalar."""
-    return [_describe(scalar.dtype), [], "C", _pack(scalar.tobytes())]
+    """Return dtype and bytes of a scalar."""
+    return [describe(scalar.dtype), scalar.tobytes().decode("latin-1")]
+
+
+def parts_to_scalar(parts: Sequence[Any]) -> Any:
+    """Invert :func:`scalar_to_parts`."""
+    description, text = parts
+    return np.ndarray((), dtype_of(description), bytearray(text, "latin-1"))[()]
 
 
 @functools.cache
-def _describe(dtype: np.dtype[Any]) -> Any:
+def describe(dtype: np.dtype[Any]) -> Any:
+    """Return plain values that describe a type of elements, as ``.npy`` files do."""
     return np.lib.format.dtype_to_descr(dtype)
+
+
+def dtype_of(description: Any) -> np.dtype[Any]:
+    """Invert :func:`describe`.
+
+    Raises:
+        ValueError: if its elements would be objects: bytes of a file must not become addresses.
+    """
+    is_text = isinstance(description, str)
+    dtype = np.dtype(description) if is_text else np.lib.format.descr_to_dtype(description)
+    if dtype.hasobject:
+        raise ValueError("an array of a file cannot hold objects")
+    return dtype
 
 
 def _ordered(array: np.ndarray[Any, Any]) -> tuple[Any, Any]:
@@ -94,7 +114,7 @@ def _ordered(array: np.ndarray[Any, Any]) -> tuple[Any, Any]:
 def parts_to_array(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Invert :func:`array_to_parts`."""
     kind, shape, order, packed, *flags = parts
-    dtype = np.dtype(kind) if isinstance(kind, str) else np.lib.format.descr_to_dtype(kind)
+    dtype = dtype_of(kind)
     memory = bytearray(_unpack(packed))
     array: np.ndarray[Any, Any]
     if isinstance(order, str):
@@ -114,7 +134,7 @@ def parts_to_view(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
         ValueError: if it would exceed the tensor.
     """
     memory, kind, shape, strides, offset, is_writable = parts
-    dtype = np.lib.format.descr_to_dtype(kind)
+    dtype = dtype_of(kind)
     array = array_on(memory.view(torch.uint8).numpy(), dtype, shape, strides, offset)
     array.flags.writeable = is_writable
     return array

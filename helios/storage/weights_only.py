@@ -53,7 +53,7 @@ _OF_PARTS: dict[str, Callable[[Any], Any]] = {
     "int": lambda text: int(text, 16),
     "array": type_converters.parts_to_array,
     "view": type_converters.parts_to_view,
-    "scalar": lambda parts: type_converters.parts_to_array(parts)[()],
+    "scalar": type_converters.parts_to_scalar,
     "alias": lambda parts: Alias(*parts),
     **{tag: converter.from_parts for tag, converter in type_converters.BY_TAG.items()},
 }
