@@ -7,15 +7,15 @@ own copy during the window. At the window's end those of replica 0 are committed
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from helios.replicas.replicas import NOTHING, Replicas, join_bytes, split_bytes
-from helios.state_graph.rollback import BufferPlaces, Copies
 
-_COMMITTED = -1
+_Values: TypeAlias = list[Tensor | None]
 _Shape: TypeAlias = tuple[torch.Size, torch.dtype] | None
 
 
@@ -33,45 +33,62 @@ class ReplicaBuffers:
     def __init__(self, replicas: Replicas) -> None:
         self.is_exchanged = False
         self._replicas = replicas
-        self._places = BufferPlaces()
-        self._committed: Copies | None = None
-        self._own: dict[int, Copies] = {}
-        self._memory: dict[int, Copies] = {}
+        # Where networks hold buffers. Those that are None count: they may hold a tensor later.
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._committed: _Values | None = None
+        self._own: dict[int, _Values] = {}
         self._shapes: list[_Shape] = []
 
     def find(self, networks: Iterable[nn.Module]) -> None:
         """Find the buffers of networks, including those that are not saved."""
-        self._places = BufferPlaces(networks)
-        self._memory.clear()
+        parts = {id(part): part for network in networks for part in network.modules()}
+        tables = map(_table_of, parts.values())
+        self._places = [
+            (table, name)
+            for table in tables
+            for name, buffer in table.items()
+            if not is_lazy(buffer)
+        ]
         self.is_exchanged = len(self._replicas.local_replicas) > 1 and bool(self._places)
 
     def begin_window(self) -> None:
         """Copy the committed buffers, before the first replica's first micro-batch."""
         self._own.clear()
-        self._committed = self._copies(_COMMITTED) if self.is_exchanged else None
+        self._committed = self._copies() if self.is_exchanged else None
 
     def enter(self, replica: int) -> None:
         """Put a replica's buffers of the window in place, or else the committed ones."""
         values = self._own.get(replica, self._committed)
         if values is not None:
-            self._places.put(values)
+            self._put(values)
 
     def leave(self, replica: int) -> None:
         """Keep the buffers of a replica at the end of its turn."""
         if self.is_exchanged:
-            self._own[replica] = self._copies(replica)
-
-    def _copies(self, key: int) -> Copies:
-        """Return copies of the buffers, in the memory that those of this key had before."""
-        copies = self._memory[key] = self._places.copies(self._memory.get(key))
-        return copies
+            self._own[replica] = self._copies()
 
     def commit(self) -> None:
         """Put replica 0's buffers in place at a window's end, if this process runs it."""
         if 0 in self._own:
-            self._places.put(self._own[0])
+            self._put(self._own[0])
         self._own.clear()
         self._committed = None
+
+    def _present(self) -> _Values:
+        return [table.get(name) for table, name in self._places]
+
+    def _copies(self) -> _Values:
+        return [each if each is None else each.detach().clone() for each in self._present()]
+
+    def _put(self, values: _Values) -> None:
+        """Copy values into the buffers; one of another shape is replaced."""
+        with torch.no_grad():
+            for (table, name), value in zip(self._places, values, strict=True):
+                now = table.get(name)
+                if value is not None and now is not None and _shape_of(now) == _shape_of(value):
+                    now.copy_(value)
+                else:
+                    table[name] = None if value is None else value.clone()
 
     def exchange(self) -> None:
         """Receive the buffers of rank 0 in a separate message, after :meth:`commit`."""
@@ -90,7 +107,7 @@ class ReplicaBuffers:
             buffers. Only those of rank 0, which runs replica 0, count: others return a buffer of
             the same size.
         """
-        has_changed = list(map(_shape_of, self._places.present())) != self._shapes
+        has_changed = list(map(_shape_of, self._present())) != self._shapes
         if not self._travels:
             return has_changed, NOTHING
         if has_changed or self._replicas.rank:
@@ -118,7 +135,7 @@ class ReplicaBuffers:
         return self._replicas.device.type == "cpu"
 
     def _learn_shapes(self) -> None:
-        replicas, values = self._replicas, self._places.present()
+        replicas, values = self._replicas, self._present()
         self._shapes = replicas.gather_objects(list(map(_shape_of, values)))[0]
         for place, shape in enumerate(self._shapes):
             if _shape_of(values[place]) != shape:
@@ -127,10 +144,16 @@ class ReplicaBuffers:
                     if shape is None
                     else torch.empty(shape[0], dtype=shape[1], device=replicas.device)
                 )
-        self._places.put(Copies(values, values))
+        self._put(values)
 
     def _tensors(self) -> list[Tensor]:
-        return [value for value in self._places.present() if value is not None]
+        return [value for value in self._present() if value is not None]
+
+
+def _table_of(part: nn.Module) -> dict[str, Any]:
+    table: Any = vars(part)["_buffers"]
+    # Of a scripted module, whose table is no dict, only values can be put back.
+    return table if isinstance(table, dict) else dict(table.items())
 
 
 def _shape_of(value: Tensor | None) -> _Shape:

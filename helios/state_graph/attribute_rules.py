@@ -117,10 +117,10 @@ PLAIN = (*ATOMS, list, tuple, dict, set, frozenset, deque, np.ndarray, np.generi
 
 def large_members(part: object) -> frozenset[str]:
     """Return the attributes that hold data."""
-    return frozenset(name for name, value in attributes_of(part).items() if _is_large(value))
+    return frozenset(name for name, value in attributes_of(part).items() if is_large(value))
 
 
-def _is_large(value: Any) -> bool:
+def is_large(value: Any) -> bool:
     """Return whether a value takes more than 64 KiB, without reading all of it, or is sparse."""
     left = _SMALL
     for part in each_in(value, elements_of):

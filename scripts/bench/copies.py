@@ -27,7 +27,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from helios.plugins.nan_guard import NaNGuard
+from helios.backup import Backup
 from helios.replicas.module_buffers import ReplicaBuffers
 from helios.replicas.replicas import Replicas
 from helios.sharding.recomputation import recomputed
@@ -58,17 +58,13 @@ def norms() -> nn.Module:
 
 def guarded_window() -> Callable[[], object]:
     """Return what ``NaNGuard(action="skip")`` does at the beginning of a window."""
-    networks = {"net": norms()}
-    buffers = NaNGuard(action="skip")._buffers  # noqa: SLF001 - the same in every checkout
-    return lambda: buffers.keep(lambda: networks)
+    parts = [*norms().modules()]
+    return lambda: Backup(vars(part)["_buffers"] for part in parts)
 
 
 def skipped_window() -> Callable[[], object]:
     """Return what it does when a window is skipped."""
-    networks = {"net": norms()}
-    buffers = NaNGuard(action="skip")._buffers  # noqa: SLF001
-    buffers.keep(lambda: networks)
-    return buffers.put_back
+    return Backup(vars(part)["_buffers"] for part in norms().modules()).restore
 
 
 def two_replicas() -> Callable[[], object]:

@@ -209,10 +209,10 @@ def a_resume_does_not_fetch_the_last_batch_again(before_load, check):
 
 
 @fault(
-    "helios.state_graph.rollback:Rollback.put_back",
+    "helios.backup:Backup.restore",
     "tests/loops/test_sanity_validation.py::test_what_a_trial_has_changed_is_put_back",
 )
-def attributes_that_a_trial_changes_are_not_put_back(put_back, rollback):
+def attributes_that_a_trial_changes_are_not_put_back(restore, backup):
     return None
 
 
