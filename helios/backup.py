@@ -21,7 +21,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from helios.core.generators import is_generator, load_generator, state_of_generator
 from helios.core.memory import storage_bytes, storage_of
-from helios.state.values import ATOMS, OUTSIDE, RESOURCES, WITHOUT_ATTRIBUTES, attributes_of, children_of, comes_from, content_of, delete_attribute, is_mutable, refill, set_attribute
+from helios.state.values import ATOMS, WITHOUT_ATTRIBUTES, children_of
+from helios.storage.plain_objects import (
+    OUTSIDE,
+    RESOURCES,
+    attributes_of,
+    comes_from,
+    content_of,
+    delete_attribute,
+    is_mutable,
+    refill,
+    set_attribute,
+)
 
 _OF_OTHERS = (
     *("torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.distributed"),

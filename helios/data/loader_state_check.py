@@ -21,8 +21,8 @@ import torch
 from helios.core import rng
 from helios.data.source import Source
 from helios.protocols import Clock
+from helios.state.digests import Identities, mark_of
 from helios.state.values import children_of, each_in
-from helios.state.walk import Identities, mark_of
 
 _LOGGER = logging.getLogger(__name__)
 _NUM_BATCHES = 3

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from helios.backup import Backup
 from helios.core import rng
+from helios.counters import Phase
 from helios.data.keyed import data_sets_of
 from helios.errors import RunMismatchError, UsageError
 from helios.loops.boundary import EPOCH, STEP, Boundary
 from helios.loops.epoch import EpochLoop
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.session import Session
-from helios.counters import Phase
 from helios.state.steps import find_lazy
 from helios.terminal import root_logger as log
 

@@ -22,10 +22,10 @@ from helios.core.generators import (
     state_of_generator,
 )
 from helios.core.sharded_tensors import is_sharded
+from helios.counters import TrainingState
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.model.model import Model
 from helios.session import Session
-from helios.counters import TrainingState
 from helios.terminal import root_logger as log
 
 

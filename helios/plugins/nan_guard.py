@@ -20,10 +20,10 @@ from helios.backup import Backup
 from helios.core.sharded_tensors import local_of
 from helios.core.utils import parameters_of
 from helios.core.wrappers import name_parameters
+from helios.counters import Cursor, TrainingState
 from helios.errors import ArgumentError, UsageError
 from helios.hooks.context import Context
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.counters import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from helios.core import rng
 from helios.core.generators import is_generator
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
-from helios.state.values import comes_from
+from helios.storage.plain_objects import comes_from
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
 """Attributes of all modules that no forward changes."""

@@ -22,6 +22,7 @@ from torch import nn
 
 from helios.backup import Backup
 from helios.checkpoint.record import Record
+from helios.counters import Cursor
 from helios.data.loader import KeyedLoader
 from helios.data.source import Source
 from helios.errors import LedgerError, RankError, RunMismatchError
@@ -30,8 +31,7 @@ from helios.ledger.writer import SeenBatches, describe_batches
 from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.state_owners import find_data_sets
-from helios.counters import Cursor
-from helios.state.named import is_large
+from helios.state.data_members import is_large
 from helios.storage.content_hash import pack_indices
 
 _LOGGER = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from helios.plugins.plugin import Plugin
 from helios.protocols import Stateful
 from helios.state.data_members import generators_in
 from helios.state.owners import Owner, Owners
-from helios.state.values import attributes_of
+from helios.storage.plain_objects import attributes_of
 
 _LOGGER = logging.getLogger(__name__)
 

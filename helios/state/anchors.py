@@ -18,7 +18,8 @@ from helios.core.wrappers import unwrap
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.state.networks import Network
-from helios.state.values import LEAVES, are_atoms, attributes_of, refer_to
+from helios.state.values import LEAVES, are_atoms, refer_to
+from helios.storage.plain_objects import attributes_of
 
 References: TypeAlias = list[tuple[int, Callable[[], Any], str]]
 """Anchors by id, each with a reference that shows whether it is still alive, and its name."""

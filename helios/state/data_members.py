@@ -11,8 +11,9 @@ from torch import Tensor
 
 from helios.core.generators import is_generator
 from helios.core.utils import unsaved_of
-from helios.state.values import ATOMS, attributes_of, each_in, elements_of
-from helios.state.walk import is_dense
+from helios.state.digests import is_dense
+from helios.state.values import ATOMS, each_in, elements_of
+from helios.storage.plain_objects import attributes_of
 from helios.text import size_text
 
 _SMALL = 1 << 16
@@ -24,10 +25,11 @@ _GROWN = (
 
 def large_members(part: object) -> frozenset[str]:
     """Return the attributes of a data set that hold data, without reading all of them."""
-    return frozenset(name for name, value in attributes_of(part).items() if _is_large(value))
+    return frozenset(name for name, value in attributes_of(part).items() if is_large(value))
 
 
-def _is_large(value: Any) -> bool:
+def is_large(value: Any) -> bool:
+    """Return whether a value takes more than 64 KiB, without reading all of it, or is sparse."""
     left = _SMALL
     for part in each_in(value, elements_of):
         if isinstance(part, Tensor) and not is_dense(part):

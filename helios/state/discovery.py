@@ -22,17 +22,19 @@ from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Outside, References, Rules, as_written, path_of
-from helios.state.build import GONE, types_in
 from helios.state.coverage import Coverage, coverages
 from helios.state.data_members import OversizedMembers, large_members
+from helios.state.digests import Identities, digest_of
+from helios.state.holders import GONE, types_in
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
 from helios.state.optimizers import complete, drivers_of, members_of, misfits_of
 from helios.state.restoring import Restoring
 from helios.state.snapshot import Form, Snapshot, kind_of
 from helios.state.steps import StepWatch
-from helios.state.values import LIMIT, PLAIN, attributes_of
-from helios.state.walk import HOLE, Identities, digest_of
+from helios.state.values import LIMIT, PLAIN
+from helios.storage.codes import HOLE
+from helios.storage.plain_objects import attributes_of
 from helios.storage.type_converters import in_every_process, type_name
 from helios.text import size_text
 
@@ -292,7 +294,7 @@ class Discovery:
         for name, table in now.walk.codes.items():
             for key, code in table.items():
                 if code == HOLE:
-                    base.digests.setdefault(name, {})[key] = digest_of(code, self._identities)[0]
+                    base.digests.setdefault(name, {})[key] = digest_of(code)[0]
 
     def note_named(self, places: Iterable[str]) -> None:
         """Treat paths as already reported to the user in this start."""

@@ -20,7 +20,8 @@ from helios.core.generators import is_generator
 from helios.core.memory import has_plain_bytes, span_of, storage_of
 from helios.state import reasons
 from helios.state.snapshot import Snapshot
-from helios.state.values import ATOMS, attributes_of, is_plain_object
+from helios.state.values import ATOMS
+from helios.storage.plain_objects import attributes_of, is_plain_object
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from helios.core.memory import storage_of
 from helios.core.sharded_tensors import cut_like, is_sharded
 from helios.core.wrappers import BareNames, bare_state_dict, class_of
 from helios.errors import StateError
-from helios.state.values import attributes_of, table_of
+from helios.storage.plain_objects import attributes_of, table_of
 
 
 class NamedTensor(NamedTuple):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from helios.state.anchors import Outside
+from helios.state.digests import mark_of
 from helios.state.discovery import Discovery
 from helios.state.steps import StepWatch
-from helios.state.walk import mark_of
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -13,12 +14,14 @@ from torch.nn.parameter import is_lazy
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state.anchors import Anchors, Rules, as_written, path_of
-from helios.state.build import Build
+from helios.state.holders import GONE, set_values, without_declared
 from helios.state.loading import TRAINING_ONLY, load_into
 from helios.state.networks import fill, load_flags, load_grads, pieces_of
 from helios.state.optimizers import arrange, collecting
 from helios.state.snapshot import Snapshot, form_of, kind_of
-from helios.state.walk import PARTS
+from helios.state.walk import PARTS, Walk
+from helios.storage.building import Builder
+from helios.storage.codes import HOLE
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -102,11 +105,9 @@ class Restoring:
         arrange(now.anchors, state, unfit)
         self._load(now, state, unfit)
         now = self._look()
-        build = Build(now.walk, {*now.walk.kinds, *self._types}, self._of_setup)
         if is_inference or self._is_data:
-            lacking = build.lacking(values)
-            values = {name: table for name, table in values.items() if name not in lacking}
-        build.restore(values)
+            values = {name: v for name, v in values.items() if now.walk.find(name) is not None}
+        set_values(now.walk, values, self._builder(now.walk))
         # A restored value may be another tensor than before.
         last = self._look()
         load_flags(state["flags"], last.anchors)
@@ -128,11 +129,19 @@ class Restoring:
             if name in state["parameters"]:
                 fill(as_written(name, anchors.objects), tensor, state["parameters"][name])
 
+    def _builder(self, walk: Walk) -> Builder:
+        def find(name: str) -> Any:
+            found = walk.find(name)
+            return self._of_setup.get(name) if found is None else found
+
+        return Builder({*walk.kinds, *self._types}, walk, find, walk.name_of_key)
+
     def _values_to_set(self, state: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
         """Return the codes of values, without those that are declared by now."""
+        leave_out = partial(without_declared, is_declared=self._rules.is_declared)
         return {
             name: {
-                key: code
+                key: leave_out(path_of(name, key), code) if self._rules.unsaved else code
                 for key, code in table.items()
                 if not self._rules.is_declared(path_of(name, key))
                 and not (name == "" and key in self._exclude)
@@ -150,12 +159,11 @@ class Restoring:
         for path, part in now.objects.items():
             if isinstance(part, TRAINING_ONLY):
                 _check_kind(path, part, state)
-        build = Build(now.walk, {*now.walk.kinds, *self._types}, self._of_setup)
         present = {*anchors.objects, *anchors.loose}
         saved = {*state["objects"], *state["parameters"]}
         lacking = state["inner"].keys() - anchors.inner.keys() - present
         if not self._is_data:
-            lacking |= build.lacking(values)
+            lacking |= {name for name in values if now.walk.find(name) is None}
         missing = set() if state["is_partial"] else present - self._undeclared(saved)
         left_over = self._undeclared((saved - present) | lacking)
         if missing or left_over:
@@ -168,7 +176,13 @@ class Restoring:
                 f"{shown[0]}. Saved, but missing now: {shown[1]}. Create all networks, optimizers "
                 "and schedulers in setup(), under the names that they had when the state was saved."
             )
-        build.check(values)
+        codes = {
+            path_of(name, key): code
+            for name, table in values.items()
+            for key, code in table.items()
+            if key != PARTS and code not in (HOLE, GONE)
+        }
+        self._builder(now.walk).check(codes)
 
     def _undeclared(self, paths: Iterable[str]) -> set[str]:
         """Return the paths that are not declared as unsaved, directly or by a parent."""

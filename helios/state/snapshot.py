@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import class_of, unwrap
 from helios.state.anchors import Anchors, Rules, path_of
+from helios.state.digests import Identities, digest_of, mark_of
 from helios.state.networks import Network, is_odd, pieces_of, state_of
-from helios.state.values import attributes_of
-from helios.state.walk import PARTS, Identities, Walk, digest_of, mark_of
+from helios.state.walk import PARTS, Walk
+from helios.storage.plain_objects import attributes_of
 
 _PLAINEST = frozenset((int, bool, type(None)))
 
@@ -55,9 +56,7 @@ class Snapshot:
         return {
             name: {
                 # Most modules hold nothing else.
-                key: ((kind, code), 8)
-                if (kind := type(code)) in _PLAINEST
-                else digest_of(code, self._identities)
+                key: ((kind, code), 8) if (kind := type(code)) in _PLAINEST else digest_of(code)
                 for key, code in table.items()
             }
             for name, table in self.walk.codes.items()

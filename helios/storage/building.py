@@ -297,22 +297,27 @@ class Builder:
     def _view(self, path: str, code: dict[str, Any]) -> Any:
         view = self._views.get(path)
         if "value" in code:
-            part = self._tensor(code, None if view is None else view.part)
+            part = self._tensor(code, view)
         else:
             part = self._placed(path, code, view)
         if isinstance(part, Tensor) and part.requires_grad != code["grad"]:
             part.requires_grad_(code["grad"])
         return self._enter(path, part)
 
-    def _tensor(self, code: dict[str, Any], part: Any) -> Any:
+    def _tensor(self, code: dict[str, Any], view: View | None) -> Any:
         saved = code["value"].detach()
         if self._live is None:
             return saved
-        if type(part) is Tensor and _form(part) == _form(saved) and not part.is_inference():
-            with torch.no_grad():
+        part = None if view is None else view.part
+        if view is None or type(part) is not Tensor or part.is_inference():
+            return saved.to(_device_of(code), copy=True)
+        with torch.no_grad():
+            if "value" in view.code and _form(part) == _form(saved):
                 part.detach().copy_(saved)
-            return part
-        return saved.to(_device_of(code), copy=True)
+            else:
+                # Closures and functions refer to the tensor that is there.
+                part.data = saved.to(part.device, copy=True)
+        return part
 
     def _placed(self, path: str, code: dict[str, Any], view: View | None) -> Any:
         """Return a view of memory: the one that is there, if that lies in the same way."""
@@ -330,7 +335,7 @@ class Builder:
         elif stays and view is not None and (home in self._in_place or home not in self._built):
             return view.part
         if home not in self._memory:
-            self._memory[home] = self._memory_of(home)
+            self._memory[home] = self._memory_of(path, home)
         return lay(code, self._memory[home])
 
     def _write(self, part: Any, code: dict[str, Any], memory: bytearray | Tensor) -> None:
@@ -349,7 +354,7 @@ class Builder:
         with torch.no_grad():
             memory_in((begin, begin + len(source)), [part]).copy_(source)
 
-    def _memory_of(self, name: str) -> Tensor:
+    def _memory_of(self, path: str, name: str) -> Tensor:
         """Return the memory of a neighbour, or of a view that was restored in place."""
         view = self._views.get(name)
         if name in self._in_place and view is not None:
@@ -357,7 +362,7 @@ class Builder:
             return memory_in((begin, begin + _length(view.code)), [view.part])
         home = self._find(name)
         if not isinstance(home, Tensor | np.ndarray):
-            raise StateError(f"A tensor lies in the memory of {name}, which does not exist now.")
+            raise StateError(f"{path} lies in the memory of {name}, which does not exist now.")
         return memory_in(span_of(home), [home])
 
     builders: ClassVar[dict[str, Callable[[Any, str, dict[str, Any]], Any]]] = {

@@ -135,6 +135,9 @@ class Coder:
             the neighbour, and where it begins and ends, in bytes.
     """
 
+    may_omit = False
+    """Whether members may have no code, so that each is asked for."""
+
     def __init__(self) -> None:
         self.parts: dict[str, Any] = {}
         self.names: dict[int, str] = {}
@@ -285,7 +288,7 @@ class Coder:
         # ``Module.state_dict`` has the versions of the modules in an attribute of one.
         attributes = vars(value) if kind is OrderedDict else None
         if kind in (dict, OrderedDict) and TAG not in value and are_native(value):
-            if are_native(value.values()):
+            if are_native(value.values()) and not self.may_omit:
                 plain = kind(value)
             else:
                 plain = kind((k, self.code_member(path_to(path, k), v)) for k, v in value.items())

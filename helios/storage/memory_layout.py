@@ -254,6 +254,6 @@ def lay(code: Mapping[str, Any], memory: bytearray | Tensor) -> Any:
     end = offset + reach * dtype.itemsize if all(shape) else offset
     first = whole.storage_offset() + offset
     if min((0, offset, *shape, *strides)) < 0 or end > len(whole) or first % dtype.itemsize:
-        raise StateError("A tensor must lie in its memory.")
+        raise ValueError("a tensor must lie in its memory")
     empty = torch.empty(0, dtype=dtype, device=whole.device)
     return empty.set_(whole.untyped_storage(), first // dtype.itemsize, shape, strides)

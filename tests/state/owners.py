@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from helios.state.anchors import path_of
-from helios.state.build import GONE
 from helios.state.discovery import Discovery
-from helios.state.walk import TAG
+from helios.state.holders import GONE
 from helios.storage import codec
+from helios.storage.codes import TAG
 
 
 class Owner:

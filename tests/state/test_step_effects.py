@@ -129,7 +129,7 @@ def _count_calls(owner: Owner) -> None:
         (_count, "count"),
         (_append, "history"),
         (_average, "average"),
-        (_measure, "meter"),
+        (_measure, "meter.total"),
         (_cache, "cache"),
         (_follow, "teacher.layer.weight"),
         (_follow_by_data, "teacher.layer.weight"),

@@ -180,15 +180,11 @@ def test_a_type_that_has_changed_since_is_refused_by_name(tmp_path: Path) -> Non
 
     owner = make()
     discovery = started(owner)
-    owner.value, owner.phase = Guarded(), Phase.MAIN
+    owner.phase = Phase.MAIN
     state = through_a_file(discovery.capture(), tmp_path / "state.pth")
     values = state["values"][""]
-    values["value"]["fields"]["old"] = values["value"]["fields"].pop("rate")
-    with pytest.raises(StateError, match=r"value was saved with the fields \['old'\]"):
-        resumed(make, state)
-    values["value"]["fields"]["rate"] = values["value"]["fields"].pop("old")
     values["phase"]["name"] = "GONE"
-    with pytest.raises(StateError, match="no longer has the member GONE"):
+    with pytest.raises(StateError, match="phase.*GONE"):
         resumed(make, state)
 
 
