@@ -60,6 +60,11 @@ class Build:
         """Return the holders that codes need and nothing has now."""
         return {name for name in codes if self._live.find(name) is None}
 
+    def unknown(self, names: Iterable[str]) -> set[str]:
+        """Return the names that stand for nothing now."""
+        return {n for n in names if all(t.get(n) is None for t in (self._done, self._others))
+                and self._live.find(n) is None}
+
     def check(self, codes: Mapping[str, Mapping[Any, Any]]) -> None:
         """Refuse codes of unknown types before anything is changed."""
         for table in codes.values():

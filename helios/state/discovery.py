@@ -24,6 +24,7 @@ from helios.state import reasons
 from helios.state.anchors import Anchors, Outside, References, Rules, as_written, path_of
 from helios.state.build import GONE, types_in
 from helios.state.data_members import OversizedMembers, large_members
+from helios.state.links import Codes, links_in
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
 from helios.state.optimizers import complete, drivers_of, members_of, misfits_of
@@ -57,6 +58,7 @@ class Baseline:
         pieces: marks of the tensors of networks whose ``state_dict`` is the user's.
         types: classes that a resume may build.
         classes: classes of the user, whose attributes are compared.
+        links: codes of what refers to others by name.
         late: marks of what start events have created.
     """
 
@@ -73,6 +75,7 @@ class Baseline:
     pieces: dict[str, dict[str, bytes]]
     types: set[type]
     classes: list[type]
+    links: Codes
     late: dict[str, bytes] = field(default_factory=dict)
 
     def known(self) -> dict[int, str]:
@@ -146,6 +149,7 @@ class Discovery:
         self.safe_types: tuple[Any, ...] = ()
         self.baseline: Baseline | None = None
         self.unrestored: dict[str, str] = {}
+        self._unlinked: dict[str, str] = {}
         self._named = Named(name)
         self._oversized = OversizedMembers()
         self._last: Snapshot | None = None
@@ -273,6 +277,7 @@ class Discovery:
             },
             types={*now.walk.kinds},
             classes=classes,
+            links=links_in(now.walk.codes),
         )
         self._last = now
 
@@ -346,6 +351,7 @@ class Discovery:
         if own is not None:
             objects = {p: s for p, s in objects.items() if now.mark(s) != base.states.get(p)}
         values, lost = self._changed_values(now)
+        lost |= self._unlinked
         misfits = self._misfits(now) if self._is_strict else {}
         for path, part in late.items():
             if now.mark_of_state(part) != base.late.get(path):
@@ -473,7 +479,7 @@ class Discovery:
         restoring.put_back(self._registered)
         self._registered = []
         self._last = restoring.run(state, is_inference=is_inference)
-        self.unrestored = restoring.unrestored
+        self.unrestored, self._unlinked = restoring.unrestored, restoring.unlinked
         if is_inference or self.baseline is None:
             return
         self._oversized.note(state["values"].get("", {}))
@@ -490,6 +496,7 @@ class Discovery:
             unsaved=self._unsaved,
             types=[*(() if base is None else base.types), *self._safe_types()],
             of_setup={} if base is None else {name: refer() for _, refer, name in base.references},
+            links=None if base is None else base.links,
             is_data=self._is_data,
         )
 

@@ -12,11 +12,13 @@ from torch.nn.parameter import is_lazy
 
 from helios.core.utils import parameters_of
 from helios.errors import StateError
+from helios.state import reasons
 from helios.state.anchors import Anchors, Rules, as_written, path_of
 from helios.state.build import Build
+from helios.state.links import Codes, links_in, names_in, severed
 from helios.state.loading import TRAINING_ONLY, load_into
 from helios.state.networks import fill, load_flags, load_grads, pieces_of
-from helios.state.optimizers import arrange, collecting
+from helios.state.optimizers import Tables, arrange, collecting
 from helios.state.snapshot import Snapshot, form_of, kind_of
 from helios.state.walk import PARTS
 
@@ -40,10 +42,12 @@ class Restoring:
         unsaved: names and paths that are declared as not to be saved.
         types: classes that may be built besides those of the values that are there.
         of_setup: the anchors that setup made, by name, also those that nothing leads to now.
+        links: codes of what refers to others after setup; ``None`` for those of now.
         is_data: whether what a data set no longer has is passed over.
 
     Attributes:
         unrestored: in inference, what does not have its saved state, with the reason, by path.
+        unlinked: what refers to something that loading has replaced, with the reason, by path.
     """
 
     def __init__(
@@ -55,12 +59,15 @@ class Restoring:
         unsaved: frozenset[str],
         types: Iterable[type],
         of_setup: Mapping[str, Any],
+        links: Codes | None,
         is_data: bool,
     ) -> None:
         self._look, self._name = look, name
         self._exclude, self._rules = exclude, Rules(unsaved=unsaved)
         self._types, self._of_setup, self._is_data = types, of_setup, is_data
+        self._links = links
         self.unrestored: dict[str, str] = {}
+        self.unlinked: dict[str, str] = {}
 
     def prepare(self, state: Mapping[str, Any]) -> Registered:
         """Reorder the parameters of optimizers as saved, and return where tensors are."""
@@ -90,6 +97,7 @@ class Restoring:
     def run(self, state: Mapping[str, Any], *, is_inference: bool) -> Snapshot:
         """Restore everything, and return what the owner holds then."""
         now = self._look()
+        links = links_in(now.walk.codes) if self._links is None else self._links
         values = self._values_to_set(state)
         if not is_inference:
             self._check(now, state, values)
@@ -107,11 +115,32 @@ class Restoring:
             lacking = build.lacking(values)
             values = {name: table for name, table in values.items() if name not in lacking}
         build.restore(values)
+        self._link(build, severed(links, self._look().walk.codes, values))
         # A restored value may be another tensor than before.
         last = self._look()
+        self._find_unlinked(severed(links, last.walk.codes, values))
         load_flags(state["flags"], last.anchors)
         load_grads(state["grads"], last.anchors)
         return last
+
+    def _link(self, build: Build, links: Codes) -> None:
+        """Let values refer again to what has the name of what they referred to after setup."""
+        build.restore(
+            {
+                name: {
+                    key: code for key, code in table.items() if not build.unknown(names_in(code))
+                }
+                for name, table in links.items()
+            }
+        )
+
+    def _find_unlinked(self, links: Codes) -> None:
+        for name, table in links.items():
+            for key, code in table.items():
+                path = path_of(name, key)
+                if not self._rules.is_declared(path):
+                    held = ", ".join(sorted(names_in(code)))
+                    self.unlinked[path] = reasons.UNLINKED.format(held)
 
     def _load(self, now: Snapshot, state: Mapping[str, Any], unfit: dict[str, str] | None) -> None:
         """Load the states of objects, what these leave out, and parameters in no network."""
@@ -120,8 +149,10 @@ class Restoring:
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
             part = objects[path]
             if path in states and path not in (unfit or {}):
+                tables = Tables(now.optimizers)
                 with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
                     load_into(path, part, states[path], state["omitted"].get(path))
+                tables.put_back()
         anchors = now.anchors
         _restore_omitted(anchors, state["omitted"])
         for name, tensor in {**anchors.leaves, **anchors.loose}.items():

@@ -39,9 +39,6 @@ class Snapshot:
     def __init__(self, owner: object, rules: Rules, identities: Identities) -> None:
         self.anchors = Anchors(owner, rules)
         self.walk = Walk(owner, self.anchors)
-        for path, part in self.anchors.inner.items():
-            if isinstance(part, Optimizer):
-                self.anchors.name_updated(path, part)
         self._identities = identities
         self._names: dict[int, str] | None = None
 
@@ -86,6 +83,12 @@ class Snapshot:
     def objects(self) -> dict[str, Any]:
         """The objects with a state by path, also those that only other objects hold."""
         return {**self.anchors.objects, **self.anchors.inner}
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All optimizers that a loader may reach, also those of other owners."""
+        parts = {**self.anchors.rules.outside.parts, **self.objects}
+        return [part for part in reversed(parts.values()) if isinstance(part, Optimizer)]
 
     @property
     def values(self) -> Mapping[str, Any]:

@@ -35,8 +35,8 @@ from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import unwrap
 from helios.state import reasons
 from helios.state.anchors import Anchors, has_state, path_of
-from helios.state.networks import hooks_of, is_of_the_house, left_out
-from helios.state.optimizers import is_odd, tables_of
+from helios.state.networks import hooks_of, is_odd_optimizer, is_of_the_house, left_out
+from helios.state.optimizers import tables_of
 from helios.state.values import (
     OUTSIDE,
     SCALARS,
@@ -115,9 +115,10 @@ class Walk:
         self._reached: set[str] = set()
         # Temporary objects must live as long as their ids are remembered.
         self._kept: list[Any] = []
-        self._hold("", owner, anchors.rules.members_of(owner))
-        for path, part in anchors.objects.items():
+        # What loading may replace has the name that it has there.
+        for path, part in [*anchors.objects.items(), *anchors.inner.items()]:
             self._enter(path, part)
+        self._hold("", owner, anchors.rules.members_of(owner))
         for path, part in anchors.loose.items():
             self._hold_extras(path, part)
         while self._queue:
@@ -138,7 +139,7 @@ class Walk:
         if self.anchors.rules.is_declared(path):
             return
         if not isinstance(part, nn.Module):
-            tables = tables_of(part) if isinstance(part, Optimizer) and is_odd(part) else []
+            tables = tables_of(part) if isinstance(part, Optimizer) and is_odd_optimizer(part) else []
             self._hold(path, part, [*left_out(part), *tables])
             self._hold_hooks(path, part)
             return
