@@ -1,4 +1,4 @@
-"""Finds what the own ``state_dict`` of an object or of a whole owner contains already."""
+"""Determines what an object's own ``state_dict`` holds already, to save only what it leaves out."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from helios.core.memory import storage_of
-from helios.state.values import ATOMS, each_in, elements_of
+from helios.state.values import ATOMS
 
-EXTRA = "_extra_state"
-"""The key of a module's extra state in torch."""
+_EXTRA = "_extra_state"
 
 
 @final
 class Coverage:
-    """The content of a state: the same objects, and equal ones under the same key.
-
-    An equal value under another key may be a coincidence.
+    """The content of a state: the objects in it, and copies of attributes under the same key.
 
     Args:
         state: what ``state_dict`` returned.
@@ -29,37 +26,74 @@ class Coverage:
     def __init__(self, state: Any, mark: Callable[[Any], bytes]) -> None:
         self._state, self._mark = state, mark
 
-    @cached_property
-    def _parts(self) -> dict[int, Any]:
-        parts = (part for part in each_in(self._state, elements_of) if type(part) not in ATOMS)
-        return {id(part): part for part in parts}
+    def has(self, key: Any, value: Any) -> bool:
+        """Return whether the state holds the value of an attribute, or an equal one as its own."""
+        table = self._state if isinstance(self._state, dict) else {}
+        # An equal value under another key may be a coincidence.
+        names = {key, key.lstrip("_")} if isinstance(key, str) else {key}
+        known = [table[name] for name in names if name in table]
+        if type(value) in ATOMS:
+            return any(each is value for each in known)
+        if isinstance(value, Tensor) and storage_of(value) in self._storages:
+            return True
+        return id(value) in self._parts or any(
+            self._mark(each) == self._mark(value) for each in known
+        )
 
-    @cached_property
-    def _places(self) -> set[int]:
-        tensors = (part for part in self._parts.values() if isinstance(part, Tensor))
-        return {storage_of(part) for part in tensors} - {0}
-
-    def has(self, path: str, value: Any) -> bool:
-        """Return whether the state contains a value.
-
-        Args:
-            path: where the value is in what returned the state.
-            value: an attribute, or the state of an object inside.
-        """
-        if type(value) not in ATOMS:
-            if id(value) in self._parts:
-                return True
-            if isinstance(value, Tensor) and storage_of(value) in self._places:
-                return True
+    def has_state(self, path: str, state: Any) -> bool:
+        """Return whether the state holds that of an object with a path in it, in any form."""
+        places = {storage_of(part) for part in _parts_of(state) if isinstance(part, Tensor)} - {0}
+        if places and places <= self._storages:
+            return True
         found = self._state
         for key in path.split("."):
             found = _member(found, key)
-        return found is value or (found is not None and self._mark(found) == self._mark(value))
+        return found is not None and self._mark(found) == self._mark(state)
 
-    def has_state(self, path: str, state: Any) -> bool:
-        """Return whether the state contains that of an object, possibly in another form."""
-        places = {storage_of(part) for part in each_in(state, elements_of) if type(part) is Tensor}
-        return bool(places) and places <= self._places or self.has(path, state)
+    @cached_property
+    def _parts(self) -> dict[int, Any]:
+        return {id(part): part for part in _parts_of(self._state)}
+
+    @cached_property
+    def _storages(self) -> set[int]:
+        tensors = [part for part in self._parts.values() if isinstance(part, Tensor)]
+        return set(map(storage_of, tensors)) - {0}
+
+
+def coverages(
+    objects: Mapping[str, Any],
+    states: Mapping[str, dict[str, Any]],
+    own: dict[str, Any] | None,
+    mark: Callable[[Any], bytes],
+) -> dict[str, Coverage]:
+    """Return what the states of objects hold, by the path of the object or module.
+
+    Args:
+        objects: the objects, by path.
+        states: what their ``state_dict`` returned; of networks, only extra states count.
+        own: what the owner's own ``state_dict`` returned; ``None`` for an owner without one.
+        mark: returns marks that are equal for equal values.
+    """
+    found = {} if own is None else {"": Coverage(own, mark)}
+    for path, state in states.items():
+        if not isinstance(objects[path], nn.Module):
+            found[path] = Coverage(state, mark)
+            continue
+        for name in state:
+            if name.endswith(_EXTRA):
+                place = f"{path}.{name.removesuffix(_EXTRA)}".rstrip(".")
+                found[place] = Coverage(state[name], mark)
+    return found
+
+
+def contains(found: Mapping[str, Coverage], path: str, state: Any) -> bool:
+    """Return whether the state of an object above holds that of the object with a path."""
+    above = ["", *(path[:end] for end, mark in enumerate(path) if mark == ".")]
+    return any(
+        found[holder].has_state(path[len(holder) :].lstrip("."), state)
+        for holder in above
+        if holder in found
+    )
 
 
 def _member(value: Any, key: str) -> Any:
@@ -69,36 +103,17 @@ def _member(value: Any, key: str) -> Any:
     return value[int(key)] if is_number else None
 
 
-def coverages(
-    states: Mapping[str, Any], own: Any, mark: Callable[[Any], bytes]
-) -> dict[str, Coverage]:
-    """Return the content of the states of objects and of extra states of modules, by path.
-
-    Args:
-        states: by path of the object.
-        own: what the owner's own ``state_dict`` returned; ``None`` for an owner without one.
-        mark: returns marks that are equal for equal values.
-    """
-    found = dict(_with_extra_states(states))
-    return {
-        path: Coverage(state, mark)
-        for path, state in (*found.items(), *([("", own)] if own is not None else ()))
-    }
-
-
-def _with_extra_states(states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for path, state in states.items():
-        yield path, state
-        for name in state:
-            if isinstance(name, str) and name.endswith(EXTRA):
-                yield f"{path}.{name.removesuffix(EXTRA)}".rstrip("."), state[name]
-
-
-def contains(found: Mapping[str, Coverage], path: str, state: Any) -> bool:
-    """Return whether the state of another object contains that of the object with a path."""
-    above = ["", *(path[:end] for end, mark in enumerate(path) if mark == ".")]
-    return any(
-        found[holder].has_state(path[len(holder) :].lstrip("."), state)
-        for holder in above
-        if holder in found
-    )
+def _parts_of(value: Any) -> Iterator[Any]:
+    """Yield every object in a state."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if type(part) in ATOMS or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list | tuple) and not ATOMS.issuperset(map(type, part)):
+            waiting += part

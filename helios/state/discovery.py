@@ -23,8 +23,9 @@ from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Outside, References, Rules, as_written, path_of
 from helios.state.build import GONE, types_in
+from helios.state.coverage import Coverage, contains, coverages
 from helios.state.data_members import OversizedMembers, large_members
-from helios.state.links import Codes, links_in
+from helios.state.links import Codes, links_in, names_in
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
 from helios.state.optimizers import complete, drivers_of, members_of, misfits_of
@@ -91,7 +92,7 @@ class Baseline:
         """Treat what was restored as changed: the next checkpoint needs it too."""
         for name, table in state["values"].items():
             for key in table:
-                self.digests.get(name, {}).pop(key, None)
+                self.digests.setdefault(name, {})[key] = None
         for path in state["inner"]:
             self.states.pop(path, None)
         for path, each in state["omitted"].items():
@@ -349,8 +350,13 @@ class Discovery:
         inner = {p: _state_of(p, o) for p, o in anchors.inner.items() if p in base.inner}
         states = objects | inner
         if own is not None:
-            objects = {p: s for p, s in objects.items() if now.mark(s) != base.states.get(p)}
-        values, lost = self._changed_values(now)
+            objects = {
+                path: state
+                for path, state in objects.items()
+                if now.mark_of_content(state) != base.states.get(path)
+            }
+        covers = coverages(now.objects, states, own, now.mark_of_content)
+        values, lost = self._changed_values(now, covers)
         lost |= self._unlinked
         misfits = self._misfits(now) if self._is_strict else {}
         for path, part in late.items():
@@ -360,12 +366,18 @@ class Discovery:
             lost |= self._oversized.losses(large_members(self._owner) - self._unsaved)
             self._oversized.note(values.get("", {}))
         else:
-            lost |= lost_since(base.marks, marks_of(now, base.classes))
+            named = lost_since(base.marks, marks_of(now, base.classes))
+            lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
         self._named.report(lost, misfits)
         members = members_of(anchors)
         return {
             "objects": objects,
-            "inner": {p: s for p, s in inner.items() if now.mark(s) != base.states.get(p)},
+            "inner": {
+                path: state
+                for path, state in inner.items()
+                if now.mark_of_content(state) != base.states.get(path)
+                and not contains(covers, path, state)
+            },
             "kinds": {path: kind_of(part) for path, part in anchors.objects.items()},
             "members": members,
             "built": {p: m for p, m in base.members.items() if members.get(p, m) != m},
@@ -381,14 +393,27 @@ class Discovery:
             "is_partial": own is not None or not self._is_strict,
         }
 
-    def _changed_values(self, now: Snapshot) -> tuple[dict[str, dict[Any, Any]], dict[str, str]]:
+    def _changed_values(
+        self, now: Snapshot, covers: Mapping[str, Coverage]
+    ) -> tuple[dict[str, dict[Any, Any]], dict[str, str]]:
         """Return the codes of changed values, and what is too large or of an unknown class."""
         base, codes = self._require_baseline(), now.walk.codes
         changed: list[tuple[int, str, Any]] = []
         for name, table in now.digests().items():
             known = base.digests.get(name, {})
             changed += [(s, name, key) for key, (d, s) in table.items() if known.get(key) != d]
-            changed += [(0, name, key) for key in known.keys() - table.keys()]
+            # What no longer counts is still there, such as a member of a data set that has grown.
+            gone = known.keys() - table.keys() - (set() if name else {*attributes_of(self._owner)})
+            changed += [(0, name, key) for key in gone]
+        covered = {
+            (name, key)
+            for _, name, key in changed
+            if name in covers
+            and covers[name].has(key, now.value_of(name, key))
+            # A copy cannot tell what it has in common with others.
+            and not names_in(codes.get(name, {}).get(key))
+        }
+        changed = [entry for entry in changed if entry[1:] not in covered]
         types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
         odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
         lost: dict[str, str] = {}
@@ -409,7 +434,7 @@ class Discovery:
             table = {key: codes[name].get(key, GONE) for key in keys if (name, key) in chosen}
             if table := {key: code for key, code in table.items() if code != HOLE}:
                 values[name] = table
-        return values, lost
+        return values, dict(sorted(lost.items()))
 
     def _safe_types(self) -> list[type]:
         return [kind for kind in self.safe_types if isinstance(kind, type)]
@@ -418,15 +443,16 @@ class Discovery:
         """Return what no resume can rebuild, since setup makes something else, with what differs."""
         base, anchors = self._require_baseline(), now.anchors
         misfits = misfits_of(anchors, base.members, base.drivers)
-        before, kinds = base.kinds, now.kinds()
+        before, kinds, known = base.kinds, now.kinds(), anchors.rules.known
         for name in sorted({**before, **kinds}):
             was, found = before.get(name, "nothing"), kinds.get(name, "nothing")
-            if not was or not found or any(map(misfits.__contains__, _above(name))):
-                continue
-            if was != found:
+            if was and found and was != found and not any(map(misfits.__contains__, _above(name))):
                 misfits.setdefault(name, f"{was} after setup, {found} now")
-            elif id(anchors.find(name)) not in anchors.rules.known:
-                misfits.setdefault(name, f"another {found} than that of setup")
+        for name, module in now.modules():
+            parts = {name: module, **{path_of(name, k): p for k, p in _parameters_of(module)}}
+            for path, part in parts.items():
+                if id(part) not in known and before.get(path, "nothing") == kinds.get(path):
+                    misfits.setdefault(path, f"another {kinds[path]} than that of setup")
         shown = " ".join(misfits.values())
         for path in base.tops ^ frozenset((*anchors.objects, *anchors.loose)):
             written = as_written(path, anchors.objects)
@@ -501,9 +527,22 @@ class Discovery:
         )
 
 
+def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> bool:
+    """Return whether the state of an object holds the attribute that a path leads into."""
+    for name in ("", *_above(path)):
+        key = path[len(name) :].lstrip(".").partition(".")[0]
+        if name in covers and covers[name].has(key, now.value_of(name, key)):
+            return True
+    return False
+
+
 def _above(name: str) -> Iterator[str]:
     """Yield the paths above a path."""
     return (name[:end] for end, mark in enumerate(name) if mark == ".")
+
+
+def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((key, part) for key, part in vars(module)["_parameters"].items() if part is not None)
 
 
 def _state_of(path: str, part: Any) -> dict[str, Any]:

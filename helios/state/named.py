@@ -68,18 +68,28 @@ _OF_GRAPHS = frozenset(("training", "meta", "graph", "class_name", "shape_env"))
 
 def _storages_of_networks(now: Snapshot) -> dict[str, tuple[str, Any]]:
     """Return with whom each tensor of a network shares its storage, if anybody, and where it lies."""
-    by_storage: dict[Any, list[tuple[str, Tensor]]] = {}
-    for name, part in now.anchors.parts.items():
-        if isinstance(part, Tensor) and (place := storage_of(part)):
-            by_storage.setdefault((part.device, place), []).append((name, part))
+    own = _tensors_with_storage(now.anchors.parts)
+    homes: dict[Any, tuple[str, Tensor]] = {}
+    if own:
+        for place, name, part in _tensors_with_storage(now.anchors.rules.outside.parts):
+            homes.setdefault(place, (name, part))
     found: dict[str, tuple[str, Any]] = {}
-    for (first, home), *others in by_storage.values():
-        found[first] = "", None
-        for name, part in others:
-            if has_plain_bytes(part):
-                begin = span_of(home)[0]
-                found[name] = first, tuple(each - begin for each in span_of(part))
+    for place, name, part in own:
+        first, home = homes.setdefault(place, (name, part))
+        if first == name:
+            found[name] = "", None
+        elif has_plain_bytes(part) and has_plain_bytes(home):
+            begin = span_of(home)[0]
+            found[name] = first, tuple(each - begin for each in span_of(part))
     return found
+
+
+def _tensors_with_storage(parts: Mapping[str, Any]) -> list[tuple[Any, str, Tensor]]:
+    return [
+        ((part.device, place), name, part)
+        for name, part in parts.items()
+        if isinstance(part, Tensor) and (place := storage_of(part))
+    ]
 
 
 def lost_since(before: Marks, now: Marks) -> dict[str, str]:

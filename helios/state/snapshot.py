@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import class_of, unwrap
-from helios.state.anchors import Anchors, Rules
+from helios.state.anchors import Anchors, Rules, path_of
 from helios.state.networks import Network, is_odd, pieces_of, state_of
+from helios.state.values import attributes_of
 from helios.state.walk import PARTS, Identities, Walk, digest_of, mark_of
 
 _PLAINEST = frozenset((int, bool, type(None)))
@@ -41,6 +42,7 @@ class Snapshot:
         self.walk = Walk(owner, self.anchors)
         self._identities = identities
         self._names: dict[int, str] | None = None
+        self._names_of_objects: dict[int, str] | None = None
 
     def number(self, value: object) -> int:
         """Return a number that stands for the identity of a value."""
@@ -70,12 +72,24 @@ class Snapshot:
             self._names[id(value)] = own
         return mark
 
+    def mark_of_content(self, value: Any) -> bytes:
+        """Return what is equal for equal content, with all elements of tensors and containers."""
+        if self._names_of_objects is None:
+            names = ((id(part), name) for name, part in self.anchors.parts.items())
+            is_content = (dict, list, Tensor)
+            self._names_of_objects = {
+                number: name
+                for number, name in names
+                if not isinstance(self.anchors.parts[name], is_content)
+            }
+        return mark_of(value, self._identities, self._names_of_objects)
+
     def mark_of_state(self, part: Any) -> bytes:
         """Return the mark of an object's state; empty if it cannot return one yet."""
         if isinstance(part, Tensor):
             return self.mark(part.detach())
         try:
-            return self.mark(state_of(part))
+            return self.mark_of_content(state_of(part))
         except Exception:  # user code, which may need a first step
             return b""
 
@@ -95,6 +109,10 @@ class Snapshot:
         """The values that have a path here, for other owners."""
         return self.walk.parts
 
+    def value_of(self, name: str, key: Any) -> Any:
+        """Return what a holder has under a key, or ``None``."""
+        return attributes_of(self.walk.holders.get(name)).get(key)
+
     def forms(self) -> dict[str, Form]:
         """Return the forms of parameters and persistent buffers, by name."""
         named = [
@@ -109,19 +127,24 @@ class Snapshot:
         }
 
     def kinds(self) -> dict[str, str]:
-        """Return the classes of objects and modules by name; parameters count as well.
+        """Return the classes of objects and modules by name, and where modules have parameters.
 
         The kind of a lazy module is empty, since it gets another class from its first batch.
         """
         found = {path: kind_of(part) for path, part in self.anchors.objects.items()}
+        for name, module in self.modules():
+            kind = class_of(module)
+            found[name] = "" if issubclass(kind, LazyModuleMixin) else kind.__name__
+            for key, part in self.walk.codes[name][PARTS][1].items():
+                if part is not None:
+                    found[path_of(name, key)] = "parameter"
+        return found
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of which the parts are saved, by name."""
         for name, table in self.walk.codes.items():
             if PARTS in table:
-                kind = class_of(self.walk.holders[name])
-                found[name] = "" if issubclass(kind, LazyModuleMixin) else kind.__name__
-                for part in table[PARTS][1].values():
-                    if part is not None:
-                        found[part] = "parameter"
-        return found
+                yield name, self.walk.holders[name]
 
     def odd_networks(self) -> Iterator[tuple[str, Network]]:
         """Yield the networks of which user code says what their ``state_dict`` holds."""

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helios.state.anchors import path_of
+from helios.state.build import GONE
 from helios.state.discovery import Discovery
-from helios.storage import codec
 from helios.state.walk import TAG
+from helios.storage import codec
 
 
 class Owner:
@@ -84,12 +86,11 @@ def changed(discovery: Discovery) -> dict[str, Any]:
 
 def saved_attributes(state: dict[str, Any]) -> dict[str, Any]:
     """Return what is saved of an owner: its attributes, and those of what it holds by path."""
-    values = state["values"]
-    return {key: value_of(code) for key, code in values.get("", {}).items()} | {
-        f"{name}.{key}": value_of(code)
-        for name, table in values.items()
-        if name
+    return {
+        path_of(name, key): value_of(code)
+        for name, table in state["values"].items()
         for key, code in table.items()
+        if code != GONE
     }
 
 

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from helios.state.walk import mark_of
-from helios.state.walk import Identities
+from helios.state.walk import Identities, mark_of
 from tests.state.owners import Owner, changed, resumed, started, through_a_file
 
 

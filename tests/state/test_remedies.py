@@ -68,7 +68,7 @@ def _count(owner: Any) -> None:
             "keep the name of the chosen object",
         ),
         (lambda o: setattr(o, "value", Opaque()), "value", "give it state_dict()"),
-        (lambda o: setattr(o, "value", Point(1, 2)), "value", "give it state_dict()"),
+        (lambda o: setattr(o, "value", Point(1, 2)), "value", "types_for_safe_load()"),
     ],
 )
 def test_a_reason_has_the_remedy_that_fits(

@@ -34,24 +34,14 @@ def _make(
     return owner
 
 
-def _write(owner: Any) -> None:
-    owner.table[-1] += 1
-
-
-def _move(owner: Any) -> None:
-    owner.table = torch.ones(LENGTH)
-    owner.net.mean = owner.table[5:7]
-
-
 @pytest.mark.shows("S56")
-@pytest.mark.parametrize("change", [_write, _move])
 def test_memory_beyond_the_limit_is_named_and_tensors_resume(
-    change: Callable[[Any], None], tmp_path: Path, said: list[str]
+    tmp_path: Path, said: list[str]
 ) -> None:
     owner = _make()
     discovery = started(owner)
     discovery.limit = 5 * LENGTH
-    change(owner)
+    owner.table[-1] += 1
     assert "table" not in discovery.capture()["missing"]
     discovery.limit = 3 * LENGTH
     owner.net.mean += 3

@@ -79,7 +79,7 @@ def test_tensors_that_training_puts_elsewhere_are_the_same_objects_there(
     state = discovery.capture()
     if has_optimizer and change is _tie:
         # The optimizer updates what no network holds any longer.
-        assert list(state["misfits"]) == ["optimizer"]
+        assert "optimizer" in state["misfits"]
         return
     again = make()
     other = started(again)
@@ -100,7 +100,7 @@ def test_tied_weights_that_stay_tied_resume(tmp_path: Path, said: list[str]) -> 
     with torch.no_grad():
         owner.net[0].weight.add_(1)
     state = through_a_file(discovery.capture(), tmp_path / "state")
-    assert (state["layouts"]["homes"], state["misfits"]) == ({}, {})
+    assert (state["forms"], state["misfits"]) == ({}, {})
     again = resumed(lambda: Owner(net=_net(is_tied=True)), state)
     assert again.net[1].weight is again.net[0].weight
     assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
@@ -118,37 +118,12 @@ def _part_memory(net: Any) -> None:
 
 
 @pytest.mark.parametrize("begins_tied", [True, False])
-def test_memory_that_training_shares_or_parts_is_shared_as_it_was(
-    begins_tied: bool, tmp_path: Path, said: list[str]
-) -> None:
-    def make() -> Any:
-        net = _net(is_tied=False)
-        if begins_tied:
-            _share_memory(net)
-        return Owner(net=net)
-
-    def train_both(owner: Any) -> None:
-        with torch.no_grad():
-            owner.net[0].weight.mul_(3)
-            owner.net[2].running_mean.add_(5)
-
-    owner = make()
+def test_memory_that_training_shares_or_parts_is_named(begins_tied: bool, said: list[str]) -> None:
+    owner = Owner(net=_net(is_tied=False))
+    if begins_tied:
+        _share_memory(owner.net)
     discovery = started(owner)
+    assert not discovery.capture()["missing"]
     (_part_memory if begins_tied else _share_memory)(owner.net)
-    train_both(owner)
-    state = through_a_file(discovery.capture(), tmp_path / "state")
-    again = make()
-    other = started(again)
-    other.restore(state)
-    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
-    for each in (owner, again):
-        train_both(each)
-    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
-    # The first resume and the second one give the same.
-    third = make()
-    started(third).restore(through_a_file(other.capture(), tmp_path / "second"))
-    assert bits(third.net.state_dict()) == bits(owner.net.state_dict())
-    for each in (owner, third):
-        train_both(each)
-    assert bits(third.net.state_dict()) == bits(owner.net.state_dict())
-    assert not said
+    assert "net.1.weight" in discovery.capture()["missing"]
+    assert len(said) == 1
