@@ -349,13 +349,8 @@ class Discovery:
         objects = {p: _state_of(p, o) for p, o in anchors.objects.items() if p not in late}
         inner = {p: _state_of(p, o) for p, o in anchors.inner.items() if p in base.inner}
         states = objects | inner
-        if own is not None:
-            objects = {
-                path: state
-                for path, state in objects.items()
-                if now.mark_of_content(state) != base.states.get(path)
-            }
         covers = coverages(now.objects, states, own, now.mark_of_content)
+        left_out = partial(self._left_out, now, covers)
         values, lost = self._changed_values(now, covers)
         lost |= self._unlinked
         misfits = self._misfits(now) if self._is_strict else {}
@@ -371,13 +366,8 @@ class Discovery:
         self._named.report(lost, misfits)
         members = members_of(anchors)
         return {
-            "objects": objects,
-            "inner": {
-                path: state
-                for path, state in inner.items()
-                if now.mark_of_content(state) != base.states.get(path)
-                and not contains(covers, path, state)
-            },
+            "objects": objects if own is None else left_out(objects),
+            "inner": left_out(inner),
             "kinds": {path: kind_of(part) for path, part in anchors.objects.items()},
             "members": members,
             "built": {p: m for p, m in base.members.items() if members.get(p, m) != m},
@@ -391,6 +381,17 @@ class Discovery:
             "missing": lost | Named.reasons_of(misfits),
             "misfits": misfits if own is None else {},
             "is_partial": own is not None or not self._is_strict,
+        }
+
+    def _left_out(
+        self, now: Snapshot, covers: Mapping[str, Coverage], states: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the states that training has changed and that no other state contains."""
+        before = self._require_baseline().states
+        return {
+            path: state
+            for path, state in states.items()
+            if not contains(covers, path, state) and now.mark_of_content(state) != before.get(path)
         }
 
     def _changed_values(

@@ -75,12 +75,10 @@ class Snapshot:
     def mark_of_content(self, value: Any) -> bytes:
         """Return what is equal for equal content, with all elements of tensors and containers."""
         if self._names_of_objects is None:
-            names = ((id(part), name) for name, part in self.anchors.parts.items())
-            is_content = (dict, list, Tensor)
             self._names_of_objects = {
-                number: name
-                for number, name in names
-                if not isinstance(self.anchors.parts[name], is_content)
+                id(part): name
+                for name, part in self.anchors.parts.items()
+                if not isinstance(part, dict | list | Tensor)
             }
         return mark_of(value, self._identities, self._names_of_objects)
 
