@@ -28,7 +28,7 @@ from helios.state.data_members import OversizedMembers, large_members
 from helios.state.links import Codes, links_in, names_in
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
-from helios.state.optimizers import complete, drivers_of, members_of, misfits_of
+from helios.state.optimizers import built_differently, complete, drivers_of, members_of, misfits_of
 from helios.state.restoring import Restoring
 from helios.state.snapshot import Form, Snapshot, kind_of
 from helios.state.steps import StepWatch
@@ -370,7 +370,7 @@ class Discovery:
             "inner": left_out(inner),
             "kinds": {path: kind_of(part) for path, part in anchors.objects.items()},
             "members": members,
-            "built": {p: m for p, m in base.members.items() if members.get(p, m) != m},
+            "built": built_differently(base.members, members),
             "drivers": drivers_of(anchors),
             "omitted": self._omitted(now, states),
             "parameters": {n: p.detach() for n, p in anchors.loose.items() if n not in late},

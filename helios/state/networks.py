@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property
 from typing import Any, NamedTuple, final
@@ -20,7 +20,7 @@ from helios.core.memory import storage_of
 from helios.core.sharded_tensors import cut_like, is_sharded
 from helios.core.wrappers import BareNames, bare_state_dict, class_of
 from helios.errors import StateError
-from helios.state.values import attributes_of, table_of
+from helios.state.values import attributes_of, each_in, elements_of, table_of
 
 
 class NamedTensor(NamedTuple):
@@ -256,16 +256,37 @@ def pieces_of(network: Network) -> dict[str, Tensor]:
 
 
 def lacking_in(network: Network, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the parts of a network that are not in its state as they are, and unknown names."""
-    pieces = pieces_of(network)
+    """Return the parts of a network that are not in its state as they are, and unknown names.
+
+    User code may load from other names: then a part counts wherever it is.
+    """
+    pieces, is_translated = pieces_of(network), _is_translated(network)
     extras = {f"{place}._extra_state".lstrip(".") for place, _ in network.modules}
-    places = _places(state)
+    sizes = Counter[int]()
+    for part in each_in(state, elements_of):
+        if isinstance(part, Tensor):
+            # A slice does not contain the whole tensor that it was taken from.
+            sizes[storage_of(part)] += part.numel()
     lacked = {
         name: tensor
         for name, tensor in pieces.items()
-        if name not in state or (not is_sharded(tensor) and storage_of(tensor) not in places)
+        if not (is_translated or name in state)
+        or (not is_sharded(tensor) and sizes[storage_of(tensor)] < tensor.numel())
     }
     return lacked, sorted(state.keys() - pieces.keys() - extras)
+
+
+def _is_translated(network: Network) -> bool:
+    """Return whether user code decides under which names a network is loaded."""
+    names = [name for name in _HOOKS if "load_state_dict_pre" in name]
+    hooks = (
+        hook
+        for _, part in network.modules
+        for name in names
+        for hook in vars(part).get(name, {}).values()
+    )
+    loaders = [method_of(part, "load_state_dict") for _, part in network.modules[:1]]
+    return not all(map(is_known, (*loaders, *hooks)))
 
 
 def fill(name: str, tensor: Tensor, saved: Tensor) -> None:

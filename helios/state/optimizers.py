@@ -49,6 +49,17 @@ def members_of(anchors: Anchors) -> dict[str, Members]:
     }
 
 
+def built_differently(
+    built: Mapping[str, Members], now: Mapping[str, Members]
+) -> dict[str, Members]:
+    """Return the parameters that setup gave to optimizers with other groups now."""
+    return {
+        path: members
+        for path, members in built.items()
+        if sorted(map(sorted, now.get(path, members))) != sorted(map(sorted, members))
+    }
+
+
 def drivers_of(anchors: Anchors) -> dict[str, str]:
     """Return the path of the optimizer whose learning rates a scheduler sets, by its path."""
     paths = {id(part): path for path, part in anchors.of_kind(Optimizer, with_inner=True).items()}
@@ -74,7 +85,7 @@ def misfits_of(
         StateError: if an optimizer has state that its ``state_dict`` cannot return.
     """
     misfits: dict[str, str] = {}
-    known, objects = {*anchors.rules.known.values()}, anchors.objects
+    objects = anchors.objects
     now = drivers_of(anchors)
     for path, part in anchors.of_kind(Optimizer).items():
         moved = {*map(id, parameters_of(part))}
@@ -86,8 +97,9 @@ def misfits_of(
                 f"its state_dict, but it has none of these: {_some(names)}. Delete their state "
                 "when they leave a group: del optimizer.state[parameter]."
             )
-        new = {name for group in members_of(anchors)[path] for name in group} - known
-        stray = sorted(as_written(n, objects) for n in new if n not in anchors.leaves)
+        members = {name for group in members_of(anchors)[path] for name in group}
+        lost = members & anchors.loose.keys() - anchors.leaves.keys() - (anchors.rules.tops or ())
+        stray = sorted(as_written(name, objects) for name in lost)
         if stray and path in built:
             misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
     for path in sorted(drivers.keys() & anchors.objects.keys()):

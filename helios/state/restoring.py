@@ -145,6 +145,7 @@ class Restoring:
     def _load(self, now: Snapshot, state: Mapping[str, Any], unfit: dict[str, str] | None) -> None:
         """Load the states of objects, what these leave out, and parameters in no network."""
         objects, states = now.objects, {**state["objects"], **state["inner"]}
+        self._warn_of_casts(now, state)
         # Networks first: an object that tracks one may read its weights.
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
             part = objects[path]
@@ -232,6 +233,25 @@ class Restoring:
             )
 
 
+    def _warn_of_casts(self, now: Snapshot, state: Mapping[str, Any]) -> None:
+        """Name the tensors for which setup has built another type than was saved."""
+        saved = dict(state["parameters"])
+        for path, each in state["objects"].items():
+            saved |= {f"{path}.{name}": part for name, part in each.items()}
+        names: dict[str, list[str]] = {}
+        for name, part in saved.items():
+            live = now.anchors.find(name)
+            if isinstance(live, Tensor) and isinstance(part, Tensor) and live.dtype != part.dtype:
+                names.setdefault(f"{part.dtype}, now {live.dtype}", []).append(name)
+        if names:
+            _LOGGER.warning(
+                "setup() of the %s builds tensors of another type than was saved, and the saved "
+                "values are cast to it: %s. Build them as they were to resume with the same bits.",
+                self._name,
+                "; ".join(f"{', '.join(each)} ({types})" for types, each in names.items()),
+            )
+
+
 def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
     kind = state["kinds"].get(path, kind_of(part))
     if kind != kind_of(part):
@@ -258,19 +278,24 @@ def _restore_parts(anchors: Anchors, state: Mapping[str, Any]) -> None:
 
 
 def _register(
-    anchors: Anchors, module: nn.Module, parts: list[dict[str, Any]], made: Mapping[str, Tensor]
+    anchors: Anchors, module: nn.Module, parts: list[Any], made: Mapping[str, Tensor]
 ) -> None:
-    """Give a module its submodules, parameters and persistent buffers, in their order."""
+    """Give a module its submodules, parameters and persistent buffers, in their order.
+
+    Other buffers only get their place: they are among the values.
+    """
     tables, device = vars(module), next((each.device for each in module.parameters()), "cpu")
-    for held, place in zip(parts, ("_modules", "_parameters", "_buffers"), strict=True):
+    *tables_of_parts, hidden = parts
+    kept = {key: tables["_buffers"].get(key) for key in hidden}
+    for held, place in zip(tables_of_parts, ("_modules", "_parameters", "_buffers"), strict=True):
         new = {}
         for key, part in held.items():
             found = None if part is None else anchors.find(part)
             new[key] = made[part].to(device) if found is None and part in made else found
-        hidden = tables["_non_persistent_buffers_set"] if place == "_buffers" else ()
-        kept = {key: tables[place][key] for key in hidden if key in tables[place]}
         tables[place].clear()
-        tables[place].update(new | kept)
+        tables[place].update(new)
+    tables["_buffers"].update(kept)
+    tables["_non_persistent_buffers_set"] = set(hidden)
 
 
 def _restore_omitted(anchors: Anchors, omitted: Mapping[str, Any]) -> None:

@@ -159,11 +159,14 @@ class Walk:
                 hidden = table["_non_persistent_buffers_set"]
                 buffers = {k: v for k, v in table["_buffers"].items() if k not in hidden}
                 self.codes[name][PARTS] = [
-                    {
-                        key: None if each is None else names.get(id(each))
-                        for key, each in held.items()
-                    }
-                    for held in (kids, parameters, buffers)
+                    *(
+                        {
+                            key: None if each is None else names.get(id(each))
+                            for key, each in held.items()
+                        }
+                        for held in (kids, parameters, buffers)
+                    ),
+                    sorted(hidden),
                 ]
                 for held in (parameters, buffers):
                     for tensor in held.values():
