@@ -227,7 +227,7 @@ class Anchors:
                 "must differ as text too. Rename one of the keys."
             )
         while name in self.parts:
-            name += " (new)"
+            name += " (old)" if id(part) in self.rules.known else " (new)"
         self.names[id(part)], self.parts[name] = name, part
         return name
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.state.owners import Owner, bits, started, through_a_file
+from tests.state.owners import Owner, bits, changed, started, through_a_file
 
 
 class Stateless(torch.optim.SGD):
@@ -175,4 +175,4 @@ def test_an_optimizer_with_torchs_own_state_dict_is_saved_once() -> None:
     owner = _make(torch.optim.SGD)
     discovery = started(owner)
     _train(owner, 1)
-    assert discovery.capture()["tables"] == {}
+    assert changed(discovery) == {}
