@@ -29,7 +29,7 @@ from helios.state.links import Codes, links_in, names_in
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
 from helios.state.optimizers import built_differently, complete, drivers_of, members_of, misfits_of
-from helios.state.restoring import Restoring
+from helios.state.restoring import Prepared, Restoring
 from helios.state.snapshot import Form, Snapshot, kind_of
 from helios.state.steps import StepWatch
 from helios.state.values import LIMIT, PLAIN, attributes_of
@@ -154,7 +154,7 @@ class Discovery:
         self._named = Named(name)
         self._oversized = OversizedMembers()
         self._last: Snapshot | None = None
-        self._registered: list[tuple[dict[str, Any], str, Any]] = []
+        self._prepared: Prepared | None = None
         self._keeps_last = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -487,7 +487,7 @@ class Discovery:
         Call it before the owner's own ``load_state_dict``, which loads optimizers by position and
         may assign other tensors to networks.
         """
-        self._registered = self._restoring().prepare(state)
+        self._prepared = self._restoring().prepare(state)
 
     def restore(self, state: dict[str, Any], *, is_inference: bool = False) -> None:
         """Restore what :meth:`capture` returned. No part of it is kept.
@@ -503,9 +503,8 @@ class Discovery:
                 or if an object rejects its state.
         """
         restoring = self._restoring()
-        restoring.put_back(self._registered)
-        self._registered = []
-        self._last = restoring.run(state, is_inference=is_inference)
+        prepared, self._prepared = self._prepared, None
+        self._last = restoring.run(state, is_inference=is_inference, prepared=prepared)
         self.unrestored, self._unlinked = restoring.unrestored, restoring.unlinked
         if is_inference or self.baseline is None:
             return

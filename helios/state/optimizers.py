@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
@@ -125,23 +125,40 @@ def collecting(unfit: dict[str, str] | None, path: str) -> Iterator[None]:
 
 
 def arrange(
-    anchors: Anchors, state: Mapping[str, Any], unfit: dict[str, str] | None = None
+    anchors: Anchors,
+    state: Mapping[str, Any],
+    unfit: dict[str, str] | None = None,
+    *,
+    is_loaded_next: bool = False,
+    loaded: Collection[str] = (),
 ) -> None:
     """Bring the parameters of optimizers into the saved groups and order.
+
+    Args:
+        anchors: what there is.
+        state: the saved state.
+        unfit: what is passed over, by path; receives more, with the reason, instead of an error.
+        is_loaded_next: whether user code is to load optimizers, which may add groups itself.
+        loaded: paths of optimizers that user code may have loaded, by position.
 
     Raises:
         StateError: if an optimizer has other parameters; then nothing is changed.
     """
     tensors = anchors.tensors()
     plans = {}
-    for path, part in anchors.of_kind(Optimizer, with_inner=True).items():
+    optimizers = anchors.of_kind(Optimizer, with_inner=True)
+    for path, part in optimizers.items():
         saved = state["members"].get(path)
         if saved is None or path in (unfit or {}):
             continue
         with collecting(unfit, path):
             plan = _plan(path, part, [saved, state["built"].get(path, saved)], tensors)
-            _check_functions(path, part, plan, anchors)
-            plans[path] = plan
+            now = [group["params"] for group in part.param_groups]
+            if path in loaded and list(map(_ids, now)) != list(map(_ids, plan)):
+                _refuse(path, part, saved, tensors)
+            if not is_loaded_next or _keys(now) == _keys(plan):
+                _check_functions(path, part, plan, anchors)
+                plans[path] = plan
     now, saved = drivers_of(anchors), state["drivers"]
     for path in sorted(now.keys() & saved.keys()):
         if now[path] != saved[path]:
@@ -152,7 +169,7 @@ def arrange(
                     "order: sort what comes from a set."
                 )
     for path, plan in plans.items():
-        _regroup(anchors.of_kind(Optimizer, with_inner=True)[path], plan)
+        _regroup(optimizers[path], plan)
 
 
 def _plan(
@@ -310,8 +327,12 @@ def _typed(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-def _keys(groups: Iterable[Iterable[Tensor]]) -> list[tuple[int, ...]]:
-    return sorted(tuple(sorted(map(id, group))) for group in groups)
+def _ids(group: Iterable[Tensor]) -> list[int]:
+    return [*map(id, group)]
+
+
+def _keys(groups: Iterable[Iterable[Tensor]]) -> list[list[int]]:
+    return sorted(sorted(_ids(group)) for group in groups)
 
 
 def _some(names: list[str]) -> str:

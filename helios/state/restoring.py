@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,16 @@ _LOGGER = logging.getLogger(__name__)
 NOT_BUILT = "setup() does not build it. Build it for any value of fast_init."
 """Why something that is saved is not restored for inference."""
 
-Registered = list[tuple[dict[str, Any], str, Tensor]]
-"""Tables of parameters and buffers, each with a key and the tensor that it has there."""
+class Prepared(NamedTuple):
+    """What the owner's own ``load_state_dict`` may replace.
+
+    Attributes:
+        registered: tables of parameters and buffers, each with a key and the tensor under it.
+        tables: those of optimizers.
+    """
+
+    registered: list[tuple[dict[str, Any], str, Tensor]]
+    tables: Tables
 
 
 @final
@@ -69,33 +77,44 @@ class Restoring:
         self.unrestored: dict[str, str] = {}
         self.unlinked: dict[str, str] = {}
 
-    def prepare(self, state: Mapping[str, Any]) -> Registered:
-        """Reorder the parameters of optimizers as saved, and return where tensors are."""
-        anchors = self._look().anchors
-        arrange(anchors, state)
-        return [
+    def prepare(self, state: Mapping[str, Any]) -> Prepared:
+        """Reorder the parameters of optimizers as saved, and return what is where."""
+        now = self._look()
+        anchors = now.anchors
+        arrange(anchors, state, is_loaded_next=True)
+        registered = [
             (vars(part)[table], key, tensor)
             for module in anchors.of_kind(nn.Module).values()
             for _, part, key, tensor in anchors.network(module).tensors
             for table in ("_parameters", "_buffers")
             if vars(part)[table].get(key) is tensor
         ]
+        return Prepared(registered, Tables(now.optimizers))
 
-    def put_back(self, registered: Registered) -> None:
-        """Undo that the owner's own ``load_state_dict`` has assigned other tensors to networks."""
-        if not registered:
-            return
+    def _put_back(self, prepared: Prepared) -> None:
+        """Undo that the owner's own ``load_state_dict`` has assigned other tensors and tables."""
+        prepared.tables.put_back()
         optimizers = self._look().anchors.of_kind(torch.optim.Optimizer).values()
         moved = {id(tensor) for part in optimizers for tensor in parameters_of(part)}
-        for table, key, tensor in registered:
+        for table, key, tensor in prepared.registered:
             now = table.get(key)
             is_other = now is not None and now is not tensor
             if is_other and id(now) not in moved and id(tensor) in moved:
                 tensor.data = now.data
                 table[key] = tensor
 
-    def run(self, state: Mapping[str, Any], *, is_inference: bool) -> Snapshot:
-        """Restore everything, and return what the owner holds then."""
+    def run(
+        self, state: Mapping[str, Any], *, is_inference: bool, prepared: Prepared | None = None
+    ) -> Snapshot:
+        """Restore everything, and return what the owner holds then.
+
+        Args:
+            state: the saved state.
+            is_inference: whether to restore what exists on both sides.
+            prepared: what :meth:`prepare` returned, if the owner has loaded a state of its own.
+        """
+        if prepared is not None:
+            self._put_back(prepared)
         now = self._look()
         links = links_in(now.walk.codes) if self._links is None else self._links
         values = self._values_to_set(state)
@@ -107,7 +126,9 @@ class Restoring:
         if is_inference:
             self._warn_of_untrained(now.anchors.objects, state["objects"])
             unfit = self.unrestored = self._find_unfit(now, state)
-        arrange(now.anchors, state, unfit)
+        states = {**state["objects"], **state["inner"]}
+        by_owner = () if prepared is None else now.objects.keys() - states.keys()
+        arrange(now.anchors, state, unfit, loaded=by_owner)
         self._load(now, state, unfit)
         now = self._look()
         build = Build(now.walk, {*now.walk.kinds, *self._types}, self._of_setup)
