@@ -28,7 +28,7 @@ from helios.state.data_members import OversizedMembers, large_members
 from helios.state.links import Codes, links_in, names_in
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
-from helios.state.optimizers import built_differently, complete, drivers_of, members_of, misfits_of
+from helios.state.optimizers import TABLES, built_differently, complete, drivers_of, members_of, misfits_of
 from helios.state.restoring import Prepared, Restoring
 from helios.state.snapshot import Form, Snapshot, kind_of
 from helios.state.steps import StepWatch
@@ -402,7 +402,13 @@ class Discovery:
         changed: list[tuple[int, str, Any]] = []
         for name, table in now.digests().items():
             known = base.digests.get(name, {})
-            changed += [(s, name, key) for key, (d, s) in table.items() if known.get(key) != d]
+            # The state of an optimizer does not count as plain values, in whatever form it is saved.
+            is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()
+            changed += [
+                (0 if key in is_free else size, name, key)
+                for key, (digest, size) in table.items()
+                if known.get(key) != digest
+            ]
             # What no longer counts is still there, such as a member of a data set that has grown.
             gone = known.keys() - table.keys() - (set() if name else {*attributes_of(self._owner)})
             changed += [(0, name, key) for key in gone]

@@ -25,6 +25,9 @@ from helios.state.networks import hook_tables_of_optimizers, is_odd_optimizer, l
 Members: TypeAlias = list[list[str]]
 """The names of an optimizer's parameters by group, in order."""
 
+TABLES = ("param_groups", "state")
+"""The attributes in which an optimizer keeps settings and moments."""
+
 _SHOWN = 6
 
 
@@ -267,7 +270,7 @@ class Tables:
                 old[:] = [places.get(id(group), (None, group))[1] for group in new]
         for part, _ in self._held:
             table = vars(part)
-            for name in ("param_groups", "state"):
+            for name in TABLES:
                 # A property tells of an inner optimizer.
                 if name in table and id(table[name]) in places:
                     setattr(part, name, places[id(table[name])][1])
