@@ -85,6 +85,13 @@ class ReplayedOrder(Order):
         """Whether the sampler has a state of its own."""
         return self._stateful is not None
 
+    @property
+    def holders(self) -> dict[str, Any]:
+        """What has the state that the order depends on: the sampler, or generators, by name."""
+        if isinstance(self._stateful, OwnGenerators):
+            return dict(self._stateful.generators)
+        return {} if self._stateful is None else {type(self._stateful).__name__: self._stateful}
+
     def twin(self, dataset: Any) -> Order | None:
         """Return a copy of the order; ``None`` if the sampler has a state."""
         return None if self._stateful is not None else super().twin(dataset)
@@ -283,11 +290,12 @@ class OwnGenerators:
         generators: the generators by path.
 
     Attributes:
+        generators: the same.
         drawn: the paths of those that the sampler draws from, as far as it has done so.
     """
 
     def __init__(self, generators: dict[str, Generator]) -> None:
-        self._generators = generators
+        self.generators = generators
         self.drawn: set[str] = set()
 
     @contextmanager
@@ -300,7 +308,7 @@ class OwnGenerators:
     def _marks(self) -> dict[str, bytes]:
         return {
             path: mark_of(state_of_generator(part), Identities())
-            for path, part in self._generators.items()
+            for path, part in self.generators.items()
             if path not in self.drawn
         }
 
@@ -312,12 +320,12 @@ class OwnGenerators:
         """Return the state of each generator, by path."""
         return {
             path: (kind_of_generator(part), state_of_generator(part))
-            for path, part in self._generators.items()
+            for path, part in self.generators.items()
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore each generator with a saved state of the same kind."""
-        for path, generator in self._generators.items():
+        for path, generator in self.generators.items():
             kind, state = state_dict.get(path, (None, None))
             if kind == kind_of_generator(generator):
                 load_generator(generator, state)

@@ -423,6 +423,7 @@ class Run:
             engine=self.engine,
             loop=(LOOP_PATH, self.call.roots.fit),
             source=source,
+            validation=self.sources.get(Phase.VALIDATION, ()) if source is not None else (),
         )
         if self.call.phase is Phase.TRAINING:
             self.fresh = read_fresh(self.model, self.datamodule, self.owners.parts)

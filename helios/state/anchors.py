@@ -6,7 +6,7 @@ An anchor has the first path that led to it after setup, and keeps it whatever r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -17,7 +17,7 @@ from helios.core.generators import is_generator
 from helios.core.wrappers import unwrap
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.state.networks import Network
+from helios.state.networks import Network, is_odd_optimizer, is_of_the_house, left_out
 from helios.state.values import LEAVES, are_atoms, refer_to
 from helios.storage.plain_objects import attributes_of
 
@@ -111,6 +111,7 @@ class Anchors:
         inner: those that only other objects hold, which a walk adds.
         names: the names of all anchors, by id.
         parts: the anchors by name; further names of them come in ``shared``.
+        held: groups of optimizers, and tables and tensors of their state, by name.
         loose: parameters in no network, and tensors that only an optimizer holds, by path.
         leaves: leaf tensors in attributes, by path.
     """
@@ -122,6 +123,7 @@ class Anchors:
         self.names: dict[int, str] = {id(owner): ""}
         self.parts: dict[str, Any] = {"": owner}
         self.shared: dict[str, Any] = {}
+        self.held: dict[str, Any] = {}
         self.loose: dict[str, Tensor] = {}
         self.leaves: dict[str, Tensor] = {}
         self._networks: dict[int, Network] = {}
@@ -141,6 +143,10 @@ class Anchors:
             elif id(unwrap(part)) not in self.names:
                 self.add(path, part)
         self._name_loose()
+        for path, optimizer in self.of_kind(Optimizer).items():
+            self._name_held(path, optimizer)
+        for path, part in [*self.objects.items()]:
+            self._add_inner(path, part)
 
     # ---- what was found
 
@@ -167,7 +173,7 @@ class Anchors:
 
     def find(self, name: str) -> Any:
         """Return the anchor with a name, of this owner or of another one, or ``None``."""
-        for table in (self.parts, self.shared, self.rules.outside.parts):
+        for table in (self.parts, self.shared, self.held, self.rules.outside.parts):
             if table.get(name) is not None:
                 return table[name]
         return None
@@ -207,6 +213,9 @@ class Anchors:
                 self._add_tables(name, part)
             if self.rules.tops is not None or is_inner:
                 self.name_parts(name, part)
+            if is_inner and isinstance(part, Optimizer):
+                self.name_updated(name, part)
+                self._name_held(name, part)
         self.names[id(part)] = name
         return name
 
@@ -219,7 +228,7 @@ class Anchors:
                 "must differ as text too. Rename one of the keys."
             )
         while name in self.parts:
-            name += " (new)"
+            name += " (old)" if id(part) in self.rules.known else " (new)"
         self.names[id(part)], self.parts[name] = name, part
         return name
 
@@ -287,6 +296,33 @@ class Anchors:
             # It may be part of a network, and has a name once all networks have one.
             self._late.append((path, value))
 
+    def _add_inner(self, path: str, part: Any) -> None:
+        """Name the objects that only this one holds, before values refer to what they hold."""
+        if isinstance(part, nn.Module) or self.rules.is_declared(path):
+            return
+        for place, value in left_out(part):
+            for key, each in _with_state(path_of(path, place), value):
+                is_of_setup = self.rules.tops is None or id(each) in self.rules.known
+                if is_of_setup and self.name_of(each) is None and not is_of_the_house(each):
+                    self._add_inner(self.add(key, each, is_inner=True), each)
+
+    def _name_held(self, path: str, optimizer: Optimizer) -> None:
+        """Name the groups of an optimizer by their parameters, and what its state consists of."""
+        for number, group in enumerate(optimizer.param_groups):
+            first = min((self.name_of(part) or "" for part in group["params"]), default=number)
+            self._hold(f"{path}.param_groups.<{first}>", group)
+        if not is_odd_optimizer(optimizer):
+            for key, entry in optimizer.state.items():
+                self._hold(f"{path}.state.{self.name_key(key)}", entry, is_deep=True)
+
+    def _hold(self, name: str, part: Any, *, is_deep: bool = False) -> None:
+        if id(part) not in self.names and isinstance(part, dict | list | Tensor):
+            self.names[id(part)], self.held[name] = name, part
+            if is_deep and not isinstance(part, Tensor):
+                pairs = part.items() if isinstance(part, dict) else enumerate(part)
+                for key, each in pairs:
+                    self._hold(f"{name}.{key}", each, is_deep=True)
+
     def _add_tables(self, path: str, optimizer: Optimizer) -> None:
         for name in ("param_groups", "state"):
             held = getattr(optimizer, name, None)
@@ -324,6 +360,15 @@ class Anchors:
                 if self.name_of(part) is None:
                     place = (paths or {}).get(id(part), f"{path}.{number}.{index}")
                     self.loose[self.add_any(place, part)] = part
+
+
+def _with_state(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value, or the members of a container, that have a state."""
+    if has_state(value):
+        yield path, value
+    elif isinstance(value, dict | list | tuple) and not _is_without_objects(value):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((f"{path}.{key}", each) for key, each in pairs if has_state(each))
 
 
 def _is_without_objects(value: Any) -> bool:

@@ -40,6 +40,16 @@ class Coverage:
             self._mark(each) == self._mark(value) for each in known
         )
 
+    def has_state(self, path: str, state: Any) -> bool:
+        """Return whether the state holds that of an object with a path in it, in any form."""
+        places = {storage_of(part) for part in _parts_of(state) if isinstance(part, Tensor)} - {0}
+        if places and places <= self._storages:
+            return True
+        found = self._state
+        for key in path.split("."):
+            found = _member(found, key)
+        return found is not None and self._mark(found) == self._mark(state)
+
     @cached_property
     def _parts(self) -> dict[int, Any]:
         return {id(part): part for part in _parts_of(self._state)}
@@ -74,6 +84,23 @@ def coverages(
                 place = f"{path}.{name.removesuffix(_EXTRA)}".rstrip(".")
                 found[place] = Coverage(state[name], mark)
     return found
+
+
+def contains(found: Mapping[str, Coverage], path: str, state: Any) -> bool:
+    """Return whether the state of an object above holds that of the object with a path."""
+    above = ["", *(path[:end] for end, mark in enumerate(path) if mark == ".")]
+    return any(
+        found[holder].has_state(path[len(holder) :].lstrip("."), state)
+        for holder in above
+        if holder in found
+    )
+
+
+def _member(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return value.get(key, value.get(key.lstrip("_")))
+    is_number = isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value)
+    return value[int(key)] if is_number else None
 
 
 def _parts_of(value: Any) -> Iterator[Any]:

@@ -22,14 +22,22 @@ from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Outside, References, Rules, as_written, path_of
-from helios.state.coverage import Coverage, coverages
+from helios.state.coverage import Coverage, contains, coverages
 from helios.state.data_members import OversizedMembers, large_members
 from helios.state.digests import Identities, digest_of
 from helios.state.holders import GONE, types_in
+from helios.state.links import Codes, links_in, names_in
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
-from helios.state.optimizers import complete, drivers_of, members_of, misfits_of
-from helios.state.restoring import Restoring
+from helios.state.optimizers import (
+    TABLES,
+    built_differently,
+    complete,
+    drivers_of,
+    members_of,
+    misfits_of,
+)
+from helios.state.restoring import Prepared, Restoring
 from helios.state.snapshot import Form, Snapshot, kind_of
 from helios.state.steps import StepWatch
 from helios.state.values import LIMIT, PLAIN
@@ -60,6 +68,7 @@ class Baseline:
         pieces: marks of the tensors of networks whose ``state_dict`` is the user's.
         types: classes that a resume may build.
         classes: classes of the user, whose attributes are compared.
+        links: codes of what refers to others by name.
         late: marks of what start events have created.
     """
 
@@ -76,6 +85,7 @@ class Baseline:
     pieces: dict[str, dict[str, bytes]]
     types: set[type]
     classes: list[type]
+    links: Codes
     late: dict[str, bytes] = field(default_factory=dict)
 
     def known(self) -> dict[int, str]:
@@ -149,10 +159,11 @@ class Discovery:
         self.safe_types: tuple[Any, ...] = ()
         self.baseline: Baseline | None = None
         self.unrestored: dict[str, str] = {}
+        self._unlinked: dict[str, str] = {}
         self._named = Named(name)
         self._oversized = OversizedMembers()
         self._last: Snapshot | None = None
-        self._registered: list[tuple[dict[str, Any], str, Any]] = []
+        self._prepared: Prepared | None = None
         self._keeps_last = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -276,6 +287,7 @@ class Discovery:
             },
             types={*now.walk.kinds},
             classes=classes,
+            links=links_in(now.walk.codes),
         )
         self._last = now
 
@@ -346,10 +358,10 @@ class Discovery:
         objects = {p: _state_of(p, o) for p, o in anchors.objects.items() if p not in late}
         inner = {p: _state_of(p, o) for p, o in anchors.inner.items() if p in base.inner}
         states = objects | inner
-        if own is not None:
-            objects = {p: s for p, s in objects.items() if now.mark(s) != base.states.get(p)}
-        covers = coverages(now.objects, states, own, now.mark)
+        covers = coverages(now.objects, states, own, now.mark_of_content)
+        left_out = partial(self._left_out, now, covers)
         values, lost = self._changed_values(now, covers)
+        lost |= self._unlinked
         misfits = self._misfits(now) if self._is_strict else {}
         for path, part in late.items():
             if now.mark_of_state(part) != base.late.get(path):
@@ -363,11 +375,11 @@ class Discovery:
         self._named.report(lost, misfits)
         members = members_of(anchors)
         return {
-            "objects": objects,
-            "inner": {p: s for p, s in inner.items() if now.mark(s) != base.states.get(p)},
+            "objects": objects if own is None else left_out(objects),
+            "inner": left_out(inner),
             "kinds": {path: kind_of(part) for path, part in anchors.objects.items()},
             "members": members,
-            "built": {p: m for p, m in base.members.items() if members.get(p, m) != m},
+            "built": built_differently(base.members, members),
             "drivers": drivers_of(anchors),
             "omitted": self._omitted(now, states),
             "parameters": {n: p.detach() for n, p in anchors.loose.items() if n not in late},
@@ -380,6 +392,17 @@ class Discovery:
             "is_partial": own is not None or not self._is_strict,
         }
 
+    def _left_out(
+        self, now: Snapshot, covers: Mapping[str, Coverage], states: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the states that training has changed and that no other state contains."""
+        before = self._require_baseline().states
+        return {
+            path: state
+            for path, state in states.items()
+            if not contains(covers, path, state) and now.mark_of_content(state) != before.get(path)
+        }
+
     def _changed_values(
         self, now: Snapshot, covers: Mapping[str, Coverage]
     ) -> tuple[dict[str, dict[Any, Any]], dict[str, str]]:
@@ -388,15 +411,25 @@ class Discovery:
         changed: list[tuple[int, str, Any]] = []
         for name, table in now.digests().items():
             known = base.digests.get(name, {})
-            changed += [(s, name, key) for key, (d, s) in table.items() if known.get(key) != d]
+            # The state of an optimizer does not count as plain values, in whatever form it is saved.
+            is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()
+            changed += [
+                (0 if key in is_free else size, name, key)
+                for key, (digest, size) in table.items()
+                if known.get(key) != digest
+            ]
             # What no longer counts is still there, such as a member of a data set that has grown.
             gone = known.keys() - table.keys() - (set() if name else {*attributes_of(self._owner)})
             changed += [(0, name, key) for key in gone]
-        changed = [
-            (size, name, key)
-            for size, name, key in changed
-            if name not in covers or not covers[name].has(key, now.value_of(name, key))
-        ]
+        covered = {
+            (name, key)
+            for _, name, key in changed
+            if name in covers
+            and covers[name].has(key, now.value_of(name, key))
+            # A copy cannot tell what it has in common with others.
+            and not names_in(codes.get(name, {}).get(key))
+        }
+        changed = [entry for entry in changed if entry[1:] not in covered]
         types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
         odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
         lost: dict[str, str] = {}
@@ -469,7 +502,7 @@ class Discovery:
         Call it before the owner's own ``load_state_dict``, which loads optimizers by position and
         may assign other tensors to networks.
         """
-        self._registered = self._restoring().prepare(state)
+        self._prepared = self._restoring().prepare(state)
 
     def restore(self, state: dict[str, Any], *, is_inference: bool = False) -> None:
         """Restore what :meth:`capture` returned. No part of it is kept.
@@ -485,10 +518,9 @@ class Discovery:
                 or if an object rejects its state.
         """
         restoring = self._restoring()
-        restoring.put_back(self._registered)
-        self._registered = []
-        self._last = restoring.run(state, is_inference=is_inference)
-        self.unrestored = restoring.unrestored
+        prepared, self._prepared = self._prepared, None
+        self._last = restoring.run(state, is_inference=is_inference, prepared=prepared)
+        self.unrestored, self._unlinked = restoring.unrestored, restoring.unlinked
         if is_inference or self.baseline is None:
             return
         self._oversized.note(state["values"].get("", {}))
@@ -505,6 +537,7 @@ class Discovery:
             unsaved=self._unsaved,
             types=[*(() if base is None else base.types), *self._safe_types()],
             of_setup={} if base is None else {name: refer() for _, refer, name in base.references},
+            links=None if base is None else base.links,
             is_data=self._is_data,
         )
 

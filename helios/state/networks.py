@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, final
 
 import torch
@@ -14,11 +14,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
 
 from helios.core.memory import storage_of
 from helios.core.sharded_tensors import cut_like, is_sharded
 from helios.core.wrappers import BareNames, bare_state_dict, class_of
 from helios.errors import StateError
+from helios.state.values import each_in, elements_of
 from helios.storage.plain_objects import attributes_of, table_of
 
 
@@ -72,32 +74,37 @@ class Network:
 
 # ---- attributes beside the state_dict
 
-OF_MODULES = frozenset(vars(nn.Module())) | {
-    *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
-    *("_load_hook", "_initialize_hook"),
-    *("_fsdp_use_orig_params", "_is_fsdp_managed_module"),
-}
-_OF_OPTIMIZERS = (
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
-    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
-)
-_OF_OTHERS: dict[type, frozenset[str]] = {
-    Optimizer: frozenset(
-        (
-            *("param_groups", "state", "_opt_called", *_OF_OPTIMIZERS, "_params", "_numel_cache"),
-            *("_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"),
-        )
-    ),
-    LRScheduler: frozenset(("optimizer", "_schedulers")),
-    GradScaler: frozenset(
-        (
-            *("_backoff_factor", "_device", "_enabled", "_growth_factor", "_growth_interval"),
-            *("_growth_tracker", "_init_growth_tracker", "_init_scale", "_per_optimizer_states"),
-            "_scale",
-        )
-    ),
-}
+_SAMPLE = nn.Module()
+_OF_SHARDED = ("_fsdp_use_orig_params", "_is_fsdp_managed_module", "__composable_api_state_key_")
+"""How the names of attributes begin that ``fully_shard`` gives to modules."""
+
+
+@cache
+def _of_modules() -> frozenset[str]:
+    """Return the attributes that torch itself makes in modules, also in recurrent ones."""
+    held = {key for key, value in vars(nn.Module).items() if not callable(value)}
+    held |= {key for key in vars(nn.RNN(1, 1, device="meta")) if key.startswith("_")}
+    return frozenset(held | vars(_SAMPLE).keys())
+
+
+@cache
+def _of_others() -> dict[type, frozenset[str]]:
+    """Return the attributes that torch itself makes in other objects with a state."""
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    return {
+        Optimizer: frozenset(vars(optimizer)) - {"defaults"},
+        LRScheduler: frozenset(("optimizer",)),
+        GradScaler: frozenset(vars(GradScaler("cpu"))),
+    }
+
+
+@cache
+def hook_tables_of_optimizers() -> tuple[str, ...]:
+    """Return the names of the tables in which an optimizer keeps its hooks."""
+    found = vars(torch.optim.SGD([torch.zeros(1)])).items()
+    return tuple(key for key, table in found if isinstance(table, OrderedDict))
+
+
 _WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
 _HOUSE = (
     *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
@@ -116,16 +123,16 @@ def left_out(part: object) -> list[tuple[str, Any]]:
     """Return the attributes of an object with a state that its ``state_dict`` may leave out."""
     if not isinstance(part, nn.Module):
         table = attributes_of(part)
-        known = next((k for kind, k in _OF_OTHERS.items() if isinstance(part, kind)), frozenset())
-        return [(key, table[key]) for key in sorted(table.keys() - known)]
+        known = (names for kind, names in _of_others().items() if isinstance(part, kind))
+        return [(key, table[key]) for key in sorted(table.keys() - next(known, frozenset()))]
     if class_of(part).__module__.startswith(_WRAPPERS):
         return []
     table = vars(part)
     parameters, buffers = table["_parameters"], table["_buffers"]
     own = sorted(
         key
-        for key in table.keys() - OF_MODULES
-        if not key.startswith("__composable_api_state_key_")
+        for key in table.keys() - _of_modules()
+        if not key.startswith(_OF_SHARDED) and not isinstance(table[key], RemovableHandle)
     )
     if any(name.endswith(("_orig", "_v")) for name in parameters):
         # Pruning and the older norms compute this weight from saved ones.
@@ -134,10 +141,7 @@ def left_out(part: object) -> list[tuple[str, Any]]:
     return [*((key, buffers[key]) for key in hidden), *((key, table[key]) for key in own)]
 
 
-_OF_MODULES = (
-    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
-    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
-)
+_HOOKS = tuple(key for key in vars(_SAMPLE) if "_hooks" in key)
 
 
 def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
@@ -151,10 +155,12 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
         }
     else:
         table = table_of(part)
-        names = _OF_MODULES if isinstance(part, nn.Module) else _OF_OPTIMIZERS
+        is_optimizer = isinstance(part, Optimizer)
+        names = _HOOKS if isinstance(part, nn.Module) else ()
+        names = hook_tables_of_optimizers() if is_optimizer else names
         found = {name: table[name] for name in names if table.get(name)}
     own = {
-        name: [hook for hook in hooks.values() if not is_known(hook)]
+        name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
         for name, hooks in found.items()
         if hooks
     }
@@ -175,6 +181,14 @@ def is_known(hook: Callable[..., Any]) -> bool:
 def method_of(part: object, name: str) -> Any:
     """Return the method that a call would use: that of the object itself, or of its class."""
     return vars(part).get(name) or getattr(type(part), name)
+
+
+def is_odd_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether user code says what the ``state_dict`` of an optimizer holds."""
+    tables = (name for name in hook_tables_of_optimizers() if "_state_dict_post" in name)
+    hooks = [hook for name in tables for hook in vars(optimizer).get(name, {}).values()]
+    own = [hook for hook in hooks if not is_known(hook)]
+    return bool(own) or not is_known(method_of(optimizer, "state_dict"))
 
 
 # ---- state_dict of networks
@@ -243,16 +257,37 @@ def pieces_of(network: Network) -> dict[str, Tensor]:
 
 
 def lacking_in(network: Network, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the parts of a network that are not in its state as they are, and unknown names."""
-    pieces = pieces_of(network)
+    """Return the parts of a network that are not in its state as they are, and unknown names.
+
+    User code may load from other names: then a part counts wherever it is.
+    """
+    pieces, is_translated = pieces_of(network), _is_translated(network)
     extras = {f"{place}._extra_state".lstrip(".") for place, _ in network.modules}
-    places = _places(state)
+    sizes = Counter[int]()
+    for part in each_in(state, elements_of):
+        if isinstance(part, Tensor):
+            # A slice does not contain the whole tensor that it was taken from.
+            sizes[storage_of(part)] += part.numel()
     lacked = {
         name: tensor
         for name, tensor in pieces.items()
-        if name not in state or (not is_sharded(tensor) and storage_of(tensor) not in places)
+        if not (is_translated or name in state)
+        or (not is_sharded(tensor) and sizes[storage_of(tensor)] < tensor.numel())
     }
     return lacked, sorted(state.keys() - pieces.keys() - extras)
+
+
+def _is_translated(network: Network) -> bool:
+    """Return whether user code decides under which names a network is loaded."""
+    names = [name for name in _HOOKS if "load_state_dict_pre" in name]
+    hooks = (
+        hook
+        for _, part in network.modules
+        for name in names
+        for hook in vars(part).get(name, {}).values()
+    )
+    loaders = [method_of(part, "load_state_dict") for _, part in network.modules[:1]]
+    return not all(map(is_known, (*loaders, *hooks)))
 
 
 def fill(name: str, tensor: Tensor, saved: Tensor) -> None:

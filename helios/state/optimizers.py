@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.memory import has_plain_bytes, is_expanded, storage_of
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state.anchors import Anchors, as_written
-from helios.state.networks import _OF_OPTIMIZERS, is_known, load_network, method_of
+from helios.state.networks import hook_tables_of_optimizers, is_odd_optimizer, load_network
 
 Members: TypeAlias = list[list[str]]
 """The names of an optimizer's parameters by group, in order."""
+
+TABLES = ("param_groups", "state")
+"""The attributes in which an optimizer keeps settings and moments."""
 
 _SHOWN = 6
 
@@ -31,12 +35,12 @@ def complete(optimizers: Iterable[Optimizer]) -> bool:
     """Create what torch's methods need; published wrappers do not call ``super().__init__()``."""
     has_lacked = False
     for table in map(vars, optimizers):
-        has_lacked |= not {*_OF_OPTIMIZERS, "defaults"} <= table.keys()
-        for name in _OF_OPTIMIZERS:
-            table.setdefault(name, OrderedDict())
+        lacked = {*hook_tables_of_optimizers()} - table.keys()
+        table.update((name, OrderedDict()) for name in lacked)
+        defaults = table.setdefault("defaults", {})
         # Otherwise load_state_dict() would add it, and a resumed optimizer differ from a new one.
-        has_lacked |= "differentiable" not in table.setdefault("defaults", {})
-        table["defaults"].setdefault("differentiable", False)
+        has_lacked |= bool(lacked) or "differentiable" not in defaults
+        defaults.setdefault("differentiable", False)
     return has_lacked
 
 
@@ -48,6 +52,17 @@ def members_of(anchors: Anchors) -> dict[str, Members]:
     }
 
 
+def built_differently(
+    built: Mapping[str, Members], now: Mapping[str, Members]
+) -> dict[str, Members]:
+    """Return the parameters that setup gave to optimizers with other groups now."""
+    return {
+        path: members
+        for path, members in built.items()
+        if sorted(map(sorted, now.get(path, members))) != sorted(map(sorted, members))
+    }
+
+
 def drivers_of(anchors: Anchors) -> dict[str, str]:
     """Return the path of the optimizer whose learning rates a scheduler sets, by its path."""
     paths = {id(part): path for path, part in anchors.of_kind(Optimizer, with_inner=True).items()}
@@ -56,12 +71,6 @@ def drivers_of(anchors: Anchors) -> dict[str, str]:
         for path, part in anchors.of_kind(LRScheduler).items()
         if id(part.optimizer) in paths
     }
-
-
-def is_odd(optimizer: Optimizer) -> bool:
-    """Return whether user code says what the ``state_dict`` of an optimizer holds."""
-    hooks = vars(optimizer).get("_optimizer_state_dict_post_hooks", {}).values()
-    return not all(map(is_known, (method_of(optimizer, "state_dict"), *hooks)))
 
 
 def tables_of(optimizer: Optimizer) -> list[tuple[str, Any]]:
@@ -79,20 +88,21 @@ def misfits_of(
         StateError: if an optimizer has state that its ``state_dict`` cannot return.
     """
     misfits: dict[str, str] = {}
-    known, objects = {*anchors.rules.known.values()}, anchors.objects
+    objects = anchors.objects
     now = drivers_of(anchors)
     for path, part in anchors.of_kind(Optimizer).items():
         moved = {*map(id, parameters_of(part))}
         stale = [each for each in part.state if isinstance(each, Tensor) and id(each) not in moved]
-        if stale and not is_odd(part):
+        if stale and not is_odd_optimizer(part):
             names = sorted(anchors.name_of(each) or "an unnamed one" for each in stale)
             raise StateError(
                 f"{path} must have all parameters in its groups that it has state of, to return "
                 f"its state_dict, but it has none of these: {_some(names)}. Delete their state "
                 "when they leave a group: del optimizer.state[parameter]."
             )
-        new = {name for group in members_of(anchors)[path] for name in group} - known
-        stray = sorted(as_written(n, objects) for n in new if n not in anchors.leaves)
+        members = {name for group in members_of(anchors)[path] for name in group}
+        lost = members & anchors.loose.keys() - anchors.leaves.keys() - (anchors.rules.tops or ())
+        stray = sorted(as_written(name, objects) for name in lost)
         if stray and path in built:
             misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
     for path in sorted(drivers.keys() & anchors.objects.keys()):
@@ -118,23 +128,40 @@ def collecting(unfit: dict[str, str] | None, path: str) -> Iterator[None]:
 
 
 def arrange(
-    anchors: Anchors, state: Mapping[str, Any], unfit: dict[str, str] | None = None
+    anchors: Anchors,
+    state: Mapping[str, Any],
+    unfit: dict[str, str] | None = None,
+    *,
+    is_loaded_next: bool = False,
+    loaded: Collection[str] = (),
 ) -> None:
     """Bring the parameters of optimizers into the saved groups and order.
+
+    Args:
+        anchors: what there is.
+        state: the saved state.
+        unfit: what is passed over, by path; receives more, with the reason, instead of an error.
+        is_loaded_next: whether user code is to load optimizers, which may add groups itself.
+        loaded: paths of optimizers that user code may have loaded, by position.
 
     Raises:
         StateError: if an optimizer has other parameters; then nothing is changed.
     """
     tensors = anchors.tensors()
     plans = {}
-    for path, part in anchors.of_kind(Optimizer, with_inner=True).items():
+    optimizers = anchors.of_kind(Optimizer, with_inner=True)
+    for path, part in optimizers.items():
         saved = state["members"].get(path)
         if saved is None or path in (unfit or {}):
             continue
         with collecting(unfit, path):
             plan = _plan(path, part, [saved, state["built"].get(path, saved)], tensors)
-            _check_functions(path, part, plan, anchors)
-            plans[path] = plan
+            now = [group["params"] for group in part.param_groups]
+            if path in loaded and list(map(_ids, now)) != list(map(_ids, plan)):
+                _refuse(path, part, saved, tensors)
+            if not is_loaded_next or _keys(now) == _keys(plan):
+                _check_functions(path, part, plan, anchors)
+                plans[path] = plan
     now, saved = drivers_of(anchors), state["drivers"]
     for path in sorted(now.keys() & saved.keys()):
         if now[path] != saved[path]:
@@ -145,7 +172,7 @@ def arrange(
                     "order: sort what comes from a set."
                 )
     for path, plan in plans.items():
-        _regroup(anchors.of_kind(Optimizer, with_inner=True)[path], plan)
+        _regroup(optimizers[path], plan)
 
 
 def _plan(
@@ -186,10 +213,10 @@ def _regroup(optimizer: Optimizer, plan: list[list[Tensor]]) -> None:
     ordered = [by_keys.get(tuple(sorted(map(id, tensors)))) for tensors in plan]
     if None in ordered:
         ordered = [*groups[: len(plan)]]
-        ordered += [dict(groups[-1]) for _ in range(len(plan) - len(ordered))]
+        ordered += [{**groups[-1], "params": []} for _ in range(len(plan) - len(ordered))]
     for group, tensors in zip(ordered, plan, strict=True):
         assert group is not None
-        group["params"] = [*tensors]
+        group["params"][:] = tensors
         if names:
             group["param_names"] = [names.get(id(tensor), "") for tensor in tensors]
     groups[:] = ordered
@@ -199,29 +226,84 @@ def load_state(part: Any, state: dict[str, Any], absent: Mapping[str, Any] | Non
     """Load the state of an object, which keeps no part of it: the state is not changed."""
     if isinstance(part, nn.Module):
         load_network(part, state, absent)
-    elif not isinstance(part, Optimizer):
-        part.load_state_dict(copy.deepcopy(state))
-    else:
+        return
+    if isinstance(part, Optimizer):
         complete([part])
-        groups, table = part.param_groups, part.state
-        part.load_state_dict(copy.deepcopy(state))
+    part.load_state_dict(copy.deepcopy(state))
+    if isinstance(part, Optimizer):
         _restore_types(part, state)
-        _keep_tables(part, groups, table)
 
 
-def _keep_tables(optimizer: Optimizer, groups: list[Any], table: Any) -> None:
-    """Let the tables of an optimizer stay the objects that attributes refer to."""
-    if optimizer.param_groups is not groups and len(groups) == len(optimizer.param_groups):
-        for old, new in zip(groups, [*optimizer.param_groups], strict=True):
-            if old is not new:
-                old.clear()
-                old.update(new)
-        optimizer.param_groups = groups
-    if optimizer.state is not table and type(optimizer.state) is type(table):
-        new = dict(optimizer.state)
-        table.clear()
-        table.update(new)
-        optimizer.state = table
+@final
+class Tables:
+    """The groups and the state of optimizers, into which goes what is loaded.
+
+    Wrappers share these with what they wrap; attributes and closures may hold them.
+
+    Args:
+        optimizers: those that a loader may reach.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._held = [
+            (part, [part.param_groups, *part.param_groups, part.state]) for part in optimizers
+        ]
+
+    def put_back(self) -> None:
+        """Give optimizers the lists, dicts and tensors that they had, with what they have now."""
+        own = {id(each) for _, before in self._held for each in before}
+        places: dict[int, tuple[Any, Any]] = {}
+        for part, before in self._held:
+            now = [part.param_groups, *part.param_groups, part.state]
+            for new, old in zip(now, before, strict=False):
+                if id(new) not in own and isinstance(new, dict) == isinstance(old, dict):
+                    places.setdefault(id(new), (new, old))
+        if not places:
+            return
+        parameters = {storage_of(each) for part, _ in self._held for each in parameters_of(part)}
+        for new, old in places.values():
+            if isinstance(old, dict):
+                _put(old, new, parameters)
+            else:
+                old[:] = [places.get(id(group), (None, group))[1] for group in new]
+        for part, _ in self._held:
+            table = vars(part)
+            for name in TABLES:
+                # A property tells of an inner optimizer.
+                if name in table and id(table[name]) in places:
+                    setattr(part, name, places[id(table[name])][1])
+
+
+def _put(old: Any, now: Any, foreign: set[int]) -> Any:
+    """Return what was there, with the content of what was loaded; otherwise that itself.
+
+    Args:
+        old: what was there.
+        now: what was loaded.
+        foreign: places of memory that must not be written to, as that of parameters.
+    """
+    if old is now:
+        return old
+    if isinstance(old, dict) and isinstance(now, dict):
+        content = {key: _put(old.get(key), part, foreign) for key, part in now.items()}
+        old.clear()
+        old.update(content)
+    elif type(old) is type(now) is list and len(old) == len(now):
+        old[:] = [_put(before, part, foreign) for before, part in zip(old, now, strict=True)]
+    elif _is_moment(old) and _is_moment(now) and old.device == now.device:
+        form = old.dtype, old.shape, old.stride()
+        fits = form == (now.dtype, now.shape, now.stride()) and not is_expanded(old)
+        if fits and storage_of(old) not in foreign:
+            old.copy_(now)
+        else:
+            old.data = now
+    else:
+        return now
+    return old
+
+
+def _is_moment(part: Any) -> bool:
+    return type(part) is Tensor and has_plain_bytes(part) and not part.requires_grad
 
 
 def _restore_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -246,8 +328,12 @@ def _typed(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-def _keys(groups: Iterable[Iterable[Tensor]]) -> list[tuple[int, ...]]:
-    return sorted(tuple(sorted(map(id, group))) for group in groups)
+def _ids(group: Iterable[Tensor]) -> list[int]:
+    return [*map(id, group)]
+
+
+def _keys(groups: Iterable[Iterable[Tensor]]) -> list[list[int]]:
+    return sorted(sorted(_ids(group)) for group in groups)
 
 
 def _some(names: list[str]) -> str:

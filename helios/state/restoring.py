@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from helios.core.utils import parameters_of
 from helios.errors import StateError
+from helios.state import reasons
 from helios.state.anchors import Anchors, Rules, as_written, path_of
 from helios.state.holders import GONE, set_values, without_declared
+from helios.state.links import Codes, links_in, names_in, severed
 from helios.state.loading import TRAINING_ONLY, load_into
 from helios.state.networks import fill, load_flags, load_grads, pieces_of
-from helios.state.optimizers import arrange, collecting
+from helios.state.optimizers import Tables, arrange, collecting
 from helios.state.snapshot import Snapshot, form_of, kind_of
 from helios.state.walk import PARTS, Walk
 from helios.storage.building import Builder
@@ -28,8 +30,17 @@ _LOGGER = logging.getLogger(__name__)
 NOT_BUILT = "setup() does not build it. Build it for any value of fast_init."
 """Why something that is saved is not restored for inference."""
 
-Registered = list[tuple[dict[str, Any], str, Tensor]]
-"""Tables of parameters and buffers, each with a key and the tensor that it has there."""
+
+class Prepared(NamedTuple):
+    """What the owner's own ``load_state_dict`` may replace.
+
+    Attributes:
+        registered: tables of parameters and buffers, each with a key and the tensor under it.
+        tables: those of optimizers.
+    """
+
+    registered: list[tuple[dict[str, Any], str, Tensor]]
+    tables: Tables
 
 
 @final
@@ -43,10 +54,12 @@ class Restoring:
         unsaved: names and paths that are declared as not to be saved.
         types: classes that may be built besides those of the values that are there.
         of_setup: the anchors that setup made, by name, also those that nothing leads to now.
+        links: codes of what refers to others after setup; ``None`` for those of now.
         is_data: whether what a data set no longer has is passed over.
 
     Attributes:
         unrestored: in inference, what does not have its saved state, with the reason, by path.
+        unlinked: what refers to something that loading has replaced, with the reason, by path.
     """
 
     def __init__(
@@ -58,41 +71,56 @@ class Restoring:
         unsaved: frozenset[str],
         types: Iterable[type],
         of_setup: Mapping[str, Any],
+        links: Codes | None,
         is_data: bool,
     ) -> None:
         self._look, self._name = look, name
         self._exclude, self._rules = exclude, Rules(unsaved=unsaved)
         self._types, self._of_setup, self._is_data = types, of_setup, is_data
+        self._links = links
         self.unrestored: dict[str, str] = {}
+        self.unlinked: dict[str, str] = {}
 
-    def prepare(self, state: Mapping[str, Any]) -> Registered:
-        """Reorder the parameters of optimizers as saved, and return where tensors are."""
-        anchors = self._look().anchors
-        arrange(anchors, state)
-        return [
+    def prepare(self, state: Mapping[str, Any]) -> Prepared:
+        """Reorder the parameters of optimizers as saved, and return what is where."""
+        now = self._look()
+        anchors = now.anchors
+        arrange(anchors, state, is_loaded_next=True)
+        registered = [
             (vars(part)[table], key, tensor)
             for module in anchors.of_kind(nn.Module).values()
             for _, part, key, tensor in anchors.network(module).tensors
             for table in ("_parameters", "_buffers")
             if vars(part)[table].get(key) is tensor
         ]
+        return Prepared(registered, Tables(now.optimizers))
 
-    def put_back(self, registered: Registered) -> None:
-        """Undo that the owner's own ``load_state_dict`` has assigned other tensors to networks."""
-        if not registered:
-            return
+    def _put_back(self, prepared: Prepared) -> None:
+        """Undo that the owner's own ``load_state_dict`` has assigned other tensors and tables."""
+        prepared.tables.put_back()
         optimizers = self._look().anchors.of_kind(torch.optim.Optimizer).values()
         moved = {id(tensor) for part in optimizers for tensor in parameters_of(part)}
-        for table, key, tensor in registered:
+        for table, key, tensor in prepared.registered:
             now = table.get(key)
             is_other = now is not None and now is not tensor
             if is_other and id(now) not in moved and id(tensor) in moved:
                 tensor.data = now.data
                 table[key] = tensor
 
-    def run(self, state: Mapping[str, Any], *, is_inference: bool) -> Snapshot:
-        """Restore everything, and return what the owner holds then."""
+    def run(
+        self, state: Mapping[str, Any], *, is_inference: bool, prepared: Prepared | None = None
+    ) -> Snapshot:
+        """Restore everything, and return what the owner holds then.
+
+        Args:
+            state: the saved state.
+            is_inference: whether to restore what exists on both sides.
+            prepared: what :meth:`prepare` returned, if the owner has loaded a state of its own.
+        """
+        if prepared is not None:
+            self._put_back(prepared)
         now = self._look()
+        links = links_in(now.walk.codes) if self._links is None else self._links
         values = self._values_to_set(state)
         if not is_inference:
             self._check(now, state, values)
@@ -102,27 +130,55 @@ class Restoring:
         if is_inference:
             self._warn_of_untrained(now.anchors.objects, state["objects"])
             unfit = self.unrestored = self._find_unfit(now, state)
-        arrange(now.anchors, state, unfit)
+        states = {**state["objects"], **state["inner"]}
+        by_owner = () if prepared is None else now.objects.keys() - states.keys()
+        arrange(now.anchors, state, unfit, loaded=by_owner)
         self._load(now, state, unfit)
         now = self._look()
         if is_inference or self._is_data:
             values = {name: v for name, v in values.items() if now.walk.find(name) is not None}
-        set_values(now.walk, values, self._builder(now.walk))
+        builder = self._builder(now.walk)
+        set_values(now.walk, values, builder)
+        self._link(now.walk, builder, severed(links, self._look().walk.codes, values))
         # A restored value may be another tensor than before.
         last = self._look()
+        self._find_unlinked(severed(links, last.walk.codes, values))
         load_flags(state["flags"], last.anchors)
         load_grads(state["grads"], last.anchors)
         return last
 
+    def _link(self, walk: Walk, builder: Builder, links: Codes) -> None:
+        """Let values refer again to what has the name of what they referred to after setup."""
+        known = {
+            name: {
+                key: code
+                for key, code in table.items()
+                if all(self._find(walk, each) is not None for each in names_in(code))
+            }
+            for name, table in links.items()
+        }
+        set_values(walk, known, builder)
+
+    def _find_unlinked(self, links: Codes) -> None:
+        for name, table in links.items():
+            for key, code in table.items():
+                path = path_of(name, key)
+                if not self._rules.is_declared(path):
+                    held = ", ".join(sorted(names_in(code)))
+                    self.unlinked[path] = reasons.UNLINKED.format(held)
+
     def _load(self, now: Snapshot, state: Mapping[str, Any], unfit: dict[str, str] | None) -> None:
         """Load the states of objects, what these leave out, and parameters in no network."""
         objects, states = now.objects, {**state["objects"], **state["inner"]}
+        self._warn_of_casts(now, state)
         # Networks first: an object that tracks one may read its weights.
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
             part = objects[path]
             if path in states and path not in (unfit or {}):
+                tables = Tables(now.optimizers)
                 with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
                     load_into(path, part, states[path], state["omitted"].get(path))
+                tables.put_back()
         anchors = now.anchors
         _restore_omitted(anchors, state["omitted"])
         for name, tensor in {**anchors.leaves, **anchors.loose}.items():
@@ -130,11 +186,12 @@ class Restoring:
                 fill(as_written(name, anchors.objects), tensor, state["parameters"][name])
 
     def _builder(self, walk: Walk) -> Builder:
-        def find(name: str) -> Any:
-            found = walk.find(name)
-            return self._of_setup.get(name) if found is None else found
-
+        find = partial(self._find, walk)
         return Builder({*walk.kinds, *self._types}, walk, find, walk.name_of_key)
+
+    def _find(self, walk: Walk, name: str) -> Any:
+        found = walk.find(name)
+        return self._of_setup.get(name) if found is None else found
 
     def _values_to_set(self, state: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
         """Return the codes of values, without those that are declared by now."""
@@ -214,6 +271,24 @@ class Restoring:
                 ", ".join(untrained),
             )
 
+    def _warn_of_casts(self, now: Snapshot, state: Mapping[str, Any]) -> None:
+        """Name the tensors for which setup has built another type than was saved."""
+        saved = dict(state["parameters"])
+        for path, each in state["objects"].items():
+            saved |= {f"{path}.{name}": part for name, part in each.items()}
+        names: dict[str, list[str]] = {}
+        for name, part in saved.items():
+            live = now.anchors.find(name)
+            if isinstance(live, Tensor) and isinstance(part, Tensor) and live.dtype != part.dtype:
+                names.setdefault(f"{part.dtype}, now {live.dtype}", []).append(name)
+        if names:
+            _LOGGER.warning(
+                "setup() of the %s builds tensors of another type than was saved, and the saved "
+                "values are cast to it: %s. Build them as they were to resume with the same bits.",
+                self._name,
+                "; ".join(f"{', '.join(each)} ({types})" for types, each in names.items()),
+            )
+
 
 def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
     kind = state["kinds"].get(path, kind_of(part))
@@ -241,19 +316,24 @@ def _restore_parts(anchors: Anchors, state: Mapping[str, Any]) -> None:
 
 
 def _register(
-    anchors: Anchors, module: nn.Module, parts: list[dict[str, Any]], made: Mapping[str, Tensor]
+    anchors: Anchors, module: nn.Module, parts: list[Any], made: Mapping[str, Tensor]
 ) -> None:
-    """Give a module its submodules, parameters and persistent buffers, in their order."""
+    """Give a module its submodules, parameters and persistent buffers, in their order.
+
+    Other buffers only get their place: they are among the values.
+    """
     tables, device = vars(module), next((each.device for each in module.parameters()), "cpu")
-    for held, place in zip(parts, ("_modules", "_parameters", "_buffers"), strict=True):
+    *tables_of_parts, hidden = parts
+    kept = {key: tables["_buffers"].get(key) for key in hidden}
+    for held, place in zip(tables_of_parts, ("_modules", "_parameters", "_buffers"), strict=True):
         new = {}
         for key, part in held.items():
             found = None if part is None else anchors.find(part)
             new[key] = made[part].to(device) if found is None and part in made else found
-        hidden = tables["_non_persistent_buffers_set"] if place == "_buffers" else ()
-        kept = {key: tables[place][key] for key in hidden if key in tables[place]}
         tables[place].clear()
-        tables[place].update(new | kept)
+        tables[place].update(new)
+    tables["_buffers"].update(kept)
+    tables["_non_persistent_buffers_set"] = set(hidden)
 
 
 def _restore_omitted(anchors: Anchors, omitted: Mapping[str, Any]) -> None:

@@ -41,11 +41,9 @@ class Snapshot:
     def __init__(self, owner: object, rules: Rules, identities: Identities) -> None:
         self.anchors = Anchors(owner, rules)
         self.walk = Walk(owner, self.anchors)
-        for path, part in self.anchors.inner.items():
-            if isinstance(part, Optimizer):
-                self.anchors.name_updated(path, part)
         self._identities = identities
         self._names: dict[int, str] | None = None
+        self._names_of_objects: dict[int, str] | None = None
 
     def number(self, value: object) -> int:
         """Return a number that stands for the identity of a value."""
@@ -73,12 +71,22 @@ class Snapshot:
             self._names[id(value)] = own
         return mark
 
+    def mark_of_content(self, value: Any) -> bytes:
+        """Return what is equal for equal content, with all elements of tensors and containers."""
+        if self._names_of_objects is None:
+            self._names_of_objects = {
+                id(part): name
+                for name, part in self.anchors.parts.items()
+                if not isinstance(part, dict | list | Tensor)
+            }
+        return mark_of(value, self._identities, self._names_of_objects)
+
     def mark_of_state(self, part: Any) -> bytes:
         """Return the mark of an object's state; empty if it cannot return one yet."""
         if isinstance(part, Tensor):
             return self.mark(part.detach())
         try:
-            return self.mark(state_of(part))
+            return self.mark_of_content(state_of(part))
         except Exception:  # user code, which may need a first step
             return b""
 
@@ -86,6 +94,12 @@ class Snapshot:
     def objects(self) -> dict[str, Any]:
         """The objects with a state by path, also those that only other objects hold."""
         return {**self.anchors.objects, **self.anchors.inner}
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All optimizers that a loader may reach, also those of other owners."""
+        parts = {**self.anchors.rules.outside.parts, **self.objects}
+        return [part for part in reversed(parts.values()) if isinstance(part, Optimizer)]
 
     @property
     def values(self) -> Mapping[str, Any]:

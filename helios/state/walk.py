@@ -19,8 +19,8 @@ from helios.core.wrappers import unwrap
 from helios.state import reasons
 from helios.state.anchors import Anchors, has_state, path_of
 from helios.state.digests import CODE
-from helios.state.networks import hooks_of, is_of_the_house, left_out
-from helios.state.optimizers import is_odd, tables_of
+from helios.state.networks import hooks_of, is_odd_optimizer, is_of_the_house, left_out
+from helios.state.optimizers import tables_of
 from helios.storage.codes import HOLE, NATIVE, TAG, Coder, Unsavable, are_native
 from helios.storage.plain_objects import attributes_of, is_plain_object, table_of
 
@@ -60,9 +60,10 @@ class Walk(Coder):
         self.may_omit = bool(self._unsaved)
         self._queue: deque[tuple[str, Any, Any]] = deque()
         self._reached: set[str] = set()
-        self._hold("", owner, anchors.rules.members_of(owner))
-        for path, part in anchors.objects.items():
+        # What loading may replace has the name that it has there.
+        for path, part in [*anchors.objects.items(), *anchors.inner.items()]:
             self._enter(path, part)
+        self._hold("", owner, anchors.rules.members_of(owner))
         for path, part in anchors.loose.items():
             self._hold_extras(path, part)
         while self._queue:
@@ -84,8 +85,8 @@ class Walk(Coder):
         if self.anchors.rules.is_declared(path):
             return
         if not isinstance(part, nn.Module):
-            tables = tables_of(part) if isinstance(part, Optimizer) and is_odd(part) else []
-            self._hold(path, part, [*left_out(part), *tables])
+            is_odd = isinstance(part, Optimizer) and is_odd_optimizer(part)
+            self._hold(path, part, [*left_out(part), *(tables_of(part) if is_odd else ())])
             self._hold_hooks(path, part)
             return
         for place, inner in self.anchors.network(part).modules:
@@ -103,10 +104,11 @@ class Walk(Coder):
         if isinstance(kids, dict) and isinstance(parameters, dict):
             hidden = table["_non_persistent_buffers_set"]
             buffers = {key: each for key, each in table["_buffers"].items() if key not in hidden}
-            self.codes[name][PARTS] = [
+            named = [
                 {key: None if each is None else names.get(id(each)) for key, each in held.items()}
                 for held in (kids, parameters, buffers)
             ]
+            self.codes[name][PARTS] = [*named, sorted(hidden)]
             for tensor in (*parameters.values(), *buffers.values()):
                 if tensor is not None and id(tensor) in names:
                     self._hold_extras(names[id(tensor)], tensor)

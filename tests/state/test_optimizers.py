@@ -300,3 +300,49 @@ def test_an_optimizer_in_the_state_of_a_model_gets_the_order_that_was_saved(tmp_
     for each in (model, again):
         _train(each)
     assert bits(again.nets.state_dict()) == bits(model.nets.state_dict())
+
+
+def test_a_state_of_a_model_that_adds_a_group_itself_resumes(tmp_path: Path) -> None:
+    def make() -> tuple[Any, Owners]:
+        model = _two()
+        owners = Owners([Holder("model", model, has_own_state=True, is_model=True)])
+        owners.take_baseline()
+        return model, owners
+
+    def add_group(model: Any) -> None:
+        model.optimizer.add_param_group({"params": model.backbone.parameters(), "lr": 0.01})
+
+    def state_of(model: Any) -> dict[str, Any]:
+        nets = {name: getattr(model, name).state_dict() for name in ("head", "backbone")}
+        return {**nets, "optimizer": model.optimizer.state_dict()}
+
+    model, owners = make()
+    _step_both(model)
+    add_group(model)
+    _step_both(model)
+    states, missing = owners.capture({"model": state_of(model)})
+    assert missing == {}
+    assert states["model"]["objects"] == {}
+    own, states = through_a_file([state_of(model), states], tmp_path / "state")
+    again, others = make()
+    others.prepare(states)
+    for name in ("head", "backbone"):
+        getattr(again, name).load_state_dict(own[name])
+    add_group(again)
+    again.optimizer.load_state_dict(copy.deepcopy(own["optimizer"]))
+    others.restore(states)
+    for each in (model, again):
+        _step_both(each)
+    assert bits(state_of(again)) == bits(state_of(model))
+
+
+def test_a_state_that_a_model_loads_into_other_groups_is_refused() -> None:
+    model, owners = _own(["a", "b", "c"])
+    _train(model, 2)
+    states, _ = owners.capture({"model": _own_state(model)})
+    again, others = _own(["a", "b", "c"])
+    others.prepare(states)
+    again.optimizer.param_groups[0]["params"].reverse()
+    again.optimizer.load_state_dict(copy.deepcopy(_own_state(model)["opt"]))
+    with pytest.raises(StateError, match="in other groups now, or in another order"):
+        others.restore(states)

@@ -38,14 +38,14 @@ def _add_strangers(owner: Any) -> None:
 
 
 _REBUILT = {
-    "another optimizer": (_swap_optimizer, "optimizer (class: Adam, now SGD)", "saved by SGD"),
-    "pruning": (_prune, "0.weight: parameter, now none", r"0\.weight_orig"),
-    "a layer more": (_append, "4: none, now Linear", "net"),
-    "another activation": (_activate, "net (2: ReLU, now GELU)", None),
+    "another optimizer": (_swap_optimizer, "optimizer (Adam after setup, SGD now)", "saved by SGD"),
+    "pruning": (_prune, "net.0.weight (parameter after setup, nothing now)", None),
+    "a layer more": (_append, "net.4 (nothing after setup, Linear now)", "net"),
+    "another activation": (_activate, "net.2 (ReLU after setup, GELU now)", None),
     "another size": (
         _widen,
-        'holds: optimizer.param_groups[0]["params"][4]',
-        r'missing now: optimizer\.param_groups\[0\]\["params"\]\[4\]',
+        "optimizer (updates what no attribute of the model holds: net.3.bias (old), net.3.weight (old))",
+        r"net\.3\.weight",
     ),
     "a group of strangers": (_add_strangers, "model holds: optimizer.param_groups[1]", "optimizer"),
 }
@@ -95,6 +95,6 @@ def test_an_iterator_is_named_since_nothing_tells_how_far_it_has_come(said: list
     discovery.capture()
     discovery.capture()
     (text,) = said
-    assert "steps (generator), " in text
-    assert "pool.0 (generator)" in text
+    assert "steps (an iterator, whose position is unknown" in text
+    assert "pool.0 (an iterator" in text
     assert "rest" not in text, "pickle tells how far it has come: not at all"
