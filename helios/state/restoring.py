@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, final
 
 import torch
@@ -185,8 +186,11 @@ class Restoring:
             if name in state["parameters"]:
                 fill(as_written(name, anchors.objects), tensor, state["parameters"][name])
 
-    def _builder(self, walk: Walk) -> Builder:
-        find = partial(self._find, walk)
+    def _builder(self, walk: Walk, later: Mapping[str, Any] | None = None) -> Builder:
+        def find(name: str) -> Any:
+            found = self._find(walk, name)
+            return (later or {}).get(name) if found is None else found
+
         return Builder({*walk.kinds, *self._types}, walk, find, walk.name_of_key)
 
     def _find(self, walk: Walk, name: str) -> Any:
@@ -239,7 +243,7 @@ class Restoring:
             for key, code in table.items()
             if key != PARTS and code not in (HOLE, GONE)
         }
-        self._builder(now.walk).check(codes)
+        self._builder(now.walk, _made_by_loading(state)).check(codes)
 
     def _undeclared(self, paths: Iterable[str]) -> set[str]:
         """Return the paths that are not declared as unsaved, directly or by a parent."""
@@ -297,6 +301,20 @@ def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
             f"{path} was saved by {kind}, but is {kind_of(part)} now, which cannot load that "
             "state. Build it in setup() as it was when the state was saved."
         )
+
+
+def _made_by_loading(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what does not exist before objects have loaded their states, by name."""
+    made: dict[str, Any] = {
+        name: torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        for name, (dtype, shape, strides) in state["forms"].items()
+    }
+    for path, each in {**state["objects"], **state["inner"]}.items():
+        for place, name in enumerate(chain.from_iterable(state["members"].get(path, ()))):
+            entry = each.get("state", {}).get(place)
+            for key, value in entry.items() if isinstance(entry, dict) else ():
+                made[f"{path}.state.<{name}>.{key}"] = value
+    return made
 
 
 def _restore_parts(anchors: Anchors, state: Mapping[str, Any]) -> None:
