@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, final
@@ -311,10 +311,17 @@ def _made_by_loading(state: Mapping[str, Any]) -> dict[str, Any]:
     }
     for path, each in {**state["objects"], **state["inner"]}.items():
         for place, name in enumerate(chain.from_iterable(state["members"].get(path, ()))):
-            entry = each.get("state", {}).get(place)
-            for key, value in entry.items() if isinstance(entry, dict) else ():
-                made[f"{path}.state.<{name}>.{key}"] = value
+            made |= _named(f"{path}.state.<{name}>", each.get("state", {}).get(place))
     return made
+
+
+def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value and all members of containers in it, by name."""
+    yield name, value
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in pairs:
+            yield from _named(f"{name}.{key}", each)
 
 
 def _restore_parts(anchors: Anchors, state: Mapping[str, Any]) -> None:
