@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,12 @@ _HOUSE = (
 
 def is_of_the_house(value: object) -> bool:
     """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
-    return any(base.__module__.startswith(_HOUSE) for base in type(value).__mro__)
+    return _is_class_of_the_house(cast("Hashable", type(value)))
+
+
+@cache
+def _is_class_of_the_house(kind: Any) -> bool:
+    return any(base.__module__.startswith(_HOUSE) for base in kind.__mro__)
 
 
 def left_out(part: object) -> list[tuple[str, Any]]:
@@ -125,20 +130,26 @@ def left_out(part: object) -> list[tuple[str, Any]]:
         table = attributes_of(part)
         known = (names for kind, names in _of_others().items() if isinstance(part, kind))
         return [(key, table[key]) for key in sorted(table.keys() - next(known, frozenset()))]
-    if class_of(part).__module__.startswith(_WRAPPERS):
-        return []
     table = vars(part)
-    parameters, buffers = table["_parameters"], table["_buffers"]
-    own = sorted(
-        key
-        for key in table.keys() - _of_modules()
-        if not key.startswith(_OF_SHARDED) and not isinstance(table[key], RemovableHandle)
-    )
-    if any(name.endswith(("_orig", "_v")) for name in parameters):
-        # Pruning and the older norms compute this weight from saved ones.
-        own = [key for key in own if not {f"{key}_orig", f"{key}_v"} & parameters.keys()]
-    hidden = sorted(table["_non_persistent_buffers_set"] & buffers.keys())
-    return [*((key, buffers[key]) for key in hidden), *((key, table[key]) for key in own)]
+    own = _own_keys(class_of(part), tuple(table), tuple(table.get("_parameters", ())))
+    found = [(key, table[key]) for key in own if type(table[key]) is not RemovableHandle]
+    if hidden := table.get("_non_persistent_buffers_set"):
+        buffers = table["_buffers"]
+        found = [*((key, buffers[key]) for key in sorted(hidden & buffers.keys())), *found]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _own_keys(kind: type, keys: tuple[str, ...], parameters: tuple[str, ...]) -> list[str]:
+    """Return which attributes of a module are the user's, of those with these keys."""
+    if kind.__module__.startswith(_WRAPPERS):
+        return []
+    # Pruning and the older norms compute a weight from saved ones.
+    computed = {name.removesuffix("_orig").removesuffix("_v") for name in parameters} - {
+        *parameters
+    }
+    own = {*keys} - _of_modules() - computed
+    return sorted(key for key in own if not key.startswith(_OF_SHARDED))
 
 
 _HOOKS = tuple(key for key in vars(_SAMPLE) if "_hooks" in key)
@@ -158,6 +169,8 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
         is_optimizer = isinstance(part, Optimizer)
         names = _HOOKS if isinstance(part, nn.Module) else ()
         names = hook_tables_of_optimizers() if is_optimizer else names
+        if not any(map(table.get, names)):
+            return {}
         found = {name: table[name] for name in names if table.get(name)}
     own = {
         name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
