@@ -459,16 +459,15 @@ class Discovery:
         """Return what no resume can rebuild, since setup makes something else, with what differs."""
         base, anchors = self._require_baseline(), now.anchors
         misfits = misfits_of(anchors, base.members, base.drivers)
-        before, kinds, known = base.kinds, now.kinds(), anchors.rules.known
-        for name in sorted({**before, **kinds}):
+        before, kinds = base.kinds, now.kinds()
+        changed = {**before, **kinds} if before != kinds else ()
+        for name in sorted(changed):
             was, found = before.get(name, "nothing"), kinds.get(name, "nothing")
             if was and found and was != found and not any(map(misfits.__contains__, _above(name))):
                 misfits.setdefault(name, f"{was} after setup, {found} now")
-        for name, module in now.modules():
-            parts = {name: module, **{path_of(name, k): p for k, p in _parameters_of(module)}}
-            for path, part in parts.items():
-                if id(part) not in known and before.get(path, "nothing") == kinds.get(path):
-                    misfits.setdefault(path, f"another {kinds[path]} than that of setup")
+        for path in _strangers(now):
+            if before.get(path, "nothing") == kinds.get(path):
+                misfits.setdefault(path, f"another {kinds[path]} than that of setup")
         shown = " ".join(misfits.values())
         for path in base.tops ^ frozenset((*anchors.objects, *anchors.loose)):
             written = as_written(path, anchors.objects)
@@ -556,8 +555,15 @@ def _above(name: str) -> Iterator[str]:
     return (name[:end] for end, mark in enumerate(name) if mark == ".")
 
 
-def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((key, part) for key, part in vars(module)["_parameters"].items() if part is not None)
+def _strangers(now: Snapshot) -> Iterator[str]:
+    """Yield the paths of modules and parameters that setup has not made."""
+    known = now.anchors.rules.known
+    for name, module in now.modules():
+        if id(module) not in known:
+            yield name
+        for key, part in vars(module)["_parameters"].items():
+            if part is not None and id(part) not in known:
+                yield path_of(name, key)
 
 
 def _state_of(path: str, part: Any) -> dict[str, Any]:
