@@ -50,13 +50,10 @@ class Buffers:
 
     def put(self, values: Values) -> None:
         """Copy values into the buffers; a buffer of another shape becomes a new tensor."""
-        targets = [
-            now if value is None or _shape_of(now) == _shape_of(value) else torch.empty_like(value)
-            for now, value in zip(self.present(), values, strict=True)
-        ]
+        targets = [*map(_target_for, values, self.present())]
         _copy(values, targets)
-        for (table, name), value, target in zip(self._places, values, targets, strict=True):
-            table[name] = value if value is None else target
+        for (table, name), target in zip(self._places, targets, strict=True):
+            table[name] = target
 
 
 @final
@@ -128,7 +125,7 @@ class ReplicaBuffers:
             return has_changed, NOTHING
         if has_changed or self._replicas.rank:
             return has_changed, torch.empty(_count_bytes(self._shapes), dtype=torch.uint8)
-        return has_changed, join_bytes(self._tensors())
+        return has_changed, join_bytes(_tensors_in(self._buffers.present()))
 
     def read(self, content: Tensor, *, has_changed: bool) -> None:
         """Copy the buffers of rank 0 into those of this process, after a window's last backward.
@@ -141,9 +138,9 @@ class ReplicaBuffers:
         if has_changed:
             self._learn_shapes()
         if has_changed or not self._travels:
-            replicas.copy_from_first(self._tensors())
+            replicas.copy_from_first(_tensors_in(self._buffers.present()))
         elif replicas.rank:
-            split_bytes(content, self._tensors())
+            split_bytes(content, _tensors_in(self._buffers.present()))
 
     @property
     def _travels(self) -> bool:
@@ -162,15 +159,22 @@ class ReplicaBuffers:
                 )
         self._buffers.put(values)
 
-    def _tensors(self) -> list[Tensor]:
-        return [value for value in self._buffers.present() if value is not None]
+
+def _target_for(value: Tensor | None, present: Tensor | None) -> Tensor | None:
+    if value is None or _shape_of(value) == _shape_of(present):
+        return value if value is None else present
+    return torch.empty_like(value)
 
 
 def _copy(sources: Values, targets: Values) -> None:
-    pairs = [pair for pair in zip(targets, sources, strict=True) if pair[1] is not None]
-    if pairs:
+    tensors = _tensors_in(targets)
+    if tensors:
         with torch.no_grad():
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            torch._foreach_copy_(tensors, _tensors_in(sources))
+
+
+def _tensors_in(values: Values) -> list[Tensor]:
+    return [value for value in values if value is not None]
 
 
 def _table_of(part: nn.Module) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from helios.state_graph.module_state import is_loaded_by_torch, method_of, state
 from helios.state_graph.network_parts import Network
 from helios.state_graph.object_names import ObjectNames
 from helios.state_graph.registered_hooks import is_known
-from helios.state_graph.save_times import SaveTimes
 from helios.state_graph.saved_layouts import fill
 from helios.state_graph.scanning import mark_of_state
 from helios.state_graph.state_dict_coverage import EXTRA, parts_of
@@ -76,15 +75,12 @@ class Omissions:
             for name in saved["values"]:
                 self._before.get(path, {}).pop(name, None)
 
-    def find(
-        self, found: ObjectNames, states: Mapping[str, dict[str, Any]], times: SaveTimes
-    ) -> dict[str, Any]:
+    def find(self, found: ObjectNames, states: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """Return what training has changed and the states of networks lack.
 
         Args:
             found: what the owner holds now.
             states: what objects returned, by path.
-            times: measures how long it takes.
 
         Returns:
             By path of the network: ``values``, what is missing by its name; ``absent`` and
@@ -92,7 +88,6 @@ class Omissions:
         """
         omitted: dict[str, Any] = {}
         for path, module in _odd_networks(found).items():
-            begin = times.clock()
             lacking, names = _lacking(module, states[path])
             before = self._before.get(path, {})
             values = {
@@ -103,7 +98,6 @@ class Omissions:
             }
             if values or any(names.values()):
                 omitted[path] = {"values": values, **names}
-            times.add(path, times.clock() - begin)
         return omitted
 
     def _mark(self, value: Any) -> bytes:

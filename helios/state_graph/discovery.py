@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.utils import collector_at_rest, parameters_of
 from helios.errors import ArgumentTypeError, UsageError
-from helios.protocols import Clock
 from helios.state_graph import unsupported_values
 from helios.state_graph.attribute_rules import PLAIN, OversizedMembers, large_members
 from helios.state_graph.baseline import Baseline, mark_of_object, take_baseline
@@ -40,7 +38,6 @@ from helios.state_graph.optimizers import (
     optimizers_of,
 )
 from helios.state_graph.restoring import Restoring, read_state
-from helios.state_graph.save_times import SaveTimes
 from helios.state_graph.saved_layouts import changed_layouts, put_back
 from helios.state_graph.scanning import mark_of_state
 from helios.state_graph.state_dict_coverage import Coverages
@@ -61,23 +58,17 @@ _TRAINED = Identities()
 
 
 @final
+@dataclass
 class Allowance:
     """What the values of an owner may cost, and which types they may have.
-
-    Args:
-        clock: returns the time in seconds, to find what makes saves slow.
 
     Attributes:
         limit: maximum bytes of plain values in a state.
         safe_types: types that loading may build besides those of the values that setup made.
-        times: how long saves inspect each attribute.
     """
 
-    def __init__(self, *, clock: Clock = time.monotonic) -> None:
-        self.clock = clock
-        self.limit = LIMIT
-        self.safe_types: tuple[Any, ...] = ()
-        self.times = SaveTimes(clock)
+    limit: int = LIMIT
+    safe_types: tuple[Any, ...] = ()
 
 
 @final
@@ -198,9 +189,12 @@ class Discovery:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is only valid in this process: the baseline compares by identity."""
-        identities, values = Identities(), Allowance()
-        values.limit, values.safe_types = self.values.limit, self.values.safe_types
-        renewed = {"values": values, "_omissions": Omissions(identities), "_nodes": {}}
+        identities = Identities()
+        renewed = {
+            "values": copy.copy(self.values),
+            "_omissions": Omissions(identities),
+            "_nodes": {},
+        }
         renewed["_shared"] = SharedValues(identities)
         return vars(self) | renewed | {"_identities": identities, "_baseline": None}
 
@@ -227,7 +221,6 @@ class Discovery:
         self._shared.remember(graph)
         self._nodes = graph.nodes()
         baseline = take_baseline(self._owner, graph, self._identities, states_too=states_too)
-        self.values.times = SaveTimes(self.values.clock)
         self._baseline = baseline
 
     def begin_training(self) -> None:
@@ -301,12 +294,12 @@ class Discovery:
         moved, misfits = changes_of_optimizers(baseline.optimizer_groups, found, graph.parameters)
         objects = {path: read_state(path, part) for path, part in found.objects.items()}
         inner = {path: read_state(path, part) for path, part in found.inner.items()}
-        omitted = self._omissions.find(found, objects | inner, values.times)
+        omitted = self._omissions.find(found, objects | inner)
         tables, odd = optimizer_tables(found, objects | inner)
         covered = Coverages(found, objects | inner, own, self._mark)
         changes = self._compare(graph, covered)
         layouts = changed_layouts(
-            graph, changes, baseline.forms, baseline.memory, limit=values.limit, times=values.times
+            graph, changes, baseline.forms, baseline.memory, limit=values.limit
         )
         leave_to_extra_states(changes, found, baseline.extra, self._identities)
         misfits |= changes.misfits | structure_since(baseline.shapes, found)
@@ -419,8 +412,6 @@ class Discovery:
             None if self._baseline is None else self._baseline.tops,
             Outside() if is_alone else self._outside(),
             PLAIN if self._is_data else (),
-            self.values.clock,
-            self.values.times.add,
         )
 
     def _look(self, unsaved: frozenset[str] | None = None) -> Graph:
@@ -466,19 +457,7 @@ class Discovery:
             _LOGGER.warning(
                 "The state of the %s is incomplete. %s", self._name, new.text(self._name)
             )
-        self._name_slow()
         return losses
-
-    def _name_slow(self) -> None:
-        for place, seconds in self.values.times.end().items():
-            _LOGGER.warning(
-                "Each save takes %.2g s to inspect %s of the %s. If a resumed run does not need "
-                'it, declare that: unsaved = ("%s",).',
-                seconds,
-                place,
-                self._name,
-                place,
-            )
 
 
 def _attributes_in(nodes: Mapping[str, Any]) -> Iterable[str]:

@@ -151,9 +151,9 @@ class Graph(Scanner):
         self.view_names: dict[int, str] = {}
         self._holders = rules.holders()
         self._way: list[Any] = []
-        self._base = self._place = self._unit = ""
+        self._base = self._place = ""
         self._cell = Cell("", None, "")
-        self._waiting: deque[tuple[Callable[[], object], str, str]] = deque()
+        self._waiting: deque[tuple[Callable[[], object], str]] = deque()
         self._num_deep = 0
         self._entered: set[int] = set()
         # Temporary objects must live as long as their ids are remembered.
@@ -246,19 +246,16 @@ class Graph(Scanner):
     def _work(self) -> None:
         """Scan what was met, one node after another: nothing is read recursively."""
         while self._waiting:
-            scan, self._place, self._unit = self._waiting.popleft()
-            begin = self.rules.clock()
+            scan, self._place = self._waiting.popleft()
             scan()
-            if self._unit:
-                self.rules.add_time(self._unit, self.rules.clock() - begin)
-            self._place = self._unit = ""
+            self._place = ""
 
     def _later(self, scan: Callable[[], object]) -> None:
-        self._waiting.append((scan, self._place, self._unit))
+        self._waiting.append((scan, self._place))
 
     def _scan_table(self, name: str, part: Any, members: Iterable[tuple[Any, Any]]) -> Table:
         table = self.tables[name] = Table(name, part)
-        place, unit, unsaved = self._place, self._unit, self.rules.unsaved
+        place, unsaved = self._place, self.rules.unsaved
         for key, value in members:
             kind = type(value)
             if kind in ATOMS and (kind not in (str, bytes) or len(value) < _LONG_TEXT):
@@ -268,12 +265,9 @@ class Graph(Scanner):
             path = path_of(name, key)
             if path in unsaved or self._is_left_to_helios(value):
                 continue
-            begin = self.rules.clock()
-            self._place, self._unit = place or path, unit or path
+            self._place = place or path
             table.slots[key] = self._scan_slot(path, value)
-            if not unit:
-                self.rules.add_time(path, self.rules.clock() - begin)
-            self._place, self._unit = place, unit
+            self._place = place
         return table
 
     def _is_left_to_helios(self, value: Any) -> bool:
@@ -308,26 +302,21 @@ class Graph(Scanner):
         if isinstance(part, nn.Module):
             self._enter_network(path, part)
         elif not self.rules.is_declared(path):
-            self._unit = path
             self._scan_with_hooks(path, part, self.found.members.get(id(part), ()))
-            self._unit = ""
 
     def _enter_network(self, path: str, network: nn.Module) -> None:
         names = self.found.names
         for place, part in self.found.networks.of(network).modules:
             number, held = id(part), vars(part)
-            self._unit = f"{path}.{place}" if place else path
-            if (place and number in self._entered) or self.rules.is_declared(self._unit):
+            own = f"{path}.{place}" if place else path
+            if (place and number in self._entered) or self.rules.is_declared(own):
                 continue
             self._entered.add(number)
-            name = names.get(number, self._unit)
-            begin = self.rules.clock()
+            name = names.get(number, own)
             table = self._scan_with_hooks(name, part, self.found.members.get(number, ()))
-            self.rules.add_time(self._unit, self.rules.clock() - begin)
             self._add_parts(table, held)
             self._enter_tensors(held.get("_parameters"))
             self._enter_tensors(held.get("_buffers"))
-        self._unit = ""
 
     def _add_parts(self, table: Table, held: Mapping[str, Any]) -> None:
         """Add the names of the parts of a module."""
@@ -517,7 +506,7 @@ class Graph(Scanner):
         self.soft |= self.found.tables
         for path, held in self.found.inner.items():
             if id(held) not in self._entered:
-                self._waiting.append((functools.partial(self._enter, path, held), "", ""))
+                self._waiting.append((functools.partial(self._enter, path, held), ""))
         return name
 
     def _token_of(self, part: Any) -> tuple[Any, ...]:

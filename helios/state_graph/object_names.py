@@ -101,8 +101,6 @@ class Rules:
         outside: what other owners save.
         data_types: the only types that count as attributes of the owner, besides generators;
             empty for all.
-        clock: returns the time in seconds.
-        add_time: receives the seconds that the walk spends on an attribute or a module.
     """
 
     exclude: frozenset[str] = frozenset()
@@ -111,8 +109,6 @@ class Rules:
     tops: frozenset[str] | None = None
     outside: Outside = field(default_factory=Outside)
     data_types: tuple[type, ...] = ()
-    clock: Callable[[], float] = lambda: 0.0
-    add_time: Callable[[str, float], object] = lambda unit, seconds: None
 
     def is_declared(self, path: str) -> bool:
         """Return whether a path, or one above it, is declared as unsaved."""

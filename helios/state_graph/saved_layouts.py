@@ -31,7 +31,6 @@ from helios.state_graph.layouts import (
 from helios.state_graph.module_state import storages_of
 from helios.state_graph.network_parts import NamedTensor, Network
 from helios.state_graph.object_names import ObjectNames
-from helios.state_graph.save_times import SaveTimes
 
 _SHOWN = 3
 
@@ -43,7 +42,6 @@ def changed_layouts(
     marks: Mapping[str, Any],
     *,
     limit: int,
-    times: SaveTimes,
 ) -> dict[str, Any]:
     """Return forms that differ from those of setup, and memory that several tensors share.
 
@@ -54,7 +52,6 @@ def changed_layouts(
         forms: those of setup.
         marks: what :func:`memory_marks` returned after setup.
         limit: maximum bytes of plain values.
-        times: measures reading memory.
 
     Returns:
         ``forms``, the names of tensors that have others; ``homes``, by the name of the tensor
@@ -72,12 +69,8 @@ def changed_layouts(
     room = changes.room
     for anchor, members in layouts.homes(lambda: graph.storages, changes.reached.keys()).items():
         places = changes.reached.get(storage_of(members[anchor]), [])
-        begin = times.clock()
         mark = marks.get(anchor)
         is_changed = mark is None or mark != memory_mark(members, mark)
-        seconds = times.clock() - begin
-        for place in places:
-            times.add(place, seconds / len(places))
         memory = tail = None
         if is_changed:
             size = sum(piece.numel() for piece in around(members)) if places else 0

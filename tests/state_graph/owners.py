@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helios.state_graph.discovery import Allowance, Discovery
+from helios.state_graph.discovery import Discovery
 from helios.storage import codec
 from helios.storage.type_converters import HeldTensor, Reference
 
@@ -58,12 +58,8 @@ def network() -> nn.Module:
 
 
 def started(owner: object, **options: Any) -> Discovery:
-    """Return a discovery that regards what the owner has as made by setup.
-
-    Its clock stands still: on a loaded machine, what takes its time would be named as too slow.
-    """
+    """Return a discovery that regards what the owner has as made by setup."""
     discovery = Discovery(owner, **options)
-    discovery.values = Allowance(clock=lambda: 0.0)
     discovery.take_baseline()
     return discovery
 
