@@ -109,7 +109,7 @@ _WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "tor
 _HOUSE = (
     *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
     *("helios.engines", "helios.replicas", "helios.launch", "helios.plugins", "helios.checkpoint"),
-    *("helios.data", "helios.state", "helios.state_graph", "helios.terminal.root_logger"),
+    *("helios.data", "helios.state", "helios.terminal.root_logger"),
     *("helios.terminal.progress", "helios.storage.tensorboard_writer", "helios.sharding"),
 )
 
