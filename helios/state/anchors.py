@@ -397,7 +397,7 @@ class Held:
 
 
 def each_named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what optimizers may keep for a parameter, and all members of containers in it, by name."""
+    """Yield what an optimizer keeps for a parameter, and the members of containers, by name."""
     if type(value) in _HELD:
         yield name, value
         if not isinstance(value, Tensor):

@@ -306,7 +306,7 @@ class Discovery:
         for name, table in now.walk.codes.items():
             for key, code in table.items():
                 if code == HOLE:
-                    base.digests.setdefault(name, {})[key] = digest_of(code)[0]
+                    base.digests.setdefault(name, {})[key] = digest_of(HOLE)[0]
 
     def note_named(self, places: Iterable[str]) -> None:
         """Treat paths as already reported to the user in this start."""
@@ -347,7 +347,7 @@ class Discovery:
         """
         if self.baseline is None:
             unchanged = copy.copy(self)
-            unchanged._named = Named(self._name)
+            vars(unchanged)["_named"] = Named(self._name)
             unchanged.take_baseline()
             state = unchanged.capture()
             return state if state["objects"] or state["parameters"] else {}
@@ -411,7 +411,7 @@ class Discovery:
         changed: list[tuple[int, str, Any]] = []
         for name, table in now.digests().items():
             known = base.digests.get(name, {})
-            # The state of an optimizer does not count as plain values, in whatever form it is saved.
+            # The state of an optimizer does not count as plain values, however it is saved.
             is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()
             changed += [
                 (0 if key in is_free else size, name, key)
@@ -419,7 +419,8 @@ class Discovery:
                 if known.get(key) != digest
             ]
             # What no longer counts is still there, such as a member of a data set that has grown.
-            gone = known.keys() - table.keys() - (set() if name else {*attributes_of(self._owner)})
+            present = set() if name else {*attributes_of(self._owner)}
+            gone = known.keys() - table.keys() - present
             changed += [(0, name, key) for key in gone]
         covered = {
             (name, key)
@@ -436,7 +437,8 @@ class Discovery:
         total, chosen = 0, set()
         for size, name, key in sorted(changed, key=lambda entry: entry[0]):
             code = codes[name].get(key, GONE) if name in codes else GONE
-            unknown = [t for t in odd and types_in(code) if in_every_process(t) not in types]
+            named = types_in(code) if odd else ()
+            unknown = [each for each in named if in_every_process(each) not in types]
             total += size
             if unknown:
                 lost[path_of(name, key)] = reasons.UNKNOWN.format(unknown[0])
@@ -447,16 +449,16 @@ class Discovery:
         values: dict[str, dict[Any, Any]] = {}
         for name in codes:
             keys = [*codes[name], *sorted(base.digests.get(name, {}).keys() - codes[name].keys())]
-            table = {key: codes[name].get(key, GONE) for key in keys if (name, key) in chosen}
-            if table := {key: code for key, code in table.items() if code != HOLE}:
-                values[name] = table
+            kept = {key: codes[name].get(key, GONE) for key in keys if (name, key) in chosen}
+            if saved := {key: code for key, code in kept.items() if code != HOLE}:
+                values[name] = saved
         return values, dict(sorted(lost.items()))
 
     def _safe_types(self) -> list[type]:
         return [kind for kind in self.safe_types if isinstance(kind, type)]
 
     def _misfits(self, now: Snapshot) -> dict[str, str]:
-        """Return what no resume can rebuild, since setup makes something else, with what differs."""
+        """Return what no resume can rebuild, by path, with what differs from setup."""
         base, anchors = self._require_baseline(), now.anchors
         misfits = misfits_of(anchors, base.members, base.drivers)
         before, kinds = base.kinds, now.kinds()

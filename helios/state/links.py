@@ -38,9 +38,10 @@ def severed(links: Codes, codes: Codes, saved: Codes) -> dict[str, dict[Any, Any
     for name, table in links.items():
         now = codes.get(name, {})
         for key, code in table.items():
-            if key in now and key not in saved.get(name, {}):
-                if not {*_references(code)} <= {*_references(now[key])}:
-                    found.setdefault(name, {})[key] = code
+            if key not in now or key in saved.get(name, {}):
+                continue
+            if not {*_references(code)} <= {*_references(now[key])}:
+                found.setdefault(name, {})[key] = code
     return found
 
 

@@ -51,7 +51,7 @@ class Network:
             # Modules that torch.nn did not build, such as compiled scripts, may have no table.
             buffers = held.get("_buffers")
             hidden = held.get("_non_persistent_buffers_set", ())
-            own = [*part._parameters.items()]
+            own = [*_parameters_of(part).items()]
             if isinstance(buffers, dict):
                 own += [(key, each) for key, each in buffers.items() if key not in hidden]
             found += [
@@ -66,10 +66,17 @@ class Network:
         """All parameters, each once."""
         first: dict[int, tuple[str, Tensor]] = {}
         for place, part in self.modules:
-            for key, tensor in part._parameters.items():
+            for key, tensor in _parameters_of(part).items():
                 if tensor is not None:
                     first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
         return list(first.values())
+
+
+def _parameters_of(part: nn.Module) -> dict[str, Any]:
+    """Return the table of a module's own parameters."""
+    held = vars(part).get("_parameters")
+    # Compiled scripts have none.
+    return held if isinstance(held, dict) else dict(part.named_parameters(recurse=False))
 
 
 # ---- attributes beside the state_dict
@@ -153,17 +160,13 @@ def _own_keys(kind: type, keys: tuple[str, ...], parameters: tuple[str, ...]) ->
 
 
 _HOOKS = tuple(key for key in vars(_SAMPLE) if "_hooks" in key)
+_HOOKS_OF_TENSORS = tuple(name for name in dir(Tensor) if name.endswith("_hooks"))
 
 
 def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
     """Return the hooks of user code on a module, an optimizer or a tensor, by table."""
     if isinstance(part, Tensor):
-        if not (part._backward_hooks or part._post_accumulate_grad_hooks):
-            return {}
-        found = {
-            "_backward_hooks": part._backward_hooks,
-            "_post_accumulate_grad_hooks": part._post_accumulate_grad_hooks,
-        }
+        found = {name: held for name in _HOOKS_OF_TENSORS if (held := getattr(part, name))}
     else:
         table = table_of(part)
         is_optimizer = isinstance(part, Optimizer)
@@ -182,7 +185,7 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
 
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether a tensor has hooks, also of torch and Helios."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return any(getattr(tensor, name) for name in _HOOKS_OF_TENSORS)
 
 
 def is_known(hook: Callable[..., Any]) -> bool:

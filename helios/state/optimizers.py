@@ -101,7 +101,8 @@ def misfits_of(
                 "when they leave a group: del optimizer.state[parameter]."
             )
         members = {name for group in members_of(anchors)[path] for name in group}
-        lost = members & anchors.loose.keys() - anchors.leaves.keys() - (anchors.rules.tops or ())
+        known = {*anchors.leaves, *(anchors.rules.tops or ())}
+        lost = (members & anchors.loose.keys()) - known
         stray = sorted(as_written(name, objects) for name in lost)
         if stray and path in built:
             misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
@@ -156,18 +157,18 @@ def arrange(
             continue
         with collecting(unfit, path):
             plan = _plan(path, part, [saved, state["built"].get(path, saved)], tensors)
-            now = [group["params"] for group in part.param_groups]
-            if path in loaded and list(map(_ids, now)) != list(map(_ids, plan)):
+            groups = [group["params"] for group in part.param_groups]
+            if path in loaded and list(map(_ids, groups)) != list(map(_ids, plan)):
                 _refuse(path, part, saved, tensors)
-            if not is_loaded_next or _keys(now) == _keys(plan):
+            if not is_loaded_next or _keys(groups) == _keys(plan):
                 _check_functions(path, part, plan, anchors)
                 plans[path] = plan
-    now, saved = drivers_of(anchors), state["drivers"]
-    for path in sorted(now.keys() & saved.keys()):
-        if now[path] != saved[path]:
+    now, drivers = drivers_of(anchors), state["drivers"]
+    for path in sorted(now.keys() & drivers.keys()):
+        if now[path] != drivers[path]:
             with collecting(unfit, path):
                 raise StateError(
-                    f"{path} must set the learning rates of {saved[path]}, as when the state was "
+                    f"{path} must set the learning rates of {drivers[path]}, as when the state was "
                     f"saved, but sets those of {now[path]}. Build schedulers in setup() in a fixed "
                     "order: sort what comes from a set."
                 )
@@ -210,12 +211,12 @@ def _regroup(optimizer: Optimizer, plan: list[list[Tensor]]) -> None:
         for group in groups
         for tensor, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
-    ordered = [by_keys.get(tuple(sorted(map(id, tensors)))) for tensors in plan]
-    if None in ordered:
+    found = [by_keys.get(tuple(sorted(map(id, tensors)))) for tensors in plan]
+    ordered = [group for group in found if group is not None]
+    if len(ordered) < len(plan):
         ordered = [*groups[: len(plan)]]
         ordered += [{**groups[-1], "params": []} for _ in range(len(plan) - len(ordered))]
     for group, tensors in zip(ordered, plan, strict=True):
-        assert group is not None
         group["params"][:] = tensors
         if names:
             group["param_names"] = [names.get(id(tensor), "") for tensor in tensors]

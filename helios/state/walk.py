@@ -1,4 +1,4 @@
-"""Writes down what an owner holds beside the objects with a state: one walk, a code of each value."""
+"""Writes down what an owner holds beside objects with a state: one walk, a code of each value."""
 
 from __future__ import annotations
 
