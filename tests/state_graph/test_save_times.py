@@ -17,7 +17,7 @@ from helios.state_graph.discovery import Allowance, Discovery
 from helios.storage import codec
 from tests.distributed.train_script import Module, parse
 from tests.state_graph.owners import Owner, saved_attributes
-from tests.storage.test_weights_only import is_same
+from tests.storage.test_codes import is_same
 from tests.support.clock import Hands
 from tests.support.models import Fitting
 from tests.support.ranks import run_ranks
