@@ -47,18 +47,13 @@ class Network:
         """All parameters and persistent buffers, those of each submodule once."""
         found: list[NamedTensor] = []
         for place, part in self.modules:
-            prefix, held = f"{place}." if place else "", vars(part)
+            prefix, own = f"{place}." if place else "", [*_parameters_of(part)]
             # Modules that torch.nn did not build, such as compiled scripts, may have no table.
-            buffers = held.get("_buffers")
-            hidden = held.get("_non_persistent_buffers_set", ())
-            own = [*part._parameters.items()]
-            if isinstance(buffers, dict):
-                own += [(key, each) for key, each in buffers.items() if key not in hidden]
-            found += [
-                NamedTensor(f"{prefix}{key}", part, key, tensor)
-                for key, tensor in own
-                if isinstance(tensor, Tensor)
-            ]
+            if isinstance(vars(part).get("_buffers"), dict):
+                hidden = vars(part)["_non_persistent_buffers_set"]
+                buffers = part.named_buffers(recurse=False, remove_duplicate=False)
+                own += [(key, tensor) for key, tensor in buffers if key not in hidden]
+            found += [NamedTensor(f"{prefix}{key}", part, key, tensor) for key, tensor in own]
         return found
 
     @cached_property
@@ -66,10 +61,13 @@ class Network:
         """All parameters, each once."""
         first: dict[int, tuple[str, Tensor]] = {}
         for place, part in self.modules:
-            for key, tensor in part._parameters.items():
-                if tensor is not None:
-                    first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
+            for key, tensor in _parameters_of(part):
+                first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
         return list(first.values())
+
+
+def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_parameters(recurse=False, remove_duplicate=False)
 
 
 # ---- attributes beside the state_dict
