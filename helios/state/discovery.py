@@ -411,7 +411,7 @@ class Discovery:
         changed: list[tuple[int, str, Any]] = []
         for name, table in now.digests().items():
             known = base.digests.get(name, {})
-            # The state of an optimizer does not count as plain values, in whatever form it is saved.
+            # The state of an optimizer is no plain value, in whatever form it is saved.
             is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()
             changed += [
                 (0 if key in is_free else size, name, key)

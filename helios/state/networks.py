@@ -140,26 +140,15 @@ def left_out(part: object) -> list[tuple[str, Any]]:
 
 
 _HOOKS = tuple(key for key in vars(_SAMPLE) if "_hooks" in key)
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
     """Return the hooks of user code on a module, an optimizer or a tensor, by table."""
-    if isinstance(part, Tensor):
-        if not (part._backward_hooks or part._post_accumulate_grad_hooks):
-            return {}
-        found = {
-            "_backward_hooks": part._backward_hooks,
-            "_post_accumulate_grad_hooks": part._post_accumulate_grad_hooks,
-        }
-    else:
-        table = table_of(part)
-        is_optimizer = isinstance(part, Optimizer)
-        names = _HOOKS if isinstance(part, nn.Module) else ()
-        names = hook_tables_of_optimizers() if is_optimizer else names
-        found = {name: table[name] for name in names if table.get(name)}
     own = {
+        # Some tables only say how a hook of another one is called.
         name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
-        for name, hooks in found.items()
+        for name, hooks in _hook_tables_of(part)
         if hooks
     }
     return {name: hooks for name, hooks in own.items() if hooks}
@@ -167,7 +156,15 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
 
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether a tensor has hooks, also of torch and Helios."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return any(hooks for _, hooks in _hook_tables_of(tensor))
+
+
+def _hook_tables_of(part: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(part, Tensor):
+        yield from ((name, getattr(part, name)) for name in _HOOKS_OF_TENSORS)
+    elif isinstance(part, nn.Module | Optimizer):
+        names = _HOOKS if isinstance(part, nn.Module) else hook_tables_of_optimizers()
+        yield from ((name, table_of(part).get(name)) for name in names)
 
 
 def is_known(hook: Callable[..., Any]) -> bool:

@@ -101,7 +101,8 @@ def misfits_of(
                 "when they leave a group: del optimizer.state[parameter]."
             )
         members = {name for group in members_of(anchors)[path] for name in group}
-        lost = members & anchors.loose.keys() - anchors.leaves.keys() - (anchors.rules.tops or ())
+        of_setup = anchors.rules.tops or set()
+        lost = members & anchors.loose.keys() - anchors.leaves.keys() - of_setup
         stray = sorted(as_written(name, objects) for name in lost)
         if stray and path in built:
             misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
@@ -162,14 +163,14 @@ def arrange(
             if not is_loaded_next or _keys(now) == _keys(plan):
                 _check_functions(path, part, plan, anchors)
                 plans[path] = plan
-    now, saved = drivers_of(anchors), state["drivers"]
-    for path in sorted(now.keys() & saved.keys()):
-        if now[path] != saved[path]:
+    drivers, driven = drivers_of(anchors), state["drivers"]
+    for path in sorted(drivers.keys() & driven.keys()):
+        if drivers[path] != driven[path]:
             with collecting(unfit, path):
                 raise StateError(
-                    f"{path} must set the learning rates of {saved[path]}, as when the state was "
-                    f"saved, but sets those of {now[path]}. Build schedulers in setup() in a fixed "
-                    "order: sort what comes from a set."
+                    f"{path} must set the learning rates of {driven[path]}, as when the state was "
+                    f"saved, but sets those of {drivers[path]}. Build schedulers in setup() in a "
+                    "fixed order: sort what comes from a set."
                 )
     for path, plan in plans.items():
         _regroup(optimizers[path], plan)
@@ -210,12 +211,13 @@ def _regroup(optimizer: Optimizer, plan: list[list[Tensor]]) -> None:
         for group in groups
         for tensor, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
-    ordered = [by_keys.get(tuple(sorted(map(id, tensors)))) for tensors in plan]
-    if None in ordered:
+    keys = [tuple(sorted(map(id, tensors))) for tensors in plan]
+    if by_keys.keys() >= {*keys}:
+        ordered = [by_keys[each] for each in keys]
+    else:
         ordered = [*groups[: len(plan)]]
         ordered += [{**groups[-1], "params": []} for _ in range(len(plan) - len(ordered))]
     for group, tensors in zip(ordered, plan, strict=True):
-        assert group is not None
         group["params"][:] = tensors
         if names:
             group["param_names"] = [names.get(id(tensor), "") for tensor in tensors]

@@ -103,8 +103,9 @@ class Restoring:
         moved = {id(tensor) for part in optimizers for tensor in parameters_of(part)}
         for table, key, tensor in prepared.registered:
             now = table.get(key)
-            is_other = now is not None and now is not tensor
-            if is_other and id(now) not in moved and id(tensor) in moved:
+            if now is None or now is tensor:
+                continue
+            if id(now) not in moved and id(tensor) in moved:
                 tensor.data = now.data
                 table[key] = tensor
 
