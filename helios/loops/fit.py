@@ -14,6 +14,7 @@ from helios.data.keyed import data_sets_of
 from helios.errors import RunMismatchError, UsageError
 from helios.loops.boundary import EPOCH, STEP, Boundary
 from helios.loops.epoch import EpochLoop
+from helios.loops.idle_watch import watch_idle_steps
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.session import Session
 from helios.state.steps import find_lazy
@@ -56,7 +57,7 @@ class FitLoop(Loop):
         session.start_epoch = cursor.epoch
         session.start_step = session.state.global_step
         if not session.is_resumed:
-            session.watch_idle_steps()
+            session.idle_watch = watch_idle_steps(session)
         self._check_sanity()
         session.hooks.emit("on_training_start")
         session.model.train()

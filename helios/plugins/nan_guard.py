@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from helios.backup import Backup
 from helios.core.sharded_tensors import local_of
 from helios.core.utils import parameters_of
 from helios.core.wrappers import name_parameters
@@ -24,6 +23,7 @@ from helios.counters import Cursor, TrainingState
 from helios.errors import ArgumentError, UsageError
 from helios.hooks.context import Context
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+from helios.replicas.module_buffers import Buffers
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class NaNGuard(Plugin):
     """
 
     _internals: ClassVar[str] = (
-        "_action _before _checks _found _has_skipped _limit _networks _num_in_a_row _window "
-        "num_skipped"
+        "_action _before _buffers _checks _found _has_skipped _knows_buffers _limit "
+        "_num_in_a_row _window num_skipped"
     )
 
     def __init__(
@@ -100,8 +100,7 @@ class NaNGuard(Plugin):
         self._action = action
         self._checks = checks
         self._limit = limit
-        self._before: Backup | None = None
-        self._networks: list[nn.Module] | None = None
+        self.teardown()
         self.setup()
 
     def setup(self) -> None:
@@ -112,15 +111,16 @@ class NaNGuard(Plugin):
         self._has_skipped = False
 
     def on_training_epoch_start(self, current_epoch: int) -> None:
-        """Find the networks again: a hook may have changed them."""
-        self._networks = None
+        """Find the buffers again in the next window: a hook may have changed the networks."""
+        self._knows_buffers = False
 
     def on_training_step_start(self, state: TrainingState) -> None:
         """Keep the buffers as they are before the window."""
         if self._action != "raise":
-            if self._networks is None:
-                self._networks = [*self.context.model.discovery.modules().values()]
-            self._before = Backup(buffer for each in self._networks for buffer in _buffers_of(each))
+            if not self._knows_buffers:
+                self._buffers = Buffers(self.context.model.discovery.modules().values())
+                self._knows_buffers = True
+            self._before = self._buffers.copies()
 
     def on_backward_start(self, loss: Tensor) -> None:
         """Record a loss and the position of its batch."""
@@ -184,8 +184,7 @@ class NaNGuard(Plugin):
             context.request_stop(f"NaNGuard: {text}")
         self._has_skipped = True
         self.num_skipped += 1
-        if self._before is not None:
-            self._before.restore()
+        self._buffers.put(self._before)
         _LOGGER.warning("%s The update is skipped, as number %d.", text, self.num_skipped)
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
@@ -205,7 +204,7 @@ class NaNGuard(Plugin):
 
     def teardown(self) -> None:
         """Release the buffers."""
-        self._before = self._networks = None
+        self._buffers, self._before, self._knows_buffers = Buffers(), [], False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts; no window is open when a checkpoint is taken."""
@@ -215,13 +214,6 @@ class NaNGuard(Plugin):
         """Restore what :meth:`state_dict` returned."""
         self.num_skipped = state_dict["num_skipped"]
         self._num_in_a_row = state_dict["num_in_a_row"]
-
-
-def _buffers_of(network: nn.Module) -> Iterator[object]:
-    for part in network.modules():
-        # Also what has no value yet. Of a scripted module, only values can be restored.
-        yield vars(part)["_buffers"]
-        yield from part.buffers(recurse=False)
 
 
 def _sum_of(numbers: list[Tensor]) -> float:

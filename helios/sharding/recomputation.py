@@ -119,12 +119,12 @@ class _Start:
         left = self._left.union(map(id, tables))
 
         def leave(value: Any) -> bool:
+            if id(value) in left:
+                return True
             if isinstance(value, Tensor):
-                is_weight = isinstance(value, nn.Parameter) or is_sharded(value)
-                return is_weight or value.requires_grad or id(value) in left
-            if is_generator(value) or isinstance(value, rng.DefaultNumpyRNG):
-                return False
-            return id(value) in left or comes_from(type(value), _NOT_OF_USERS)
+                return isinstance(value, nn.Parameter) or value.requires_grad or is_sharded(value)
+            is_own = comes_from(type(value), _NOT_OF_USERS)
+            return is_own and not (is_generator(value) or isinstance(value, rng.DefaultNumpyRNG))
 
         return Backup((*self._owners, *others), leave=leave)
 

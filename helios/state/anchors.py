@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
@@ -111,7 +112,6 @@ class Anchors:
         inner: those that only other objects hold, which a walk adds.
         names: the names of all anchors, by id.
         parts: the anchors by name; further names of them come in ``shared``.
-        held: groups of optimizers, and tables and tensors of their state, by name.
         loose: parameters in no network, and tensors that only an optimizer holds, by path.
         leaves: leaf tensors in attributes, by path.
     """
@@ -123,7 +123,6 @@ class Anchors:
         self.names: dict[int, str] = {id(owner): ""}
         self.parts: dict[str, Any] = {"": owner}
         self.shared: dict[str, Any] = {}
-        self.held: dict[str, Any] = {}
         self.loose: dict[str, Tensor] = {}
         self.leaves: dict[str, Tensor] = {}
         self._networks: dict[int, Network] = {}
@@ -143,8 +142,6 @@ class Anchors:
             elif id(unwrap(part)) not in self.names:
                 self.add(path, part)
         self._name_loose()
-        for path, optimizer in self.of_kind(Optimizer).items():
-            self._name_held(path, optimizer)
         for path, part in [*self.objects.items()]:
             self._add_inner(path, part)
 
@@ -168,15 +165,18 @@ class Anchors:
 
     def name_of(self, part: object) -> str | None:
         """Return the name of an anchor of this owner or of another one."""
-        name = self.names.get(id(part))
-        return self.rules.outside.names.get(id(part)) if name is None else name
+        number = id(part)
+        name = self.names.get(number) or self.rules.outside.names.get(number)
+        if name is None and type(part) in _HELD and number in self.held.ids:
+            name = self.held.name_of(part)
+        return name
 
     def find(self, name: str) -> Any:
         """Return the anchor with a name, of this owner or of another one, or ``None``."""
-        for table in (self.parts, self.shared, self.held, self.rules.outside.parts):
+        for table in (self.parts, self.shared, self.rules.outside.parts):
             if table.get(name) is not None:
                 return table[name]
-        return None
+        return self.held.find(name)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that an optimizer may update, by each of their names."""
@@ -215,7 +215,7 @@ class Anchors:
                 self.name_parts(name, part)
             if is_inner and isinstance(part, Optimizer):
                 self.name_updated(name, part)
-                self._name_held(name, part)
+                self.__dict__.pop("held", None)
         self.names[id(part)] = name
         return name
 
@@ -306,22 +306,10 @@ class Anchors:
                 if is_of_setup and self.name_of(each) is None and not is_of_the_house(each):
                     self._add_inner(self.add(key, each, is_inner=True), each)
 
-    def _name_held(self, path: str, optimizer: Optimizer) -> None:
-        """Name the groups of an optimizer by their parameters, and what its state consists of."""
-        for number, group in enumerate(optimizer.param_groups):
-            first = min((self.name_of(part) or "" for part in group["params"]), default=number)
-            self._hold(f"{path}.param_groups.<{first}>", group)
-        if not is_odd_optimizer(optimizer):
-            for key, entry in optimizer.state.items():
-                self._hold(f"{path}.state.{self.name_key(key)}", entry, is_deep=True)
-
-    def _hold(self, name: str, part: Any, *, is_deep: bool = False) -> None:
-        if id(part) not in self.names and isinstance(part, dict | list | Tensor):
-            self.names[id(part)], self.held[name] = name, part
-            if is_deep and not isinstance(part, Tensor):
-                pairs = part.items() if isinstance(part, dict) else enumerate(part)
-                for key, each in pairs:
-                    self._hold(f"{name}.{key}", each, is_deep=True)
+    @cached_property
+    def held(self) -> Held:
+        """What optimizers hold: their groups, and tables and tensors of their state."""
+        return Held(self)
 
     def _add_tables(self, path: str, optimizer: Optimizer) -> None:
         for name in ("param_groups", "state"):
@@ -360,6 +348,62 @@ class Anchors:
                 if self.name_of(part) is None:
                     place = (paths or {}).get(id(part), f"{path}.{number}.{index}")
                     self.loose[self.add_any(place, part)] = part
+
+
+_HELD = frozenset((dict, list, Tensor))
+
+
+@final
+class Held:
+    """The groups of optimizers, and the tables and tensors of their state.
+
+    Args:
+        anchors: the optimizers.
+
+    Attributes:
+        ids: of all of these.
+    """
+
+    def __init__(self, anchors: Anchors) -> None:
+        self._anchors = anchors
+        self._optimizers = anchors.of_kind(Optimizer, with_inner=True)
+        self.ids: set[int] = set()
+        for optimizer in self._optimizers.values():
+            self.ids.update(map(id, optimizer.param_groups))
+            self.ids.update(map(id, optimizer.state.values()))
+            for entry in optimizer.state.values():
+                self.ids.update(map(id, entry.values() if isinstance(entry, dict) else ()))
+
+    def name_of(self, part: object) -> str | None:
+        """Return the name of a part, if it is one."""
+        return next((name for name, each in self._parts.items() if each is part), None)
+
+    def find(self, name: str) -> Any:
+        """Return the part with a name, or ``None``."""
+        return self._parts.get(name)
+
+    @cached_property
+    def _parts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path, optimizer in self._optimizers.items():
+            # A group has the name of its first parameter: training may add others before it.
+            for number, group in enumerate(optimizer.param_groups):
+                names = (self._anchors.name_of(part) or "" for part in group["params"])
+                found[f"{path}.param_groups.<{min(names, default=number)}>"] = group
+            if not is_odd_optimizer(optimizer):
+                for key, entry in optimizer.state.items():
+                    found |= each_named(f"{path}.state.{self._anchors.name_key(key)}", entry)
+        return found
+
+
+def each_named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an optimizer keeps for a parameter, and the members of containers, by name."""
+    if type(value) in _HELD:
+        yield name, value
+        if not isinstance(value, Tensor):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in pairs:
+                yield from each_named(f"{name}.{key}", each)
 
 
 def _with_state(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -51,7 +51,7 @@ def generators_in(part: object) -> list[str]:
 
 @final
 class OversizedMembers:
-    """Records which members of a data set checkpoints have held, to name those that grew too large."""
+    """Records which members of a data set were saved, to name those that have grown too large."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()

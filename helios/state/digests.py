@@ -94,23 +94,26 @@ class Identities:
     """Numbers for objects that are compared by identity. No number is given twice.
 
     An address alone is not enough: a new object may have that of a deleted one.
+
+    Attributes:
+        num_given: how many were given.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
-        self._num_given = 0
+        self.num_given = 0
 
     def number(self, value: object) -> int:
         """Return the number of an object; an iterator gets a new one in each call."""
         if self.knows(value):
             return self._numbers[id(value)][1]
-        self._num_given += 1
+        self.num_given += 1
         is_moving = isinstance(value, Iterator) and not isinstance(
             value, (io.IOBase, *weakref.ProxyTypes)
         )
         if not is_moving:
-            self._numbers[id(value)] = refer_to(value), self._num_given
-        return self._num_given
+            self._numbers[id(value)] = refer_to(value), self.num_given
+        return self.num_given
 
     def knows(self, value: object) -> bool:
         """Return whether an object has a number."""

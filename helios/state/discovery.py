@@ -306,7 +306,7 @@ class Discovery:
         for name, table in now.walk.codes.items():
             for key, code in table.items():
                 if code == HOLE:
-                    base.digests.setdefault(name, {})[key] = digest_of(code)[0]
+                    base.digests.setdefault(name, {})[key] = digest_of(HOLE)[0]
 
     def note_named(self, places: Iterable[str]) -> None:
         """Treat paths as already reported to the user in this start."""
@@ -347,7 +347,7 @@ class Discovery:
         """
         if self.baseline is None:
             unchanged = copy.copy(self)
-            unchanged._named = Named(self._name)
+            vars(unchanged)["_named"] = Named(self._name)
             unchanged.take_baseline()
             state = unchanged.capture()
             return state if state["objects"] or state["parameters"] else {}
@@ -411,7 +411,11 @@ class Discovery:
         changed: list[tuple[int, str, Any]] = []
         for name, table in now.digests().items():
             known = base.digests.get(name, {})
+<<<<<<< HEAD
             # The state of an optimizer is no plain value, in whatever form it is saved.
+=======
+            # The state of an optimizer does not count as plain values, however it is saved.
+>>>>>>> state
             is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()
             changed += [
                 (0 if key in is_free else size, name, key)
@@ -419,15 +423,17 @@ class Discovery:
                 if known.get(key) != digest
             ]
             # What no longer counts is still there, such as a member of a data set that has grown.
-            gone = known.keys() - table.keys() - (set() if name else {*attributes_of(self._owner)})
+            present = set() if name else {*attributes_of(self._owner)}
+            gone = known.keys() - table.keys() - present
             changed += [(0, name, key) for key in gone]
         covered = {
             (name, key)
             for _, name, key in changed
             if name in covers
             and covers[name].has(key, now.value_of(name, key))
-            # A copy cannot tell what it has in common with others.
+            # A copy cannot tell what it has, or had after setup, in common with others.
             and not names_in(codes.get(name, {}).get(key))
+            and key not in base.links.get(name, ())
         }
         if covered:
             left = (entry[1:] for entry in changed if entry[1:] not in covered)
@@ -441,7 +447,8 @@ class Discovery:
         total, chosen = 0, set()
         for size, name, key in sorted(changed, key=lambda entry: entry[0]):
             code = codes[name].get(key, GONE) if name in codes else GONE
-            unknown = [t for t in odd and types_in(code) if in_every_process(t) not in types]
+            named = types_in(code) if odd else ()
+            unknown = [each for each in named if in_every_process(each) not in types]
             total += size
             if unknown:
                 lost[path_of(name, key)] = reasons.UNKNOWN.format(unknown[0])
@@ -452,28 +459,27 @@ class Discovery:
         values: dict[str, dict[Any, Any]] = {}
         for name in codes:
             keys = [*codes[name], *sorted(base.digests.get(name, {}).keys() - codes[name].keys())]
-            table = {key: codes[name].get(key, GONE) for key in keys if (name, key) in chosen}
-            if table := {key: code for key, code in table.items() if code != HOLE}:
-                values[name] = table
+            kept = {key: codes[name].get(key, GONE) for key in keys if (name, key) in chosen}
+            if saved := {key: code for key, code in kept.items() if code != HOLE}:
+                values[name] = saved
         return values, dict(sorted(lost.items()))
 
     def _safe_types(self) -> list[type]:
         return [kind for kind in self.safe_types if isinstance(kind, type)]
 
     def _misfits(self, now: Snapshot) -> dict[str, str]:
-        """Return what no resume can rebuild, since setup makes something else, with what differs."""
+        """Return what no resume can rebuild, by path, with what differs from setup."""
         base, anchors = self._require_baseline(), now.anchors
         misfits = misfits_of(anchors, base.members, base.drivers)
-        before, kinds, known = base.kinds, now.kinds(), anchors.rules.known
-        for name in sorted({**before, **kinds}):
+        before, kinds = base.kinds, now.kinds()
+        changed = {**before, **kinds} if before != kinds else ()
+        for name in sorted(changed):
             was, found = before.get(name, "nothing"), kinds.get(name, "nothing")
             if was and found and was != found and not any(map(misfits.__contains__, _above(name))):
                 misfits.setdefault(name, f"{was} after setup, {found} now")
-        for name, module in now.modules():
-            parts = {name: module, **{path_of(name, k): p for k, p in _parameters_of(module)}}
-            for path, part in parts.items():
-                if id(part) not in known and before.get(path, "nothing") == kinds.get(path):
-                    misfits.setdefault(path, f"another {kinds[path]} than that of setup")
+        for path in _strangers(now):
+            if before.get(path, "nothing") == kinds.get(path):
+                misfits.setdefault(path, f"another {kinds[path]} than that of setup")
         shown = " ".join(misfits.values())
         for path in base.tops ^ frozenset((*anchors.objects, *anchors.loose)):
             written = as_written(path, anchors.objects)
@@ -566,8 +572,15 @@ def _above(name: str) -> Iterator[str]:
     return (name[:end] for end, mark in enumerate(name) if mark == ".")
 
 
-def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((key, part) for key, part in vars(module)["_parameters"].items() if part is not None)
+def _strangers(now: Snapshot) -> Iterator[str]:
+    """Yield the paths of modules and parameters that setup has not made."""
+    known = now.anchors.rules.known
+    for name, module in now.modules():
+        if id(module) not in known:
+            yield name
+        for key, part in vars(module)["_parameters"].items():
+            if part is not None and id(part) not in known:
+                yield path_of(name, key)
 
 
 def _state_of(path: str, part: Any) -> dict[str, Any]:

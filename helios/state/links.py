@@ -42,8 +42,14 @@ def severed(links: Codes, codes: Codes, saved: Codes) -> dict[str, dict[Any, Any
     for name, table in links.items():
         now = codes.get(name, {})
         for key, code in table.items():
+<<<<<<< HEAD
             is_free = key in now and key not in saved.get(name, {})
             if is_free and not {*_references(code)} <= {*_references(now[key])}:
+=======
+            if key not in now or key in saved.get(name, {}):
+                continue
+            if not {*_references(code)} <= {*_references(now[key])}:
+>>>>>>> state
                 found.setdefault(name, {})[key] = code
     return found
 

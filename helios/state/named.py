@@ -68,7 +68,7 @@ _OF_GRAPHS = frozenset(("training", "meta", "graph", "class_name", "shape_env"))
 
 
 def _storages_of_networks(now: Snapshot) -> dict[str, tuple[str, Any]]:
-    """Return with whom each tensor of a network shares its storage, if anybody, and where it lies."""
+    """Return with whom each tensor of a network shares its storage, if with anybody, and where."""
     own = _tensors_with_storage(now.anchors.parts)
     homes: dict[Any, tuple[str, Tensor]] = {}
     if own:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -49,11 +49,24 @@ class Network:
         for place, part in self.modules:
             prefix, own = f"{place}." if place else "", [*_parameters_of(part)]
             # Modules that torch.nn did not build, such as compiled scripts, may have no table.
+<<<<<<< HEAD
             if isinstance(vars(part).get("_buffers"), dict):
                 hidden = vars(part)["_non_persistent_buffers_set"]
                 buffers = part.named_buffers(recurse=False, remove_duplicate=False)
                 own += [(key, tensor) for key, tensor in buffers if key not in hidden]
             found += [NamedTensor(f"{prefix}{key}", part, key, tensor) for key, tensor in own]
+=======
+            buffers = held.get("_buffers")
+            hidden = held.get("_non_persistent_buffers_set", ())
+            own = [*_parameters_of(part).items()]
+            if isinstance(buffers, dict):
+                own += [(key, each) for key, each in buffers.items() if key not in hidden]
+            found += [
+                NamedTensor(f"{prefix}{key}", part, key, tensor)
+                for key, tensor in own
+                if isinstance(tensor, Tensor)
+            ]
+>>>>>>> state
         return found
 
     @cached_property
@@ -61,6 +74,7 @@ class Network:
         """All parameters, each once."""
         first: dict[int, tuple[str, Tensor]] = {}
         for place, part in self.modules:
+<<<<<<< HEAD
             for key, tensor in _parameters_of(part):
                 first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
         return list(first.values())
@@ -68,6 +82,19 @@ class Network:
 
 def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return module.named_parameters(recurse=False, remove_duplicate=False)
+=======
+            for key, tensor in _parameters_of(part).items():
+                if tensor is not None:
+                    first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
+        return list(first.values())
+
+
+def _parameters_of(part: nn.Module) -> dict[str, Any]:
+    """Return the table of a module's own parameters."""
+    held = vars(part).get("_parameters")
+    # Compiled scripts have none.
+    return held if isinstance(held, dict) else dict(part.named_parameters(recurse=False))
+>>>>>>> state
 
 
 # ---- attributes beside the state_dict
@@ -107,14 +134,19 @@ _WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "tor
 _HOUSE = (
     *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
     *("helios.engines", "helios.replicas", "helios.launch", "helios.plugins", "helios.checkpoint"),
-    *("helios.data", "helios.state", "helios.state_graph", "helios.terminal.root_logger"),
+    *("helios.data", "helios.state", "helios.terminal.root_logger"),
     *("helios.terminal.progress", "helios.storage.tensorboard_writer", "helios.sharding"),
 )
 
 
 def is_of_the_house(value: object) -> bool:
     """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
-    return any(base.__module__.startswith(_HOUSE) for base in type(value).__mro__)
+    return _is_class_of_the_house(cast("Hashable", type(value)))
+
+
+@cache
+def _is_class_of_the_house(kind: Any) -> bool:
+    return any(base.__module__.startswith(_HOUSE) for base in kind.__mro__)
 
 
 def left_out(part: object) -> list[tuple[str, Any]]:
@@ -123,28 +155,51 @@ def left_out(part: object) -> list[tuple[str, Any]]:
         table = attributes_of(part)
         known = (names for kind, names in _of_others().items() if isinstance(part, kind))
         return [(key, table[key]) for key in sorted(table.keys() - next(known, frozenset()))]
-    if class_of(part).__module__.startswith(_WRAPPERS):
-        return []
     table = vars(part)
-    parameters, buffers = table["_parameters"], table["_buffers"]
-    own = sorted(
-        key
-        for key in table.keys() - _of_modules()
-        if not key.startswith(_OF_SHARDED) and not isinstance(table[key], RemovableHandle)
-    )
-    if any(name.endswith(("_orig", "_v")) for name in parameters):
-        # Pruning and the older norms compute this weight from saved ones.
-        own = [key for key in own if not {f"{key}_orig", f"{key}_v"} & parameters.keys()]
-    hidden = sorted(table["_non_persistent_buffers_set"] & buffers.keys())
-    return [*((key, buffers[key]) for key in hidden), *((key, table[key]) for key in own)]
+    own = _own_keys(class_of(part), tuple(table), tuple(table.get("_parameters", ())))
+    found = [(key, table[key]) for key in own if type(table[key]) is not RemovableHandle]
+    if hidden := table.get("_non_persistent_buffers_set"):
+        buffers = table["_buffers"]
+        found = [*((key, buffers[key]) for key in sorted(hidden & buffers.keys())), *found]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _own_keys(kind: type, keys: tuple[str, ...], parameters: tuple[str, ...]) -> list[str]:
+    """Return which attributes of a module are the user's, of those with these keys."""
+    if kind.__module__.startswith(_WRAPPERS):
+        return []
+    # Pruning and the older norms compute a weight from saved ones.
+    computed = {name.removesuffix("_orig").removesuffix("_v") for name in parameters} - {
+        *parameters
+    }
+    own = {*keys} - _of_modules() - computed
+    return sorted(key for key in own if not key.startswith(_OF_SHARDED))
 
 
 _HOOKS = tuple(key for key in vars(_SAMPLE) if "_hooks" in key)
+<<<<<<< HEAD
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+=======
+_HOOKS_OF_TENSORS = tuple(name for name in dir(Tensor) if name.endswith("_hooks"))
+>>>>>>> state
 
 
 def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
     """Return the hooks of user code on a module, an optimizer or a tensor, by table."""
+<<<<<<< HEAD
+=======
+    if isinstance(part, Tensor):
+        found = {name: held for name in _HOOKS_OF_TENSORS if (held := getattr(part, name))}
+    else:
+        table = table_of(part)
+        is_optimizer = isinstance(part, Optimizer)
+        names = _HOOKS if isinstance(part, nn.Module) else ()
+        names = hook_tables_of_optimizers() if is_optimizer else names
+        if not any(map(table.get, names)):
+            return {}
+        found = {name: table[name] for name in names if table.get(name)}
+>>>>>>> state
     own = {
         # Some tables only say how a hook of another one is called.
         name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
@@ -156,6 +211,7 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
 
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether a tensor has hooks, also of torch and Helios."""
+<<<<<<< HEAD
     return any(hooks for _, hooks in _hook_tables_of(tensor))
 
 
@@ -165,6 +221,9 @@ def _hook_tables_of(part: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(part, nn.Module | Optimizer):
         names = _HOOKS if isinstance(part, nn.Module) else hook_tables_of_optimizers()
         yield from ((name, table_of(part).get(name)) for name in names)
+=======
+    return any(getattr(tensor, name) for name in _HOOKS_OF_TENSORS)
+>>>>>>> state
 
 
 def is_known(hook: Callable[..., Any]) -> bool:

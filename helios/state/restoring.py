@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, final
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state import reasons
-from helios.state.anchors import Anchors, Rules, as_written, path_of
+from helios.state.anchors import Anchors, Rules, as_written, each_named, path_of
 from helios.state.holders import GONE, set_values, without_declared
 from helios.state.links import Codes, links_in, names_in, severed
 from helios.state.loading import TRAINING_ONLY, load_into
@@ -312,17 +312,8 @@ def _made_by_loading(state: Mapping[str, Any]) -> dict[str, Any]:
     }
     for path, each in {**state["objects"], **state["inner"]}.items():
         for place, name in enumerate(chain.from_iterable(state["members"].get(path, ()))):
-            made |= _named(f"{path}.state.<{name}>", each.get("state", {}).get(place))
+            made |= each_named(f"{path}.state.<{name}>", each.get("state", {}).get(place))
     return made
-
-
-def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a value and all members of containers in it, by name."""
-    yield name, value
-    if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, each in pairs:
-            yield from _named(f"{name}.{key}", each)
 
 
 def _restore_parts(anchors: Anchors, state: Mapping[str, Any]) -> None:

@@ -54,7 +54,11 @@ class Snapshot:
         return {
             name: {
                 # Most modules hold nothing else.
-                key: ((kind, code), 8) if (kind := type(code)) in _PLAINEST else digest_of(code)
+                key: ((kind, code), 8)
+                if (kind := type(code)) in _PLAINEST
+                else (_order_of(code), 0)
+                if key == PARTS
+                else digest_of(code)
                 for key, code in table.items()
             }
             for name, table in self.walk.codes.items()
@@ -149,6 +153,11 @@ class Snapshot:
             network = self.anchors.network(module)
             if is_odd(network):
                 yield path, network
+
+
+def _order_of(parts: list[Any]) -> list[Any]:
+    """Return what is equal for equal parts of a module in the same order."""
+    return [tuple(held.items()) if isinstance(held, dict) else held for held in parts]
 
 
 def kind_of(part: object) -> str:

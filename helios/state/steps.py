@@ -1,4 +1,4 @@
-"""Finds what a training step changes on its own in each replica, and what differs between processes.
+"""Finds what a step changes on its own in each replica, and what differs between processes.
 
 Gradients and buffers are summed and exchanged. Any other change depends on how many replicas a
 process runs: digests of all values are compared at the first step, and at powers of two.

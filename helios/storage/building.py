@@ -296,10 +296,7 @@ class Builder:
 
     def _view(self, path: str, code: dict[str, Any]) -> Any:
         view = self._views.get(path)
-        if "value" in code:
-            part = self._tensor(code, view)
-        else:
-            part = self._placed(path, code, view)
+        part = self._tensor(code, view) if "value" in code else self._placed(path, code, view)
         if isinstance(part, Tensor) and part.requires_grad != code["grad"]:
             part.requires_grad_(code["grad"])
         return self._enter(path, part)

@@ -184,7 +184,7 @@ def test_a_type_that_has_changed_since_is_refused_by_name(tmp_path: Path) -> Non
     state = through_a_file(discovery.capture(), tmp_path / "state.pth")
     values = state["values"][""]
     values["phase"]["name"] = "GONE"
-    with pytest.raises(StateError, match="phase.*GONE"):
+    with pytest.raises(StateError, match=r"phase.*GONE"):
         resumed(make, state)
 
 

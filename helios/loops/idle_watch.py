@@ -6,16 +6,30 @@ that the owners of state hold is compared with what it was before the first step
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
+from torch.nn.parameter import is_lazy
+
+from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
-from helios.state.discovery import Discovery
-from helios.state.owners import Owners
+from helios.session import Session
 from helios.state.steps import mark_of_tensor
 
 # BatchNorm counts and averages in every forward, also in one whose loss is forgotten.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def watch_idle_steps(session: Session) -> IdleWatch | None:
+    """Begin to watch whether the steps of a new run learn anything, if that can be seen."""
+    processor = session.model.batch_processor
+    if processor is not None and not processor.need_backward:
+        return None
+    networks = session.model.discovery.modules().values()
+    tensors = [each for net in networks for each in (*net.parameters(), *net.buffers())]
+    # Lazy ones get their values in the first step; sharded ones need a loss that is returned.
+    if any(is_lazy(each) or is_sharded(each) for each in tensors):
+        return None
+    return IdleWatch(session)
 
 
 @final
@@ -23,22 +37,14 @@ class IdleWatch:
     """Compares what a run holds now with what it held before its first step.
 
     Args:
-        name: the name of the model's class, for messages.
-        discovery: finds the model's state.
-        owners: the attributes of all others.
-        gather: returns the values of all processes.
+        session: the run.
     """
 
-    def __init__(
-        self,
-        name: str,
-        discovery: Discovery,
-        owners: Owners,
-        *,
-        gather: Callable[[Any], list[Any]],
-    ) -> None:
-        self._name, self._discovery, self._gather = name, discovery, gather
-        others = owners.watch(sees_unsaved=True, sees_data=True)
+    def __init__(self, session: Session) -> None:
+        self._name = type(session.model).__name__
+        self._discovery = discovery = session.model.discovery
+        self._gather = session.replicas.gather_objects
+        others = session.owner_states.watch(sees_unsaved=True, sees_data=True)
         self._watches = [discovery.watch(sees_unsaved=True), *(watch for _, watch in others)]
         self._buffers = self._mark_buffers()
 
