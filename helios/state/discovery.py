@@ -411,11 +411,7 @@ class Discovery:
         changed: list[tuple[int, str, Any]] = []
         for name, table in now.digests().items():
             known = base.digests.get(name, {})
-<<<<<<< HEAD
-            # The state of an optimizer is no plain value, in whatever form it is saved.
-=======
             # The state of an optimizer does not count as plain values, however it is saved.
->>>>>>> state
             is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()
             changed += [
                 (0 if key in is_free else size, name, key)

@@ -6,7 +6,6 @@ A ``load_state_dict`` may replace a tensor, a list or a dict that somebody else 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -17,15 +16,12 @@ Codes: TypeAlias = Mapping[str, Mapping[Any, Any]]
 """Codes of values, by holder and key."""
 
 
-_CONTAINERS = frozenset((list, tuple, dict, OrderedDict))
-
-
 def links_in(codes: Codes) -> dict[str, dict[Any, Any]]:
     """Return the codes with references to what has another name."""
     found: dict[str, dict[Any, Any]] = {}
     for name, table in codes.items():
         for key, code in table.items():
-            if key != PARTS and type(code) in _CONTAINERS and any(_references(code)):
+            if key != PARTS and type(code) in (dict, list, tuple) and any(_references(code)):
                 found.setdefault(name, {})[key] = code
     return found
 
@@ -42,14 +38,9 @@ def severed(links: Codes, codes: Codes, saved: Codes) -> dict[str, dict[Any, Any
     for name, table in links.items():
         now = codes.get(name, {})
         for key, code in table.items():
-<<<<<<< HEAD
-            is_free = key in now and key not in saved.get(name, {})
-            if is_free and not {*_references(code)} <= {*_references(now[key])}:
-=======
             if key not in now or key in saved.get(name, {}):
                 continue
             if not {*_references(code)} <= {*_references(now[key])}:
->>>>>>> state
                 found.setdefault(name, {})[key] = code
     return found
 
@@ -62,11 +53,9 @@ def names_in(code: Any) -> set[str]:
 def _references(code: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
     """Yield the references in a code, each with its place."""
     if type(code) in (list, tuple):
-        if _CONTAINERS.isdisjoint(map(type, code)):
-            return
         for number, each in enumerate(code):
             yield from _references(each, (*place, number))
-    elif isinstance(code, dict):
+    elif type(code) is dict:
         if code.get(TAG) == "ref":
             yield place, code["name"]
         elif TAG in code and isinstance(code.get("of"), str):

@@ -47,15 +47,8 @@ class Network:
         """All parameters and persistent buffers, those of each submodule once."""
         found: list[NamedTensor] = []
         for place, part in self.modules:
-            prefix, own = f"{place}." if place else "", [*_parameters_of(part)]
+            prefix, held = f"{place}." if place else "", vars(part)
             # Modules that torch.nn did not build, such as compiled scripts, may have no table.
-<<<<<<< HEAD
-            if isinstance(vars(part).get("_buffers"), dict):
-                hidden = vars(part)["_non_persistent_buffers_set"]
-                buffers = part.named_buffers(recurse=False, remove_duplicate=False)
-                own += [(key, tensor) for key, tensor in buffers if key not in hidden]
-            found += [NamedTensor(f"{prefix}{key}", part, key, tensor) for key, tensor in own]
-=======
             buffers = held.get("_buffers")
             hidden = held.get("_non_persistent_buffers_set", ())
             own = [*_parameters_of(part).items()]
@@ -66,7 +59,6 @@ class Network:
                 for key, tensor in own
                 if isinstance(tensor, Tensor)
             ]
->>>>>>> state
         return found
 
     @cached_property
@@ -74,15 +66,6 @@ class Network:
         """All parameters, each once."""
         first: dict[int, tuple[str, Tensor]] = {}
         for place, part in self.modules:
-<<<<<<< HEAD
-            for key, tensor in _parameters_of(part):
-                first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
-        return list(first.values())
-
-
-def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_parameters(recurse=False, remove_duplicate=False)
-=======
             for key, tensor in _parameters_of(part).items():
                 if tensor is not None:
                     first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
@@ -94,7 +77,6 @@ def _parameters_of(part: nn.Module) -> dict[str, Any]:
     held = vars(part).get("_parameters")
     # Compiled scripts have none.
     return held if isinstance(held, dict) else dict(part.named_parameters(recurse=False))
->>>>>>> state
 
 
 # ---- attributes beside the state_dict
@@ -178,17 +160,11 @@ def _own_keys(kind: type, keys: tuple[str, ...], parameters: tuple[str, ...]) ->
 
 
 _HOOKS = tuple(key for key in vars(_SAMPLE) if "_hooks" in key)
-<<<<<<< HEAD
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-=======
 _HOOKS_OF_TENSORS = tuple(name for name in dir(Tensor) if name.endswith("_hooks"))
->>>>>>> state
 
 
 def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
     """Return the hooks of user code on a module, an optimizer or a tensor, by table."""
-<<<<<<< HEAD
-=======
     if isinstance(part, Tensor):
         found = {name: held for name in _HOOKS_OF_TENSORS if (held := getattr(part, name))}
     else:
@@ -199,11 +175,9 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
         if not any(map(table.get, names)):
             return {}
         found = {name: table[name] for name in names if table.get(name)}
->>>>>>> state
     own = {
-        # Some tables only say how a hook of another one is called.
         name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
-        for name, hooks in _hook_tables_of(part)
+        for name, hooks in found.items()
         if hooks
     }
     return {name: hooks for name, hooks in own.items() if hooks}
@@ -211,19 +185,7 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
 
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether a tensor has hooks, also of torch and Helios."""
-<<<<<<< HEAD
-    return any(hooks for _, hooks in _hook_tables_of(tensor))
-
-
-def _hook_tables_of(part: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(part, Tensor):
-        yield from ((name, getattr(part, name)) for name in _HOOKS_OF_TENSORS)
-    elif isinstance(part, nn.Module | Optimizer):
-        names = _HOOKS if isinstance(part, nn.Module) else hook_tables_of_optimizers()
-        yield from ((name, table_of(part).get(name)) for name in names)
-=======
     return any(getattr(tensor, name) for name in _HOOKS_OF_TENSORS)
->>>>>>> state
 
 
 def is_known(hook: Callable[..., Any]) -> bool:

@@ -101,13 +101,8 @@ def misfits_of(
                 "when they leave a group: del optimizer.state[parameter]."
             )
         members = {name for group in members_of(anchors)[path] for name in group}
-<<<<<<< HEAD
-        of_setup = anchors.rules.tops or set()
-        lost = members & anchors.loose.keys() - anchors.leaves.keys() - of_setup
-=======
         known = {*anchors.leaves, *(anchors.rules.tops or ())}
         lost = (members & anchors.loose.keys()) - known
->>>>>>> state
         stray = sorted(as_written(name, objects) for name in lost)
         if stray and path in built:
             misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
@@ -168,16 +163,6 @@ def arrange(
             if not is_loaded_next or _keys(groups) == _keys(plan):
                 _check_functions(path, part, plan, anchors)
                 plans[path] = plan
-<<<<<<< HEAD
-    drivers, driven = drivers_of(anchors), state["drivers"]
-    for path in sorted(drivers.keys() & driven.keys()):
-        if drivers[path] != driven[path]:
-            with collecting(unfit, path):
-                raise StateError(
-                    f"{path} must set the learning rates of {driven[path]}, as when the state was "
-                    f"saved, but sets those of {drivers[path]}. Build schedulers in setup() in a "
-                    "fixed order: sort what comes from a set."
-=======
     now, drivers = drivers_of(anchors), state["drivers"]
     for path in sorted(now.keys() & drivers.keys()):
         if now[path] != drivers[path]:
@@ -186,7 +171,6 @@ def arrange(
                     f"{path} must set the learning rates of {drivers[path]}, as when the state was "
                     f"saved, but sets those of {now[path]}. Build schedulers in setup() in a fixed "
                     "order: sort what comes from a set."
->>>>>>> state
                 )
     for path, plan in plans.items():
         _regroup(optimizers[path], plan)
@@ -227,16 +211,9 @@ def _regroup(optimizer: Optimizer, plan: list[list[Tensor]]) -> None:
         for group in groups
         for tensor, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
-<<<<<<< HEAD
-    keys = [tuple(sorted(map(id, tensors))) for tensors in plan]
-    if by_keys.keys() >= {*keys}:
-        ordered = [by_keys[each] for each in keys]
-    else:
-=======
     found = [by_keys.get(tuple(sorted(map(id, tensors)))) for tensors in plan]
     ordered = [group for group in found if group is not None]
     if len(ordered) < len(plan):
->>>>>>> state
         ordered = [*groups[: len(plan)]]
         ordered += [{**groups[-1], "params": []} for _ in range(len(plan) - len(ordered))]
     for group, tensors in zip(ordered, plan, strict=True):

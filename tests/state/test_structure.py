@@ -44,7 +44,8 @@ _REBUILT = {
     "another activation": (_activate, "net.2 (ReLU after setup, GELU now)", None),
     "another size": (
         _widen,
-        "updates what no attribute of the model holds: net.3.bias (old), net.3.weight (old)",
+        "optimizer (updates what no attribute of the model holds: net.3.bias (old), "
+        "net.3.weight (old))",
         r"net\.3\.weight",
     ),
     "a group of strangers": (_add_strangers, "model holds: optimizer.param_groups[1]", "optimizer"),
