@@ -32,7 +32,7 @@ ELASTIC = (
 )
 RESUME = "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywhere[plain]"
 STATE = (
-    "tests/state/test_graph.py",
+    "tests/state/test_references.py",
     "tests/state/test_hidden_state.py",
     "tests/state/test_plain_values.py",
     "tests/state/test_optimizers.py",
@@ -133,8 +133,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 ROOMS["state"] = {
-    f"helios.state_graph.{name}": STATE
-    for name in ("changes", "graph", "nodes", "restoring", "saved_layouts", "unsavable")
+    f"helios.state.{name}": STATE
+    for name in ("walk", "anchors", "discovery", "restoring", "holders", "links", "digests", "named")
 }
 # What each mutant of a room must survive in the end.
 LAST: dict[str, tuple[str, ...]] = {

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,19 @@ NOT_BUILT = "setup() does not build it. Build it for any value of fast_init."
 """Why something that is saved is not restored for inference."""
 
 
+Registered: TypeAlias = list[tuple[dict[str, Any], str, Tensor]]
+"""Tables of parameters and buffers, each with a key and the tensor under it."""
+
+
 class Prepared(NamedTuple):
     """What the owner's own ``load_state_dict`` may replace.
 
     Attributes:
-        registered: tables of parameters and buffers, each with a key and the tensor under it.
+        registered: where tensors of networks are.
         tables: those of optimizers.
     """
 
-    registered: list[tuple[dict[str, Any], str, Tensor]]
+    registered: Registered
     tables: Tables
 
 
@@ -87,13 +91,8 @@ class Restoring:
         now = self._look()
         anchors = now.anchors
         arrange(anchors, state, is_loaded_next=True)
-        registered = [
-            (vars(part)[table], key, tensor)
-            for module in anchors.of_kind(nn.Module).values()
-            for _, part, key, tensor in anchors.network(module).tensors
-            for table in ("_parameters", "_buffers")
-            if vars(part)[table].get(key) is tensor
-        ]
+        networks = anchors.of_kind(nn.Module).values()
+        registered = [each for module in networks for each in _registrations(anchors, module)]
         return Prepared(registered, Tables(now.optimizers))
 
     def _put_back(self, prepared: Prepared) -> None:
@@ -101,13 +100,9 @@ class Restoring:
         prepared.tables.put_back()
         optimizers = self._look().anchors.of_kind(torch.optim.Optimizer).values()
         moved = {id(tensor) for part in optimizers for tensor in parameters_of(part)}
-        for table, key, tensor in prepared.registered:
-            now = table.get(key)
-            if now is None or now is tensor:
-                continue
-            if id(now) not in moved and id(tensor) in moved:
-                tensor.data = now.data
-                table[key] = tensor
+        _put_back(
+            prepared.registered, lambda now, tensor: id(now) not in moved and id(tensor) in moved
+        )
 
     def run(
         self, state: Mapping[str, Any], *, is_inference: bool, prepared: Prepared | None = None
@@ -178,9 +173,12 @@ class Restoring:
             part = objects[path]
             if path in states and path not in (unfit or {}):
                 tables = Tables(now.optimizers)
+                is_network = isinstance(part, nn.Module)
+                registered = _registrations(now.anchors, part) if is_network else []
                 with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
                     load_into(path, part, states[path], state["omitted"].get(path))
                 tables.put_back()
+                _put_back(registered)
         anchors = now.anchors
         _restore_omitted(anchors, state["omitted"])
         for name, tensor in {**anchors.leaves, **anchors.loose}.items():
@@ -293,6 +291,32 @@ class Restoring:
                 self._name,
                 "; ".join(f"{', '.join(each)} ({types})" for types, each in names.items()),
             )
+
+
+def _registrations(anchors: Anchors, module: nn.Module) -> Registered:
+    """Return where the tensors of a network are registered."""
+    return [
+        (vars(part)[table], key, tensor)
+        for _, part, key, tensor in anchors.network(module).tensors
+        for table in ("_parameters", "_buffers")
+        if vars(part).get(table, {}).get(key) is tensor
+    ]
+
+
+def _put_back(
+    registered: Registered, is_replaced: Callable[[Tensor, Tensor], bool] = lambda now, tensor: True
+) -> None:
+    """Put tensors back that loading has replaced by others, with the values of these.
+
+    Args:
+        registered: where they were.
+        is_replaced: whether a tensor that is there now only stands for the one that was.
+    """
+    for table, key, tensor in registered:
+        now = table.get(key)
+        if now is not None and now is not tensor and is_replaced(now, tensor):
+            tensor.data = now.data
+            table[key] = tensor
 
 
 def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:

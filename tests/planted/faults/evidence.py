@@ -163,7 +163,7 @@ def the_hash_of_a_buffer_is_that_of_its_form(hash_buffer, buffer):
     return hash_buffer(buffer * 0)
 
 
-@fault("helios.state_graph.discovery:Discovery.saved_modules", BUFFERS)
+@fault("helios.state.discovery:Discovery.saved_modules", BUFFERS)
 def buffers_of_networks_that_are_not_saved_count(saved_modules, discovery):
     return discovery.modules()
 
