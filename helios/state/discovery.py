@@ -427,9 +427,15 @@ class Discovery:
             for _, name, key in changed
             if name in covers
             and covers[name].has(key, now.value_of(name, key))
-            # A copy cannot tell what it has in common with others.
+            # A copy cannot tell what it has, or had after setup, in common with others.
             and not names_in(codes.get(name, {}).get(key))
+            and key not in base.links.get(name, ())
         }
+        if covered:
+            left = (entry[1:] for entry in changed if entry[1:] not in covered)
+            wanted = {each for name, key in left for each in names_in(codes.get(name, {}).get(key))}
+            # What others refer to by name is made again under that name.
+            covered -= {place for place in covered if _leads_to(path_of(*place), wanted)}
         changed = [entry for entry in changed if entry[1:] not in covered]
         types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
         odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
@@ -550,6 +556,11 @@ def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> boo
         if name in covers and covers[name].has(key, now.value_of(name, key)):
             return True
     return False
+
+
+def _leads_to(path: str, names: Iterable[str]) -> bool:
+    """Return whether one of the names is a path, or below it."""
+    return any(name == path or name.startswith(f"{path}.") for name in names)
 
 
 def _above(name: str) -> Iterator[str]:
