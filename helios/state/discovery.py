@@ -26,7 +26,7 @@ from helios.state.coverage import Coverage, contains, coverages
 from helios.state.data_members import OversizedMembers, large_members
 from helios.state.digests import Identities, digest_of
 from helios.state.holders import GONE, types_in
-from helios.state.links import Codes, links_in, names_in
+from helios.state.links import Links, links_in, names_in
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
 from helios.state.optimizers import (
@@ -41,7 +41,7 @@ from helios.state.restoring import Prepared, Restoring
 from helios.state.snapshot import Form, Snapshot, kind_of
 from helios.state.steps import StepWatch
 from helios.state.values import LIMIT, PLAIN
-from helios.storage.codes import HOLE
+from helios.storage.codes import HOLE, Codes
 from helios.storage.plain_objects import attributes_of
 from helios.storage.type_converters import in_every_process, type_name
 from helios.text import size_text
@@ -85,7 +85,7 @@ class Baseline:
     pieces: dict[str, dict[str, bytes]]
     types: set[type]
     classes: list[type]
-    links: Codes
+    links: Links
     late: dict[str, bytes] = field(default_factory=dict)
 
     def known(self) -> dict[int, str]:
@@ -405,7 +405,7 @@ class Discovery:
 
     def _changed_values(
         self, now: Snapshot, covers: Mapping[str, Coverage]
-    ) -> tuple[dict[str, dict[Any, Any]], dict[str, str]]:
+    ) -> tuple[Codes, dict[str, str]]:
         """Return the codes of changed values, and what is too large or of an unknown class."""
         base, codes = self._require_baseline(), now.walk.codes
         changed: list[tuple[int, str, Any]] = []
@@ -458,7 +458,14 @@ class Discovery:
             kept = {key: codes[name].get(key, GONE) for key in keys if (name, key) in chosen}
             if saved := {key: code for key, code in kept.items() if code != HOLE}:
                 values[name] = saved
-        return values, dict(sorted(lost.items()))
+        paths = {path_of(name, key) for name, table in values.items() for key in table}
+        tensors = [
+            each
+            for path, held in now.walk.tensors.items()
+            if not paths.isdisjoint((path, *_above(path)))
+            for each in held
+        ]
+        return Codes(values, tensors), dict(sorted(lost.items()))
 
     def _safe_types(self) -> list[type]:
         return [kind for kind in self.safe_types if isinstance(kind, type)]
@@ -565,7 +572,7 @@ def _leads_to(path: str, names: Iterable[str]) -> bool:
 
 def _above(name: str) -> Iterator[str]:
     """Yield the paths above a path."""
-    return (name[:end] for end, mark in enumerate(name) if mark == ".")
+    return (name[:end] for end, mark in enumerate(name) if mark in ".[")
 
 
 def _strangers(now: Snapshot) -> Iterator[str]:

@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 from helios.state.walk import PARTS
 from helios.storage.codes import TAG
 
-Codes: TypeAlias = Mapping[str, Mapping[Any, Any]]
-"""Codes of values, by holder and key."""
+Links: TypeAlias = Mapping[str, Mapping[Any, Any]]
+"""Links of values, by holder and key."""
 
 
-def links_in(codes: Codes) -> dict[str, dict[Any, Any]]:
+def links_in(codes: Links) -> dict[str, dict[Any, Any]]:
     """Return the codes with references to what has another name."""
     found: dict[str, dict[Any, Any]] = {}
     for name, table in codes.items():
@@ -26,7 +26,7 @@ def links_in(codes: Codes) -> dict[str, dict[Any, Any]]:
     return found
 
 
-def severed(links: Codes, codes: Codes, saved: Codes) -> dict[str, dict[Any, Any]]:
+def severed(links: Links, codes: Links, saved: Links) -> dict[str, dict[Any, Any]]:
     """Return the links that are no longer as they were.
 
     Args:

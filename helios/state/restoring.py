@@ -17,7 +17,7 @@ from helios.errors import StateError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Rules, as_written, each_named, path_of
 from helios.state.holders import GONE, set_values, without_declared
-from helios.state.links import Codes, links_in, names_in, severed
+from helios.state.links import Links, links_in, names_in, severed
 from helios.state.loading import TRAINING_ONLY, load_into
 from helios.state.networks import fill, load_flags, load_grads, pieces_of
 from helios.state.optimizers import Tables, arrange, collecting
@@ -76,7 +76,7 @@ class Restoring:
         unsaved: frozenset[str],
         types: Iterable[type],
         of_setup: Mapping[str, Any],
-        links: Codes | None,
+        links: Links | None,
         is_data: bool,
     ) -> None:
         self._look, self._name = look, name
@@ -144,7 +144,7 @@ class Restoring:
         load_grads(state["grads"], last.anchors)
         return last
 
-    def _link(self, walk: Walk, builder: Builder, links: Codes) -> None:
+    def _link(self, walk: Walk, builder: Builder, links: Links) -> None:
         """Let values refer again to what has the name of what they referred to after setup."""
         known = {
             name: {
@@ -156,7 +156,7 @@ class Restoring:
         }
         set_values(walk, known, builder)
 
-    def _find_unlinked(self, links: Codes) -> None:
+    def _find_unlinked(self, links: Links) -> None:
         for name, table in links.items():
             for key, code in table.items():
                 path = path_of(name, key)

@@ -13,6 +13,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -87,7 +88,7 @@ def encode(
             and a remedy.
     """
     coder, code = _encode(tree, where, safe_types)
-    compact(coder.groups)
+    compact(chain.from_iterable(coder.tensors.values()))
     return code
 
 
@@ -140,7 +141,7 @@ def encode_to_host(
         MemoryError: if there is not enough memory for the copies.
     """
     coder, code = _encode(tree, "", safe_types)
-    groups = compact(coder.groups)
+    groups = compact(chain.from_iterable(coder.tensors.values()))
     if not coder.has_live_objects:
         buffers.copy(groups)
     return Captured(code, is_own=not coder.has_live_objects)

@@ -90,14 +90,14 @@ class Codes(dict[Any, Any]):
     """Codes that a coder has written, by name: they are saved as they are, and loaded unread.
 
     Attributes:
-        groups: tensors in them; those of a group share memory. Empty after loading.
+        tensors: the detached tensors in them; none after loading.
     """
 
-    groups: list[list[Tensor]]
+    tensors: list[Tensor]
 
-    def __init__(self, codes: Any = (), groups: Iterable[list[Tensor]] = ()) -> None:
+    def __init__(self, codes: Any = (), tensors: Iterable[Tensor] = ()) -> None:
         super().__init__(codes)
-        self.groups = list(groups)
+        self.tensors = list(tensors)
 
 
 def path_to(path: str, key: object) -> str:
@@ -130,8 +130,7 @@ class Coder:
         names: their paths, by id.
         kinds: classes of enum members, named tuples and plain objects that were met.
         views: tensors and arrays, by path.
-        groups: detached tensors in the codes, after :meth:`place_views`; those of a group share
-            memory.
+        tensors: the detached tensors in the codes, after :meth:`place_views`, by path.
         overlaps: by path, what overlaps a neighbour in a way that no code describes: the name of
             the neighbour, and where it begins and ends, in bytes.
     """
@@ -144,7 +143,7 @@ class Coder:
         self.names: dict[int, str] = {}
         self.kinds: set[type] = set()
         self.views: dict[str, View] = {}
-        self.groups: list[list[Tensor]] = []
+        self.tensors: dict[str, list[Tensor]] = {}
         self.overlaps: dict[str, tuple[str, tuple[int, int]]] = {}
         # What has a name must live as long as its id is remembered.
         self._kept: list[Any] = []
@@ -234,7 +233,7 @@ class Coder:
         if type(parts) is list:
             parts = self._members(path, parts)
         elif isinstance(parts, Tensor):
-            self.groups.append([parts])
+            self.tensors[path] = [parts]
         return {TAG: converter.tag, "value": parts}
 
     def _scalar(self, path: str, value: Any) -> Any:

@@ -42,7 +42,7 @@ class Layout(Protocol):
     """What :func:`place` reads and fills, of :class:`helios.storage.codes.Coder`."""
 
     views: dict[str, View]
-    groups: list[list[Tensor]]
+    tensors: dict[str, list[Tensor]]
     overlaps: dict[str, tuple[str, Extent]]
 
     def neighbours(self) -> Any:
@@ -151,7 +151,7 @@ def _place_together(
         view.code.update(_geometry(view, begin), of=free[0].path)
     del free[0].code["of"]
     memory = memory_in((begin, end), owners)
-    free[0].code["memory"] = _packed(layout, memory)
+    free[0].code["memory"] = _packed(layout, free[0].path, memory)
 
 
 def _place_alone(layout: Layout, view: View) -> None:
@@ -160,7 +160,7 @@ def _place_alone(layout: Layout, view: View) -> None:
         code["value"] = part.detach()
         if not part.is_cpu:
             code["device"] = part.device.type
-        layout.groups.append([code["value"]])
+        layout.tensors[view.path] = [code["value"]]
         return
     if isinstance(part, np.ndarray):
         if not part.flags.c_contiguous and part.nbytes < int(np.subtract(*span_of(part)[::-1])):
@@ -175,7 +175,7 @@ def _place_alone(layout: Layout, view: View) -> None:
     code.update(_geometry(View(view.path, part, code), span[0]))
     if isinstance(part, np.ndarray) and part.flags.c_contiguous:
         del code["strides"], code["offset"]
-    code["memory"] = _packed(layout, memory_in(span, [part]))
+    code["memory"] = _packed(layout, view.path, memory_in(span, [part]))
 
 
 def _geometry(view: View, begin: int) -> dict[str, Any]:
@@ -218,10 +218,10 @@ def memory_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
     return bytes_in(extent, owners)
 
 
-def _packed(layout: Layout, memory: Tensor) -> Any:
+def _packed(layout: Layout, path: str, memory: Tensor) -> Any:
     if memory.is_cpu and memory.numel() <= INLINE_BYTES:
         return memory.numpy().tobytes().decode("latin-1")
-    layout.groups.append([memory])
+    layout.tensors[path] = [memory]
     return memory
 
 

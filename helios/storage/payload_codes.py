@@ -19,25 +19,11 @@ from helios.core.memory import has_plain_bytes, span_of
 from helios.storage.building import Builder
 from helios.storage.codes import NO_VALUE, TAG, Coder, Codes, Unsavable
 from helios.storage.memory_layout import View, memory_in
-from helios.storage.type_converters import (
-    Alias,
-    HeldTensor,
-    NamedMember,
-    Reference,
-    ShardedValue,
-    type_name,
-)
+from helios.storage.type_converters import ShardedValue, type_name
 
 FindSharded: TypeAlias = Callable[[str], Any]
 
 _SHARDED = "sharded"
-_RECORDS: dict[str, Any] = {
-    "node": Reference,
-    "held": HeldTensor,
-    "alias": Alias,
-    "member": NamedMember,
-}
-_TAGS = {kind: tag for tag, kind in _RECORDS.items()}
 
 
 class PayloadCoder(Coder):
@@ -73,16 +59,13 @@ class PayloadCoder(Coder):
         return replace_in(code, lambda value: self._replaced.get(id(value), value))
 
     def code_other(self, path: str, value: Any) -> Any:
-        """Return the code of a record of Helios, or of a value of a user's type."""
+        """Return the code of what a walk has written, or of a value of a user's type."""
         kind = type(value)
         if kind is Codes:
-            self.groups += value.groups
+            self.tensors[path] = value.tensors
             return {TAG: "codes", "value": dict(value)}
         if kind is ShardedValue:
             return {TAG: _SHARDED, "name": value.name}
-        if kind in _TAGS:
-            parts = value if isinstance(value, tuple) else vars(value).values()
-            return {TAG: _TAGS[kind], "value": self._members(path, [*parts])}
         if kind is torch.nn.Parameter:
             return self._plain_tensor(path, value)
         is_own = kind in self._safe
@@ -111,7 +94,7 @@ class PayloadCoder(Coder):
         tensors = [view.part for view in views if isinstance(view.part, Tensor)]
         homes = {(part.untyped_storage().data_ptr(), part.dtype) for part in tensors}
         if len(tensors) == len(views) and len(homes) == 1:
-            self.groups.append(tensors)
+            self.tensors[views[0].path] = tensors
             return True
         self._replaced |= {id(v.part): v.code for v in views if isinstance(v.part, Tensor)}
         return False
@@ -134,19 +117,19 @@ class PayloadCoder(Coder):
     makers: ClassVar = {**Coder.makers, Tensor: _plain_tensor}
 
 
-def compact(groups: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
+def compact(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Move tensors away from storages that would be written for a small part only, in place.
 
     A storage that several tensors use stays whole, as torch writes it once.
 
     Args:
-        groups: detached tensors; those of a group share memory.
+        tensors: detached tensors.
 
     Returns:
         The tensors, grouped by their storages.
     """
     found: dict[tuple[str, int, torch.dtype], list[Tensor]] = {}
-    for part in (each for group in groups for each in group):
+    for part in tensors:
         storage = part.untyped_storage()
         if storage.nbytes():
             found.setdefault((str(part.device), storage.data_ptr(), part.dtype), []).append(part)
@@ -195,8 +178,6 @@ class PayloadBuilder(Builder):
             return self._find_sharded(code["name"])
         if tag == "codes":
             return Codes(code["value"])
-        if tag in _RECORDS:
-            return _RECORDS[tag](*self._members(path, code["value"]))
         return super().build_other(path, code)
 
 

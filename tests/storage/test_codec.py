@@ -145,7 +145,7 @@ def test_a_small_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -
 
 def test_what_a_walk_has_written_is_not_walked_again(tmp_path: Path) -> None:
     weight = torch.ones(3)
-    codes = Codes({"model": {TAG: "ref", "name": "gone"}, "w": weight}, [[weight]])
+    codes = Codes({"model": {TAG: "ref", "name": "gone"}, "w": weight}, [weight])
     path = write(tmp_path / "file", {"model": codes})
     assert torch.load(path, weights_only=True)["model"][TAG] == "codes"
     found = codec.read(path)["model"]
