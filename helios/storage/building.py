@@ -127,29 +127,24 @@ class Builder:
         Raises:
             Exception: if it is not one that a coder writes.
         """
-        if type(code) not in _CONTAINERS:
+        kind = type(code)
+        if kind not in _CONTAINERS:
             return code
         found = self._done.get(id(code))
-        if found is None:
-            # The code is kept, since its id is unique only while it exists.
-            found = self._done[id(code)] = code, self._make(path, code)
-        return found[1]
-
-    def _make(self, path: str, code: Any) -> Any:
-        kind = type(code)
-        if kind is tuple:
-            return self._enter(path, tuple(self._members(path, code)))
+        if found is not None:
+            return found[1]
         if kind is list:
-            part = self._present(path, list)
-            refill(part, self._members(path, code))
-            return part
-        if TAG in code:
+            value = self._list(path, code)
+        elif kind is tuple:
+            value = self._enter(path, tuple(self._members(path, code)))
+        elif TAG in code:
             make = self.builders.get(code[TAG])
-            return self.build_other(path, code) if make is None else make(self, path, code)
-        part = self._present(path, kind)
-        pairs = [(key, self._held(path_to(path, key), c, part, key)) for key, c in code.items()]
-        self._fill(path, part, pairs, vars(code) if kind is OrderedDict else {})
-        return part
+            value = self.build_other(path, code) if make is None else make(self, path, code)
+        else:
+            value = self._dict(path, code)
+        # The code is kept, since its id is unique only while it exists.
+        self._done[id(code)] = code, value
+        return value
 
     def build_other(self, path: str, code: dict[str, Any]) -> Any:
         """Return the value of a code whose tag stands for no kind that is built in."""
@@ -164,11 +159,33 @@ class Builder:
         part = self._parts.get(path)
         return self._enter(path, part if type(part) is kind else kind())
 
-    def _members(self, path: str, codes: Collection[Any]) -> list[Any]:
-        return [self.build(f"{path}.{number}", code) for number, code in enumerate(codes)]
+    # Loops, not comprehensions: what a coder can write must not be too deep to be built.
 
-    def _held(self, path: str, code: Any, part: Any, key: Any) -> Any:
-        return part.get(key) if code == HOLE else self.build(path, code)
+    def _members(self, path: str, codes: Collection[Any]) -> list[Any]:
+        members = []
+        for number, code in enumerate(codes):
+            members.append(self.build(f"{path}.{number}", code))
+        return members
+
+    def _list(self, path: str, code: list[Any]) -> list[Any]:
+        part: list[Any] = self._present(path, list)
+        self._done[id(code)] = code, part
+        members = []
+        for number, each in enumerate(code):
+            members.append(self.build(f"{path}.{number}", each))
+        part[:] = members
+        return part
+
+    def _dict(self, path: str, code: Any) -> Any:
+        kind = type(code)
+        part = self._present(path, kind)
+        self._done[id(code)] = code, part
+        pairs = []
+        for key, each in code.items():
+            value = part.get(key) if _is_hole(each) else self.build(path_to(path, key), each)
+            pairs.append((key, value))
+        self._fill(path, part, pairs, vars(code) if kind is OrderedDict else {})
+        return part
 
     # ---- one method for each tag
 
@@ -228,7 +245,7 @@ class Builder:
         for number, (coded, each) in enumerate(code["pairs"]):
             key = self.build(f"{path}.<key {number}>", coded)
             place = path_of_pair(path, number, key, self._name_of_key)
-            pairs.append((key, self._held(place, each, part, key)))
+            pairs.append((key, part.get(key) if _is_hole(each) else self.build(place, each)))
         self._fill(path, part, pairs, code.get("attributes", {}))
         return part
 
@@ -280,7 +297,7 @@ class Builder:
         for name in attributes_of(part).keys() - fields.keys():
             delete_attribute(part, name)
         for name, each in fields.items():
-            if each != HOLE:
+            if not _is_hole(each):
                 set_attribute(part, name, self.build(path_to(path, name), each))
         return part
 
@@ -380,6 +397,10 @@ class Builder:
         **dict.fromkeys(BY_TAG, _converted),
     }
     """What builds the values of codes with a tag."""
+
+
+def _is_hole(code: Any) -> bool:
+    return type(code) is dict and code == HOLE
 
 
 def _device_of(code: Mapping[str, Any]) -> torch.device:

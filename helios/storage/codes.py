@@ -10,7 +10,7 @@ aliases and cycles need no code of their own.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from enum import Enum, Flag
 from itertools import compress, repeat
 from operator import is_
@@ -60,6 +60,7 @@ NO_VALUE = "a checkpoint cannot contain a {}"
 # ``weights_only`` reads integers of up to 255 bytes.
 _BIG = 1 << 2000
 _LONG = 1 << 12
+_PLAIN = NATIVE - {int}
 _SCALARS = frozenset({*np.sctypeDict.values()} - {np.object_})
 _MAPPINGS: dict[type, str] = {
     OrderedDict: "ordered",
@@ -218,6 +219,10 @@ class Coder:
         """Return tensors and arrays, by name, that views may lie in, and that have no code."""
         return {}
 
+    def keep_plain(self, views: Sequence[View]) -> bool:
+        """Return whether views that overlap need no code, since torch keeps what they share."""
+        return False
+
     # ---- one method for each kind
 
     def _converted(self, path: str, value: Any) -> Any:
@@ -236,9 +241,14 @@ class Coder:
         return {TAG: "scalar", "value": scalar_to_parts(value)}
 
     def _members(self, path: str, values: Collection[Any]) -> list[Any]:
-        if are_native(values):
-            return list(values)
-        return [self.code(f"{path}.{number}", each) for number, each in enumerate(values)]
+        return list(values) if are_native(values) else self._mixed(path, values)
+
+    def _mixed(self, path: str, values: Collection[Any]) -> list[Any]:
+        return [
+            # Most members of most sequences are plain.
+            each if type(each) in _PLAIN else self.code(f"{path}.{number}", each)
+            for number, each in enumerate(values)
+        ]
 
     def _tuple(self, path: str, value: Any) -> Any:
         kind = type(value)
@@ -247,7 +257,7 @@ class Coder:
         name = self.names.get(id(value))
         if name is not None:
             return {TAG: "ref", "name": name}
-        items = self._members(path, value)
+        items = self._mixed(path, value)
         if id(value) not in self.names:
             # Only now: a tuple is built after its members, even if one of them leads back to it.
             self.refer(path, value)

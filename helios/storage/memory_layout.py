@@ -48,6 +48,9 @@ class Layout(Protocol):
     def neighbours(self) -> Any:
         """Return tensors and arrays that views may lie in, by name."""
 
+    def keep_plain(self, views: Sequence[View]) -> bool:
+        """Return whether views that overlap need no code, since torch keeps what they share."""
+
 
 def place(layout: Layout) -> None:
     """Complete the codes of all views."""
@@ -67,12 +70,14 @@ def place(layout: Layout) -> None:
         for device in set(devices):
             numbers = [number for number, each in enumerate(devices) if each == device]
             for members in overlapping(numbers, spans):
-                if members[-1] >= len(homes):
-                    shared.update(members)
+                together = [views[n - len(homes)] for n in members if n >= len(homes)]
+                shared.update(members)
+                if together and not layout.keep_plain(together):
                     _place_together(layout, members, homes, views, spans)
     for number, view in enumerate(views, len(homes)):
-        if number not in shared:
-            _place_alone(layout, view)
+        if number in shared or (isinstance(view.part, Tensor) and layout.keep_plain([view])):
+            continue
+        _place_alone(layout, view)
 
 
 def may_share(part: Any) -> bool:
@@ -157,35 +162,41 @@ def _place_alone(layout: Layout, view: View) -> None:
             code["device"] = part.device.type
         layout.groups.append([code["value"]])
         return
+    if isinstance(part, np.ndarray):
+        if not part.flags.c_contiguous and part.nbytes < int(np.subtract(*span_of(part)[::-1])):
+            # Without the gaps between its elements.
+            compact = part.copy("K")
+            compact.flags.writeable = part.flags.writeable
+            part = compact
+        if part.flags.c_contiguous and part.nbytes <= INLINE_BYTES:
+            code.update(_form(part), memory=part.tobytes().decode("latin-1"))
+            return
     span = span_of(part)
-    if isinstance(part, np.ndarray) and part.nbytes < span[1] - span[0]:
-        # Without the gaps between its elements.
-        compact = part.copy("K")
-        compact.flags.writeable = part.flags.writeable
-        part, span = compact, span_of(compact)
     code.update(_geometry(View(view.path, part, code), span[0]))
     if isinstance(part, np.ndarray) and part.flags.c_contiguous:
         del code["strides"], code["offset"]
-    if isinstance(part, np.ndarray) and part.nbytes <= INLINE_BYTES and part.flags.c_contiguous:
-        code["memory"] = part.tobytes().decode("latin-1")
-    else:
-        code["memory"] = _packed(layout, memory_in(span, [part]))
+    code["memory"] = _packed(layout, memory_in(span, [part]))
 
 
 def _geometry(view: View, begin: int) -> dict[str, Any]:
-    part = view.part
-    found: dict[str, Any] = {"offset": first_address(part) - begin, "shape": list(part.shape)}
+    part, offset = view.part, first_address(view.part) - begin
     if isinstance(part, Tensor):
-        if found["offset"] % part.element_size():
+        if offset % part.element_size():
             raise StateError(
                 f"{view.path} cannot be saved: it shares memory with an array at an address that "
                 "is no multiple of its elements. Copy one of them."
             )
-        found |= {"dtype": part.dtype, "strides": list(part.stride())}
-        if not part.is_cpu:
-            found["device"] = part.device.type
-        return found
-    found |= {"dtype": describe(part.dtype), "strides": list(part.strides)}
+        strides = [*part.stride()]
+    else:
+        strides = [*part.strides]
+    return _form(part) | {"strides": strides, "offset": offset}
+
+
+def _form(part: Array | Tensor) -> dict[str, Any]:
+    if isinstance(part, Tensor):
+        found = {"dtype": part.dtype, "shape": [*part.shape]}
+        return found if part.is_cpu else found | {"device": part.device.type}
+    found = {"dtype": describe(part.dtype), "shape": [*part.shape]}
     return found if part.flags.writeable else found | {"read-only": True}
 
 

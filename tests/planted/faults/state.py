@@ -117,13 +117,11 @@ def a_place_names_the_object_that_setup_has_put_there(find, walk, name):
 
 
 @fault(
-    "helios.state.restoring:Restoring._builder",
-    f"{REFERENCES}::test_an_object_of_attributes_comes_back_in_place",
+    "helios.storage.building:Builder._present",
+    "tests/state/test_changes.py::test_plain_members_beside_networks_come_back_in_place",
 )
-def an_object_is_replaced_where_closures_refer_to_it(make_builder, restoring, walk, later=None):
-    builder = make_builder(restoring, walk, later)
-    builder._parts = {}
-    return builder
+def a_container_is_replaced_where_closures_refer_to_it(present, builder, path, kind):
+    return builder._enter(path, kind())
 
 
 @fault(
