@@ -53,7 +53,7 @@ def _set(holder: Any, key: Any, value: Any) -> None:
             refill(group, list(saved.items()))
     elif type(holder) is partial and key in ("func", "args", "keywords"):
         called = {"func": holder.func, "args": holder.args, "keywords": holder.keywords}
-        holder.__setstate__((*(called | {key: value}).values(), table))
+        holder.__setstate__((*(called | {key: value}).values(), table))  # type: ignore[attr-defined]
     elif isinstance(holder, Tensor) or key in table or not isinstance(holder, MethodType):
         # What a method is bound to was filled in place.
         set_attribute(holder, key, value)
