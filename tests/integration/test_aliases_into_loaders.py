@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.plugins import Plugin
+from tests.state.owners import bits
 from tests.support.kills import KillAt, run_in_child
 
 
@@ -294,3 +295,40 @@ def test_a_wrapper_of_two_optimizers_is_right_after_a_kill(
     assert _train_killed(make, tmp_path / "killed", 2) == whole
     assert whole[0] == pytest.approx([0.05 * 0.8**9] * 2)  # 0.0067; 0.032 if the groups are dead
     assert whole[2] == []
+
+
+class Sent(Net):
+    """Finds its row by name, since it is sent to other processes."""
+
+    def __init__(self, name: str) -> None:
+        helios.Model.__init__(self, "net")
+        self.name = name
+
+    @property
+    def row(self) -> Row:  # type: ignore[override]
+        return ROWS[self.name]
+
+
+def test_what_is_kept_is_the_same_on_other_processes(tmp_path: Path) -> None:
+    def train(root: Path, total: int, nproc: int) -> Any:
+        trainer = helios.Trainer(
+            total_steps=total,
+            train_unit="iteration",
+            chkpt_frequency=4,
+            chkpt_root=root,
+            random_seed=5,
+            use_cpu=True,
+            print_banner=False,
+            num_replicas=2,
+            nproc=nproc,
+        )
+        assert trainer.fit(Sent("a group in a closure"), Data())
+        newest = max(root.glob("net/*.pth"), key=lambda path: path.stat().st_mtime_ns)
+        sidecar = json.loads(newest.with_suffix(".json").read_text())
+        objects = torch.load(newest, weights_only=True)["model"]["objects"]
+        return bits(objects), sidecar["level"], sidecar.get("missing")
+
+    whole = train(tmp_path / "whole", 8, 1)
+    train(tmp_path / "parted", 4, 1)
+    assert train(tmp_path / "parted", 8, 2) == whole
+    assert whole[1:] == ("elastic", {})
