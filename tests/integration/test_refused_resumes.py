@@ -1,0 +1,131 @@
+"""A start that does not fit its checkpoint is refused before anything of it is changed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import helios
+from helios.errors import StateError
+from helios.plugins import Plugin
+from tests.support.kills import KillAt, run_in_child
+
+_RED = pytest.mark.xfail(strict=True, reason="what comes before it is loaded already")
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        x = torch.linspace(-1, 1, 32).unsqueeze(1)
+        params = helios.DataLoaderParams(batch_size=4, shuffle=True)
+        self._train_dataset = self._create_dataset(TensorDataset(x, x.sin()), params)
+
+
+class Net(helios.Model):
+    """``made`` gets what setup has made; ``change`` is what this start does otherwise."""
+
+    def __init__(self, change: Callable[[Net], object] | None = None) -> None:
+        super().__init__("net")
+        self.change = change
+        self.made: dict[str, bytes] = {}
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.spare = nn.Linear(2, 2)
+        self.choices = {"tanh": torch.tanh, "relu": torch.relu}
+        self.chosen = self.choices["tanh"]
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.rows = [0]
+        if self.change is not None:
+            self.change(self)
+        self.made = self.bytes_now()
+
+    def bytes_now(self) -> dict[str, bytes]:
+        """Return what this model holds, without its change."""
+        parts = {name: part for name, part in vars(self).items() if hasattr(part, "state_dict")}
+        state = {
+            f"{name}.{key}": value
+            for name, part in parts.items()
+            for key, value in part.state_dict().items()
+        }
+        return {name: _bytes(value) for name, value in {**state, "rows": self.rows}.items()}
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+        x, y = batch
+        self.rows.append(state.global_iteration)
+        self.spare.weight.data.add_(1)
+        self.chosen = self.choices["relu"]
+        return (self.chosen(self.net(x)) - y).square().mean()
+
+
+class Probe(Plugin):
+    """Holds a network."""
+
+    def __init__(self, width: int | None = 1) -> None:
+        super().__init__("probe")
+        self.width = width
+
+    def setup(self) -> None:
+        self.probe = nn.Linear(1, self.width) if self.width else None
+
+    def on_training_batch_end(self, state: helios.TrainingState, should_log: bool) -> None:
+        if self.probe is not None:
+            self.probe.weight.data.add_(1)
+
+
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy().tobytes()
+    if isinstance(value, Mapping):
+        return b"".join(repr(key).encode() + _bytes(member) for key, member in value.items())
+    return repr(value).encode()
+
+
+def _fit(model: Net, root: Path, *plugins: Plugin) -> None:
+    trainer = helios.Trainer(
+        total_steps=6,
+        train_unit="iteration",
+        chkpt_frequency=2,
+        chkpt_root=root,
+        store=helios.CheckpointStore(is_async=False),  # written before the kill
+        plugins=plugins,
+        use_cpu=True,
+        print_banner=False,
+    )
+    trainer.fit(model, Data())
+
+
+ROWS: dict[str, tuple[Callable[[Net], object] | None, int | None]] = {
+    "a network is gone": (lambda net: delattr(net, "spare"), 1),
+    "a scheduler is gone": (lambda net: delattr(net, "scheduler"), 1),
+    "what an attribute refers to is gone": (lambda net: net.choices.pop("relu"), 1),
+    "a network of a plugin is gone": (None, None),
+    "another shape in a network": (lambda net: setattr(net, "spare", nn.Linear(3, 2)), 1),
+    "another shape in a network of a plugin": (None, 2),
+}
+_RED_ROWS = [row for row in ROWS if "shape" in row or "of a plugin" in row]
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=_RED if row in _RED_ROWS else ()) for row in ROWS]
+)
+def test_a_resume_changes_all_or_nothing(row: str, tmp_path: Path) -> None:
+    def train_until_killed() -> None:
+        _fit(Net(), tmp_path, Probe(), KillAt("on_training_batch_end", 3))
+
+    assert run_in_child(train_until_killed, tmp_path / "killed") == -signal.SIGKILL
+    change, width = ROWS[row]
+    model = Net(change)
+    with pytest.raises(StateError):
+        _fit(model, tmp_path, Probe(width))
+    assert model.bytes_now() == model.made
+    again = Net()
+    _fit(again, tmp_path, Probe())  # the checkpoint is as it was
+    assert again.rows == [0, 1, 2, 3, 4, 5, 6]
