@@ -1,4 +1,4 @@
-"""Two names of one buffer that training splits: the run goes on, with the same bits or a warning."""
+"""Two names of one buffer that training splits: the run goes on, exactly or with a warning."""
 
 from __future__ import annotations
 
