@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import helios
 from helios.errors import StateError
 from helios.plugins import Plugin
-from tests.support.kills import KillAt, run_in_child
+from tests.support.killed_fits import fit, kill
 
 _RED = pytest.mark.xfail(strict=True, reason="what comes before it is loaded already")
-
-
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        x = torch.linspace(-1, 1, 32).unsqueeze(1)
-        params = helios.DataLoaderParams(batch_size=4, shuffle=True)
-        self._train_dataset = self._create_dataset(TensorDataset(x, x.sin()), params)
 
 
 class Net(helios.Model):
@@ -88,20 +79,6 @@ def _bytes(value: Any) -> bytes:
     return repr(value).encode()
 
 
-def _fit(model: Net, root: Path, *plugins: Plugin) -> None:
-    trainer = helios.Trainer(
-        total_steps=6,
-        train_unit="iteration",
-        chkpt_frequency=2,
-        chkpt_root=root,
-        store=helios.CheckpointStore(is_async=False),  # written before the kill
-        plugins=plugins,
-        use_cpu=True,
-        print_banner=False,
-    )
-    trainer.fit(model, Data())
-
-
 ROWS: dict[str, tuple[Callable[[Net], object] | None, int | None]] = {
     "a network is gone": (lambda net: delattr(net, "spare"), 1),
     "a scheduler is gone": (lambda net: delattr(net, "scheduler"), 1),
@@ -117,15 +94,16 @@ _RED_ROWS = [row for row in ROWS if "shape" in row or "of a plugin" in row]
     "row", [pytest.param(row, marks=_RED if row in _RED_ROWS else ()) for row in ROWS]
 )
 def test_a_resume_changes_all_or_nothing(row: str, tmp_path: Path) -> None:
-    def train_until_killed() -> None:
-        _fit(Net(), tmp_path, Probe(), KillAt("on_training_batch_end", 3))
+    def train(root: Path, *plugins: Plugin) -> None:
+        fit(Net(), root, Probe(), *plugins)
 
-    assert run_in_child(train_until_killed, tmp_path / "killed") == -signal.SIGKILL
+    root = tmp_path / "run"
+    kill(train, root, 5)
     change, width = ROWS[row]
     model = Net(change)
     with pytest.raises(StateError):
-        _fit(model, tmp_path, Probe(width))
+        fit(model, root, Probe(width))
     assert model.bytes_now() == model.made
     again = Net()
-    _fit(again, tmp_path, Probe())  # the checkpoint is as it was
-    assert again.rows == [0, 1, 2, 3, 4, 5, 6]
+    fit(again, root, Probe())  # the checkpoint is as it was
+    assert again.rows == [*range(9)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import helios
 from helios.plugins import Plugin
-from tests.support.kills import KillAt, run_in_child
-
-
-class Data(helios.DataModule):
-    def setup(self) -> None:
-        x = torch.linspace(-1, 1, 32).unsqueeze(1)
-        params = helios.DataLoaderParams(batch_size=4, shuffle=True)
-        self._train_dataset = self._create_dataset(TensorDataset(x, x.sin()), params)
+from tests.support.killed_fits import fit, kill, missing
 
 
 class Net(helios.Model):
@@ -48,19 +38,8 @@ class Net(helios.Model):
 
 
 def _train(split: Callable[[nn.Module], torch.Tensor], root: Path, *plugins: Plugin) -> Any:
-    trainer = helios.Trainer(
-        total_steps=8,
-        train_unit="iteration",
-        chkpt_frequency=4,
-        chkpt_root=root,
-        store=helios.CheckpointStore(is_async=False),  # written before the kill
-        plugins=plugins,
-        random_seed=5,
-        use_cpu=True,
-        print_banner=False,
-    )
     model = Net(split)
-    assert trainer.fit(model, Data())
+    fit(model, root, *plugins)
     return {name: value.numpy().tobytes() for name, value in model.net.state_dict().items()}
 
 
@@ -75,9 +54,8 @@ def _train(split: Callable[[nn.Module], torch.Tensor], root: Path, *plugins: Plu
 def test_buffers_that_training_splits_are_two_or_named_after_a_kill(
     split: Callable[[nn.Module], torch.Tensor], tmp_path: Path
 ) -> None:
-    whole = _train(split, tmp_path / "whole")
-    work = functools.partial(_train, split, tmp_path / "run")
-    kill = functools.partial(work, KillAt("on_training_batch_end", 5))
-    assert run_in_child(kill, tmp_path / "killed") == -signal.SIGKILL
-    sidecars = [json.loads(path.read_text()) for path in (tmp_path / "run" / "net").glob("*.json")]
-    assert work() == whole or any(sidecar.get("missing") for sidecar in sidecars)
+    train = functools.partial(_train, split)
+    whole, root = train(tmp_path / "whole"), tmp_path / "run"
+    kill(train, root, 5)
+    lacks = missing(root)
+    assert train(root) == whole or lacks
