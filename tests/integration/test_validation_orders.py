@@ -55,7 +55,8 @@ class Counted(Drawn):
 
     def __iter__(self) -> Iterator[int]:
         self.count += 1
-        return iter([(number * 5 + self.count) % _SIZE for number in range(_SIZE)])
+        generator = torch.Generator().manual_seed(self.count)
+        return iter(torch.randperm(_SIZE, generator=generator).tolist())
 
     def state_dict(self) -> dict[str, int]:
         return {"count": self.count}
