@@ -39,7 +39,7 @@ class Net(helios.Model):
 
 def _train(split: Callable[[nn.Module], torch.Tensor], root: Path, *plugins: Plugin) -> Any:
     model = Net(split)
-    fit(model, root, *plugins)
+    fit(model, root, *plugins, total_steps=12)
     return {name: value.numpy().tobytes() for name, value in model.net.state_dict().items()}
 
 
@@ -51,11 +51,12 @@ def _train(split: Callable[[nn.Module], torch.Tensor], root: Path, *plugins: Plu
         pytest.param(lambda net: torch.cat([net.scale, torch.ones(1)]), id="grown"),
     ],
 )
-def test_buffers_that_training_splits_are_two_or_named_after_a_kill(
+def test_buffers_that_training_splits_are_two_or_named_after_kills(
     split: Callable[[nn.Module], torch.Tensor], tmp_path: Path
 ) -> None:
     train = functools.partial(_train, split)
     whole, root = train(tmp_path / "whole"), tmp_path / "run"
-    kill(train, root, 5)
+    for iteration in (5, 9):  # the second resume is from a checkpoint of a resumed run
+        kill(train, root, iteration)
     lacks = missing(root)
     assert train(root) == whole or lacks
