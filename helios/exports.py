@@ -5,6 +5,9 @@ from helios.checkpoint.retention import find_best_checkpoint as find_best_checkp
 from helios.checkpoint.store import CheckpointStore as CheckpointStore
 from helios.checkpoint.store import load_checkpoint as load_checkpoint
 from helios.core.loss_means import WeightedLoss as WeightedLoss
+from helios.counters import Phase as Phase
+from helios.counters import TrainingState as TrainingState
+from helios.counters import TrainingUnit as TrainingUnit
 from helios.data.datamodule import DataLoaderParams as DataLoaderParams
 from helios.data.datamodule import DataModule as DataModule
 from helios.engines.engine import Engine as Engine
@@ -31,8 +34,5 @@ from helios.plugins.plugin import Plugin as Plugin
 from helios.sharding.units import Unit as Unit
 from helios.startup.model_setup import load_weights as load_weights
 from helios.startup.signal_policy import Signals as Signals
-from helios.state import Phase as Phase
-from helios.state import TrainingState as TrainingState
-from helios.state import TrainingUnit as TrainingUnit
 from helios.trainer import Trainer as Trainer
 from helios.trainer import find_last_checkpoint as find_last_checkpoint

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+from helios.counters import TrainingState
 from helios.errors import UsageError
-from helios.state import TrainingState
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from helios.state import Cursor, TrainingState, TrainingUnit
+from helios.counters import Cursor, TrainingState, TrainingUnit
 
 _TOTAL = "total_steps reached"
 _IMPATIENCE = "no improvement in"

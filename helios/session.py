@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from helios.best import Validation
 from helios.checkpoint.capture import capture
@@ -24,7 +23,7 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.run_listener import RunListener, Validated
 from helios.core import rng
 from helios.core.loss_means import LossMeans, Viewer, as_numbers
-from helios.core.sharded_tensors import is_sharded
+from helios.counters import Phase
 from helios.engines.engine import Engine, redefines
 from helios.findings import FindingKind
 from helios.hooks.context import Context
@@ -37,11 +36,12 @@ from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin, PluginStates
 from helios.replicas.turns import make_turns
 from helios.requests import make_agreement
-from helios.state import Phase
-from helios.state_graph.consistency import ReplicaWatch, check_alike
-from helios.state_graph.idle_watch import IdleWatch
+from helios.state.steps import ReplicaWatch, check_alike
 from helios.terminal.progress import Display
 from helios.text import with_step
+
+if TYPE_CHECKING:
+    from helios.loops.idle_watch import IdleWatch
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -339,22 +339,6 @@ class Session(LiveRun):
         snapshot = record.snapshot()
         self.hooks.emit("on_save_checkpoint", snapshot)
         self.writer.save(snapshot)
-
-    def watch_idle_steps(self) -> None:
-        """Begin to watch whether the steps of a new run learn anything."""
-        processor = self.model.batch_processor
-        if processor is not None and not processor.need_backward:
-            return
-        networks = self.model.discovery.modules().values()
-        tensors = [each for net in networks for each in (*net.parameters(), *net.buffers())]
-        # Lazy ones get their values in the first step; sharded ones need a loss that is returned.
-        if not any(is_lazy(each) or is_sharded(each) for each in tensors):
-            self.idle_watch = IdleWatch(
-                type(self.model).__name__,
-                self.model.discovery,
-                self.owner_states,
-                gather=self.replicas.gather_objects,
-            )
 
     def refuse_idle_steps(self, *, at: int = 0) -> None:
         """Raise ``UsageError`` if nothing was learned so far, before a save or after an epoch.

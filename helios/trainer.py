@@ -13,6 +13,7 @@ from helios.checkpoint.schema_upgrades import (
     register_trainer_types_for_safe_load,
 )
 from helios.checkpoint.store import CheckpointStore
+from helios.counters import Phase, TrainingState, TrainingUnit
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
@@ -37,7 +38,6 @@ from helios.startup.signal_policy import Signals, find_swallowed, raise_interrup
 from helios.startup.trainer_call import Call, RuntimeState, only_call
 from helios.startup.trainer_options import Change, Options
 from helios.startup.unknown_arguments import with_known_arguments
-from helios.state import Phase, TrainingState, TrainingUnit
 
 __all__ = [
     "Trainer",

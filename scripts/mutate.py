@@ -32,11 +32,11 @@ ELASTIC = (
 )
 RESUME = "tests/integration/test_resume.py::test_a_run_by_steps_resumes_everywhere[plain]"
 STATE = (
-    "tests/state_graph/test_graph.py",
-    "tests/state_graph/test_hidden_state.py",
-    "tests/state_graph/test_plain_values.py",
-    "tests/state_graph/test_optimizers.py",
-    "tests/state_graph",
+    "tests/state/test_references.py",
+    "tests/state/test_hidden_state.py",
+    "tests/state/test_plain_values.py",
+    "tests/state/test_optimizers.py",
+    "tests/state",
 )
 LEDGER = ("tests/ledger/test_line.py", "tests/ledger/test_book.py", "tests/ledger/test_writer.py")
 
@@ -133,8 +133,8 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 ROOMS["state"] = {
-    f"helios.state_graph.{name}": STATE
-    for name in ("changes", "graph", "nodes", "restoring", "saved_layouts", "unsavable")
+    f"helios.state.{name}": STATE
+    for name in ("walk", "anchors", "discovery", "restoring", "holders", "links", "digests")
 }
 # What each mutant of a room must survive in the end.
 LAST: dict[str, tuple[str, ...]] = {

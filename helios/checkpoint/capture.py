@@ -17,13 +17,13 @@ import torch
 from helios.checkpoint.record import Record
 from helios.checkpoint.sharded_rows import refer_to_sharded
 from helios.core import rng
+from helios.counters import Cursor, TrainingState
 from helios.engines.engine import Engine
 from helios.errors import StateError
 from helios.findings import Finding, FindingKind, Findings
 from helios.hooks.live_run import LiveRun
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 

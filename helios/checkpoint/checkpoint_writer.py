@@ -19,11 +19,11 @@ from helios.checkpoint.sharded_rows import copy_rows, split_sharded
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.checkpoint.writer_thread import WriterThread
 from helios.core.sharded_tensors import OwnRows
+from helios.counters import TrainingState
 from helios.distributed.process_groups import has_failed, saving_group
 from helios.errors import SaveError, UsageError
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
-from helios.state import TrainingState
 from helios.storage import files
 from helios.storage.digest import FileFacts
 

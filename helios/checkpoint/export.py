@@ -17,7 +17,7 @@ from helios.checkpoint import file_names
 from helios.core.sharded_tensors import is_deferred, value_of
 from helios.core.wrappers import clean_names
 from helios.errors import ArgumentError, CheckpointError
-from helios.storage.weights_only import TAG
+from helios.storage.codes import TAG
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
 _MAX_DEPTH = 50

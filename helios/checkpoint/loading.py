@@ -19,12 +19,12 @@ from helios.checkpoint import file_names, schema_upgrades
 from helios.checkpoint.contents import Contents, WholeFile, open_contents
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
+from helios.counters import TrainingState
 from helios.errors import (
     CheckpointError,
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
-from helios.state import TrainingState
 from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:

@@ -15,12 +15,13 @@ import torch
 
 from helios.core.sharded_tensors import is_deferred
 from helios.storage import codec
+from helios.storage.codes import TAG
 from helios.storage.placeholders import Unknown
-from helios.storage.weights_only import TAG
 
 _MAX_DEPTH = 50
 _MAX_TEXT = 200
 _MARKED = ("pairs", "items")
+_WITH_CONTENT = {"tensor": "value", "codes": "value", "object": "fields"}
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -78,6 +79,7 @@ def find_tensors(tree: Any) -> dict[str, torch.Tensor]:
     waiting: list[tuple[tuple[str, ...], Any]] = [((), tree)]
     while waiting:
         keys, value = waiting.pop()
+        value = _content(value)
         if isinstance(value, torch.Tensor):
             found[".".join(keys)] = value
         elif len(keys) < _MAX_DEPTH and not _is_encoded_value(value):
@@ -109,6 +111,7 @@ class _Outline:
         self._storages: dict[int, str] = {}
 
     def visit(self, keys: tuple[str, ...], value: Any) -> Iterator[Node]:
+        value = _content(value)
         if isinstance(value, torch.Tensor):
             yield self._tensor(keys, value)
             return
@@ -154,6 +157,12 @@ class _Outline:
         self._storages[place] = node.path
         node.num_bytes = size
         return node
+
+
+def _content(value: Any) -> Any:
+    """Return what a code stands for, if that is in it as it is."""
+    tag = value.get(TAG) if isinstance(value, Mapping) else None
+    return value.get(_WITH_CONTENT.get(tag), value) if isinstance(tag, str) else value
 
 
 def _is_encoded_value(value: Any) -> bool:
@@ -206,6 +215,8 @@ def _words(value: Any) -> str:
         return f"{value.name}({parts})"[:_MAX_TEXT]
     if not (isinstance(value, Mapping) and TAG in value):
         return text_of(value)
+    if value[TAG] == "ref":
+        return f"the same as {str(value.get('name')).removeprefix('.')}"[:_MAX_TEXT]
     try:
         return text_of(codec.decode(value))
     except Exception:

@@ -13,7 +13,7 @@ from typing import Any
 
 from helios.best import BestValidation
 from helios.checkpoint.sidecar import Sidecar
-from helios.state import TrainingState
+from helios.counters import TrainingState
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 from helios.checkpoint import file_names
 from helios.checkpoint.record import REQUIRED
+from helios.counters import TrainingState
 from helios.errors import IncompatibleCheckpointError
-from helios.state import TrainingState
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 

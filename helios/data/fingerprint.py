@@ -19,9 +19,10 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from helios.core.utils import unsaved_of
 from helios.data.mixture import Mixture
-from helios.state_graph.scanning import is_dense
-from helios.state_graph.values import ATOMS, attributes_of
+from helios.state.digests import is_dense
+from helios.state.values import ATOMS
 from helios.storage.content_hash import fingerprint
+from helios.storage.plain_objects import attributes_of
 
 _DEEPEST = 16
 _MOST_MEMBERS = 4_096

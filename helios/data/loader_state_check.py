@@ -21,8 +21,8 @@ import torch
 from helios.core import rng
 from helios.data.source import Source
 from helios.protocols import Clock
-from helios.state_graph.scanning import mark_of_state
-from helios.state_graph.values import Identities, children_of, each_in
+from helios.state.digests import Identities, mark_of
+from helios.state.values import children_of, each_in
 
 _LOGGER = logging.getLogger(__name__)
 _NUM_BATCHES = 3
@@ -115,7 +115,7 @@ def _check_size(root: object, check_time: Callable[[], None]) -> None:
 def compare_batches(expected: Any, found: Any) -> Verdict:
     """Return whether two batches consist of the same bytes; unknown if that cannot be told."""
     identities = Identities()
-    if mark_of_state(expected, identities) == mark_of_state(found, identities):
+    if mark_of(expected, identities) == mark_of(found, identities):
         return Verdict.KEPT
     # What is compared by identity may be equal nevertheless.
     return Verdict.UNKNOWN if identities.num_given else Verdict.BROKEN

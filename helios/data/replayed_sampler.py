@@ -36,17 +36,9 @@ from helios.core.utils import unsaved_of
 from helios.data.order import BlocksAndHead, Order, Position, prepare
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.state_graph.scanning import is_dense, mark_of_state
-from helios.state_graph.values import (
-    CONTAINERS,
-    LEAVES,
-    LIMIT,
-    Identities,
-    are_atoms,
-    attributes_of,
-    each_in,
-    elements_of,
-)
+from helios.state.digests import Identities, is_dense, mark_of
+from helios.state.values import CONTAINERS, LEAVES, LIMIT, are_atoms, each_in, elements_of
+from helios.storage.plain_objects import attributes_of
 
 _LOGGER = logging.getLogger(__name__)
 _DEEPEST = 8
@@ -92,6 +84,13 @@ class ReplayedOrder(Order):
     def has_state(self) -> bool:
         """Whether the sampler has a state of its own."""
         return self._stateful is not None
+
+    @property
+    def holders(self) -> dict[str, Any]:
+        """What has the state that the order depends on: the sampler, or generators, by name."""
+        if isinstance(self._stateful, OwnGenerators):
+            return dict(self._stateful.generators)
+        return {} if self._stateful is None else {type(self._stateful).__name__: self._stateful}
 
     def twin(self, dataset: Any) -> Order | None:
         """Return a copy of the order; ``None`` if the sampler has a state."""
@@ -291,11 +290,12 @@ class OwnGenerators:
         generators: the generators by path.
 
     Attributes:
+        generators: the same.
         drawn: the paths of those that the sampler draws from, as far as it has done so.
     """
 
     def __init__(self, generators: dict[str, Generator]) -> None:
-        self._generators = generators
+        self.generators = generators
         self.drawn: set[str] = set()
 
     @contextmanager
@@ -307,8 +307,8 @@ class OwnGenerators:
 
     def _marks(self) -> dict[str, bytes]:
         return {
-            path: mark_of_state(state_of_generator(part), Identities())
-            for path, part in self._generators.items()
+            path: mark_of(state_of_generator(part), Identities())
+            for path, part in self.generators.items()
             if path not in self.drawn
         }
 
@@ -320,12 +320,12 @@ class OwnGenerators:
         """Return the state of each generator, by path."""
         return {
             path: (kind_of_generator(part), state_of_generator(part))
-            for path, part in self._generators.items()
+            for path, part in self.generators.items()
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore each generator with a saved state of the same kind."""
-        for path, generator in self._generators.items():
+        for path, generator in self.generators.items():
             kind, state = state_dict.get(path, (None, None))
             if kind == kind_of_generator(generator):
                 load_generator(generator, state)
@@ -376,7 +376,7 @@ def _marks_of(sampler: Any) -> dict[str, bytes]:
     Data sets and other samplers are objects, whose content may have been read ahead.
     """
     return {
-        name: mark_of_state(value, Identities())
+        name: mark_of(value, Identities())
         for name, value in _saved_attributes_of(sampler)
         if _is_plain(value)
     }

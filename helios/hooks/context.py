@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import TypeVar
 
 from helios.core.loss_means import as_number
+from helios.counters import Cursor, Phase, TrainingState, TrainingUnit
 from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, ReadOnlyError, UsageError
 from helios.hooks.live_run import LiveRun
 from helios.hooks.per_replica import Part, PerReplica
-from helios.state import Cursor, Phase, TrainingState, TrainingUnit
 
 if TYPE_CHECKING:
     from helios import Model

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.counters import TrainingState
 from helios.hooks.context import Context
 from helios.hooks.events import silent
-from helios.state import TrainingState
 
 
 class Hooks:

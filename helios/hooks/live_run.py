@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from helios.best import BestSoFar
 from helios.core.loss_means import LossMeans
+from helios.counters import Cursor, Phase, TrainingState
 from helios.data.source import BatchIterator, Source
 from helios.engines.engine import Engine
 from helios.errors import UsageError
@@ -25,8 +26,7 @@ from helios.replicas.replicas import Replicas
 from helios.replicas.turns import Turns
 from helios.requests import Agreement
 from helios.schedule import Schedule
-from helios.state import Cursor, Phase, TrainingState
-from helios.state_graph.owner_states import Owners
+from helios.state.owners import Owners
 from helios.storage.tensorboard_writer import TensorboardWriter
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.counters import TrainingState
 from helios.ledger.line import write_body, write_float, write_hash
 from helios.ledger.run_file import RunFile
 from helios.ledger.weight_digests import WeightDigests
 from helios.listeners import IterationListener
-from helios.state import TrainingState
 from helios.storage.content_hash import Content, hash_bytes, hash_content, look_safely, pack_indices
 
 _LOGGER = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from inspect import isgeneratorfunction
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from helios.counters import Phase
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.loops.optimizer import OptimizerLoop
 from helios.loops.yielding import YieldLoop
 from helios.session import Session
-from helios.state import Phase
 
 
 class BatchLoop(Loop):

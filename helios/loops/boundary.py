@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import helios.schedule as due
+from helios.counters import Phase
 from helios.session import Place, Session
-from helios.state import Phase
 
 Validate: TypeAlias = Callable[[], bool]
 

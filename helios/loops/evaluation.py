@@ -17,15 +17,15 @@ import torch
 from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
 from helios.core.loss_means import WeightedLoss, as_numbers, as_summand
+from helios.counters import Phase
 from helios.data.source import NO_BATCH, BatchIterator, Source
 from helios.errors import Interrupted, UsageError
 from helios.findings import FindingKind
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.repeated_steps import copy_attributes, without_trace
+from helios.loops.repeated_steps import without_trace
 from helios.loops.step import begin_forward, end_forward, take_step
 from helios.model.processor import Processed
 from helios.session import Place
-from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
 _END = object()
@@ -219,10 +219,8 @@ class EvaluationLoop(Loop):
                 f"is sharded, but there are fewer. Add samples, or start fewer processes than "
                 f"{session.replicas.num_processes}."
             )
-        before = copy_attributes(session)
         with without_trace(session):
             take_step(session, self.step_name, self._kept, self._step, *which, has_begun=True)
-        before.put_back()
 
     def _shown(self, result: Any) -> tuple[Any, ...]:
         """Return what the end event of a batch gets of the step's result."""

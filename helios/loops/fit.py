@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
+from helios.backup import Backup
 from helios.core import rng
+from helios.counters import Phase
 from helios.data.keyed import data_sets_of
-from helios.errors import RunMismatchError
+from helios.errors import RunMismatchError, UsageError
 from helios.loops.boundary import EPOCH, STEP, Boundary
 from helios.loops.epoch import EpochLoop
+from helios.loops.idle_watch import watch_idle_steps
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.session import Session
-from helios.state import Phase
-from helios.state_graph.rollback import Rollback
+from helios.state.steps import find_lazy
 from helios.terminal import root_logger as log
 
 _LOGGER = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class FitLoop(Loop):
         session.start_epoch = cursor.epoch
         session.start_step = session.state.global_step
         if not session.is_resumed:
-            session.watch_idle_steps()
+            session.idle_watch = watch_idle_steps(session)
         self._check_sanity()
         session.hooks.emit("on_training_start")
         session.model.train()
@@ -160,7 +162,15 @@ def trying(session: Session, *others: object) -> Iterator[None]:
     Args:
         session: the run.
         others: what it may change besides the model, plugins, engine and loaders.
+
+    Raises:
+        UsageError: for networks with lazy layers, whose first batch cannot be undone.
     """
+    for path in find_lazy(session.model.discovery):
+        raise UsageError(
+            f"A sanity check needs complete networks, but {path!r} has lazy layers. Run one batch "
+            "through it in setup(), or train without sanity_steps."
+        )
     sources = session.sources[Phase.VALIDATION]
     with rng.stream(rng.key(session.seed, "sanity")):
         session.hooks.emit("on_sanity_check_start")
@@ -168,7 +178,8 @@ def trying(session: Session, *others: object) -> Iterator[None]:
         loaders = [source.loader for source in sources]
         plugins = session.plugins.values()
         owners = [session.model, session.engine, *plugins, *loaders, *others]
-        trace = Rollback(owners, leaving=[data for each in loaders for data in data_sets_of(each)])
+        left = {id(data) for each in loaders for data in data_sets_of(each)}
+        backup = Backup(owners, leave=lambda value: id(value) in left, on_host=True)
         session.is_sanity_check = True
         try:
             with log.muted_tensorboard():
@@ -178,7 +189,7 @@ def trying(session: Session, *others: object) -> Iterator[None]:
         # Persistent workers end here, not when they are garbage collected.
         for source in sources:
             source.close()
-        trace.put_back()
+        backup.restore()
         session.agreement.take_back(requests)
         session.agree()
         session.hooks.emit("on_sanity_check_end")

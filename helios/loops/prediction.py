@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from helios.counters import Phase
 from helios.loops.evaluation import EvaluationLoop
-from helios.state import Phase
 
 
 class PredictionLoop(EvaluationLoop):

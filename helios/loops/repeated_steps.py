@@ -13,6 +13,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from helios.backup import Backup
 from helios.core import rng
 from helios.core.generators import (
     Generator,
@@ -20,12 +21,11 @@ from helios.core.generators import (
     load_generator,
     state_of_generator,
 )
+from helios.core.sharded_tensors import is_sharded
+from helios.counters import TrainingState
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.model.model import Model
 from helios.session import Session
-from helios.state import TrainingState
-from helios.state_graph.consistency import TurnWatch
-from helios.state_graph.rollback import Rollback
 from helios.terminal import root_logger as log
 
 
@@ -66,16 +66,13 @@ def _find_global(model: Model) -> list[Generator]:
 def without_trace(session: Session) -> Iterator[None]:
     """Run a step in a block that leaves no trace.
 
-    Generators, buffers, losses and requests are as before afterwards, and no scalars are logged
-    meanwhile.
+    Generators, buffers, what model and plugins hold, losses and requests are as before afterwards,
+    and no scalars are logged meanwhile. Only sharded parameters and their gradients are left alone,
+    for others need what the step adds to them.
     """
     replica, batch = session.turns.replica, session.batch
     generators = _read_generators(session.model, session.engine.device)
-    networks = session.model.discovery.modules().values()
-    parts = [part for network in networks for part in network.modules()]
-    held = [*session.model.tables.values(), *(vars(part)["_buffers"] for part in parts)]
-    held += (buffer for part in parts for buffer in part.buffers(recurse=False))
-    before = Rollback(held, on_host=False)
+    backup = Backup([session.model, *session.plugins.values()], leave=is_sharded)
     requests = session.agreement.remember()
     session.is_repeating = True
     try:
@@ -84,7 +81,7 @@ def without_trace(session: Session) -> Iterator[None]:
     finally:
         session.is_repeating = False
         session.agreement.take_back(requests)
-        before.put_back()
+        backup.restore()
         session.turns.replica, session.batch = replica, batch
         _set_generators(session.model, generators)
 
@@ -93,8 +90,7 @@ def without_trace(session: Session) -> Iterator[None]:
 class PaddingTurns:
     """The turns of a process that has no replica in the last turn of each iteration.
 
-    It repeats its last step there. Attributes of model and plugins are copied before, if the step
-    changes any.
+    It repeats its last step there.
 
     Args:
         session: the run.
@@ -103,7 +99,6 @@ class PaddingTurns:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._batch: Any = None
-        self._keeps_attributes = True
 
     def take_step(self, session: Session, step: str, batch: Any, state: TrainingState) -> Any:
         """Run a step, as :func:`helios.loops.step.take_step` does, and keep its batch."""
@@ -117,38 +112,7 @@ class PaddingTurns:
             return
         self._batch = None
         session.gradients.end_turn()
-        if not self._keeps_attributes:
-            self._repeat(batch)
-            return
-        watch = TurnWatch(
-            session.model.discovery,
-            session.owner_states,
-            self._note,
-            reads_weights=False,
-            sees_unsaved=True,
-        )
-        before = copy_attributes(session)
-        self._keeps_attributes = False
-        self._repeat(batch)
-        watch.conclude(is_manual=False)
-        # The gradients of the turn are not a trace of it.
-        parameters = [*session.gradients.sharded_parameters()]
-        gradients = [parameter.grad for parameter in parameters]
-        before.put_back()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-
-    def _repeat(self, batch: Any) -> None:
-        session = self._session
         with without_trace(session):
             loss = loss_of(take_step(session, "train_step", batch, session.state, has_begun=True))
             assert loss is not None, "a step is automatic or manual, never both"
             session.engine.backward_loss(loss)
-
-    def _note(self, found: list[str], hook: str, *, is_manual: bool) -> None:
-        self._keeps_attributes = bool(found)
-
-
-def copy_attributes(session: Session) -> Rollback:
-    """Return a copy of what a step may change in the model and in plugins."""
-    return Rollback([session.model, *session.plugins.values()])

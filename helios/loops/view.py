@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
+from helios.counters import Cursor, TrainingState
 from helios.engines.engine import Engine
 from helios.hooks.bus import Bus
 from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.schedule import Schedule
-from helios.state import Cursor, TrainingState
 
 
 @runtime_checkable

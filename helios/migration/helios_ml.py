@@ -18,7 +18,7 @@ import numpy as np
 
 from helios.checkpoint import file_names
 from helios.core import rng
-from helios.state import Cursor, TrainingState
+from helios.counters import Cursor, TrainingState
 from helios.storage.placeholders import Unknown
 from helios.version import __version__
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from helios.core.loss_means import RunningSums, WeightedLoss
 from helios.core.registry import Registry
+from helios.counters import Phase, TrainingState
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
@@ -24,9 +25,8 @@ from helios.hooks.events import asks_nothing
 from helios.hooks.interface import Hooks
 from helios.model.processor import BatchProcessor, Processed
 from helios.sharding.units import Unit
-from helios.state import Phase, TrainingState
-from helios.state_graph.discovery import Discovery
-from helios.state_graph.owner_states import internals_of
+from helios.state.discovery import Discovery
+from helios.state.owners import internals_of
 
 if TYPE_CHECKING:
     from helios import Trainer

@@ -18,11 +18,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from helios.core.sharded_tensors import cut_like, local_of, value_of
 from helios.core.wrappers import BareNames, bare_state_dict
+from helios.counters import Phase, TrainingState
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.events import asks_nothing
 from helios.model.model import Model
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import Phase, TrainingState
 
 Networks: TypeAlias = Mapping[str, nn.Module]
 Pairs: TypeAlias = list[tuple[Tensor, Tensor]]

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
+from helios.counters import Phase, TrainingState
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS, EVENTS, Event
 from helios.plugins.contexts import HookContext, Scopes, check_parts, keeps_state
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, create_plugin
-from helios.state import Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 _EVENTS = EVENTS.keys() - {"setup"}

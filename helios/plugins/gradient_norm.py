@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from helios.core.utils import parameters_of
 from helios.core.wrappers import name_parameters
+from helios.counters import TrainingState
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 

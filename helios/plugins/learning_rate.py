@@ -11,9 +11,9 @@ from typing import ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.counters import TrainingState
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import TrainingState
 
 
 @PLUGIN_REGISTRY.register

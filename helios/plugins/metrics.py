@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from helios.core import rng
 from helios.core.memory import same
+from helios.counters import Phase, TrainingState
 from helios.engines.device import move_to_device
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
@@ -29,7 +30,6 @@ from helios.hooks.events import asks_nothing
 from helios.hooks.per_replica import PerReplica
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.protocols import Stateful
-from helios.state import Phase, TrainingState
 
 __all__ = ["Metric", "Metrics"]
 

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from helios.core.sharded_tensors import local_of
 from helios.core.utils import parameters_of
 from helios.core.wrappers import name_parameters
+from helios.counters import Cursor, TrainingState
 from helios.errors import ArgumentError, UsageError
 from helios.hooks.context import Context
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import Cursor, TrainingState
-from helios.state_graph.rollback import BufferCopies
+from helios.replicas.module_buffers import Buffers
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -77,7 +77,8 @@ class NaNGuard(Plugin):
     """
 
     _internals: ClassVar[str] = (
-        "_action _buffers _checks _found _has_skipped _limit _num_in_a_row _window num_skipped"
+        "_action _before _buffers _checks _found _has_skipped _knows_buffers _limit "
+        "_num_in_a_row _window num_skipped"
     )
 
     def __init__(
@@ -99,7 +100,7 @@ class NaNGuard(Plugin):
         self._action = action
         self._checks = checks
         self._limit = limit
-        self._buffers = BufferCopies()
+        self.teardown()
         self.setup()
 
     def setup(self) -> None:
@@ -110,13 +111,16 @@ class NaNGuard(Plugin):
         self._has_skipped = False
 
     def on_training_epoch_start(self, current_epoch: int) -> None:
-        """Find the buffers again: a hook may have changed the networks."""
-        self._buffers.look_again()
+        """Find the buffers again in the next window: a hook may have changed the networks."""
+        self._knows_buffers = False
 
     def on_training_step_start(self, state: TrainingState) -> None:
         """Keep the buffers as they are before the window."""
         if self._action != "raise":
-            self._buffers.keep(self.context.model.discovery.modules)
+            if not self._knows_buffers:
+                self._buffers = Buffers(self.context.model.discovery.modules().values())
+                self._knows_buffers = True
+            self._before = self._buffers.copies()
 
     def on_backward_start(self, loss: Tensor) -> None:
         """Record a loss and the position of its batch."""
@@ -180,7 +184,7 @@ class NaNGuard(Plugin):
             context.request_stop(f"NaNGuard: {text}")
         self._has_skipped = True
         self.num_skipped += 1
-        self._buffers.put_back()
+        self._buffers.put(self._before)
         _LOGGER.warning("%s The update is skipped, as number %d.", text, self.num_skipped)
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
@@ -200,7 +204,7 @@ class NaNGuard(Plugin):
 
     def teardown(self) -> None:
         """Release the buffers."""
-        self._buffers.forget()
+        self._buffers, self._before, self._knows_buffers = Buffers(), [], False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts; no window is open when a checkpoint is taken."""

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 import torch
 
 from helios.core.registry import Registry
+from helios.counters import TrainingState
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context, RunModel
 from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
 from helios.model.model import Model
-from helios.state import TrainingState
 from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:

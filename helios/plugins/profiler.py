@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
+from helios.counters import TrainingState
 from helios.distributed.collectives import get_global_rank
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, check_folder
-from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 

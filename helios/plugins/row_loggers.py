@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from helios.counters import TrainingState
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import TrainingState
 from helios.storage.local_paths import as_local_path
 from helios.storage.row_file import RowFile
 from helios.text import as_json

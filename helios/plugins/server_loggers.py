@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from helios.counters import Phase, TrainingState
 from helios.hooks.events import asks_nothing
 from helios.ledger.run_file import ERROR, START, RunFile, read_run_file
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.state import Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 _EVENT = "logger"

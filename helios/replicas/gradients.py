@@ -53,10 +53,6 @@ class Gradients:
     has_idle_turn: bool = False
     is_in_backward: bool = False
 
-    def sharded_parameters(self) -> Iterable[Tensor]:
-        """Return the parameters of which each process holds a shard."""
-        return ()
-
     def end_turn(self) -> None:
         """End the turn of a replica, before one in which this process has none."""
 

@@ -23,8 +23,8 @@ from helios.replicas.gradients import Gradients
 from helios.replicas.replicas import Replicas
 from helios.replicas.window_exchange import WindowExchange, make_loss_error
 from helios.requests import Agreement
-from helios.state_graph.consistency import ReplicaWatch, TurnWatch
-from helios.state_graph.discovery import Discovery
+from helios.state.discovery import Discovery
+from helios.state.steps import ReplicaWatch, TurnWatch
 
 Seed = Callable[[int | None], None]
 

@@ -16,16 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from helios.backup import Backup
 from helios.core import rng
-from helios.core.generators import Generator, load_generator, state_of_generator
+from helios.core.generators import is_generator
 from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import version_of
 from helios.errors import UsageError
-from helios.state_graph.rollback import ValueCopier
-from helios.state_graph.values import attributes_of, delete_attribute, set_attribute
+from helios.storage.plain_objects import comes_from
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
 """Attributes of all modules that no forward changes."""
+
+_NOT_OF_USERS = frozenset(("torch", "helios"))
+"""Packages whose objects, such as those of FSDP, hold nothing that a forward changes."""
 
 
 @contextmanager
@@ -78,17 +81,13 @@ class _Forward:
         def run(*values: Any) -> Any:
             nonlocal is_repeated
             if is_repeated:
-                with start.put() as others:
-                    return call([*map(_choose, values, others)])
+                with start.put():
+                    return call(values)
             is_repeated = True
             return call(values)
 
         # Not by keyword: those of a module may have the names of checkpoint's own.
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
-
-
-def _choose(value: Any, other: Any) -> Any:
-    return value if isinstance(value, Tensor) else other
 
 
 @final
@@ -106,39 +105,42 @@ class _Start:
         self._name = name
         self._modules = [*module.modules()]
         self._weights = self._read_weights()
-        others = [None if isinstance(value, Tensor) else value for value in inputs]
-        self._kept = [*self._modules, *tensors_in(others)]
-        copier = ValueCopier(self._kept)
-        self._objects = copier.objects
-        read = [*map(_attributes_of, self._modules)]
-        self._values, self._others = copier.copy((read, others))
-        self._values += copier.attributes
-        self._kept += self._objects
-        self._generators = copier.generators
-        self._states = _read_states(self._generators)
+        others = [value for value in inputs if not isinstance(value, Tensor)]
+        self._owners = [*self._modules, others]
+        self._left = set(map(id, tensors_in(others)))
+        self._backup, self._states = self._back_up(), _read_states()
+
+    def _back_up(self, *others: Any) -> Backup:
+        """Return what modules and inputs hold, besides of what belongs to PyTorch and Helios."""
+        tables = (vars(part).get(name) for part in self._modules for name in _OF_TORCH)
+        left = self._left.union(map(id, tables))
+
+        def leave(value: Any) -> bool:
+            if id(value) in left:
+                return True
+            if isinstance(value, Tensor):
+                return isinstance(value, nn.Parameter) or value.requires_grad or is_sharded(value)
+            is_own = comes_from(type(value), _NOT_OF_USERS)
+            return is_own and not (is_generator(value) or isinstance(value, rng.DefaultNumpyRNG))
+
+        return Backup((*self._owners, *others), leave=leave)
 
     @contextmanager
-    def put(self) -> Iterator[Sequence[Any]]:
+    def put(self) -> Iterator[None]:
         """Run a block that starts from here, and leaves no trace.
-
-        Yields:
-            The inputs; those that are tensors are ``None``.
 
         Raises:
             UsageError: if parameters have changed since then.
         """
         self._require_unchanged()
-        parts = [*self._modules, *self._objects]
-        values, states = [*map(_attributes_of, parts)], _read_states(self._generators)
-        # Copied again, because backward may run twice.
-        start, others = ValueCopier(self._kept).copy((self._values, self._others))
-        _set_attributes(parts, start)
-        _set_states(self._generators, self._states)
+        backup, states = self._back_up(*self._backup.values), _read_states()
+        self._backup.restore()
+        _set_states(self._states)
         try:
-            yield others
+            yield
         finally:
-            _set_attributes(parts, values)
-            _set_states(self._generators, states)
+            backup.restore()
+            _set_states(states)
 
     def _require_unchanged(self) -> None:
         if not all(map(_is_unchanged, self._weights, self._read_weights())):
@@ -151,27 +153,6 @@ class _Start:
     def _read_weights(self) -> list[tuple[Tensor, int]]:
         weights = (each for part in self._modules for each in vars(part)["_parameters"].values())
         return [(each, version_of(each)) for each in weights if each is not None]
-
-
-def _attributes_of(part: Any) -> dict[str, Any]:
-    """Return the attributes of an object, of a module also its buffers and parts."""
-    if not isinstance(part, nn.Module):
-        return attributes_of(part)
-    return {name: value for name, value in vars(part).items() if name not in _OF_TORCH}
-
-
-def _set_attributes(parts: Sequence[Any], values: Sequence[dict[str, Any]]) -> None:
-    for part, attributes in zip(parts, values, strict=True):
-        if isinstance(part, nn.Module):
-            table = vars(part)
-            for name in table.keys() - _OF_TORCH - attributes.keys():
-                del table[name]
-            table.update(attributes)
-            continue
-        for name in attributes_of(part).keys() - attributes.keys():
-            delete_attribute(part, name)
-        for name, value in attributes.items():
-            set_attribute(part, name, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -188,14 +169,11 @@ def _is_unchanged(then: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
     return is_inner or (then[0] is now[0] and then[1] == now[1])
 
 
-def _read_states(generators: Sequence[Generator]) -> list[Any]:
-    """Return the states of the global generators and of others."""
-    found = [state_of_generator(generator) for generator in generators]
-    return [rng.get_rng_state_dict(), np.random.get_state(), *found]
+def _read_states() -> tuple[dict[str, Any], Any]:
+    """Return the states of the global generators."""
+    return rng.get_rng_state_dict(), np.random.get_state()
 
 
-def _set_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+def _set_states(states: tuple[dict[str, Any], Any]) -> None:
     rng.load_rng_state_dict(states[0])
     np.random.set_state(states[1])
-    for generator, state in zip(generators, states[2:], strict=True):
-        load_generator(generator, state)

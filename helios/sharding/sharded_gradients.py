@@ -92,9 +92,6 @@ class ShardedGradients(Gradients):
         if not self._waves.is_idle:
             self._present.add(name)
 
-    def sharded_parameters(self) -> Iterable[Tensor]:
-        return self._parameters.values()
-
     def drop_old(self, optimizer: Optimizer) -> None:
         """Set the gradients to None, and check that the same parameters are trained.
 

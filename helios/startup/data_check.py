@@ -18,10 +18,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
+from helios.backup import Backup
 from helios.checkpoint.record import Record
+from helios.counters import Cursor
 from helios.data.loader import KeyedLoader
 from helios.data.source import Source
 from helios.errors import LedgerError, RankError, RunMismatchError
@@ -30,15 +31,11 @@ from helios.ledger.writer import SeenBatches, describe_batches
 from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.state_owners import find_data_sets
-from helios.state import Cursor
-from helios.state_graph.attribute_rules import large_members
-from helios.state_graph.rollback import Rollback
-from helios.state_graph.values import attributes_of, children_of, each_in
+from helios.state.data_members import is_large
 from helios.storage.content_hash import pack_indices
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_SHOWN = 8
-_SMALL = 1 << 16
 _UNKNOWN = "Whether the training data is the same as before cannot be checked: %s depends on %s."
 
 
@@ -179,22 +176,11 @@ class DataCheck:
         loader, owners = self._source.loader, []
         if isinstance(loader, KeyedLoader) and not loader.num_workers:
             owners = [part for _, part in find_data_sets(self._source)]
-        large = [attributes_of(part)[name] for part in owners for name in large_members(part)]
-        left = {id(each): each for each in large}
-
-        def follow(value: Any) -> list[Any]:
-            is_array = isinstance(value, Tensor | np.ndarray) and value.nbytes > _SMALL
-            if is_array or isinstance(value, nn.Module):
-                left[id(value)] = value
-            return [] if id(value) in left else children_of(value)
-
-        for _ in each_in(owners, follow):
-            continue
-        trace = Rollback(owners, leaving=left.values())
+        backup = Backup(owners, leave=lambda value: isinstance(value, nn.Module) or is_large(value))
         try:
             yield
         finally:
-            trace.put_back()
+            backup.restore()
 
 
 def _join(parts: list[Any]) -> _Seen:

@@ -12,6 +12,7 @@ from typing import Any
 from helios.checkpoint.capture import Trained, apply_trained, choose_trained
 from helios.checkpoint.loading import Loaded
 from helios.core.loss_means import as_numbers
+from helios.counters import Cursor, Phase, TrainingState
 from helios.engines.numerics import numerics
 from helios.errors import Interrupted, StateError, UsageError
 from helios.hooks.events import EVENTS
@@ -23,8 +24,7 @@ from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import move_networks
 from helios.startup.run_log import format_scores, open_logs
 from helios.startup.run_setup import Run
-from helios.state import Cursor, Phase, TrainingState
-from helios.state_graph.restoring import NOT_BUILT
+from helios.state.restoring import NOT_BUILT
 
 _LOGGER = logging.getLogger(__name__)
 

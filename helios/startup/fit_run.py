@@ -21,6 +21,7 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of, list_missing
 from helios.checkpoint.run_listener import RunListener
 from helios.core.stored_values import stored_params
+from helios.counters import Phase, TrainingState
 from helios.data.source import Source
 from helios.engines.numerics import numerics
 from helios.errors import ArgumentError, Interrupted, RunMismatchError, StateError
@@ -66,7 +67,6 @@ from helios.startup.run_saves import RunSaves
 from helios.startup.run_setup import LOOP_PATH, Run
 from helios.startup.state_owners import find_stranded_generators
 from helios.startup.trainer_options import ROWS, allows
-from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import with_step
 from helios.version import __version__

@@ -34,8 +34,8 @@ from helios.model.model import Model
 from helios.sharding.recomputation import tensors_in
 from helios.sharding.requirements import check_shardable
 from helios.sharding.units import Unit, find_units, modules_of_units
-from helios.state_graph.consistency import check_alike
-from helios.state_graph.registered_hooks import has_hooks
+from helios.state.networks import has_hooks
+from helios.state.steps import check_alike
 from helios.storage.checksums import bit_sum
 
 AskForUnits: TypeAlias = Callable[[], Sequence[nn.Module | Unit] | None]

@@ -21,6 +21,7 @@ from helios.checkpoint.capture import Trained
 from helios.checkpoint.file_names import list_checkpoints
 from helios.checkpoint.record import Record
 from helios.core.signal_watch import TRY_AGAIN, signal_name
+from helios.counters import Phase
 from helios.distributed.pickling import loads
 from helios.engines.device import as_current
 from helios.errors import Interrupted, RankError
@@ -37,7 +38,6 @@ from helios.startup.resume_point import find_replicas, find_stored, require_writ
 from helios.startup.run_setup import Run
 from helios.startup.signal_policy import Listener, find_signal_code, listening, remember
 from helios.startup.trainer_call import Call, ReplayRequest, only_call
-from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
 

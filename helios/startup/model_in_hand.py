@@ -20,8 +20,8 @@ from helios.checkpoint.record import Record
 from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
 from helios.plugins.plugin import Plugin, PluginStates
-from helios.state_graph.baseline import Baseline
-from helios.state_graph.owner_states import Owners, internals_of
+from helios.state.discovery import Baseline
+from helios.state.owners import Owners, internals_of
 from helios.storage.content_hash import Fingerprint, fingerprint
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), *(list, tuple, dict, set))

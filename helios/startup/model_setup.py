@@ -28,8 +28,8 @@ from helios.sharding.units import Unit, find_in_networks, find_units
 from helios.startup.keyed_init import set_up_keyed
 from helios.startup.objects import check_made
 from helios.startup.trainer_options import Options
-from helios.state_graph.consistency import check_alike
-from helios.state_graph.restoring import TRAINING_ONLY, load_into
+from helios.state.loading import TRAINING_ONLY, load_into
+from helios.state.steps import check_alike
 from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from helios.counters import Phase
 from helios.data.datamodule import DataModule
 from helios.data.source import CannotResume, Source
 from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
@@ -27,7 +28,6 @@ from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 from helios.plugins.row_loggers import RowLogger
 from helios.startup.trainer_options import refusal
-from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
 

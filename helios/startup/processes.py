@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from helios.counters import Phase
 from helios.data.fingerprint import count_samples, describe_content, describe_values
 from helios.data.loader import KeyedLoader
 from helios.data.source import Source
@@ -33,7 +34,6 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
 from helios.startup.state_owners import find_data_sets
 from helios.startup.trainer_options import ROWS, Options
-from helios.state import Phase
 from helios.text import count_text
 
 _LOGGER = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from helios.listeners import IterationListener
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.startup.resume_point import Start
-from helios.state_graph.network_parts import name_buffers, name_weights
+from helios.state.networks import name_buffers, name_weights
 
 _MOST_CHARACTERS = 300
 

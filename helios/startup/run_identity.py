@@ -14,13 +14,13 @@ from typing import Any
 from helios.checkpoint.record import Record
 from helios.checkpoint.store import Loaded
 from helios.core.stored_values import compare_values
+from helios.counters import Cursor, TrainingState
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.errors import RunMismatchError
 from helios.replicas.replicas import Replicas
 from helios.schedule import find_limit, is_limit
 from helios.startup.trainer_options import ROWS, Options, allows
-from helios.state import Cursor, TrainingState
 from helios.text import tuple_text
 
 _LOGGER = logging.getLogger(__name__)

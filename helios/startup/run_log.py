@@ -22,6 +22,7 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.run_listener import RunListener, Validated
 from helios.core.utils import get_env_info_str
 from helios.core.wrappers import class_of
+from helios.counters import Phase, TrainingState
 from helios.data.source import Source
 from helios.data.steps import StepsSource
 from helios.engines.engine import Engine
@@ -31,7 +32,6 @@ from helios.model.schedulers import Schedulers, find_epoch_like
 from helios.schedule import Schedule
 from helios.startup.objects import own_methods
 from helios.startup.trainer_options import Options
-from helios.state import Phase, TrainingState
 from helios.terminal import root_logger as log
 from helios.text import count_text, number_text, size_text, with_step
 

@@ -14,6 +14,7 @@ from helios.checkpoint.run_listener import RunListener
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint
 from helios.core.loss_means import as_numbers
+from helios.counters import Phase
 from helios.engines.engine import Engine
 from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
@@ -22,7 +23,6 @@ from helios.schedule import Schedule
 from helios.startup.reproducibility_level import Reproducibility, find_compiled
 from helios.startup.resume_point import Start
 from helios.startup.run_log import log_places
-from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class RunSaves:
         if folder is None:
             # A replay emits the events of its saves, and writes nothing.
             return CheckpointWriter(newest, None if loaded is None else loaded.record.place)
-        self._model.discovery.values.limit = folder.options.max_plain_bytes
+        self._model.discovery.limit = folder.options.max_plain_bytes
         make = PlainWriter if self._replicas.share is None else ShardedWriter
         return make(
             folder,

@@ -20,6 +20,7 @@ from helios.checkpoint.run_listener import RunListener
 from helios.core import rng
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
+from helios.counters import Phase
 from helios.data.datamodule import DataModule
 from helios.data.phase_sources import open_sources
 from helios.data.source import Shard, Source
@@ -61,8 +62,7 @@ from helios.startup.processes import (
 from helios.startup.state_owners import find_owners
 from helios.startup.trainer_call import Call
 from helios.startup.trainer_options import Options
-from helios.state import Phase
-from helios.state_graph.owner_states import Owners
+from helios.state.owners import Owners
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, create_display
 
@@ -423,6 +423,7 @@ class Run:
             engine=self.engine,
             loop=(LOOP_PATH, self.call.roots.fit),
             source=source,
+            validation=self.sources.get(Phase.VALIDATION, ()) if source is not None else (),
         )
         if self.call.phase is Phase.TRAINING:
             self.fresh = read_fresh(self.model, self.datamodule, self.owners.parts)
@@ -442,7 +443,7 @@ class Run:
         if not is_inference:
             set_train_mode(self.model, warns=not is_resumed)
         check_batch_processor(self.model, is_inference=is_inference)
-        self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
+        self.model.discovery.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
         self.renew_hooks()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import MethodType, ModuleType
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from helios.core.utils import unsaved_of
 from helios.data.datamodule import DataModule
 from helios.data.keyed import data_sets_of
+from helios.data.loader import KeyedLoader
+from helios.data.replayed_sampler import ReplayedOrder
 from helios.data.source import ByOwnState, Source
 from helios.engines.engine import Engine
 from helios.hooks.events import CHANNELS
@@ -23,9 +25,9 @@ from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import keeps_state
 from helios.plugins.plugin import Plugin
 from helios.protocols import Stateful
-from helios.state_graph.attribute_rules import generators_in
-from helios.state_graph.owner_states import Owner, Owners
-from helios.state_graph.values import attributes_of
+from helios.state.data_members import generators_in
+from helios.state.owners import Owner, Owners
+from helios.storage.plain_objects import attributes_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ def find_owners(
     engine: Engine,
     loop: tuple[str, Loop],
     source: Source | None = None,
+    validation: Sequence[Source] = (),
 ) -> Owners:
     """Return all objects that may hold state, right after setup.
 
@@ -53,6 +56,7 @@ def find_owners(
         engine: the engine.
         loop: the role and the root of the loops of a training.
         source: the training data; ``None`` outside a training.
+        validation: the data of validations, between which the order has a state.
     """
     owners = [Owner("engine", engine, tuple(engine.unsaved), _has_own(engine, Engine))]
     owners += _of_plugins(plugins)
@@ -72,6 +76,9 @@ def find_owners(
             Owner(name, part, unsaved_of(part), is_data=True)
             for name, part in _dataset_parts(source)
         )
+    orders = {f"loader {number}": _order_of(each) for number, each in enumerate(validation)}
+    if any(orders.values()):
+        owners.append(Owner("validation orders", SimpleNamespace(**orders)))
     found = Owners(
         owners,
         lambda: {**others, **_saved_by(model)},
@@ -102,10 +109,11 @@ def find_stranded_generators(source: Source) -> dict[str, str]:
 
 def _saved_by(model: Model) -> dict[str, object]:
     """Return what a model saves by itself, by the names that other owners use."""
-    nodes = model.discovery.pop_nodes()
+    objects = model.discovery.named_objects()
+    values = model.discovery.pop_values()
     return {
-        **model.discovery.named_objects(),
-        **{f"<model>.{name}": part for name, part in nodes.items()},
+        **{f"<model>/{name}": part for name, part in objects.items()},
+        **{f"<model>.{path}": part for path, part in values.items()},
     }
 
 
@@ -132,6 +140,17 @@ def _of_loops(path: str, loop: Loop) -> Iterator[Owner]:
     yield Owner(f"loop {path!r}", loop, tuple(loop.unsaved), _has_own(loop, Loop))
     for role, child in loop._children().items():
         yield from _of_loops(f"{path}.{role.removesuffix('_loop')}", child)
+
+
+def _order_of(source: Source) -> dict[str, Any]:
+    """Return what has the state that the order of a source depends on, by name."""
+    loader = source.loader
+    if isinstance(loader, KeyedLoader):
+        order = loader.batches.order
+        return order.holders if isinstance(order, ReplayedOrder) else {}
+    if not isinstance(loader, DataLoader) or isinstance(loader, Stateful):
+        return {}
+    return ReplayedOrder(loader.batch_sampler or loader.sampler).holders
 
 
 def _count_workers(source: Source) -> int:

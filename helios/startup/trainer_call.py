@@ -18,6 +18,7 @@ import torch
 from helios.checkpoint import file_names
 from helios.checkpoint.capture import Trained
 from helios.core.signal_watch import TRY_AGAIN
+from helios.counters import Phase
 from helios.data.datamodule import DataModule
 from helios.distributed.process_groups import DistributedInfo
 from helios.errors import UsageError
@@ -35,7 +36,6 @@ from helios.startup.objects import PluginTable, Roots
 from helios.startup.replay_start import ReplayOptions, Stretch, find_stretch
 from helios.startup.signal_policy import Listener, Signals, find_signal_code
 from helios.startup.trainer_options import Options
-from helios.state import Phase
 
 
 class _Running:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from helios.checkpoint.store import CheckpointStore
 from helios.core.plain_values import flatten_params
 from helios.core.rng import get_default_seed
+from helios.counters import Phase, TrainingUnit
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
 from helios.engines.numerics import require_deterministic_cublas
@@ -23,7 +24,6 @@ from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.schedule import Schedule
 from helios.startup.signal_policy import Signals
-from helios.state import Phase, TrainingUnit
 from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)

@@ -13,14 +13,16 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 import torch
 
 from helios.core.utils import collector_at_rest
-from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
+from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError, StateError
 from helios.storage import files
+from helios.storage.codes import TOO_DEEP, Unsavable
 from helios.storage.container_checks import (
     check_directory,
     check_sizes,
@@ -28,10 +30,16 @@ from helios.storage.container_checks import (
     reraise_os_error,
 )
 from helios.storage.digest import DigestWriter
+from helios.storage.payload_codes import (
+    FindSharded,
+    PayloadBuilder,
+    PayloadCoder,
+    compact,
+    fill_sharded,
+)
 from helios.storage.placeholders import stand_in
 from helios.storage.staging import HostBuffers
 from helios.storage.type_converters import names_of_global
-from helios.storage.weights_only import Decoder, Encoder, FindSharded, fill_sharded
 
 _ZIP_BEGINS = b"PK\x03\x04"
 # Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
@@ -79,9 +87,24 @@ def encode(
         StateError: if a value could not be loaded again; the message has the path to it, its type
             and a remedy.
     """
+    coder, code = _encode(tree, where, safe_types)
+    compact(chain.from_iterable(coder.tensors.values()))
+    return code
+
+
+def _encode(tree: Any, where: str, safe_types: Iterable[Any]) -> tuple[PayloadCoder, Any]:
     types = list(safe_types)
-    with collector_at_rest():
-        return Encoder(where, types, lambda value: _try_loading(value, types)).encode(tree)
+    coder = PayloadCoder(types, lambda value: _try_loading(value, types))
+    try:
+        with collector_at_rest():
+            return coder, coder.encode(tree)
+    except Unsavable as error:
+        place = f"{where}{error.path}".removeprefix(".")
+        raise StateError(f"{place} cannot be saved: {error.reason}") from error
+    except RecursionError:
+        raise StateError(
+            f"{where} cannot be saved: {TOO_DEEP}, or name the attribute in `unsaved`."
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,21 +140,18 @@ def encode_to_host(
         StateError: as :func:`encode`.
         MemoryError: if there is not enough memory for the copies.
     """
-    types = list(safe_types)
-    encoder = Encoder("", types, lambda value: _try_loading(value, types))
-    with collector_at_rest():
-        code = encoder.encode(tree)
-    if encoder.has_live_objects:
-        return Captured(code, is_own=False)
-    buffers.copy(encoder.groups)
-    return Captured(code, is_own=True)
+    coder, code = _encode(tree, "", safe_types)
+    groups = compact(chain.from_iterable(coder.tensors.values()))
+    if not coder.has_live_objects:
+        buffers.copy(groups)
+    return Captured(code, is_own=not coder.has_live_objects)
 
 
 def decode(
     tree: Any, *, safe_types: Iterable[Any] = (), find_sharded: FindSharded | None = None
 ) -> Any:
     """Return the tree that :func:`encode` was called with; :func:`read` does so itself."""
-    return Decoder(safe_types, find_sharded).decode(tree)
+    return PayloadBuilder(safe_types, find_sharded).build("", tree)
 
 
 def write_encoded(handle: Writable, tree: Any) -> None:

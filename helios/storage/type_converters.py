@@ -16,15 +16,13 @@ import fractions
 import functools
 import uuid
 import zoneinfo
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-
-from helios.core.memory import array_on
 
 # Larger byte strings are stored as tensors: in a pickle, they would be escaped as text.
 _MAX_INLINE_BYTES = 4096
@@ -70,18 +68,38 @@ def array_to_parts(array: np.ndarray[Any, Any]) -> list[Any]:
     """
     flags = array.flags
     order, packed = ("C", _pack(array.tobytes())) if flags.c_contiguous else _ordered(array)
-    parts = [_describe(array.dtype), list(array.shape), order, packed]
+    parts = [describe(array.dtype), list(array.shape), order, packed]
     return parts if flags.writeable else [*parts, "read-only"]
 
 
 def scalar_to_parts(scalar: np.generic) -> list[Any]:
-    """Return the parts of a zero-dimensional array with the value of a scalar."""
-    return [_describe(scalar.dtype), [], "C", _pack(scalar.tobytes())]
+    """Return dtype and bytes of a scalar."""
+    return [describe(scalar.dtype), scalar.tobytes().decode("latin-1")]
+
+
+def parts_to_scalar(parts: Sequence[Any]) -> Any:
+    """Invert :func:`scalar_to_parts`."""
+    description, text = parts
+    return np.ndarray((), dtype_of(description), bytearray(text, "latin-1"))[()]
 
 
 @functools.cache
-def _describe(dtype: np.dtype[Any]) -> Any:
+def describe(dtype: np.dtype[Any]) -> Any:
+    """Return plain values that describe a type of elements, as ``.npy`` files do."""
     return np.lib.format.dtype_to_descr(dtype)
+
+
+def dtype_of(description: Any) -> np.dtype[Any]:
+    """Invert :func:`describe`.
+
+    Raises:
+        ValueError: if its elements would be objects: bytes of a file must not become addresses.
+    """
+    is_text = isinstance(description, str)
+    dtype = np.dtype(description) if is_text else np.lib.format.descr_to_dtype(description)
+    if dtype.hasobject:
+        raise ValueError("an array of a file cannot hold objects")
+    return dtype
 
 
 def _ordered(array: np.ndarray[Any, Any]) -> tuple[Any, Any]:
@@ -94,7 +112,7 @@ def _ordered(array: np.ndarray[Any, Any]) -> tuple[Any, Any]:
 def parts_to_array(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Invert :func:`array_to_parts`."""
     kind, shape, order, packed, *flags = parts
-    dtype = np.dtype(kind) if isinstance(kind, str) else np.lib.format.descr_to_dtype(kind)
+    dtype = dtype_of(kind)
     memory = bytearray(_unpack(packed))
     array: np.ndarray[Any, Any]
     if isinstance(order, str):
@@ -104,19 +122,6 @@ def parts_to_array(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
         array = np.ndarray(lengths, dtype, memory).transpose(np.argsort(order))
     if flags:
         array.flags.writeable = False
-    return array
-
-
-def parts_to_view(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Return an array that is a view of a tensor's memory.
-
-    Raises:
-        ValueError: if it would exceed the tensor.
-    """
-    memory, kind, shape, strides, offset, is_writable = parts
-    dtype = np.lib.format.descr_to_dtype(kind)
-    array = array_on(memory.view(torch.uint8).numpy(), dtype, shape, strides, offset)
-    array.flags.writeable = is_writable
     return array
 
 
@@ -208,17 +213,6 @@ BY_TYPE = {kind: converter for converter in _CONVERTERS for kind in converter.ty
 BY_TAG = {converter.tag: converter for converter in _CONVERTERS}
 
 
-def is_native(value: Any) -> bool:
-    """Return whether ``weights_only`` loading accepts a value that is not a container."""
-    kind = type(value)
-    return kind in _NATIVE or (kind is int and value.bit_length() <= _MAX_INT_BITS)
-
-
-def is_native_key(key: Hashable) -> bool:
-    """Return whether ``weights_only`` loading accepts a key of a dictionary."""
-    return is_native(key) or (type(key) is tuple and all(map(is_native_key, key)))
-
-
 _OF_SCRIPT, _OF_STARTED_RANK = "__main__.", "__mp_main__."
 
 
@@ -242,82 +236,6 @@ def names_of_global(kind: type) -> list[str]:
     if not name.startswith(_OF_SCRIPT):
         return [name]
     return [name, _OF_STARTED_RANK + name.removeprefix(_OF_SCRIPT)]
-
-
-def step_to(key: Any) -> str:
-    """Return the step of a path to a member, such as ``.history`` or ``[3]``."""
-    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedMember:
-    """A member of an enum, or a combination of flags.
-
-    Attributes:
-        type: the full name of the enum.
-        names: the name of the member, or of each flag that is set.
-        is_flag: whether it is a combination of flags.
-    """
-
-    type: str
-    names: tuple[str, ...]
-    is_flag: bool
-
-
-@dataclasses.dataclass(eq=False)
-class NamedFields:
-    """An instance of a dataclass.
-
-    Attributes:
-        type: the full name of the dataclass.
-        fields: the values of its fields, by name.
-    """
-
-    type: str
-    fields: dict[str, Any]
-
-
-class Reference(NamedTuple):
-    """Another node of a saved graph, or an object that is saved elsewhere.
-
-    Attributes:
-        name: its name.
-    """
-
-    name: str
-
-
-class HeldTensor(NamedTuple):
-    """A tensor or array of a saved graph, which several nodes may refer to.
-
-    Attributes:
-        name: its name there.
-    """
-
-    name: str
-
-
-class Alias(NamedTuple):
-    """A tensor or array that shares its memory with a saved tensor.
-
-    Attributes:
-        target: the name of the saved tensor.
-        way: ``"itself"`` for the saved tensor object, ``"tensor"`` for another tensor, ``"array"``
-            for a NumPy array.
-        dtype: the type of its elements: torch's, or NumPy's in the form of ``.npy`` files.
-        shape: its shape.
-        strides: in elements for tensors, in bytes for arrays.
-        offset: in bytes, from the first element of the target.
-        flag: whether the tensor requires a gradient, or the array is writable.
-    """
-
-    target: str
-    way: str
-    dtype: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    flag: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ from torch import nn
 
 from helios.data.datamodule import DataLoaderParams, DataModule
 from helios.model.model import Model
-from helios.state_graph.discovery import Discovery
+from helios.state.discovery import Discovery
 
 HERE = Path(__file__).resolve().parents[2]
 NUM_MODULES, NUM_LAYERS = 10_000, 12

@@ -21,14 +21,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 from torch import nn
 
-from helios.plugins.nan_guard import NaNGuard
-from helios.replicas.module_buffers import ReplicaBuffers
+from helios.replicas.module_buffers import Buffers, ReplicaBuffers
 from helios.replicas.replicas import Replicas
 from helios.sharding.recomputation import recomputed
 
@@ -58,17 +58,13 @@ def norms() -> nn.Module:
 
 def guarded_window() -> Callable[[], object]:
     """Return what ``NaNGuard(action="skip")`` does at the beginning of a window."""
-    networks = {"net": norms()}
-    buffers = NaNGuard(action="skip")._buffers  # noqa: SLF001 - the same in every checkout
-    return lambda: buffers.keep(lambda: networks)
+    return Buffers([norms()]).copies
 
 
 def skipped_window() -> Callable[[], object]:
     """Return what it does when a window is skipped."""
-    networks = {"net": norms()}
-    buffers = NaNGuard(action="skip")._buffers  # noqa: SLF001
-    buffers.keep(lambda: networks)
-    return buffers.put_back
+    buffers = Buffers([norms()])
+    return partial(buffers.put, buffers.copies())
 
 
 def two_replicas() -> Callable[[], object]:

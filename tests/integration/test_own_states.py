@@ -13,7 +13,7 @@ from torch import nn
 import helios
 from helios.errors import StateError
 from tests.ordinary.harness import Case, Outcome, Regression, cut_off, train
-from tests.state_graph.test_partial_optimizers import Published, SlowInState, Stateless
+from tests.state.test_partial_optimizers import Published, SlowInState, Stateless
 
 _SINCE = 6
 

@@ -440,6 +440,13 @@ def test_it_is_skipped_at_resumes_and_without_validation_data(tmp_path: Path) ->
     assert "on_sanity_check_start" not in {event[0] for event in outcome.events}
 
 
+def test_lazy_layers_whose_first_batch_cannot_be_undone_are_refused() -> None:
+    model, data = SmallModel(_SETTING), IndexModule(_SETTING)
+    model.on_fit_start = lambda: setattr(model, "late", nn.LazyLinear(1))
+    with pytest.raises(helios.errors.UsageError, match="'late' has lazy layers"):
+        _trainer(sanity_steps=1, total_steps=1, valid_frequency=1).fit(model, data)
+
+
 def test_an_error_in_validation_comes_before_the_training(tmp_path: Path) -> None:
     class Failing(SmallModel):
         def valid_step(self, batch: Any, step: int) -> Any:

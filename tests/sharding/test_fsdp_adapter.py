@@ -11,6 +11,7 @@ from helios.core.sharded_tensors import cut_like, is_sharded, local_of, whole_of
 from helios.core.wrappers import class_of
 from helios.errors import UsageError
 from helios.sharding.fsdp_adapter import make_mesh, require_fsdp, shard_unit
+from helios.state.networks import left_out
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -33,6 +34,7 @@ def use_everything(rank: int) -> None:
     unit = shard_unit(network, make_mesh(CPU, 2))
     assert type(network) is not nn.Linear
     assert class_of(network) is nn.Linear
+    assert [name for name, _ in left_out(network)] == ["in_features", "out_features"]
     (parameter,) = unit.parameters()
     assert is_sharded(parameter)
     assert parameter is network.weight

@@ -155,13 +155,20 @@ class Data(helios.DataModule):
         self._train_dataset = self._create_dataset(Words(64), params)
 
 
-def fit(rank: int, folder: Path, model: helios.Model, sharding: str, *plugins: Plugin) -> None:
+def fit(
+    rank: int,
+    folder: Path,
+    model: helios.Model,
+    sharding: str,
+    *plugins: Plugin,
+    num_replicas: int = 3,
+) -> None:
     if dist.get_world_size() == 1:
         dist.destroy_process_group()
     trainer = helios.Trainer(
         train_unit="iteration",
         total_steps=3,
-        num_replicas=3,
+        num_replicas=num_replicas,
         sharding=sharding,
         chkpt_root=folder,
         chkpt_frequency=1,

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
+from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError, StateError
 from helios.storage import codec, files
+from helios.storage.codes import TAG, Codes
 from helios.storage.container_checks import check_container
+from tests.storage.test_codes import VALUES, Access, Box, Colour, Point, Wider, is_same, nested
 
 
 class Settings:
@@ -82,6 +84,93 @@ def test_what_is_read_is_what_was_encoded(tmp_path: Path) -> None:
     assert loaded[b"k"] == (1, {2})
 
 
+_TYPES = (Colour, Access, Point, Box)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_come_back_from_a_file(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "file", {"a": VALUES[name]}, _TYPES)
+    assert is_same(codec.read(path, _TYPES)["a"], VALUES[name])
+
+
+def make_state() -> dict[str, Any]:
+    """Return what the states of networks and optimizers consist of."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    tied, base = net[0].weight, torch.arange(10.0)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    return {
+        "net": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "tied": [tied, tied, tied.detach()],
+        "views": [base[:3], base[2:], base.view(2, 5)],
+    }
+
+
+def test_states_of_networks_are_plain_in_a_file(tmp_path: Path) -> None:
+    state = make_state()
+    path = write(tmp_path / "file", state)
+    for found in (torch.load(path, weights_only=True), codec.read(path)):
+        assert is_same(found["net"], state["net"])
+        assert vars(found["net"]) == vars(state["net"])
+        assert is_same(found["optimizer"], state["optimizer"])
+        first, second, third = found["tied"]
+        assert first is second
+        assert first.data_ptr() == third.data_ptr() == found["net"]["0.weight"].data_ptr()
+        found["views"][0][2] = 77
+        assert found["views"][1][0] == found["views"][2][0, 2] == 77
+
+
+def test_tensors_and_arrays_share_memory_again(tmp_path: Path) -> None:
+    array, bits = np.arange(6), torch.zeros(4)
+    tree = {"array": array[1:], "tensor": torch.from_numpy(array), "bits": bits.view(torch.int32)}
+    found = codec.read(write(tmp_path / "file", tree | {"plain": bits}))
+    found["tensor"][1] = found["plain"][0] = 1
+    assert found["array"][0] == 1
+    assert found["bits"][0] == torch.ones(1).view(torch.int32)
+
+
+def test_a_small_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None:
+    base = torch.zeros(100_000)
+    size = [
+        write(tmp_path / "file", tree).stat().st_size
+        for tree in ({"row": base[5:8]}, [base[5:8], base.view(torch.int32)[100:].clone()])
+    ]
+    assert size[0] < 10_000
+    mixed = write(tmp_path / "mixed", [base[:4], base.view(torch.int32)[9:]])
+    assert [part.dtype for part in codec.read(mixed)] == [torch.float32, torch.int32]
+    assert base.untyped_storage().nbytes() == 400_000, "the live tensor is left alone"
+
+
+def test_what_a_walk_has_written_is_not_walked_again(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    codes = Codes({"model": {TAG: "ref", "name": "gone"}, "w": weight}, [weight])
+    path = write(tmp_path / "file", {"model": codes})
+    assert torch.load(path, weights_only=True)["model"][TAG] == "codes"
+    found = codec.read(path)["model"]
+    assert type(found) is Codes
+    assert found["model"] == codes["model"]
+    assert found["w"].tolist() == [1, 1, 1]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "object": ({"history": [1, 2, 3, Box(1)]}, r"model\.history\.3 .*Box"),
+    "function": ({"f": codec.read}, r"model\.f .*function"),
+    "enum": ((1, Colour.RED), r"model\.1 .*Colour.*types_for_safe_load"),
+    "tensor type": ({"w": torch.zeros(2).as_subclass(Wider)}, r"model\.w .*Wider"),
+    "depth": (nested(2000), "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_could_not_be_loaded_again_is_named_with_path_type_and_remedy(name: str) -> None:
+    value, text = REFUSED[name]
+    with pytest.raises(StateError, match=text) as caught:
+        codec.encode(value, where="model")
+    assert "unsaved" in str(caught.value)
+
+
 @pytest.mark.shows("H26", "S21")
 def test_safe_types_are_allowed_for_one_reading_only(tmp_path: Path) -> None:
     path = write(tmp_path / "file", [Settings()], (Settings,))
@@ -135,7 +224,7 @@ def test_a_file_that_is_no_container_is_damaged(tmp_path: Path, content: bytes) 
 
 
 def test_codes_that_no_encoder_makes_are_damaged(tmp_path: Path) -> None:
-    for code in ({"__helios__": "unknown", "value": 1}, {"__helios__": "set", "items": [[]]}, {}):
+    for code in ({TAG: "unknown", "value": 1}, {TAG: "set", "items": [[]]}, {}):
         path = tmp_path / "file.pth"
         torch.save([code], path)
         if code:

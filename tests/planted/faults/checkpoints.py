@@ -224,18 +224,6 @@ def the_checkpoint_of_another_run_is_taken(check_name, *args):
 
 
 @fault(
-    "helios.state_graph.discovery:Discovery._compare",
-    "tests/state_graph/test_save_times.py::test_a_run_on_a_slow_clock_saves_what_a_fast_one_saves",
-)
-def a_clock_decides_what_is_saved(compare, discovery, graph, *args):
-    changes = compare(discovery, graph, *args)
-    slow = [name for name, seconds in discovery.values.times._seconds.items() if seconds > 1]
-    for name in slow:
-        changes.nodes.pop(name, None)
-    return changes
-
-
-@fault(
     "helios.startup.best_validations:continue_best",
     "tests/integration/test_one_best.py::test_a_run_that_was_stopped_has_the_best_of_an_undisturbed_one",
 )

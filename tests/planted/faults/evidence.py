@@ -163,7 +163,7 @@ def the_hash_of_a_buffer_is_that_of_its_form(hash_buffer, buffer):
     return hash_buffer(buffer * 0)
 
 
-@fault("helios.state_graph.discovery:Discovery.saved_modules", BUFFERS)
+@fault("helios.state.discovery:Discovery.saved_modules", BUFFERS)
 def buffers_of_networks_that_are_not_saved_count(saved_modules, discovery):
     return discovery.modules()
 
@@ -209,10 +209,10 @@ def a_resume_does_not_fetch_the_last_batch_again(before_load, check):
 
 
 @fault(
-    "helios.state_graph.rollback:Rollback.put_back",
+    "helios.backup:Backup.restore",
     "tests/loops/test_sanity_validation.py::test_what_a_trial_has_changed_is_put_back",
 )
-def attributes_that_a_trial_changes_are_not_put_back(put_back, rollback):
+def attributes_that_a_trial_changes_are_not_put_back(restore, backup):
     return None
 
 

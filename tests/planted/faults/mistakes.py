@@ -28,7 +28,7 @@ def samples_of_longer_parts_are_left_out_in_silence(count_unused, source):
 IDLE = "tests/integration/test_idle_steps.py"
 
 
-@fault("helios.state_graph.idle_watch:IdleWatch.refuse", IDLE)
+@fault("helios.loops.idle_watch:IdleWatch.refuse", IDLE)
 def a_run_that_learns_nothing_is_saved(refuse, watch, iteration):
     pass
 

@@ -8,6 +8,7 @@ TRAINING = "tests/sharding/test_sharded_training.py"
 SAME_BITS = f"{TRAINING}::test_sharded_networks_have_the_bits_of_whole_ones"
 RECOMPUTED = "tests/sharding/test_recomputation.py"
 STEPS = "tests/sharding/test_steps_of_users.py"
+PADDING = "tests/sharding/test_padding_turns.py::test_a_repeated_step_changes_nothing"
 CLIPPED = f"{TRAINING}::test_accumulated_and_clipped_the_bits_are_those_of_one_process"
 
 
@@ -30,18 +31,20 @@ def shards_are_added_in_the_order_of_ranks(halve, chunks, group):
 
 
 @fault(
-    "helios.sharding.recomputation:_set_attributes",
+    "helios.sharding.recomputation:_Start._back_up",
     "tests/sharding/test_recomputation.py::test_a_second_forward_starts_as_the_first_and_leaves_no_trace",
 )
-def a_forward_that_is_computed_again_updates_batchnorm_twice(set_attributes, parts, values):
-    return None
+def a_forward_that_is_computed_again_updates_batchnorm_twice(back_up, start, *others):
+    from helios.backup import Backup
+
+    return Backup(())
 
 
 @fault(
     "helios.sharding.recomputation:_set_states",
     "tests/sharding/test_recomputation.py::test_a_second_forward_starts_as_the_first_and_leaves_no_trace",
 )
-def a_forward_that_is_computed_again_draws_other_numbers(set_states, generators, states):
+def a_forward_that_is_computed_again_draws_other_numbers(set_states, states):
     return None
 
 
@@ -152,3 +155,8 @@ def one_process_adds_the_micro_batches_of_each_replica_first(
         collect(gradient_sum, replica, ends_window=ends_window)
     finally:
         gradient_sum._replicas = found
+
+
+@fault("helios.loops.repeated_steps:_set_generators", PADDING)
+def a_repeated_step_draws_numbers(set_generators, model, state):
+    return None

@@ -1,0 +1,119 @@
+"""Determines what an object's own ``state_dict`` holds already, to save only what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from helios.core.memory import storage_of
+from helios.state.values import ATOMS
+
+_EXTRA = "_extra_state"
+
+
+@final
+class Coverage:
+    """The content of a state: the objects in it, and copies of attributes under the same key.
+
+    Args:
+        state: what ``state_dict`` returned.
+        mark: returns marks that are equal for equal values.
+    """
+
+    def __init__(self, state: Any, mark: Callable[[Any], bytes]) -> None:
+        self._state, self._mark = state, mark
+
+    def has(self, key: Any, value: Any) -> bool:
+        """Return whether the state holds the value of an attribute, or an equal one as its own."""
+        table = self._state if isinstance(self._state, dict) else {}
+        # An equal value under another key may be a coincidence.
+        names = {key, key.lstrip("_")} if isinstance(key, str) else {key}
+        known = [table[name] for name in names if name in table]
+        if type(value) in ATOMS:
+            return any(each is value for each in known)
+        if isinstance(value, Tensor) and storage_of(value) in self._storages:
+            return True
+        return id(value) in self._parts or any(
+            self._mark(each) == self._mark(value) for each in known
+        )
+
+    def has_state(self, path: str, state: Any) -> bool:
+        """Return whether the state holds that of an object with a path in it, in any form."""
+        places = {storage_of(part) for part in _parts_of(state) if isinstance(part, Tensor)} - {0}
+        if places and places <= self._storages:
+            return True
+        found = self._state
+        for key in path.split("."):
+            found = _member(found, key)
+        return found is not None and self._mark(found) == self._mark(state)
+
+    @cached_property
+    def _parts(self) -> dict[int, Any]:
+        return {id(part): part for part in _parts_of(self._state)}
+
+    @cached_property
+    def _storages(self) -> set[int]:
+        tensors = [part for part in self._parts.values() if isinstance(part, Tensor)]
+        return set(map(storage_of, tensors)) - {0}
+
+
+def coverages(
+    objects: Mapping[str, Any],
+    states: Mapping[str, dict[str, Any]],
+    own: dict[str, Any] | None,
+    mark: Callable[[Any], bytes],
+) -> dict[str, Coverage]:
+    """Return what the states of objects hold, by the path of the object or module.
+
+    Args:
+        objects: the objects, by path.
+        states: what their ``state_dict`` returned; of networks, only extra states count.
+        own: what the owner's own ``state_dict`` returned; ``None`` for an owner without one.
+        mark: returns marks that are equal for equal values.
+    """
+    found = {} if own is None else {"": Coverage(own, mark)}
+    for path, state in states.items():
+        if not isinstance(objects[path], nn.Module):
+            found[path] = Coverage(state, mark)
+            continue
+        for name in state:
+            if name.endswith(_EXTRA):
+                place = f"{path}.{name.removesuffix(_EXTRA)}".rstrip(".")
+                found[place] = Coverage(state[name], mark)
+    return found
+
+
+def contains(found: Mapping[str, Coverage], path: str, state: Any) -> bool:
+    """Return whether the state of an object above holds that of the object with a path."""
+    above = ["", *(path[:end] for end, mark in enumerate(path) if mark == ".")]
+    return any(
+        found[holder].has_state(path[len(holder) :].lstrip("."), state)
+        for holder in above
+        if holder in found
+    )
+
+
+def _member(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return value.get(key, value.get(key.lstrip("_")))
+    is_number = isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value)
+    return value[int(key)] if is_number else None
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    """Yield every object in a state."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if type(part) in ATOMS or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list | tuple) and not ATOMS.issuperset(map(type, part)):
+            waiting += part

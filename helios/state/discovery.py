@@ -1,0 +1,598 @@
+"""Finds, captures and restores the state of one owner, such as the model or a plugin.
+
+Anchors are always saved, by their own ``state_dict``. A value is saved if its digest differs from
+that after ``setup``; what cannot be saved and has changed is named.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.core.sharded_tensors import is_sharded
+from helios.core.utils import collector_at_rest
+from helios.errors import ArgumentTypeError, StateError, UsageError
+from helios.state import reasons
+from helios.state.anchors import Anchors, Outside, References, Rules, as_written, path_of
+from helios.state.coverage import Coverage, contains, coverages
+from helios.state.data_members import OversizedMembers, large_members
+from helios.state.digests import Identities, digest_of
+from helios.state.holders import GONE, types_in
+from helios.state.links import Links, links_in, names_in
+from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
+from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
+from helios.state.optimizers import (
+    TABLES,
+    built_differently,
+    complete,
+    drivers_of,
+    members_of,
+    misfits_of,
+)
+from helios.state.restoring import Prepared, Restoring
+from helios.state.snapshot import Form, Snapshot, kind_of
+from helios.state.steps import StepWatch
+from helios.state.values import LIMIT, PLAIN
+from helios.storage.codes import HOLE, Codes
+from helios.storage.plain_objects import attributes_of
+from helios.storage.type_converters import in_every_process, type_name
+from helios.text import size_text
+
+_TRAINED = Identities()
+"""The owners that a training of this process has changed."""
+
+
+@dataclass
+class Baseline:
+    """What setup made.
+
+    Attributes:
+        digests: of values, by holder and key.
+        marks: of what no checkpoint can hold, by name.
+        references: the anchors, as far as they are still alive.
+        tops: paths of the objects in attributes, and of loose parameters.
+        inner: paths of objects that only other objects hold.
+        kinds: classes of objects and modules by name, and which names are parameters.
+        forms: types, shapes and strides of tensors, by name.
+        members: the names of the parameters of optimizers.
+        drivers: the optimizers of schedulers.
+        states: marks of objects that a state may leave out.
+        pieces: marks of the tensors of networks whose ``state_dict`` is the user's.
+        types: classes that a resume may build.
+        classes: classes of the user, whose attributes are compared.
+        links: codes of what refers to others by name.
+        late: marks of what start events have created.
+    """
+
+    digests: dict[str, dict[Any, Any]]
+    marks: Marks
+    references: References
+    tops: frozenset[str]
+    inner: frozenset[str]
+    kinds: dict[str, str]
+    forms: dict[str, Form]
+    members: dict[str, Any]
+    drivers: dict[str, str]
+    states: dict[str, bytes]
+    pieces: dict[str, dict[str, bytes]]
+    types: set[type]
+    classes: list[type]
+    links: Links
+    late: dict[str, bytes] = field(default_factory=dict)
+
+    def known(self) -> dict[int, str]:
+        """Return the names of the anchors of setup that are still alive, by id."""
+        return {number: name for number, refer, name in self.references if refer() is not None}
+
+    def late_in(self, now: Snapshot) -> dict[str, Any]:
+        """Return the objects and loose parameters that were created after setup, by path."""
+        parts = {**now.objects, **now.anchors.loose}
+        return {p: part for p, part in parts.items() if p not in self.tops | self.inner}
+
+    def mark_as_changed(self, state: Mapping[str, Any]) -> None:
+        """Treat what was restored as changed: the next checkpoint needs it too."""
+        for name, table in state["values"].items():
+            for key in table:
+                self.digests.setdefault(name, {})[key] = None
+        for path in state["inner"]:
+            self.states.pop(path, None)
+        for path, each in state["omitted"].items():
+            for name in each["values"]:
+                self.pieces.get(path, {}).pop(name, None)
+
+
+@final
+class Discovery:
+    """Finds, captures and restores the state of an owner's attributes.
+
+    Args:
+        owner: the object whose attributes are searched, usually a model.
+        exclude: names of attributes that never count.
+        unsaved: names of attributes, or paths such as ``"stuff.count"``, that are neither saved nor
+            named, whatever they hold.
+        name: the name of the owner in messages.
+        outside: returns what other owners save.
+        is_strict: whether all objects must be created in ``setup``; otherwise an object may also be
+            created in a start event, which every start repeats.
+        is_data: whether only generators and small plain values count, as in a data set, whose other
+            attributes are data, caches and open files.
+
+    Attributes:
+        limit: maximum bytes of values in a state.
+        safe_types: types that loading may build besides those of the values that setup made.
+        baseline: what the last setup has made; ``None`` before one.
+        unrestored: what the last restore for inference has passed over, with the reason, by path.
+
+    Raises:
+        ArgumentTypeError: if ``unsaved`` is a single string.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        *,
+        exclude: frozenset[str] = frozenset(),
+        unsaved: tuple[str, ...] = (),
+        name: str = "model",
+        outside: Callable[[], Outside] = Outside,
+        is_strict: bool = True,
+        is_data: bool = False,
+    ) -> None:
+        if isinstance(unsaved, str):
+            raise ArgumentTypeError(
+                f"unsaved must be a tuple of names, got the string {unsaved!r}. Write "
+                f'unsaved = ("{unsaved}",) with a comma.'
+            )
+        self._owner, self._exclude, self._unsaved = owner, exclude, frozenset(unsaved)
+        self._name, self._outside = name, outside
+        self._is_strict, self._is_data = is_strict, is_data
+        self._identities = Identities()
+        self.limit = LIMIT
+        self.safe_types: tuple[Any, ...] = ()
+        self.baseline: Baseline | None = None
+        self.unrestored: dict[str, str] = {}
+        self._unlinked: dict[str, str] = {}
+        self._named = Named(name)
+        self._oversized = OversizedMembers()
+        self._last: Snapshot | None = None
+        self._prepared: Prepared | None = None
+        self._keeps_last = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is only valid in this process: the baseline compares by identity."""
+        return vars(self) | {"_identities": Identities(), "baseline": None, "_last": None}
+
+    # ---- what is there
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the networks by path, each once, including those declared as unsaved."""
+        return self._all_of(nn.Module)
+
+    def saved_modules(self) -> dict[str, nn.Module]:
+        """Return the networks by path, without those declared as unsaved."""
+        return Anchors(self._owner, self._rules()).of_kind(nn.Module)
+
+    def optimizers(self) -> dict[str, Optimizer]:
+        """Return the optimizers by path, each once, including those declared as unsaved."""
+        return self._all_of(Optimizer)
+
+    def schedulers(self) -> dict[str, LRScheduler]:
+        """Return the learning-rate schedulers by path, as :meth:`optimizers` does."""
+        return self._all_of(LRScheduler)
+
+    def moved(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return parameters outside of networks, and the parameter names of each optimizer."""
+        anchors = Anchors(self._owner, self._rules())
+        return anchors.loose, members_of(anchors)
+
+    def named_objects(self) -> Mapping[str, object]:
+        """Return the anchors that this owner saves, by name."""
+        last = self._last
+        anchors = Anchors(self._owner, self._rules()) if last is None else last.anchors
+        return {name: part for name, part in {**anchors.shared, **anchors.parts}.items() if name}
+
+    @contextmanager
+    def keeping_names(self) -> Iterator[None]:
+        """Let :meth:`named_objects` return what :meth:`capture` finds within the block."""
+        self._keeps_last = True
+        try:
+            yield
+        finally:
+            self._keeps_last, self._last = False, None
+
+    def look_at_values(self) -> None:
+        """Find the values of the owner, for :meth:`pop_values`."""
+        self._last = self._look()
+
+    def pop_values(self) -> Mapping[str, Any]:
+        """Return the values that the last call has found, by name, for other owners."""
+        last = self._last
+        if not self._keeps_last:
+            self._last = None
+        return {} if last is None else last.values
+
+    @property
+    def has_attributes(self) -> bool:
+        """Whether there are attributes that count."""
+        return bool(attributes_of(self._owner).keys() - self._exclude)
+
+    def watch(self, *, reads_weights: bool = True, sees_unsaved: bool = False) -> StepWatch:
+        """Begin to watch what a step changes, in attributes declared as unsaved only if asked."""
+        look = partial(self._look, unsaved=frozenset()) if sees_unsaved else self._look
+        classes = [] if self.baseline is None else self.baseline.classes
+        return StepWatch(look, reads_weights=reads_weights, classes=classes)
+
+    def _all_of(self, kind: Any) -> dict[str, Any]:
+        # What no checkpoint needs still takes part in the training.
+        return Anchors(self._owner, self._rules(frozenset(), is_alone=True)).of_kind(kind)
+
+    def _rules(self, unsaved: frozenset[str] | None = None, *, is_alone: bool = False) -> Rules:
+        base = self.baseline
+        return Rules(
+            self._exclude | (large_members(self._owner) if self._is_data else frozenset()),
+            self._unsaved if unsaved is None else unsaved,
+            {} if base is None else base.known(),
+            None if base is None else base.tops,
+            Outside() if is_alone else self._outside(),
+            PLAIN if self._is_data else (),
+        )
+
+    def _look(self, unsaved: frozenset[str] | None = None) -> Snapshot:
+        return Snapshot(self._owner, self._rules(unsaved), self._identities)
+
+    # ---- setup and start
+
+    @collector_at_rest()
+    def take_baseline(self, *, states_too: bool = False) -> None:
+        """Record what setup made; call it right after setup.
+
+        Args:
+            states_too: whether the owner has its own ``state_dict``, which may leave out objects;
+                then their states are compared too.
+        """
+        self._named.clear()
+        self.baseline, self.unrestored = None, {}
+        now = self._look()
+        if complete(now.anchors.of_kind(Optimizer, with_inner=True).values()):
+            # Their attributes are others now.
+            now = self._look()
+        anchors = now.anchors
+        marked = now.objects if states_too else anchors.inner
+        classes = classes_of(self._owner, now)
+        self.baseline = Baseline(
+            digests={
+                name: {key: digest for key, (digest, _) in table.items()}
+                for name, table in now.digests().items()
+            },
+            marks=marks_of(now, classes),
+            references=anchors.references(),
+            tops=frozenset((*anchors.objects, *anchors.loose)),
+            inner=frozenset(anchors.inner),
+            kinds=now.kinds(),
+            forms=now.forms(),
+            members=members_of(anchors),
+            drivers=drivers_of(anchors),
+            states={path: now.mark_of_state(part) for path, part in marked.items()},
+            pieces={
+                path: {name: now.mark(tensor.detach()) for name, tensor in pieces_of(net).items()}
+                for path, net in now.odd_networks()
+            },
+            types={*now.walk.kinds},
+            classes=classes,
+            links=links_in(now.walk.codes),
+        )
+        self._last = now
+
+    def begin_training(self) -> None:
+        """Forget changes of the start events that no checkpoint can hold: every start repeats them.
+
+        Changes that a checkpoint can hold are still saved.
+        """
+        base = self._require_baseline()
+        _TRAINED.number(self._owner)
+        self._last = now = self._look()
+        base.classes = classes_of(self._owner, now)
+        base.marks = marks_of(now, base.classes)
+        for name, part in base.late_in(now).items():
+            base.late[name] = now.mark_of_state(part)
+        for name, table in now.walk.codes.items():
+            for key, code in table.items():
+                if code == HOLE:
+                    base.digests.setdefault(name, {})[key] = digest_of(HOLE)[0]
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Treat paths as already reported to the user in this start."""
+        places = set(places)
+        self._named.known |= places
+        self._oversized.note(places)
+
+    def _require_baseline(self) -> Baseline:
+        if self.baseline is None:
+            raise UsageError(
+                f"The state of the {self._name} cannot be captured before take_baseline() is "
+                "called: changes by training are found by comparison with what setup() made."
+            )
+        return self.baseline
+
+    # ---- capture
+
+    @collector_at_rest()
+    def capture(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the state, by reference: nothing is cloned.
+
+        Args:
+            own: what the owner's own ``state_dict`` returned; ``None`` for an owner without one.
+
+        Returns:
+            ``objects`` and ``inner``: states of objects by path; ``kinds``: their classes;
+            ``members``, ``built``, ``drivers``: optimizers by the names of their parameters;
+            ``omitted``: what the states of networks lack; ``parameters``: those in no network;
+            ``flags``: frozen parameters and submodules in evaluation mode, by network; ``grads``:
+            gradients of an open window; ``forms``: types and shapes of tensors that differ from
+            setup; ``values``: codes of changed values by holder and key; ``missing``: what training
+            changed and this state lacks, with the reason, by path; ``misfits``: what a resume
+            cannot rebuild; ``is_partial``: whether objects may be absent. Before
+            :meth:`take_baseline` there are no values; ``{}`` if nothing else is there.
+
+        Raises:
+            StateError: if an object fails to return its state.
+        """
+        if self.baseline is None:
+            unchanged = copy.copy(self)
+            vars(unchanged)["_named"] = Named(self._name)
+            unchanged.take_baseline()
+            state = unchanged.capture()
+            return state if state["objects"] or state["parameters"] else {}
+        base, now = self.baseline, self._look()
+        self._last, anchors, late = now, now.anchors, {}
+        if not self._is_strict:
+            late = base.late_in(now)
+        objects = {p: _state_of(p, o) for p, o in anchors.objects.items() if p not in late}
+        inner = {p: _state_of(p, o) for p, o in anchors.inner.items() if p in base.inner}
+        states = objects | inner
+        covers = coverages(now.objects, states, own, now.mark_of_content)
+        left_out = partial(self._left_out, now, covers)
+        values, lost = self._changed_values(now, covers, late)
+        lost |= self._unlinked
+        misfits = self._misfits(now) if self._is_strict else {}
+        for path, part in late.items():
+            if now.mark_of_state(part) != base.late.get(path):
+                lost[as_written(path, anchors.objects)] = reasons.LATE
+        if self._is_data:
+            lost |= self._oversized.losses(large_members(self._owner) - self._unsaved)
+            self._oversized.note(values.get("", {}))
+        else:
+            named = lost_since(base.marks, marks_of(now, base.classes))
+            lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
+        self._named.report(lost, misfits)
+        members = members_of(anchors)
+        return {
+            "objects": objects if own is None else left_out(objects),
+            "inner": left_out(inner),
+            "kinds": {path: kind_of(part) for path, part in anchors.objects.items()},
+            "members": members,
+            "built": built_differently(base.members, members),
+            "drivers": drivers_of(anchors),
+            "omitted": self._omitted(now, states),
+            "parameters": {n: p.detach() for n, p in anchors.loose.items() if n not in late},
+            "flags": flags_of(anchors),
+            "grads": grads_of(anchors),
+            "forms": {n: form for n, form in now.forms().items() if form != base.forms.get(n)},
+            "values": values,
+            "missing": lost | Named.reasons_of(misfits),
+            "misfits": misfits if own is None else {},
+            "is_partial": own is not None or not self._is_strict,
+        }
+
+    def _left_out(
+        self, now: Snapshot, covers: Mapping[str, Coverage], states: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the states that training has changed and that no other state contains."""
+        before = self._require_baseline().states
+        return {
+            path: state
+            for path, state in states.items()
+            if not contains(covers, path, state) and now.mark_of_content(state) != before.get(path)
+        }
+
+    def _changed_values(
+        self, now: Snapshot, covers: Mapping[str, Coverage], late: Collection[str]
+    ) -> tuple[Codes, dict[str, str]]:
+        """Return the codes of changed values, and what is too large or of an unknown class."""
+        base, codes = self._require_baseline(), now.walk.codes
+        changed: list[tuple[int, str, Any]] = []
+        for name, table in now.digests().items():
+            if late and not {name, *_above(name)}.isdisjoint(late):
+                continue
+            known = base.digests.get(name, {})
+            # The state of an optimizer does not count as plain values, however it is saved.
+            is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()
+            changed += [
+                (0 if key in is_free else size, name, key)
+                for key, (digest, size) in table.items()
+                if known.get(key) != digest
+            ]
+            # What no longer counts is still there, such as a member of a data set that has grown.
+            present = set() if name else {*attributes_of(self._owner)}
+            gone = known.keys() - table.keys() - present
+            changed += [(0, name, key) for key in gone]
+        covered = {
+            (name, key)
+            for _, name, key in changed
+            if name in covers
+            and covers[name].has(key, now.value_of(name, key))
+            # A copy cannot tell what it has, or had after setup, in common with others.
+            and not names_in(codes.get(name, {}).get(key))
+            and key not in base.links.get(name, ())
+        }
+        if covered:
+            left = (entry[1:] for entry in changed if entry[1:] not in covered)
+            wanted = {each for name, key in left for each in names_in(codes.get(name, {}).get(key))}
+            # What others refer to by name is made again under that name.
+            covered -= {place for place in covered if _leads_to(path_of(*place), wanted)}
+        changed = [entry for entry in changed if entry[1:] not in covered]
+        types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
+        odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
+        lost: dict[str, str] = {}
+        total, chosen = 0, set()
+        for size, name, key in sorted(changed, key=lambda entry: entry[0]):
+            code = codes[name].get(key, GONE) if name in codes else GONE
+            named = types_in(code) if odd else ()
+            unknown = [each for each in named if in_every_process(each) not in types]
+            total += size
+            if unknown:
+                lost[path_of(name, key)] = reasons.UNKNOWN.format(unknown[0])
+            elif total > self.limit:
+                lost[path_of(name, key)] = reasons.TOO_LARGE.format(size_text(self.limit))
+            else:
+                chosen.add((name, key))
+        values: dict[str, dict[Any, Any]] = {}
+        for name in codes:
+            keys = [*codes[name], *sorted(base.digests.get(name, {}).keys() - codes[name].keys())]
+            kept = {key: codes[name].get(key, GONE) for key in keys if (name, key) in chosen}
+            if saved := {key: code for key, code in kept.items() if code != HOLE}:
+                values[name] = saved
+        paths = {path_of(name, key) for name, table in values.items() for key in table}
+        tensors = [
+            each
+            for path, held in now.walk.tensors.items()
+            if not paths.isdisjoint((path, *_above(path)))
+            for each in held
+        ]
+        return Codes(values, tensors), dict(sorted(lost.items()))
+
+    def _safe_types(self) -> list[type]:
+        return [kind for kind in self.safe_types if isinstance(kind, type)]
+
+    def _misfits(self, now: Snapshot) -> dict[str, str]:
+        """Return what no resume can rebuild, by path, with what differs from setup."""
+        base, anchors = self._require_baseline(), now.anchors
+        misfits = misfits_of(anchors, base.members, base.drivers)
+        before, kinds = base.kinds, now.kinds()
+        changed = {**before, **kinds} if before != kinds else ()
+        for name in sorted(changed):
+            was, found = before.get(name, "nothing"), kinds.get(name, "nothing")
+            if was and found and was != found and not any(map(misfits.__contains__, _above(name))):
+                misfits.setdefault(name, f"{was} after setup, {found} now")
+        for path in _strangers(now):
+            if before.get(path, "nothing") == kinds.get(path):
+                misfits.setdefault(path, f"another {kinds[path]} than that of setup")
+        shown = " ".join(misfits.values())
+        for path in base.tops ^ frozenset((*anchors.objects, *anchors.loose)):
+            written = as_written(path, anchors.objects)
+            if written not in shown and path not in misfits:
+                misfits.setdefault(written, "")
+        return misfits
+
+    def _omitted(self, now: Snapshot, states: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what training changed of networks and their own ``state_dict`` leaves out."""
+        omitted: dict[str, Any] = {}
+        for path, network in now.odd_networks():
+            if path not in states:
+                continue
+            lacked, unknown = lacking_in(network, states[path])
+            before = self._require_baseline().pieces.get(path, {})
+            values = {
+                name: tensor.detach()
+                for name, tensor in lacked.items()
+                if is_sharded(tensor) or now.mark(tensor.detach()) != before.get(name)
+            }
+            absent = sorted(name for name in lacked if name not in states[path])
+            if values or absent or unknown:
+                omitted[path] = {"values": values, "lacked": absent, "unknown": unknown}
+        return omitted
+
+    # ---- restore
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Reorder the parameters of optimizers as they were saved, and note where tensors are.
+
+        Call it before the owner's own ``load_state_dict``, which loads optimizers by position and
+        may assign other tensors to networks.
+        """
+        self._prepared = self._restoring().prepare(state)
+
+    def restore(self, state: dict[str, Any], *, is_inference: bool = False) -> None:
+        """Restore what :meth:`capture` returned. No part of it is kept.
+
+        Call it on the unchanged result of ``setup``, because unchanged values are not in the state.
+
+        Args:
+            state: the state, whose tensors may be on another device.
+            is_inference: restore what exists on both sides; :attr:`unrestored` is the rest.
+
+        Raises:
+            StateError: if the state is of other objects than those found (then nothing is changed),
+                or if an object rejects its state.
+        """
+        restoring = self._restoring()
+        prepared, self._prepared = self._prepared, None
+        self._last = restoring.run(state, is_inference=is_inference, prepared=prepared)
+        self.unrestored, self._unlinked = restoring.unrestored, restoring.unlinked
+        if is_inference or self.baseline is None:
+            return
+        self._oversized.note(state["values"].get("", {}))
+        if _TRAINED.knows(self._owner):
+            # setup() may have found what that training has left. A new process would not have it.
+            self.baseline.mark_as_changed(state)
+
+    def _restoring(self) -> Restoring:
+        base = self.baseline
+        return Restoring(
+            self._look,
+            name=self._name,
+            exclude=self._exclude,
+            unsaved=self._unsaved,
+            types=[*(() if base is None else base.types), *self._safe_types()],
+            of_setup={} if base is None else {name: refer() for _, refer, name in base.references},
+            links=None if base is None else base.links,
+            is_data=self._is_data,
+        )
+
+
+def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> bool:
+    """Return whether the state of an object holds the attribute that a path leads into."""
+    for name in ("", *_above(path)):
+        key = path[len(name) :].lstrip(".").partition(".")[0]
+        if name in covers and covers[name].has(key, now.value_of(name, key)):
+            return True
+    return False
+
+
+def _leads_to(path: str, names: Iterable[str]) -> bool:
+    """Return whether one of the names is a path, or below it."""
+    return any(name == path or name.startswith(f"{path}.") for name in names)
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the paths above a path."""
+    return (name[:end] for end, mark in enumerate(name) if mark in ".[")
+
+
+def _strangers(now: Snapshot) -> Iterator[str]:
+    """Yield the paths of modules and parameters that setup has not made."""
+    known = now.anchors.rules.known
+    for name, module in now.modules():
+        if id(module) not in known:
+            yield name
+        for key, part in vars(module)["_parameters"].items():
+            if part is not None and id(part) not in known:
+                yield path_of(name, key)
+
+
+def _state_of(path: str, part: Any) -> dict[str, Any]:
+    try:
+        return state_of(part)
+    except Exception as error:
+        raise StateError(
+            f"{path} ({type(part).__name__}) failed to return its state: {error!r}. Correct its "
+            "state_dict()."
+        ) from error

@@ -1,0 +1,236 @@
+"""Names what training changed and no checkpoint can hold: marks before and after, and the texts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any, TypeAlias, final
+
+import numpy as np
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.jit import ScriptModule
+
+from helios.core.generators import is_generator
+from helios.core.memory import has_plain_bytes, span_of, storage_of
+from helios.state import reasons
+from helios.state.snapshot import Snapshot
+from helios.state.values import ATOMS
+from helios.storage.plain_objects import attributes_of, is_plain_object
+
+_LOGGER = logging.getLogger(__name__)
+
+Marks: TypeAlias = dict[str, tuple[Any, str]]
+"""By name, what is equal if nothing has changed, and why it cannot be saved."""
+
+
+def marks_of(now: Snapshot, classes: Iterable[type]) -> Marks:
+    """Return marks of all that an owner holds and no checkpoint can."""
+    walk = now.walk
+    marks: Marks = {name: (now.mark(part), why) for name, (part, why) in walk.opaque.items()}
+    marks |= {name: (mark, reasons.OF_CLASS) for name, mark in class_marks(classes, now).items()}
+    for (name, table), hooks in walk.hooks.items():
+        shown = f"{name} ({table.strip('_').replace('_', ' ').rstrip('s')})"
+        marks[shown] = tuple(map(now.number, hooks)), reasons.HOOK
+    for name, (other, where) in walk.overlaps.items():
+        marks[f"{name} (memory)"] = (other, where), reasons.SHARED.format(other)
+    for name, (other, where) in _storages_of_networks(now).items():
+        reason = reasons.SHARED.format(other) if other else reasons.PARTED
+        marks[f"{name} (memory)"] = (other, where), reason
+    for module in now.anchors.of_kind(nn.Module, with_inner=True).values():
+        for _, part in now.anchors.network(module).modules:
+            if isinstance(part, ScriptModule | GraphModule):
+                marks |= _script_marks(now, part)
+    return marks
+
+
+def _script_marks(now: Snapshot, part: Any) -> Marks:
+    name, table = now.anchors.names.get(id(part), ""), vars(part)
+    found = {key: value for key, value in table.items() if key not in _OF_GRAPHS}
+    if isinstance(part, ScriptModule):
+        described = table.get("_concrete_type")
+        keys = described.get_attributes() if described is not None else ()
+        found = {key: table["_c"].getattr(key) for key in keys}
+    return {
+        f"{name}.{key}": (now.mark(value), reasons.OF_SCRIPT)
+        for key, value in found.items()
+        # Parameters, buffers and modes are saved.
+        if not key.startswith("_") and key != "training" and not isinstance(value, Tensor)
+    }
+
+
+_OF_GRAPHS = frozenset(("training", "meta", "graph", "class_name", "shape_env"))
+
+
+def _storages_of_networks(now: Snapshot) -> dict[str, tuple[str, Any]]:
+    """Return with whom each tensor of a network shares its storage, if with anybody, and where."""
+    own = _tensors_with_storage(now.anchors.parts)
+    homes: dict[Any, tuple[str, Tensor]] = {}
+    if own:
+        for place, name, part in _tensors_with_storage(now.anchors.rules.outside.parts):
+            homes.setdefault(place, (name, part))
+    found: dict[str, tuple[str, Any]] = {}
+    for place, name, part in own:
+        first, home = homes.setdefault(place, (name, part))
+        if first == name:
+            found[name] = "", None
+        elif has_plain_bytes(part) and has_plain_bytes(home):
+            begin = span_of(home)[0]
+            found[name] = first, tuple(each - begin for each in span_of(part))
+    return found
+
+
+def _tensors_with_storage(parts: Mapping[str, Any]) -> list[tuple[Any, str, Tensor]]:
+    return [
+        ((part.device, place), name, part)
+        for name, part in parts.items()
+        if isinstance(part, Tensor) and (place := storage_of(part))
+    ]
+
+
+def lost_since(before: Marks, now: Marks) -> dict[str, str]:
+    """Return what has changed, with the reason why no checkpoint can hold it."""
+    lost = {
+        name: why
+        for name, (mark, why) in now.items()
+        if (before[name][0] if name in before else None) != mark
+        and not (why == reasons.PARTED and name not in before)
+    }
+    # What a value has replaced is saved. A hook or an attribute of a class that is gone is not.
+    gone = {n: w for n, (_, w) in before.items() if n not in now and w in _COUNT_IF_GONE}
+    return {name.removesuffix(" (memory)"): why for name, why in sorted((lost | gone).items())}
+
+
+@final
+class Named:
+    """Reports what a resumed run will lack; each path once in a start.
+
+    Args:
+        name: the name of the owner.
+
+    Attributes:
+        known: the paths that were reported.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.known: set[str] = set()
+
+    def clear(self) -> None:
+        """Report everything again: setup has run."""
+        self.known = set()
+
+    @staticmethod
+    def reasons_of(misfits: Mapping[str, str]) -> dict[str, str]:
+        """Return why no resume can rebuild something, by path."""
+        return {
+            path: "was added, removed or changed in structure after "
+            f"setup(){text and f', {text}'}: create it there"
+            for path, text in misfits.items()
+        }
+
+    def report(self, lost: Mapping[str, str], misfits: Mapping[str, str]) -> None:
+        """Warn of what was not reported yet.
+
+        Args:
+            lost: the reasons why values are not saved, by path.
+            misfits: what differs of objects that no resume can rebuild, by path.
+        """
+        new = {path: why for path, why in lost.items() if path not in self.known}
+        odd = {path: text for path, text in misfits.items() if path not in self.known}
+        self.known |= lost.keys() | misfits.keys()
+        texts = []
+        if new:
+            names = ", ".join(f'"{path}"' for path in new)
+            each = "; ".join(f"{path} ({why})" for path, why in new.items())
+            texts.append(
+                f"Training changed what cannot be saved: {each}. A resumed run starts with what "
+                f"setup() makes. Declare what need not be saved: unsaved = ({names},) of the "
+                f"{self._name}."
+            )
+        if odd:
+            each = ", ".join(f"{p}{text and f' ({text})'}" for p, text in sorted(odd.items()))
+            texts.append(
+                "Networks, optimizers or parameters were added, removed or changed in structure "
+                f"after setup(): {each}. A resume from this state fails, or starts with what "
+                "setup() makes: create all of them in setup()."
+            )
+        if texts:
+            _LOGGER.warning("The state of the %s is incomplete. %s", self._name, " ".join(texts))
+
+
+_COUNT_IF_GONE = (reasons.HOOK, reasons.OF_CLASS)
+
+# ---- attributes of classes
+
+_INSTALLED = ("site-packages", "dist-packages")
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+_OF_MEMBERS = frozenset(("_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"))
+_DATA = (
+    *(each for each in ATOMS if each is not type(None)),
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    deque,
+    np.ndarray,
+    Tensor,
+)
+_LARGEST = 1 << 16
+"""Maximum members of a container, or elements of a tensor, that is compared."""
+
+
+def classes_of(owner: object, now: Snapshot) -> list[type]:
+    """Return the classes of what an owner holds that are neither of Helios nor of a library."""
+    kinds = dict.fromkeys(base for kind in (type(owner), *now.walk.kinds) for base in kind.__mro__)
+    for part in {**now.anchors.objects, **now.anchors.inner}.values():
+        parts = part.modules() if isinstance(part, nn.Module) else (part,)
+        kinds |= dict.fromkeys(base for each in parts for base in type(each).__mro__)
+    return [kind for kind in kinds if _is_of_the_user(kind)]
+
+
+def _is_of_the_user(kind: type) -> bool:
+    if kind.__module__.startswith("helios."):
+        return False
+    module = sys.modules.get(kind.__module__)
+    if kind.__module__ == "abc" and getattr(module, kind.__name__, None) is not kind:
+        # A class that is made by a call of type() gets the module of its metaclass.
+        return True
+    origin = getattr(module, "__file__", None)
+    if origin is None:
+        return kind.__module__ == "__main__"
+    return not any(name in origin for name in (*_INSTALLED, _STANDARD_LIBRARY))
+
+
+def class_marks(kinds: Iterable[type], now: Snapshot) -> dict[str, bytes]:
+    """Return a mark of each attribute of classes, and of each member of enums among them."""
+    marks: dict[str, bytes] = {}
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            place = f"class {kind.__qualname__}.{name}"
+            if issubclass(kind, Enum):
+                held = attributes_of(value).items() if isinstance(value, kind) else ()
+                marks |= {f"{place}.{k}": now.mark(v) for k, v in held if k not in _OF_MEMBERS}
+            elif is_generator(value) or _is_data(name, value):
+                marks[place] = now.mark(value)
+    return marks
+
+
+def _is_data(name: str, value: Any) -> bool:
+    if name.startswith(("__", "_abc")) or isinstance(
+        value, GetSetDescriptorType | MemberDescriptorType
+    ):
+        return False
+    if not isinstance(value, _DATA):
+        # A descriptor may hold values for all instances.
+        return is_plain_object(type(value)) and _is_of_the_user(type(value))
+    size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", None)
+    if size is None:
+        size = len(value) if isinstance(value, list | tuple | dict | set | deque) else 0
+    return bool(size <= _LARGEST)

@@ -1,0 +1,450 @@
+"""What torch keeps in networks, and what their ``state_dict`` leaves out."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import RemovableHandle
+
+from helios.core.memory import storage_of
+from helios.core.sharded_tensors import cut_like, is_sharded
+from helios.core.wrappers import BareNames, bare_state_dict, class_of
+from helios.errors import StateError
+from helios.state.values import each_in, elements_of
+from helios.storage.plain_objects import attributes_of, table_of
+
+
+class NamedTensor(NamedTuple):
+    """A parameter or a buffer, and where it is registered."""
+
+    name: str
+    module: nn.Module
+    key: str
+    tensor: Tensor
+
+
+@final
+class Network:
+    """The parts of a network as it is now, under their bare names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = list(module.named_modules())
+        bare = BareNames(module, (part for _, part in named))
+        self.modules = [(bare.of(name), part) for name, part in named]
+
+    @cached_property
+    def tensors(self) -> list[NamedTensor]:
+        """All parameters and persistent buffers, those of each submodule once."""
+        found: list[NamedTensor] = []
+        for place, part in self.modules:
+            prefix, held = f"{place}." if place else "", vars(part)
+            # Modules that torch.nn did not build, such as compiled scripts, may have no table.
+            buffers = held.get("_buffers")
+            hidden = held.get("_non_persistent_buffers_set", ())
+            own = [*_parameters_of(part).items()]
+            if isinstance(buffers, dict):
+                own += [(key, each) for key, each in buffers.items() if key not in hidden]
+            found += [
+                NamedTensor(f"{prefix}{key}", part, key, tensor)
+                for key, tensor in own
+                if isinstance(tensor, Tensor)
+            ]
+        return found
+
+    @cached_property
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """All parameters, each once."""
+        first: dict[int, tuple[str, Tensor]] = {}
+        for place, part in self.modules:
+            for key, tensor in _parameters_of(part).items():
+                if tensor is not None:
+                    first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
+        return list(first.values())
+
+
+def _parameters_of(part: nn.Module) -> dict[str, Any]:
+    """Return the table of a module's own parameters."""
+    held = vars(part).get("_parameters")
+    # Compiled scripts have none.
+    return held if isinstance(held, dict) else dict(part.named_parameters(recurse=False))
+
+
+# ---- attributes beside the state_dict
+
+_SAMPLE = nn.Module()
+_OF_SHARDED = ("_fsdp_use_orig_params", "_is_fsdp_managed_module", "__composable_api_state_key_")
+"""How the names of attributes begin that ``fully_shard`` gives to modules."""
+
+
+@cache
+def _of_modules() -> frozenset[str]:
+    """Return the attributes that torch itself makes in modules, also in recurrent ones."""
+    held = {key for key, value in vars(nn.Module).items() if not callable(value)}
+    held |= {key for key in vars(nn.RNN(1, 1, device="meta")) if key.startswith("_")}
+    return frozenset(held | vars(_SAMPLE).keys())
+
+
+@cache
+def _of_others() -> dict[type, frozenset[str]]:
+    """Return the attributes that torch itself makes in other objects with a state."""
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    return {
+        Optimizer: frozenset(vars(optimizer)) - {"defaults"},
+        LRScheduler: frozenset(("optimizer",)),
+        GradScaler: frozenset(vars(GradScaler("cpu"))),
+    }
+
+
+@cache
+def hook_tables_of_optimizers() -> tuple[str, ...]:
+    """Return the names of the tables in which an optimizer keeps its hooks."""
+    found = vars(torch.optim.SGD([torch.zeros(1)])).items()
+    return tuple(key for key, table in found if isinstance(table, OrderedDict))
+
+
+_WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
+_HOUSE = (
+    *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
+    *("helios.engines", "helios.replicas", "helios.launch", "helios.plugins", "helios.checkpoint"),
+    *("helios.data", "helios.state", "helios.terminal.root_logger"),
+    *("helios.terminal.progress", "helios.storage.tensorboard_writer", "helios.sharding"),
+)
+
+
+def is_of_the_house(value: object) -> bool:
+    """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
+    return _is_class_of_the_house(cast("Hashable", type(value)))
+
+
+@cache
+def _is_class_of_the_house(kind: Any) -> bool:
+    return any(base.__module__.startswith(_HOUSE) for base in kind.__mro__)
+
+
+def left_out(part: object) -> list[tuple[str, Any]]:
+    """Return the attributes of an object with a state that its ``state_dict`` may leave out."""
+    if not isinstance(part, nn.Module):
+        table = attributes_of(part)
+        known = (names for kind, names in _of_others().items() if isinstance(part, kind))
+        return [(key, table[key]) for key in sorted(table.keys() - next(known, frozenset()))]
+    table = vars(part)
+    own = _own_keys(class_of(part), tuple(table), tuple(table.get("_parameters", ())))
+    found = [(key, table[key]) for key in own if type(table[key]) is not RemovableHandle]
+    if hidden := table.get("_non_persistent_buffers_set"):
+        buffers = table["_buffers"]
+        found = [*((key, buffers[key]) for key in sorted(hidden & buffers.keys())), *found]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _own_keys(kind: type, keys: tuple[str, ...], parameters: tuple[str, ...]) -> list[str]:
+    """Return which attributes of a module are the user's, of those with these keys."""
+    if kind.__module__.startswith(_WRAPPERS):
+        return []
+    # Pruning and the older norms compute a weight from saved ones.
+    computed = {name.removesuffix("_orig").removesuffix("_v") for name in parameters} - {
+        *parameters
+    }
+    own = {*keys} - _of_modules() - computed
+    return sorted(key for key in own if not key.startswith(_OF_SHARDED))
+
+
+_HOOKS = tuple(key for key in vars(_SAMPLE) if "_hooks" in key)
+_HOOKS_OF_TENSORS = tuple(name for name in dir(Tensor) if name.endswith("_hooks"))
+
+
+def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
+    """Return the hooks of user code on a module, an optimizer or a tensor, by table."""
+    if isinstance(part, Tensor):
+        found = {name: held for name in _HOOKS_OF_TENSORS if (held := getattr(part, name))}
+    else:
+        table = table_of(part)
+        is_optimizer = isinstance(part, Optimizer)
+        names = _HOOKS if isinstance(part, nn.Module) else ()
+        names = hook_tables_of_optimizers() if is_optimizer else names
+        if not any(map(table.get, names)):
+            return {}
+        found = {name: table[name] for name in names if table.get(name)}
+    own = {
+        name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
+        for name, hooks in found.items()
+        if hooks
+    }
+    return {name: hooks for name, hooks in own.items() if hooks}
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether a tensor has hooks, also of torch and Helios."""
+    return any(getattr(tensor, name) for name in _HOOKS_OF_TENSORS)
+
+
+def is_known(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook or a method belongs to torch or Helios."""
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return origin.startswith(("helios.", "torch."))
+
+
+def method_of(part: object, name: str) -> Any:
+    """Return the method that a call would use: that of the object itself, or of its class."""
+    return vars(part).get(name) or getattr(type(part), name)
+
+
+def is_odd_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether user code says what the ``state_dict`` of an optimizer holds."""
+    tables = (name for name in hook_tables_of_optimizers() if "_state_dict_post" in name)
+    hooks = [hook for name in tables for hook in vars(optimizer).get(name, {}).values()]
+    own = [hook for hook in hooks if not is_known(hook)]
+    return bool(own) or not is_known(method_of(optimizer, "state_dict"))
+
+
+# ---- state_dict of networks
+
+
+def load_network(
+    module: nn.Module, state: dict[str, Any], absent: Mapping[str, Any] | None = None
+) -> None:
+    """Load the state of a network under bare names; no part of it is kept.
+
+    Args:
+        module: the network.
+        state: its state.
+        absent: the names that its ``state_dict`` ``lacked`` when it was saved, and those that
+            loading will not know (``unknown``).
+    """
+    bare = BareNames(module)
+    names = {bare.of(name): name for name in module.state_dict()}
+    saved = dict(getattr(state, "_metadata", {}))
+    versions = {
+        name: saved[bare.of(name)] for name, _ in module.named_modules() if bare.of(name) in saved
+    }
+
+    def load(entries: dict[str, Any]) -> None:
+        tree = OrderedDict(entries)
+        if versions:
+            vars(tree)["_metadata"] = OrderedDict(versions)
+        if absent is None or not is_known(method_of(module, "load_state_dict")):
+            module.load_state_dict(tree)
+            return
+        missing, unexpected = module.load_state_dict(tree, strict=False)
+        lacking = sorted({*map(bare.of, missing)} - {*absent["lacked"]})
+        unknown = sorted({*map(bare.of, unexpected)} - {*absent["unknown"]})
+        if lacking or unknown:
+            raise StateError(
+                f"its parts {', '.join(lacking) or 'none'} are not in the state, and it has no "
+                f"parts {', '.join(unknown) or 'that are lacking'} for what is there."
+            )
+
+    entries = {
+        names.get(name, name): part if isinstance(part, Tensor) else copy.deepcopy(part)
+        for name, part in state.items()
+    }
+    load(entries)
+    if _places(module.state_dict()) & _places(entries):
+        # A module that keeps tensors instead of copying them, as metrics do.
+        load(copy.deepcopy(entries))
+
+
+def _places(entries: Mapping[str, Any]) -> set[int]:
+    return {storage_of(part) for part in entries.values() if isinstance(part, Tensor)} - {0}
+
+
+def is_odd(network: Network) -> bool:
+    """Return whether user code says what the ``state_dict`` of a network holds."""
+    for part in (part for _, part in network.modules):
+        written = [method_of(part, name) for name in ("state_dict", "_save_to_state_dict")]
+        if not all(map(is_known, (*written, *vars(part).get("_state_dict_hooks", {}).values()))):
+            return True
+    return False
+
+
+def pieces_of(network: Network) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers that have memory, by name."""
+    return {name: tensor for name, _, _, tensor in network.tensors if not is_lazy(tensor)}
+
+
+def lacking_in(network: Network, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the parts of a network that are not in its state as they are, and unknown names.
+
+    User code may load from other names: then a part counts wherever it is.
+    """
+    pieces, is_translated = pieces_of(network), _is_translated(network)
+    extras = {f"{place}._extra_state".lstrip(".") for place, _ in network.modules}
+    sizes = Counter[int]()
+    for part in each_in(state, elements_of):
+        if isinstance(part, Tensor):
+            # A slice does not contain the whole tensor that it was taken from.
+            sizes[storage_of(part)] += part.numel()
+    lacked = {
+        name: tensor
+        for name, tensor in pieces.items()
+        if not (is_translated or name in state)
+        or (not is_sharded(tensor) and sizes[storage_of(tensor)] < tensor.numel())
+    }
+    return lacked, sorted(state.keys() - pieces.keys() - extras)
+
+
+def _is_translated(network: Network) -> bool:
+    """Return whether user code decides under which names a network is loaded."""
+    names = [name for name in _HOOKS if "load_state_dict_pre" in name]
+    hooks = (
+        hook
+        for _, part in network.modules
+        for name in names
+        for hook in vars(part).get(name, {}).values()
+    )
+    loaders = [method_of(part, "load_state_dict") for _, part in network.modules[:1]]
+    return not all(map(is_known, (*loaders, *hooks)))
+
+
+def fill(name: str, tensor: Tensor, saved: Tensor) -> None:
+    """Give a tensor saved elements, in place."""
+    saved = cut_like(saved, tensor)
+    if saved.shape != tensor.shape:
+        raise StateError(
+            f"{name} was saved with the shape {tuple(saved.shape)}, but has {tuple(tensor.shape)} "
+            "now. Build it in setup() as it was when the state was saved."
+        )
+    with torch.no_grad():
+        tensor.detach().copy_(saved)
+
+
+# ---- flags and gradients
+
+
+def tensors_by_network(anchors: Any) -> dict[str, dict[str, Tensor]]:
+    """Return the parameters by network and name, each once; loose ones under ``""``."""
+    seen, outside = set[int](), anchors.rules.outside.names
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, module in anchors.of_kind(nn.Module).items():
+        own = [(n, p) for n, p in anchors.network(module).parameters if id(p) not in seen]
+        found[path] = {name: part for name, part in own if id(part) not in outside}
+        seen.update(id(part) for _, part in own)
+    found[""] = {**{n: p for n, p in anchors.leaves.items() if id(p) not in seen}, **anchors.loose}
+    return found
+
+
+def flags_of(anchors: Any) -> dict[str, dict[str, list[str]]]:
+    """Return the names of frozen parameters and of submodules in evaluation mode."""
+    networks = anchors.of_kind(nn.Module)
+    return {
+        path: {
+            "frozen": [n for n, t in table.items() if path and not t.requires_grad]
+            or [n for n, t in anchors.loose.items() if not path and not t.requires_grad],
+            "eval": [n for n, part in anchors.network(networks[path]).modules if not part.training]
+            if path
+            else [],
+        }
+        for path, table in tensors_by_network(anchors).items()
+    }
+
+
+def _by_place(anchors: Any) -> dict[tuple[str, str], Tensor]:
+    """Return tensors by network and name; a shared one may be saved under any of its names."""
+    places = {("", name): tensor for name, tensor in tensors_by_network(anchors)[""].items()}
+    for path, module in anchors.of_kind(nn.Module).items():
+        bare = BareNames(module)
+        for name, tensor in module.named_parameters(remove_duplicate=False):
+            places[path, bare.of(name)] = tensor
+    return places
+
+
+def load_flags(flags: Mapping[str, Any], anchors: Any) -> None:
+    """Freeze and unfreeze parameters and set modes as recorded."""
+    places = _by_place(anchors)
+    frozen = {id(places.get((p, n))) for p, table in flags.items() for n in table["frozen"]}
+    tables = tensors_by_network(anchors)
+    tables[""] = anchors.loose
+    for path, table in tables.items():
+        for tensor in table.values() if path in flags else ():
+            if tensor.requires_grad == (id(tensor) in frozen):
+                tensor.requires_grad_(id(tensor) not in frozen)
+    for path, module in anchors.of_kind(nn.Module).items():
+        resting = set(flags.get(path, {"eval": ()})["eval"])
+        for name, part in anchors.network(module).modules if path in flags else ():
+            part.training = name not in resting
+
+
+def grads_of(anchors: Any) -> dict[str, dict[str, Tensor]]:
+    """Return the gradients of an open window, if there are any."""
+    grads = {
+        path: {name: part.grad for name, part in table.items() if part.grad is not None}
+        for path, table in tensors_by_network(anchors).items()
+    }
+    return {path: table for path, table in grads.items() if table}
+
+
+def load_grads(grads: Mapping[str, Mapping[str, Tensor]], anchors: Any) -> None:
+    """Set gradients as recorded; other parameters get none."""
+    places = _by_place(anchors)
+    saved = {
+        id(places.get((p, n))): grad for p, table in grads.items() for n, grad in table.items()
+    }
+    for table in tensors_by_network(anchors).values():
+        for tensor in table.values():
+            grad = saved.get(id(tensor))
+            tensor.grad = None if grad is None else grad.detach().to(tensor.device, copy=True)
+
+
+def state_of(value: Any) -> dict[str, Any]:
+    """Return the state of an object; of a module under bare names.
+
+    PyTorch's ``state_dict`` of a scheduler has every attribute: only plain ones are left in it.
+    """
+    state = bare_state_dict(value)
+    if isinstance(value, LRScheduler) and type(value).state_dict.__module__.startswith("torch."):
+        table = vars(value)
+        state = {k: v for k, v in state.items() if table.get(k) is not v or is_simple(v)}
+    return state
+
+
+def is_simple(value: Any) -> bool:
+    """Return whether a value consists of tensors and of values without members."""
+    if isinstance(value, dict | list | tuple):
+        return all(map(is_simple, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor | str | int | float | complex | type(None))
+
+
+def name_tensors(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters and buffers by name."""
+    for path, network in networks.items():
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            yield f"{path}.{name}", tensor
+
+
+def name_buffers(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return all persistent buffers by name, those of a network under its path.
+
+    A network may save other values than it holds: these count.
+    """
+    found = {}
+    for path, module in networks.items():
+        state = bare_state_dict(module)
+        for place, part in Network(module).modules:
+            prefix = f"{place}." if place else ""
+            # Compiled scripts say of no buffer that it is not saved.
+            hidden = vars(part).get("_non_persistent_buffers_set", ())
+            for key, buffer in part.named_buffers(recurse=False):
+                if key not in hidden:
+                    found[f"{path}.{prefix}{key}"] = state.get(prefix + key, buffer)
+    return found
+
+
+def name_weights(
+    networks: Mapping[str, nn.Module], loose: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return all parameters by name, those of a network under its path."""
+    found = dict(loose)
+    for path, module in networks.items():
+        for name, parameter in Network(module).parameters:
+            found[f"{path}.{name}"] = parameter
+    return found

@@ -1,0 +1,385 @@
+"""Saves and loads optimizers by the names of their parameters, and schedulers with what they drive.
+
+torch saves the state of an optimizer by position, and gradients are clipped in that order: a resume
+brings the groups into the saved order first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.core.memory import has_plain_bytes, is_expanded, storage_of
+from helios.core.utils import parameters_of
+from helios.errors import StateError
+from helios.state.anchors import Anchors, as_written
+from helios.state.networks import hook_tables_of_optimizers, is_odd_optimizer, load_network
+
+Members: TypeAlias = list[list[str]]
+"""The names of an optimizer's parameters by group, in order."""
+
+TABLES = ("param_groups", "state")
+"""The attributes in which an optimizer keeps settings and moments."""
+
+_SHOWN = 6
+
+
+def complete(optimizers: Iterable[Optimizer]) -> bool:
+    """Create what torch's methods need; published wrappers do not call ``super().__init__()``."""
+    has_lacked = False
+    for table in map(vars, optimizers):
+        lacked = {*hook_tables_of_optimizers()} - table.keys()
+        table.update((name, OrderedDict()) for name in lacked)
+        defaults = table.setdefault("defaults", {})
+        # Otherwise load_state_dict() would add it, and a resumed optimizer differ from a new one.
+        has_lacked |= bool(lacked) or "differentiable" not in defaults
+        defaults.setdefault("differentiable", False)
+    return has_lacked
+
+
+def members_of(anchors: Anchors) -> dict[str, Members]:
+    """Return the names of the parameters of each optimizer."""
+    return {
+        path: [[str(anchors.name_of(t)) for t in group["params"]] for group in part.param_groups]
+        for path, part in anchors.of_kind(Optimizer, with_inner=True).items()
+    }
+
+
+def built_differently(
+    built: Mapping[str, Members], now: Mapping[str, Members]
+) -> dict[str, Members]:
+    """Return the parameters that setup gave to optimizers with other groups now."""
+    return {
+        path: members
+        for path, members in built.items()
+        if sorted(map(sorted, now.get(path, members))) != sorted(map(sorted, members))
+    }
+
+
+def drivers_of(anchors: Anchors) -> dict[str, str]:
+    """Return the path of the optimizer whose learning rates a scheduler sets, by its path."""
+    paths = {id(part): path for path, part in anchors.of_kind(Optimizer, with_inner=True).items()}
+    return {
+        path: paths[id(part.optimizer)]
+        for path, part in anchors.of_kind(LRScheduler).items()
+        if id(part.optimizer) in paths
+    }
+
+
+def tables_of(optimizer: Optimizer) -> list[tuple[str, Any]]:
+    """Return the tables of an optimizer as values, for one whose ``state_dict`` is the user's."""
+    state = {k: dict(v) if type(v) is dict else v for k, v in optimizer.state.items()}
+    return [("state", state), ("param_groups", [dict(group) for group in optimizer.param_groups])]
+
+
+def misfits_of(
+    anchors: Anchors, built: Mapping[str, Members], drivers: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what a resume could not rebuild of optimizers and schedulers, by path.
+
+    Raises:
+        StateError: if an optimizer has state that its ``state_dict`` cannot return.
+    """
+    misfits: dict[str, str] = {}
+    objects = anchors.objects
+    now = drivers_of(anchors)
+    for path, part in anchors.of_kind(Optimizer).items():
+        moved = {*map(id, parameters_of(part))}
+        stale = [each for each in part.state if isinstance(each, Tensor) and id(each) not in moved]
+        if stale and not is_odd_optimizer(part):
+            names = sorted(anchors.name_of(each) or "an unnamed one" for each in stale)
+            raise StateError(
+                f"{path} must have all parameters in its groups that it has state of, to return "
+                f"its state_dict, but it has none of these: {_some(names)}. Delete their state "
+                "when they leave a group: del optimizer.state[parameter]."
+            )
+        members = {name for group in members_of(anchors)[path] for name in group}
+        known = {*anchors.leaves, *(anchors.rules.tops or ())}
+        lost = (members & anchors.loose.keys()) - known
+        stray = sorted(as_written(name, objects) for name in lost)
+        if stray and path in built:
+            misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
+    for path in sorted(drivers.keys() & anchors.objects.keys()):
+        if drivers[path] != now.get(path, "another optimizer"):
+            misfits[path] = (
+                f"set the learning rates of {drivers[path]}, now "
+                f"{now.get(path, 'another optimizer')}"
+            )
+        elif id(anchors.objects[path]) not in anchors.rules.known:
+            misfits[path] = "another object than that of setup(), which goes on stepping"
+    return misfits
+
+
+@contextmanager
+def collecting(unfit: dict[str, str] | None, path: str) -> Iterator[None]:
+    """Collect why an object cannot have its state, in a table; ``None`` to raise it."""
+    try:
+        yield
+    except StateError as error:
+        if unfit is None:
+            raise
+        unfit[path] = str(error)
+
+
+def arrange(
+    anchors: Anchors,
+    state: Mapping[str, Any],
+    unfit: dict[str, str] | None = None,
+    *,
+    is_loaded_next: bool = False,
+    loaded: Collection[str] = (),
+) -> None:
+    """Bring the parameters of optimizers into the saved groups and order.
+
+    Args:
+        anchors: what there is.
+        state: the saved state.
+        unfit: what is passed over, by path; receives more, with the reason, instead of an error.
+        is_loaded_next: whether user code is to load optimizers, which may add groups itself.
+        loaded: paths of optimizers that user code may have loaded, by position.
+
+    Raises:
+        StateError: if an optimizer has other parameters; then nothing is changed.
+    """
+    tensors = anchors.tensors()
+    plans = {}
+    optimizers = anchors.of_kind(Optimizer, with_inner=True)
+    for path, part in optimizers.items():
+        saved = state["members"].get(path)
+        if saved is None or path in (unfit or {}):
+            continue
+        with collecting(unfit, path):
+            plan = _plan(path, part, [saved, state["built"].get(path, saved)], tensors)
+            groups = [group["params"] for group in part.param_groups]
+            if path in loaded and list(map(_ids, groups)) != list(map(_ids, plan)):
+                _refuse(path, part, saved, tensors)
+            if not is_loaded_next or _keys(groups) == _keys(plan):
+                _check_functions(path, part, plan, anchors)
+                plans[path] = plan
+    now, drivers = drivers_of(anchors), state["drivers"]
+    for path in sorted(now.keys() & drivers.keys()):
+        if now[path] != drivers[path]:
+            with collecting(unfit, path):
+                raise StateError(
+                    f"{path} must set the learning rates of {drivers[path]}, as when the state was "
+                    f"saved, but sets those of {now[path]}. Build schedulers in setup() in a fixed "
+                    "order: sort what comes from a set."
+                )
+    for path, plan in plans.items():
+        _regroup(optimizers[path], plan)
+
+
+def _plan(
+    path: str, optimizer: Optimizer, known: list[Members], tensors: Mapping[str, Tensor]
+) -> list[list[Tensor]]:
+    """Return the tensors of each group as they were saved.
+
+    Args:
+        path: path of the optimizer.
+        optimizer: the optimizer as ``setup`` made it.
+        known: the saved names, and those that setup gave it when it was saved.
+        tensors: all parameters, by each of their names.
+    """
+    saved, built = known
+    if unknown := sorted({name for group in saved for name in group} - tensors.keys()):
+        raise StateError(
+            f"{path} had a group of parameters that do not exist: {_some(unknown)}. "
+            "Build the networks in setup() as they were when the state was saved."
+        )
+    now = _keys(group["params"] for group in optimizer.param_groups)
+    if not any(
+        now == _keys([tensors[name] for name in group if name in tensors] for group in groups)
+        for groups in known
+    ):
+        _refuse(path, optimizer, built, tensors)
+    return [[tensors[name] for name in group] for group in saved]
+
+
+def _regroup(optimizer: Optimizer, plan: list[list[Tensor]]) -> None:
+    """Put tensors into groups, in place: some optimizers keep the list of their first group."""
+    groups = optimizer.param_groups
+    by_keys = {tuple(sorted(map(id, group["params"]))): group for group in groups}
+    names = {
+        id(tensor): name
+        for group in groups
+        for tensor, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+    found = [by_keys.get(tuple(sorted(map(id, tensors)))) for tensors in plan]
+    ordered = [group for group in found if group is not None]
+    if len(ordered) < len(plan):
+        ordered = [*groups[: len(plan)]]
+        ordered += [{**groups[-1], "params": []} for _ in range(len(plan) - len(ordered))]
+    for group, tensors in zip(ordered, plan, strict=True):
+        group["params"][:] = tensors
+        if names:
+            group["param_names"] = [names.get(id(tensor), "") for tensor in tensors]
+    groups[:] = ordered
+
+
+def load_state(part: Any, state: dict[str, Any], absent: Mapping[str, Any] | None) -> None:
+    """Load the state of an object, which keeps no part of it: the state is not changed."""
+    if isinstance(part, nn.Module):
+        load_network(part, state, absent)
+        return
+    if isinstance(part, Optimizer):
+        complete([part])
+    part.load_state_dict(copy.deepcopy(state))
+    if isinstance(part, Optimizer):
+        _restore_types(part, state)
+
+
+@final
+class Tables:
+    """The groups and the state of optimizers, into which goes what is loaded.
+
+    Wrappers share these with what they wrap; attributes and closures may hold them.
+
+    Args:
+        optimizers: those that a loader may reach.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._held = [
+            (part, [part.param_groups, *part.param_groups, part.state]) for part in optimizers
+        ]
+
+    def put_back(self) -> None:
+        """Give optimizers the lists, dicts and tensors that they had, with what they have now."""
+        own = {id(each) for _, before in self._held for each in before}
+        places: dict[int, tuple[Any, Any]] = {}
+        for part, before in self._held:
+            now = [part.param_groups, *part.param_groups, part.state]
+            for new, old in zip(now, before, strict=False):
+                if id(new) not in own and isinstance(new, dict) == isinstance(old, dict):
+                    places.setdefault(id(new), (new, old))
+        if not places:
+            return
+        parameters = {storage_of(each) for part, _ in self._held for each in parameters_of(part)}
+        for new, old in places.values():
+            if isinstance(old, dict):
+                _put(old, new, parameters)
+            else:
+                old[:] = [places.get(id(group), (None, group))[1] for group in new]
+        for part, _ in self._held:
+            table = vars(part)
+            for name in TABLES:
+                # A property tells of an inner optimizer.
+                if name in table and id(table[name]) in places:
+                    setattr(part, name, places[id(table[name])][1])
+
+
+def _put(old: Any, now: Any, foreign: set[int]) -> Any:
+    """Return what was there, with the content of what was loaded; otherwise that itself.
+
+    Args:
+        old: what was there.
+        now: what was loaded.
+        foreign: places of memory that must not be written to, as that of parameters.
+    """
+    if old is now:
+        return old
+    if isinstance(old, dict) and isinstance(now, dict):
+        content = {key: _put(old.get(key), part, foreign) for key, part in now.items()}
+        old.clear()
+        old.update(content)
+    elif type(old) is type(now) is list and len(old) == len(now):
+        old[:] = [_put(before, part, foreign) for before, part in zip(old, now, strict=True)]
+    elif _is_moment(old) and _is_moment(now) and old.device == now.device:
+        form = old.dtype, old.shape, old.stride()
+        fits = form == (now.dtype, now.shape, now.stride()) and not is_expanded(old)
+        if fits and storage_of(old) not in foreign:
+            old.copy_(now)
+        else:
+            old.data = now
+    else:
+        return now
+    return old
+
+
+def _is_moment(part: Any) -> bool:
+    return type(part) is Tensor and has_plain_bytes(part) and not part.requires_grad
+
+
+def _restore_types(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Undo that torch rounds float32 copies of bfloat16 parameters to their parameter's type."""
+    numbers = [n for group in state.get("param_groups", ()) for n in group["params"]]
+    entries = {id(key): entry for key, entry in optimizer.state.items() if isinstance(key, Tensor)}
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
+        loaded = entries.get(id(parameter), {})
+        for name, saved in state.get("state", {}).get(number, {}).items():
+            if name in loaded:
+                loaded[name] = _typed(loaded[name], saved)
+
+
+def _typed(loaded: Any, saved: Any) -> Any:
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        fits = loaded.dtype == saved.dtype
+        return loaded if fits else saved.detach().to(loaded.device, copy=True)
+    if type(loaded) is dict and isinstance(saved, dict):
+        return {key: _typed(part, saved.get(key)) for key, part in loaded.items()}
+    if type(loaded) in (list, tuple) and isinstance(saved, list | tuple):
+        return type(loaded)(map(_typed, loaded, saved))
+    return loaded
+
+
+def _ids(group: Iterable[Tensor]) -> list[int]:
+    return [*map(id, group)]
+
+
+def _keys(groups: Iterable[Iterable[Tensor]]) -> list[list[int]]:
+    return sorted(sorted(_ids(group)) for group in groups)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _refuse(path: str, part: Optimizer, known: Members, tensors: Mapping[str, Tensor]) -> None:
+    names = {id(tensor): name for name, tensor in reversed([*tensors.items()])}
+    now = {names.get(id(each), "") for each in parameters_of(part)}
+    saved = {
+        names[id(tensors[name])] if name in tensors else name for group in known for name in group
+    }
+    missing, left_over = sorted(saved - now), sorted(now - saved)
+    found = (
+        f"Saved, but not in it now: {_some(missing) or 'nothing'}. In it now, but not saved: "
+        f"{_some(left_over) or 'nothing'}."
+        if missing or left_over
+        else f"The saved groups were {known}, and the same parameters are in other groups now, or "
+        "in another order."
+    )
+    raise StateError(
+        f"{path} must have the parameters that it had when the state was saved, since its state "
+        f"belongs to them. {found} Give it the same parameters in setup(); if their order comes "
+        "from a set, sort it."
+    )
+
+
+def _check_functions(
+    path: str, optimizer: Optimizer, plan: list[list[Tensor]], anchors: Anchors
+) -> None:
+    """Reject another order of groups if a scheduler has a function for each group."""
+    order = [sorted(map(id, group)) for group in plan]
+    now = [sorted(map(id, group["params"])) for group in optimizer.param_groups]
+    for name, part in anchors.of_kind(LRScheduler).items() if order[: len(now)] != now else ():
+        if part.optimizer is optimizer and _has_functions_by_group(part):
+            raise StateError(
+                f"The groups of {path} must be in the order in which they were saved, since "
+                f"{name} has a function for each of them, but their order is different now. Build "
+                "them in setup() in a fixed order: sort what comes from a set."
+            )
+
+
+def _has_functions_by_group(scheduler: LRScheduler) -> bool:
+    functions = vars(scheduler).get("lr_lambdas", ())
+    return len(set(map(id, functions))) > 1 or any(
+        map(_has_functions_by_group, vars(scheduler).get("_schedulers", ()))
+    )

@@ -1,0 +1,390 @@
+"""Restores a captured state into what ``setup`` has made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from helios.core.utils import parameters_of
+from helios.errors import StateError
+from helios.state import reasons
+from helios.state.anchors import Anchors, Rules, as_written, each_named, path_of
+from helios.state.holders import GONE, set_values, without_declared
+from helios.state.links import Links, links_in, names_in, severed
+from helios.state.loading import TRAINING_ONLY, load_into
+from helios.state.networks import fill, load_flags, load_grads, pieces_of
+from helios.state.optimizers import Tables, arrange, collecting
+from helios.state.snapshot import Snapshot, form_of, kind_of
+from helios.state.walk import PARTS, Walk
+from helios.storage.building import Builder
+from helios.storage.codes import HOLE
+
+_LOGGER = logging.getLogger(__name__)
+
+NOT_BUILT = "setup() does not build it. Build it for any value of fast_init."
+"""Why something that is saved is not restored for inference."""
+
+
+Registered: TypeAlias = list[tuple[dict[str, Any], str, Tensor]]
+"""Tables of parameters and buffers, each with a key and the tensor under it."""
+
+
+class Prepared(NamedTuple):
+    """What the owner's own ``load_state_dict`` may replace.
+
+    Attributes:
+        registered: where tensors of networks are.
+        tables: those of optimizers.
+    """
+
+    registered: Registered
+    tables: Tables
+
+
+@final
+class Restoring:
+    """Restores a captured state.
+
+    Args:
+        look: returns what the owner holds now.
+        name: the name of the owner in messages.
+        exclude: attributes of the owner that never count.
+        unsaved: names and paths that are declared as not to be saved.
+        types: classes that may be built besides those of the values that are there.
+        of_setup: the anchors that setup made, by name, also those that nothing leads to now.
+        links: codes of what refers to others after setup; ``None`` for those of now.
+        is_data: whether what a data set no longer has is passed over.
+
+    Attributes:
+        unrestored: in inference, what does not have its saved state, with the reason, by path.
+        unlinked: what refers to something that loading has replaced, with the reason, by path.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Snapshot],
+        *,
+        name: str,
+        exclude: frozenset[str],
+        unsaved: frozenset[str],
+        types: Iterable[type],
+        of_setup: Mapping[str, Any],
+        links: Links | None,
+        is_data: bool,
+    ) -> None:
+        self._look, self._name = look, name
+        self._exclude, self._rules = exclude, Rules(unsaved=unsaved)
+        self._types, self._of_setup, self._is_data = types, of_setup, is_data
+        self._links = links
+        self.unrestored: dict[str, str] = {}
+        self.unlinked: dict[str, str] = {}
+
+    def prepare(self, state: Mapping[str, Any]) -> Prepared:
+        """Reorder the parameters of optimizers as saved, and return what is where."""
+        now = self._look()
+        anchors = now.anchors
+        arrange(anchors, state, is_loaded_next=True)
+        networks = anchors.of_kind(nn.Module).values()
+        registered = [each for module in networks for each in _registrations(anchors, module)]
+        return Prepared(registered, Tables(now.optimizers))
+
+    def _put_back(self, prepared: Prepared) -> None:
+        """Undo that the owner's own ``load_state_dict`` has assigned other tensors and tables."""
+        prepared.tables.put_back()
+        optimizers = self._look().anchors.of_kind(torch.optim.Optimizer).values()
+        moved = {id(tensor) for part in optimizers for tensor in parameters_of(part)}
+        _put_back(
+            prepared.registered, lambda now, tensor: id(now) not in moved and id(tensor) in moved
+        )
+
+    def run(
+        self, state: Mapping[str, Any], *, is_inference: bool, prepared: Prepared | None = None
+    ) -> Snapshot:
+        """Restore everything, and return what the owner holds then.
+
+        Args:
+            state: the saved state.
+            is_inference: whether to restore what exists on both sides.
+            prepared: what :meth:`prepare` returned, if the owner has loaded a state of its own.
+        """
+        if prepared is not None:
+            self._put_back(prepared)
+        now = self._look()
+        links = links_in(now.walk.codes) if self._links is None else self._links
+        values = self._values_to_set(state)
+        if not is_inference:
+            self._check(now, state, values)
+        _restore_parts(now.anchors, state)
+        now = self._look()
+        unfit = None
+        if is_inference:
+            self._warn_of_untrained(now.anchors.objects, state["objects"])
+            unfit = self.unrestored = self._find_unfit(now, state)
+        states = {**state["objects"], **state["inner"]}
+        by_owner = () if prepared is None else now.objects.keys() - states.keys()
+        arrange(now.anchors, state, unfit, loaded=by_owner)
+        self._load(now, state, unfit)
+        now = self._look()
+        if is_inference or self._is_data:
+            values = {name: v for name, v in values.items() if now.walk.find(name) is not None}
+        builder = self._builder(now.walk)
+        set_values(now.walk, values, builder)
+        self._link(now.walk, builder, severed(links, self._look().walk.codes, values))
+        # A restored value may be another tensor than before.
+        last = self._look()
+        self._find_unlinked(severed(links, last.walk.codes, values))
+        load_flags(state["flags"], last.anchors)
+        load_grads(state["grads"], last.anchors)
+        return last
+
+    def _link(self, walk: Walk, builder: Builder, links: Links) -> None:
+        """Let values refer again to what has the name of what they referred to after setup."""
+        known = {
+            name: {
+                key: code
+                for key, code in table.items()
+                if all(self._find(walk, each) is not None for each in names_in(code))
+            }
+            for name, table in links.items()
+        }
+        set_values(walk, known, builder)
+
+    def _find_unlinked(self, links: Links) -> None:
+        for name, table in links.items():
+            for key, code in table.items():
+                path = path_of(name, key)
+                if not self._rules.is_declared(path):
+                    held = ", ".join(sorted(names_in(code)))
+                    self.unlinked[path] = reasons.UNLINKED.format(held)
+
+    def _load(self, now: Snapshot, state: Mapping[str, Any], unfit: dict[str, str] | None) -> None:
+        """Load the states of objects, what these leave out, and parameters in no network."""
+        objects, states = now.objects, {**state["objects"], **state["inner"]}
+        self._warn_of_casts(now, state)
+        # Networks first: an object that tracks one may read its weights.
+        for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
+            part = objects[path]
+            if path in states and path not in (unfit or {}):
+                tables = Tables(now.optimizers)
+                is_network = isinstance(part, nn.Module)
+                registered = _registrations(now.anchors, part) if is_network else []
+                with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
+                    load_into(path, part, states[path], state["omitted"].get(path))
+                tables.put_back()
+                _put_back(registered)
+        anchors = now.anchors
+        _restore_omitted(anchors, state["omitted"])
+        for name, tensor in {**anchors.leaves, **anchors.loose}.items():
+            if name in state["parameters"]:
+                fill(as_written(name, anchors.objects), tensor, state["parameters"][name])
+
+    def _builder(self, walk: Walk, later: Mapping[str, Any] | None = None) -> Builder:
+        def find(name: str) -> Any:
+            found = self._find(walk, name)
+            return (later or {}).get(name) if found is None else found
+
+        return Builder({*walk.kinds, *self._types}, walk, find, walk.name_of_key)
+
+    def _find(self, walk: Walk, name: str) -> Any:
+        found = walk.find(name)
+        return self._of_setup.get(name) if found is None else found
+
+    def _values_to_set(self, state: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+        """Return the codes of values, without those that are declared by now."""
+        leave_out = partial(without_declared, is_declared=self._rules.is_declared)
+        return {
+            name: {
+                key: leave_out(path_of(name, key), code) if self._rules.unsaved else code
+                for key, code in table.items()
+                if not self._rules.is_declared(path_of(name, key))
+                and not (name == "" and key in self._exclude)
+            }
+            for name, table in state["values"].items()
+        }
+
+    # ---- before anything is changed
+
+    def _check(
+        self, now: Snapshot, state: Mapping[str, Any], values: Mapping[str, Mapping[Any, Any]]
+    ) -> None:
+        """Reject a state of other objects before anything is changed."""
+        anchors = now.anchors
+        for path, part in now.objects.items():
+            if isinstance(part, TRAINING_ONLY):
+                _check_kind(path, part, state)
+        present = {*anchors.objects, *anchors.loose}
+        saved = {*state["objects"], *state["parameters"]}
+        lacking = state["inner"].keys() - anchors.inner.keys() - present
+        if not self._is_data:
+            lacking |= {name for name in values if now.walk.find(name) is None}
+        missing = set() if state["is_partial"] else present - self._undeclared(saved)
+        left_over = self._undeclared((saved - present) | lacking)
+        if missing or left_over:
+            shown = [
+                ", ".join(sorted(as_written(path, anchors.objects) for path in each)) or "nothing"
+                for each in (missing, left_over)
+            ]
+            raise StateError(
+                f"The saved state is not that of this {self._name}. Without saved state: "
+                f"{shown[0]}. Saved, but missing now: {shown[1]}. Create all networks, optimizers "
+                "and schedulers in setup(), under the names that they had when the state was saved."
+            )
+        codes = {
+            path_of(name, key): code
+            for name, table in values.items()
+            for key, code in table.items()
+            if key != PARTS and code not in (HOLE, GONE)
+        }
+        self._builder(now.walk, _made_by_loading(state)).check(codes)
+
+    def _undeclared(self, paths: Iterable[str]) -> set[str]:
+        """Return the paths that are not declared as unsaved, directly or by a parent."""
+        return {path for path in paths if not self._rules.is_declared(path)}
+
+    def _find_unfit(self, now: Snapshot, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return what inference lacks, and what training objects cannot load, with the reason."""
+        saved = {**state["objects"], **state["inner"]}
+        gone = self._undeclared(saved.keys() - now.objects.keys())
+        unfit = dict.fromkeys(sorted(gone), NOT_BUILT)
+        for path, part in now.objects.items():
+            if isinstance(part, TRAINING_ONLY):
+                with collecting(unfit, path):
+                    _check_kind(path, part, state)
+                if path not in {**saved, **state["kinds"]} and not state["is_partial"]:
+                    unfit[path] = f"{path} is not in the checkpoint."
+        return unfit
+
+    def _warn_of_untrained(self, objects: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        untrained = [
+            path
+            for path, part in objects.items()
+            if path not in saved and isinstance(part, nn.Module) and part.state_dict()
+        ]
+        if untrained:
+            _LOGGER.warning(
+                "The %s holds networks without saved state, which keep the weights of setup(): %s.",
+                self._name,
+                ", ".join(untrained),
+            )
+
+    def _warn_of_casts(self, now: Snapshot, state: Mapping[str, Any]) -> None:
+        """Name the tensors for which setup has built another type than was saved."""
+        saved = dict(state["parameters"])
+        for path, each in state["objects"].items():
+            saved |= {f"{path}.{name}": part for name, part in each.items()}
+        names: dict[str, list[str]] = {}
+        for name, part in saved.items():
+            live = now.anchors.find(name)
+            if isinstance(live, Tensor) and isinstance(part, Tensor) and live.dtype != part.dtype:
+                names.setdefault(f"{part.dtype}, now {live.dtype}", []).append(name)
+        if names:
+            _LOGGER.warning(
+                "setup() of the %s builds tensors of another type than was saved, and the saved "
+                "values are cast to it: %s. Build them as they were to resume with the same bits.",
+                self._name,
+                "; ".join(f"{', '.join(each)} ({types})" for types, each in names.items()),
+            )
+
+
+def _registrations(anchors: Anchors, module: nn.Module) -> Registered:
+    """Return where the tensors of a network are registered."""
+    return [
+        (vars(part)[table], key, tensor)
+        for _, part, key, tensor in anchors.network(module).tensors
+        for table in ("_parameters", "_buffers")
+        if vars(part).get(table, {}).get(key) is tensor
+    ]
+
+
+def _put_back(
+    registered: Registered, is_replaced: Callable[[Tensor, Tensor], bool] = lambda now, tensor: True
+) -> None:
+    """Put tensors back that loading has replaced by others, with the values of these.
+
+    Args:
+        registered: where they were.
+        is_replaced: whether a tensor that is there now only stands for the one that was.
+    """
+    for table, key, tensor in registered:
+        now = table.get(key)
+        if now is not None and now is not tensor and is_replaced(now, tensor):
+            tensor.data = now.data
+            table[key] = tensor
+
+
+def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
+    kind = state["kinds"].get(path, kind_of(part))
+    if kind != kind_of(part):
+        raise StateError(
+            f"{path} was saved by {kind}, but is {kind_of(part)} now, which cannot load that "
+            "state. Build it in setup() as it was when the state was saved."
+        )
+
+
+def _made_by_loading(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what does not exist before objects have loaded their states, by name."""
+    made: dict[str, Any] = {
+        name: torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        for name, (dtype, shape, strides) in state["forms"].items()
+    }
+    for path, each in {**state["objects"], **state["inner"]}.items():
+        for place, name in enumerate(chain.from_iterable(state["members"].get(path, ()))):
+            made |= each_named(f"{path}.state.<{name}>", each.get("state", {}).get(place))
+    return made
+
+
+def _restore_parts(anchors: Anchors, state: Mapping[str, Any]) -> None:
+    """Give networks the parts, and tensors the form, that they had."""
+    made: dict[str, Tensor] = {}
+    for name, (dtype, shape, strides) in state["forms"].items():
+        tensor = anchors.find(name)
+        if not isinstance(tensor, Tensor):
+            made[name] = torch.empty_strided(shape, strides, dtype=dtype)
+        elif not is_lazy(tensor) and form_of(tensor) != [dtype, shape, strides]:
+            tensor.data = torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device)
+    for name, table in state["values"].items():
+        module = anchors.find(name)
+        if PARTS in table and isinstance(module, nn.Module):
+            _register(anchors, module, table[PARTS], made)
+    anchors.forget_networks()
+
+
+def _register(
+    anchors: Anchors, module: nn.Module, parts: list[Any], made: Mapping[str, Tensor]
+) -> None:
+    """Give a module its submodules, parameters and persistent buffers, in their order.
+
+    Other buffers only get their place: they are among the values.
+    """
+    tables, device = vars(module), next((each.device for each in module.parameters()), "cpu")
+    *tables_of_parts, hidden = parts
+    kept = {key: tables["_buffers"].get(key) for key in hidden}
+    for held, place in zip(tables_of_parts, ("_modules", "_parameters", "_buffers"), strict=True):
+        new = {}
+        for key, part in held.items():
+            found = None if part is None else anchors.find(part)
+            new[key] = made[part].to(device) if found is None and part in made else found
+        tables[place].clear()
+        tables[place].update(new)
+    tables["_buffers"].update(kept)
+    tables["_non_persistent_buffers_set"] = set(hidden)
+
+
+def _restore_omitted(anchors: Anchors, omitted: Mapping[str, Any]) -> None:
+    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
+        values = omitted.get(path, {"values": {}})["values"]
+        pieces = pieces_of(anchors.network(module)) if values else {}
+        for name, saved in values.items():
+            if name not in pieces:
+                raise StateError(
+                    f"{path}.{name} was saved separately from the state_dict of {path}, which has "
+                    "no such part now. Build it in setup() as it was when the state was saved."
+                )
+            fill(f"{path}.{name}", pieces[name], saved)

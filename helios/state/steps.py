@@ -1,0 +1,331 @@
+"""Finds what a step changes on its own in each replica, and what differs between processes.
+
+Gradients and buffers are summed and exchanged. Any other change depends on how many replicas a
+process runs: digests of all values are compared at the first step, and at powers of two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.core.sharded_tensors import is_sharded
+from helios.errors import UsageError
+from helios.findings import Finding, FindingKind, Findings
+from helios.state.anchors import path_of
+from helios.state.named import class_marks
+from helios.state.networks import name_tensors, state_of
+from helios.state.walk import PARTS
+from helios.storage.checksums import bit_sum
+
+if TYPE_CHECKING:
+    from helios.state.discovery import Discovery
+    from helios.state.owners import Owners
+
+
+@final
+class StepWatch:
+    """Compares what an owner holds before and after a step.
+
+    Args:
+        look: returns what it holds now.
+        reads_weights: whether to notice writes to ``parameter.data`` too, which reads all weights.
+        classes: classes of the user, whose attributes count.
+    """
+
+    def __init__(
+        self, look: Callable[[], Any], *, reads_weights: bool, classes: list[type]
+    ) -> None:
+        self._look, self._reads_weights, self._classes = look, reads_weights, classes
+        self._before = self._take()
+
+    def changed(self, *, counts_parameters: bool = True) -> list[str]:
+        """Return the paths of what has changed since this was created, or called before.
+
+        Args:
+            counts_parameters: whether to include parameters that were written to.
+        """
+        now = self._take()
+        pairs = list(zip(self._before, now, strict=True))
+        self._before = now
+        found = {
+            path
+            for before, after in (pairs if counts_parameters else pairs[:1])
+            for path in before | after
+            if before.get(path) != after.get(path)
+        }
+        # The path of an attribute is more precise than that of its object.
+        return sorted(found - {path[:e] for path in found for e, m in enumerate(path) if m == "."})
+
+    def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return marks of values, and of what updates move, by path."""
+        look = self._look()
+        anchors, walk = look.anchors, look.walk
+        marks: dict[str, Any] = dict(class_marks(self._classes, look))
+        moved: dict[str, Any] = {
+            name: mark_of_tensor(part, reads_bits=self._reads_weights)
+            for name, part in _parameters(anchors)
+        }
+        for path, part in {**anchors.objects, **anchors.inner}.items():
+            # The state of an optimizer results from its updates.
+            if not isinstance(part, nn.Module | Optimizer):
+                table = moved if isinstance(part, LRScheduler) else marks
+                table[path] = look.mark(_try_state(part))
+        for name, table in look.digests().items():
+            holder = walk.holders[name]
+            buffers = vars(holder).get("_buffers", ()) if isinstance(holder, nn.Module) else ()
+            target = moved if isinstance(holder, Optimizer | LRScheduler) else marks
+            for key, (digest, _) in table.items():
+                # A replica has buffers of its own.
+                if key not in buffers and key != PARTS:
+                    target[path_of(name, key)] = digest
+                elif key == PARTS:
+                    target[name or PARTS] = digest_without_buffers(walk.codes[name][PARTS])
+        for name, (part, _) in walk.opaque.items():
+            # The position of an iterator is unknown: it would differ at every comparison.
+            if not isinstance(part, Iterator):
+                marks[name] = look.mark(part)
+        return marks, moved
+
+
+def digest_without_buffers(parts: Any) -> str:
+    return repr(parts[:2])
+
+
+def _parameters(anchors: Any) -> Iterator[tuple[str, Tensor]]:
+    for path, module in anchors.of_kind(nn.Module).items():
+        for name, tensor in anchors.network(module).parameters:
+            yield f"{path}.{name}", tensor
+    yield from anchors.loose.items()
+
+
+def _try_state(part: Any) -> dict[str, Any]:
+    try:
+        return state_of(part)
+    except Exception:  # user code, which may need a first step
+        return {}
+
+
+def mark_of_tensor(parameter: Tensor, *, reads_bits: bool) -> bytes:
+    """Return a mark that differs after a write; writes to ``.data`` do not change the version."""
+    is_dense = parameter.layout is torch.strided
+    return b"%d %d %d" % (
+        parameter._version,  # noqa: SLF001 - torch has no public counter
+        parameter.data_ptr() if is_dense else 0,
+        int(bit_sum(parameter)) if reads_bits and is_dense else 0,
+    )
+
+
+def check_alike(
+    discovery: Discovery,
+    gather: Callable[[Any], list[Any]],
+    *,
+    ignored: Collection[str] = (),
+    marks: Mapping[str, Any] | None = None,
+) -> None:
+    """Check that weights, buffers, learning rates and orders are the same on all processes.
+
+    Gradients are added by the position of their parameter in its optimizer.
+
+    Args:
+        discovery: finds the networks, loose parameters and optimizers of the model.
+        gather: returns the values of all processes, in the order of ranks.
+        ignored: paths that are known to differ.
+        marks: of tensors that are sharded by now, by name, from when they were whole.
+
+    Raises:
+        UsageError: on all processes, if something differs, or if a network has lazy layers.
+    """
+    refuse_lazy_layers(discovery)
+    loose, members = discovery.moved()
+    orders = {path: list(chain.from_iterable(groups)) for path, groups in members.items()}
+    own = {**(marks or {}), **_marks_of(discovery, loose)}
+    gathered = gather((orders, own))
+    first, *others = gathered
+    for rank, found in enumerate(others, 1):
+        _compare_orders(rank, found[0], first[0])
+        _compare_marks(rank, found[1], first[1], ignored)
+
+
+def find_lazy(discovery: Discovery) -> list[str]:
+    """Return the paths of networks with lazy layers, which draw their weights in the first step."""
+    return [
+        path
+        for path, network in discovery.modules().items()
+        if any(map(is_lazy, (*network.parameters(), *network.buffers())))
+    ]
+
+
+def refuse_lazy_layers(discovery: Discovery) -> None:
+    """Refuse lazy layers, whose initial weights would differ between processes.
+
+    Raises:
+        UsageError: for the first network that has any.
+    """
+    for path in find_lazy(discovery):
+        raise UsageError(
+            f"The network {path!r} has lazy layers, which draw their weights in the first step: "
+            "with several replicas these would differ between processes. Run a batch through it "
+            "in Model.setup()."
+        )
+
+
+def _compare_orders(
+    rank: int, found: Mapping[str, list[str]], first: Mapping[str, list[str]]
+) -> None:
+    for path in [path for path in first if path in found]:
+        for here, there in zip_longest(found[path], first[path], fillvalue="nothing"):
+            if here != there:
+                raise UsageError(
+                    f"All processes must pass parameters to {path} in the same order, but rank "
+                    f"{rank} has {here} where rank 0 has {there}. Build optimizers in setup() in "
+                    "a fixed order: sort what comes from a set, whose order differs between "
+                    "processes."
+                )
+
+
+def _compare_marks(
+    rank: int, found: dict[str, Any], first: dict[str, Any], ignored: Collection[str]
+) -> None:
+    names = [
+        name for name in first | found if first.get(name) != found.get(name) and name not in ignored
+    ]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise UsageError(
+            f"All processes must have the same weights, but {', '.join(names[:3])}{more} "
+            f"of rank {rank} differ from rank 0's. Load weights on every rank, do the same in "
+            "hooks on all ranks, and in manual steps wrap networks with engine.wrap(...)."
+        )
+
+
+def _marks_of(discovery: Discovery, loose: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return marks by name that differ if the numbers differ."""
+    tensors = {**loose, **dict(name_tensors(discovery.modules()))}
+    # Processes have different shards; they were compared before they were cut.
+    sums = {name: bit_sum(part) for name, part in tensors.items() if not is_sharded(part)}
+    marks: dict[str, Any] = {name: int(total) for name, total in sums.items()}
+    for path, optimizer in discovery.optimizers().items():
+        for number, group in enumerate(optimizer.param_groups):
+            marks[f"the learning rate of {path}, group {number},"] = float(group.get("lr", 0.0))
+    return marks
+
+
+_LOGGER = logging.getLogger(__name__)
+
+STEP = "train_step"
+
+
+@final
+class ReplicaWatch:
+    """Watches the turns of a start's first iteration, and of iterations at powers of two.
+
+    The latter find changes that begin later, at little cost.
+
+    Args:
+        name: the name of the model's class, for messages.
+        discovery: finds the model's state.
+        owners: the attributes of all others.
+        findings: receives what each replica changes in the model independently.
+        gather: returns the values of all processes, in the order of ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        discovery: Discovery,
+        owners: Owners,
+        *,
+        findings: Findings,
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        self._name = name
+        self._discovery = discovery
+        self._owners = owners
+        self._findings = findings
+        self._gather = gather
+        self._has_reported = False
+        self._found: set[tuple[str, str]] = set()
+        self._is_manual = False
+
+    def begin(self, iteration: int) -> TurnWatch | None:
+        """Begin to watch the turn of a replica; returns ``None`` for an unwatched iteration."""
+        if self._has_reported and iteration & (iteration - 1):
+            return None
+        refuse_lazy_layers(self._discovery)
+        return TurnWatch(self._discovery, self._owners, self._note, reads_weights=iteration == 1)
+
+    def _note(self, found: list[str], hook: str, *, is_manual: bool) -> None:
+        self._found.update((hook, path) for path in found)
+        self._is_manual |= is_manual
+
+    def report(self, iteration: int) -> None:
+        """Report once what the turns of an iteration have changed; the same on all processes."""
+        if self._has_reported and iteration & (iteration - 1):
+            return
+        self._has_reported = True
+        parts = self._gather(sorted(self._found))
+        self._found.clear()
+        known = {*self._findings.names(FindingKind.UNSHARED)}
+        found = sorted({each for part in parts for each in part if each[1] not in known})
+        self._findings.extend(Finding(FindingKind.UNSHARED, path) for _, path in found)
+        # With manual steps and yields each replica has its own process in any case.
+        if self._is_manual:
+            return
+        for hook in dict.fromkeys(hook for hook, _ in found):
+            names = ", ".join(path for each, path in found if each == hook)
+            self._findings.add(FindingKind.OBSTACLE, text=f"{hook} changes {names}")
+            _LOGGER.warning(
+                "%s changes %s. Each replica changes it independently, so its value depends on the "
+                "number of processes, and the run must keep that number. Change it in a hook that "
+                "runs once (on_training_batch_end), or make it a buffer of a network.",
+                f"{self._name}.{hook}" if hook == STEP else hook,
+                names,
+            )
+
+
+@final
+class TurnWatch:
+    """Watches what the turn of one replica changes besides gradients and buffers.
+
+    Args:
+        discovery: finds the model's state, before the turn.
+        owners: the attributes of all others.
+        note: receives the findings and the hook that made them.
+        reads_weights: whether to notice writes to ``parameter.data`` too.
+        sees_unsaved: whether to notice changes of what is declared as unsaved.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        owners: Owners,
+        note: Callable[..., None],
+        *,
+        reads_weights: bool,
+        sees_unsaved: bool = False,
+    ) -> None:
+        self._note = note
+        self._watch = discovery.watch(reads_weights=reads_weights, sees_unsaved=sees_unsaved)
+        self._others = owners.watch(sees_unsaved=sees_unsaved)
+
+    def conclude(self, hook: str = STEP, *, is_manual: bool = False) -> None:
+        """Record what has changed since the last call, and who did it.
+
+        Args:
+            hook: what has run since then.
+            is_manual: whether the step makes its updates itself, so that changed weights are
+                intended.
+        """
+        found = list(self._watch.changed(counts_parameters=not is_manual))
+        for name, watch in self._others:
+            found += (f"{name}: {path}" for path in watch.changed())
+        self._note(found, hook, is_manual=is_manual)

@@ -1,0 +1,290 @@
+"""Writes down what an owner holds beside objects with a state: one walk, a code of each value."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar, Final, final
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from helios.core.generators import is_generator
+from helios.core.wrappers import unwrap
+from helios.state import reasons
+from helios.state.anchors import Anchors, has_state, path_of
+from helios.state.digests import CODE
+from helios.state.networks import hooks_of, is_odd_optimizer, is_of_the_house, left_out
+from helios.state.optimizers import tables_of
+from helios.storage.codes import HOLE, NATIVE, TAG, Coder, Unsavable, are_native
+from helios.storage.plain_objects import attributes_of, is_plain_object, table_of
+
+PARTS: Final = "<parts>"
+"""The key of a module under which the names of its parts stand."""
+
+_OF_OTHERS = (
+    *("_dynamo", "_fsdp", "_inductor", "_aot", "_is_param", "_helios", "cls_to_become"),
+    "gauss_next",
+)
+"""How the names of attributes begin that torch and Helios give to tensors, Python to generators."""
+
+
+@final
+class Walk(Coder):
+    """What an owner holds beside its anchors.
+
+    Args:
+        owner: the owner.
+        anchors: its objects with a state.
+
+    Attributes:
+        codes: by holder (the owner, an anchor, a function) and key, the code of each value.
+        holders: the holders by name.
+        opaque: what is only compared, by path, with the reason why it cannot be saved.
+        hooks: those of user code, by the name of what has them and the table.
+    """
+
+    def __init__(self, owner: object, anchors: Anchors) -> None:
+        super().__init__()
+        self.anchors = anchors
+        self.codes: dict[str, dict[Any, Any]] = {}
+        self.holders: dict[str, Any] = {}
+        self.opaque: dict[str, tuple[Any, str]] = {}
+        self.hooks: dict[tuple[str, str], list[Any]] = {}
+        self._unsaved = anchors.rules.unsaved
+        self.may_omit = bool(self._unsaved)
+        self._queue: deque[tuple[str, Any, Any]] = deque()
+        self._reached: set[str] = set()
+        # What loading may replace has the name that it has there.
+        for path, part in [*anchors.objects.items(), *anchors.inner.items()]:
+            self._enter(path, part)
+        self._hold("", owner, anchors.rules.members_of(owner))
+        for path, part in anchors.loose.items():
+            self._hold_extras(path, part)
+        while self._queue:
+            name, part, members = self._queue.popleft()
+            self._hold(name, part, members() if callable(members) else members)
+        self.place_views()
+
+    def find(self, name: str) -> Any:
+        """Return the anchor, value or holder with a name."""
+        for found in (self.anchors.find(name), self.parts.get(name), self.holders.get(name)):
+            if found is not None:
+                return found
+        return None
+
+    # ---- holders
+
+    def _enter(self, path: str, part: Any) -> None:
+        """Walk over what the ``state_dict`` of an anchor leaves out."""
+        if self.anchors.rules.is_declared(path):
+            return
+        if not isinstance(part, nn.Module):
+            is_odd = isinstance(part, Optimizer) and is_odd_optimizer(part)
+            self._hold(path, part, [*left_out(part), *(tables_of(part) if is_odd else ())])
+            self._hold_hooks(path, part)
+            return
+        for place, inner in self.anchors.network(part).modules:
+            # A wrapper has the name of the module that it wraps.
+            if unwrap(inner) is inner:
+                self._enter_module(path_of(path, place) if place else path, inner)
+
+    def _enter_module(self, path: str, module: nn.Module) -> None:
+        names, table = self.anchors.names, vars(module)
+        name = names.get(id(module), path)
+        if name in self.holders or self.anchors.rules.is_declared(path):
+            return
+        self._hold(name, module, left_out(module))
+        kids, parameters = table.get("_modules"), table.get("_parameters")
+        if isinstance(kids, dict) and isinstance(parameters, dict):
+            hidden = table["_non_persistent_buffers_set"]
+            buffers = {key: each for key, each in table["_buffers"].items() if key not in hidden}
+            named = [
+                {key: None if each is None else names.get(id(each)) for key, each in held.items()}
+                for held in (kids, parameters, buffers)
+            ]
+            self.codes[name][PARTS] = [*named, sorted(hidden)]
+            for tensor in (*parameters.values(), *buffers.values()):
+                if tensor is not None and id(tensor) in names:
+                    self._hold_extras(names[id(tensor)], tensor)
+        self._hold_hooks(name, module)
+
+    def _hold_extras(self, name: str, tensor: Tensor) -> None:
+        """Walk over the attributes that users have given a tensor, and its hooks."""
+        if own := _own_attributes(tensor):
+            self._hold(name, tensor, own)
+        self._hold_hooks(name, tensor)
+
+    def _hold_hooks(self, name: str, part: Any) -> None:
+        for table, hooks in hooks_of(part).items():
+            self.hooks[name, table] = hooks
+            for number, hook in enumerate(hooks):
+                path = f"{name}.{table}.{number}"
+                if path not in self._unsaved and f"{name}.{table}" not in self._unsaved:
+                    # One that training has registered is named as a hook.
+                    with contextlib.suppress(Unsavable):
+                        self._reach(self._name_anchor(path, hook), hook)
+
+    def _hold(self, name: str, part: Any, members: Iterable[tuple[Any, Any]]) -> None:
+        table = self.codes.setdefault(name, {})
+        self.holders[name] = part
+        members = [*members]
+        if not self._unsaved and are_native([value for _, value in members]):
+            table.update(members)
+            return
+        for key, value in members:
+            path = path_of(name, key) if self._unsaved or type(value) not in NATIVE else ""
+            if path in self._unsaved:
+                continue
+            if type(value) in NATIVE and are_native((value,)):
+                table[key] = value
+            elif not is_of_the_house(value) or self.anchors.name_of(value) is not None:
+                table[key] = self._code_or_hole(path, value)
+
+    def _code_or_hole(self, path: str, value: Any) -> Any:
+        known = len(self._kept)
+        try:
+            return self.code(path, value)
+        except Unsavable as error:
+            reason = error.reason
+        except RecursionError:
+            reason = reasons.TOO_DEEP
+        except Exception as error:  # user code, called while a value is taken apart
+            reason = reasons.BROKEN.format(type(error).__name__)
+        self.opaque[path] = (value, reason)
+        # What was met in it has no name: it is not saved there.
+        for part in self._kept[known:]:
+            place = self.names.pop(id(part), None)
+            self.parts.pop(str(place), None)
+            self.views.pop(str(place), None)
+        del self._kept[known:]
+        return HOLE
+
+    # ---- values
+
+    def refer(self, path: str, part: Any) -> dict[str, Any] | None:
+        """Return a reference to an anchor, or to what was met before."""
+        name = self.anchors.name_of(part)
+        if name is not None:
+            return {TAG: "ref", "name": name}
+        namesake = self.anchors.parts.get(path)
+        if namesake is not None and (has_state(namesake) or isinstance(namesake, Tensor)):
+            raise Unsavable(path, reasons.TAKEN)
+        return super().refer(path, part)
+
+    def code_other(self, path: str, value: Any) -> Any:
+        """Return the code of what is of no type with a code of its own, or a reference to it."""
+        if type(value) is int or isinstance(value, Enum):
+            return super().code_other(path, value)
+        name = self.anchors.name_of(value)
+        if name is not None:
+            if name not in self.holders:
+                self._reach(name, value)
+            return {TAG: "ref", "name": name}
+        if is_of_the_house(value):
+            return {TAG: "ref", "name": self._name_anchor(path, value)}
+        if has_state(value) and not isinstance(value, Tensor):
+            return self._stateful(path, value)
+        if is_generator(value):
+            return self._generator_with_attributes(path, value)
+        is_tuple = isinstance(value, tuple) and hasattr(type(value), "_fields")
+        if isinstance(value, Tensor) or is_tuple or is_plain_object(type(value)):
+            return super().code_other(path, value)
+        name = self._name_anchor(path, value)
+        self._reach(name, value)
+        return {TAG: "ref", "name": name}
+
+    def code_member(self, path: str, value: Any) -> Any:
+        """Return the code of a member of a dict; a hole for one that is declared as unsaved."""
+        return HOLE if path in self._unsaved else self.code(path, value)
+
+    def code_field(self, path: str, value: Any) -> Any:
+        """Return the code of an attribute of an object; a hole if it has none."""
+        return HOLE if path in self._unsaved else self._code_or_hole(path, value)
+
+    def fields_of(self, value: Any) -> Mapping[str, Any]:
+        """Return the attributes of a plain object, without those that lead to Helios."""
+        return {k: each for k, each in attributes_of(value).items() if not is_of_the_house(each)}
+
+    def name_of_key(self, key: Any) -> Any:
+        """Return what stands in paths for a tensor or a network as a key."""
+        return self.anchors.name_key(key)
+
+    def neighbours(self) -> Mapping[str, Any]:
+        """Return the tensors and arrays of anchors, also of other owners."""
+        held = {**self.anchors.rules.outside.parts, **self.anchors.parts}
+        return {name: part for name, part in held.items() if isinstance(part, Tensor | np.ndarray)}
+
+    def _generator_with_attributes(self, path: str, value: Any) -> Any:
+        code = super().code_other(path, value)
+        if code[TAG] != "ref" and (own := _own_attributes(value)):
+            self._queue.append((path, value, own))
+        return code
+
+    def _tensor_with_attributes(self, path: str, value: Any) -> Any:
+        code = self._tensor(path, value)
+        if code[TAG] != "ref" and (own := _own_attributes(value)):
+            self._queue.append((path, value, own))
+        return code
+
+    def _stateful(self, path: str, value: Any) -> Any:
+        """Refer to an object with a state that only other objects hold."""
+        if self.anchors.rules.tops is not None and id(value) not in self.anchors.rules.known:
+            raise Unsavable(path, reasons.LATE)
+        name = self.anchors.add(path, value, is_inner=True)
+        self._enter(name, value)
+        return {TAG: "ref", "name": name}
+
+    def _name_anchor(self, path: str, value: Any) -> str:
+        """Name what is compared, but not saved, if setup has made it."""
+        rules = self.anchors.rules
+        if rules.tops is not None and id(value) not in rules.known:
+            raise Unsavable(path, reasons.without_state(value))
+        return self.anchors.name_of(value) or self.anchors.add_any(path, value)
+
+    def _reach(self, name: str, part: Any) -> None:
+        """Walk over what a function, a partial or a method refers to; compare anything else."""
+        if name in self._reached or name in self.holders or name.startswith("<"):
+            return
+        self._reached.add(name)
+        if is_of_the_house(part):
+            return
+        if isinstance(part, functools.partial):
+            members = [("func", part.func), ("args", part.args), ("keywords", part.keywords)]
+            self._queue.append((name, part, [*members, *table_of(part).items()]))
+        elif isinstance(part, MethodType):
+            members = [("__self__", part.__self__), ("__func__", part.__func__)]
+            self._queue.append((name, part, members))
+        elif type(part) is FunctionType and not _comes_from_library(part):
+            self._queue.append((name, part, functools.partial(_fields_of, part)))
+        elif is_plain_object(type(part)) and not has_state(part) and name in self.anchors.parts:
+            self._queue.append((name, part, [*attributes_of(part).items()]))
+        elif not isinstance(part, (*CODE, nn.Module, Tensor)) and not has_state(part):
+            self.opaque[name] = (part, reasons.without_state(part))
+
+    makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
+        **Coder.makers,
+        Tensor: _tensor_with_attributes,
+    }
+
+
+def _own_attributes(part: Any) -> list[tuple[str, Any]]:
+    """Return the attributes that users have given a tensor or a generator."""
+    found = attributes_of(part) if not isinstance(part, Tensor) else table_of(part)
+    return [(key, found[key]) for key in sorted(found) if not key.startswith(_OF_OTHERS)]
+
+
+def _fields_of(function: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in attributes_of(function).items():
+        if type(value) not in (ModuleType, type) and key != "__wrapped__":
+            yield key, value
+
+
+def _comes_from_library(part: Any) -> bool:
+    """Return whether a function belongs to torch or Helios."""
+    return (getattr(part, "__module__", None) or "").startswith(("torch.", "helios.", "numpy."))

@@ -1,0 +1,396 @@
+"""What attributes, closures and wrappers hold of an object stays theirs when that object loads."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from tests.state.owners import Owner, bits, started, through_a_file
+
+
+def _nets() -> nn.ModuleDict:
+    torch.manual_seed(4)
+    return nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
+
+
+def _with(optimizer: Any, nets: nn.ModuleDict, **attributes: Any) -> Any:
+    return Owner(nets=nets, optimizer=optimizer, **attributes)
+
+
+def _two_groups(nets: nn.ModuleDict, kind: Callable[..., Any] = SGD) -> Any:
+    return kind([{"params": nets[name].parameters(), "tag": name} for name in "ab"], lr=0.1)
+
+
+# ---- of an optimizer
+
+
+def _group() -> Any:
+    nets = _nets()
+    optimizer = _two_groups(nets)
+    return _with(optimizer, nets, change=None, group=optimizer.param_groups[1])
+
+
+def _halve_group(owner: Any) -> None:
+    owner.group["lr"] *= 0.5
+
+
+def _dict_of_groups() -> Any:
+    nets = _nets()
+    optimizer = _two_groups(nets)
+    return _with(optimizer, nets, groups={g["tag"]: g for g in optimizer.param_groups})
+
+
+def _halve_of_dict(owner: Any) -> None:
+    owner.groups["b"]["lr"] *= 0.5
+    owner.groups["a"]["lr"] *= 0.9
+
+
+def _closure() -> Any:
+    nets = _nets()
+    optimizer = _two_groups(nets)
+    group = optimizer.param_groups[1]
+
+    def halve() -> None:
+        group["lr"] *= 0.5
+
+    return _with(optimizer, nets, halve=halve)
+
+
+def _call(owner: Any) -> None:
+    owner.halve()
+
+
+def _moments_of_setup() -> Any:
+    nets = _nets()
+    optimizer = _two_groups(nets, Adagrad)
+    sums = [state["sum"] for state in optimizer.state.values()]
+    return _with(optimizer, nets, sums=sums, view=sums[0][0])
+
+
+def _shrink_sums(owner: Any) -> None:
+    for each in owner.sums:
+        each.mul_(0.5)
+    owner.view.add_(1)
+
+
+def _moments_of_training() -> Any:
+    nets = _nets()
+    return _with(_two_groups(nets, Adam), nets, moments=None)
+
+
+def _take_moments(owner: Any) -> None:
+    if owner.moments is None:
+        owner.moments = [state["exp_avg"] for state in owner.optimizer.state.values()]
+    for each in owner.moments:
+        each.mul_(0.5)
+
+
+class KeepsGroups(LRScheduler):
+    """Sets rates by the groups that it has kept."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups = optimizer.param_groups
+        self.last = optimizer.param_groups[-1]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [group["lr"] for group in self.groups]
+
+    def halve(self) -> None:
+        for group in self.groups:
+            group["lr"] *= 0.5
+        self.last["lr"] *= 0.5
+
+
+def _kept_by_a_scheduler() -> Any:
+    nets = _nets()
+    optimizer = _two_groups(nets)
+    return _with(optimizer, nets, schedule=KeepsGroups(optimizer))
+
+
+def _halve_by_schedule(owner: Any) -> None:
+    owner.schedule.halve()
+
+
+# ---- of wrappers
+
+
+class Both(Optimizer):
+    """Steps two optimizers, with torch's own ``state_dict``."""
+
+    def __init__(self, one: Optimizer, other: Optimizer) -> None:
+        super().__init__([p for o in (one, other) for p in o.param_groups[0]["params"]], {"lr": 1})
+        self.one, self.other = one, other
+        self.param_groups = [*one.param_groups, *other.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.one.step()
+        self.other.step()
+
+
+class BothLoading(Both):
+    """Saves and loads both by itself, as is right in plain PyTorch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"one": self.one.state_dict(), "other": self.other.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.one.load_state_dict(state_dict["one"])
+        self.other.load_state_dict(state_dict["other"])
+        self.param_groups = [*self.one.param_groups, *self.other.param_groups]
+
+
+class Loose:
+    """The same without a base class; its groups are those of the inner ones."""
+
+    def __init__(self, one: Optimizer, other: Optimizer) -> None:
+        self.inner = [one, other]
+        self.param_groups = one.param_groups + other.param_groups
+
+    def step(self) -> None:
+        for each in self.inner:
+            each.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [each.state_dict() for each in self.inner]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for each, state in zip(self.inner, state_dict["inner"], strict=True):
+            each.load_state_dict(state)
+        self.param_groups = self.inner[0].param_groups + self.inner[1].param_groups
+
+
+def _wrapper(kind: Callable[..., Any], other: Callable[..., Any] = Adam) -> Callable[[], Any]:
+    def make() -> Any:
+        nets = _nets()
+        inner = SGD(nets["a"].parameters(), lr=0.1, momentum=0.9), other(nets["b"].parameters())
+        return _with(kind(*inner), nets)
+
+    return make
+
+
+def _halve_wrapped(owner: Any) -> None:
+    for group in owner.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+# ---- of what loads by itself
+
+
+class Average:
+    """Replaces its tensors, its list and its dict when it loads."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.shadow = {name: part.detach().clone() for name, part in net.named_parameters()}
+        self.seen: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        shadow = {name: part.clone() for name, part in self.shadow.items()}
+        return {"shadow": shadow, "seen": [*self.seen]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shadow, self.seen = state_dict["shadow"], state_dict["seen"]
+
+
+def _average(*, is_first: bool) -> Callable[[], Any]:
+    def make() -> Any:
+        nets = _nets()
+        average = Average(nets)
+        weight = average.shadow["a.weight"]
+        held = {"seen": average.seen, "weight": weight, "row": weight[1], "call": lambda: weight}
+        name = "aaa" if is_first else "zzz"
+        return _with(_two_groups(nets), nets, average=average, **{name: held})
+
+    return make
+
+
+class Filled(Average):
+    """Gets its tensors in training."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Module())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "seen": self.seen}
+
+
+def _filled() -> Any:
+    nets = _nets()
+    return _with(_two_groups(nets), nets, average=Filled(), weight=None, row=None)
+
+
+def _fill(owner: Any) -> None:
+    shadow = owner.average.shadow
+    if not shadow:
+        shadow["weight"] = owner.nets["a"].weight.detach().clone()
+        owner.weight, owner.row = shadow["weight"], shadow["weight"][1]
+    owner.weight.mul_(0.5)
+    owner.row.add_(1)
+    with torch.no_grad():
+        owner.nets["a"].weight.add_(shadow["weight"])
+
+
+def _use_average(owner: Any) -> None:
+    held = vars(owner).get("aaa") or vars(owner)["zzz"]
+    held["seen"].append(len(held["seen"]))
+    held["weight"].mul_(0.5)
+    held["row"].add_(1)
+    held["call"]().add_(len(owner.average.seen))
+    with torch.no_grad():
+        owner.nets["a"].weight.add_(owner.average.shadow["a.weight"])
+
+
+class Tells(nn.Module):
+    """Has a list in its extra state, which loading replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[int] = []
+
+    def get_extra_state(self) -> Any:
+        return {"items": self.items}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.items = state["items"]
+
+
+def _extra() -> Any:
+    nets = _nets()
+    nets["tells"] = Tells()
+    return _with(_two_groups(nets), nets, items=nets["tells"].items)
+
+
+def _use_items(owner: Any) -> None:
+    owner.items.append(len(owner.nets["tells"].items))
+    with torch.no_grad():
+        owner.nets["a"].weight.add_(sum(owner.nets["tells"].items))
+
+
+_CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "a group": (_group, _halve_group),
+    "a dict of groups": (_dict_of_groups, _halve_of_dict),
+    "a closure": (_closure, _call),
+    "moments of setup": (_moments_of_setup, _shrink_sums),
+    "moments of training": (_moments_of_training, _take_moments),
+    "kept by a scheduler": (_kept_by_a_scheduler, _halve_by_schedule),
+    "a wrapper of two": (_wrapper(Both), _halve_wrapped),
+    "a wrapper of two that loads": (_wrapper(BothLoading), _halve_wrapped),
+    "a wrapper without a base": (_wrapper(Loose), _halve_wrapped),
+    "a wrapper without inner state": (_wrapper(BothLoading, SGD), _halve_wrapped),
+    "an average, held first": (_average(is_first=True), _use_average),
+    "an average, held last": (_average(is_first=False), _use_average),
+    "an average that training fills": (_filled, _fill),
+    "a list in an extra state": (_extra, _use_items),
+}
+
+
+def _step(owner: Any, number: int, use: Callable[[Any], None]) -> None:
+    for place, part in enumerate(owner.nets.parameters()):
+        part.grad = torch.sin(number * part.detach() + place)
+    owner.optimizer.step()
+    use(owner)
+
+
+def _bits_of(owner: Any) -> Any:
+    return bits([owner.nets.state_dict(), owner.optimizer.state_dict()])
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_what_is_held_of_a_loader_is_held_after_a_resume(
+    name: str, tmp_path: Path, said: list[str]
+) -> None:
+    make, use = _CASES[name]
+    owner = make()
+    discovery = started(owner)
+    for number in range(3):
+        _step(owner, number, use)
+    for resume in range(2):
+        state = through_a_file(discovery.capture(), tmp_path / f"state{resume}")
+        assert state["missing"] == {}
+        again = make()
+        other = started(again)
+        other.restore(state)
+        assert _bits_of(again) == _bits_of(owner)
+        for number in range(3, 6):
+            _step(owner, number, use)
+            _step(again, number, use)
+            assert _bits_of(again) == _bits_of(owner), number
+        assert bits(other.capture()) == bits(discovery.capture())
+        owner, discovery = again, other
+    assert not said
+
+
+def test_groups_that_setup_builds_in_another_order_are_held_by_what_they_are(
+    tmp_path: Path,
+) -> None:
+    def make(order: str) -> Any:
+        nets = _nets()
+        groups = [{"params": nets[name].parameters(), "tag": name} for name in order]
+        optimizer = Adam(groups, lr=0.1)
+        held = {group["tag"]: group for group in optimizer.param_groups}["b"]
+        return _with(optimizer, nets, group=held)
+
+    owner = make("ab")
+    discovery = started(owner)
+    for number in range(2):
+        _step(owner, number, _halve_group)
+    again = make("ba")
+    started(again).restore(copy.deepcopy(discovery.capture()))
+    assert again.group["tag"] == "b"
+    for number in range(2, 4):
+        _step(owner, number, _halve_group)
+        _step(again, number, _halve_group)
+    assert _bits_of(again) == _bits_of(owner)
+
+
+class Renames(Average):
+    """Keeps under another name what it has loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "seen": []}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shadow, self.latest = state_dict["shadow"], state_dict["seen"]
+        del self.seen
+
+
+def test_what_cannot_be_linked_again_is_named(said: list[str]) -> None:
+    def make() -> Any:
+        nets = _nets()
+        average = Renames(nets)
+        return _with(_two_groups(nets), nets, average=average, seen=[average.seen])
+
+    owner, again = make(), make()
+    state = copy.deepcopy(started(owner).capture())
+    discovery = started(again)
+    discovery.restore(state)
+    missing = discovery.capture()["missing"]
+    assert "it refers to average.seen, which loading has replaced" in missing["seen"]
+    assert "seen (it refers to average.seen" in "".join(said)
+
+
+def test_a_partial_over_what_loading_replaces_holds_the_new_one() -> None:
+    def make() -> Any:
+        nets = _nets()
+        average = Average(nets)
+        return _with(
+            _two_groups(nets), nets, average=average, note=functools.partial(_note, average.seen)
+        )
+
+    owner, again = make(), make()
+    started(again).restore(copy.deepcopy(started(owner).capture()))
+    again.note(1.0)
+    assert again.average.seen == [1.0]
+
+
+def _note(seen: list[float], value: float) -> None:
+    seen.append(value)

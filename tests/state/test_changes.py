@@ -1,0 +1,389 @@
+"""What training changed is state, what setup made is configuration (DESIGN section 6)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import Counter, defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.state.owners import (
+    Owner,
+    bits,
+    changed,
+    network,
+    resumed,
+    saved_attributes,
+    started,
+    through_a_file,
+)
+
+_MIB = 1 << 20
+
+
+class Opaque(bytearray):
+    """An object without a state of its own, which is more than its attributes."""
+
+    def __init__(self, content: Any = None) -> None:
+        self.content = content
+
+
+def test_only_what_training_changed_is_saved() -> None:
+    owner = Owner(rate=0.1, best=None, names=["a"], counts={"a": 1})
+    discovery = started(owner)
+    assert changed(discovery) == {}
+    owner.best = 0.5
+    owner.counts["a"] += 1
+    assert changed(discovery) == {"best": 0.5, "counts": {"a": 2}}
+
+
+def test_configuration_may_be_edited_before_a_resume_and_state_wins_over_it() -> None:
+    owner = Owner(rate=0.1, best=0.0)
+    discovery = started(owner)
+    owner.best = 0.7
+    again = resumed(lambda: Owner(rate=0.2, best=0.3), discovery.capture())
+    assert vars(again) == {"rate": 0.2, "best": 0.7}
+
+
+def test_an_equal_value_built_again_is_no_change() -> None:
+    owner = Owner(names=["a", "b"], table={"x": float("nan")}, tensor=torch.zeros(3))
+    discovery = started(owner)
+    owner.names = list("ab")
+    owner.table = {"".join("x"): float("nan")}
+    owner.tensor = torch.zeros(3)
+    assert changed(discovery) == {}
+
+
+def test_every_plain_kind_comes_back_through_a_file(tmp_path: Path) -> None:
+    values = {
+        "number": 3,
+        "text": "x",
+        "array": np.arange(3.0),
+        "scalar": np.float32(2),
+        "queue": deque([1, 2], maxlen=4),
+        "missing": defaultdict(list, a=[1]),
+        "counter": Counter("ab"),
+        "path": Path("a"),
+        "members": {1, 2},
+        "nested": [1, (2, {"a": [3]})],
+    }
+    owner = Owner(**dict.fromkeys(values))
+    discovery = started(owner)
+    vars(owner).update(values)
+    state = through_a_file(discovery.capture(), tmp_path / "state.pth")
+    again = vars(resumed(lambda: Owner(**dict.fromkeys(values)), state))
+    assert again.pop("array").tolist() == values.pop("array").tolist()
+    assert again == values
+    assert {name: type(value) for name, value in again.items()} == {
+        name: type(value) for name, value in values.items()
+    }
+
+
+def test_attributes_that_training_made_or_deleted_are_state() -> None:
+    owner = Owner(warmup=3, table={"a": 1})
+    discovery = started(owner)
+    del owner.warmup
+    owner.late = [1]
+    again = resumed(lambda: Owner(warmup=3, table={"a": 1}), discovery.capture())
+    assert vars(again) == {"table": {"a": 1}, "late": [1]}
+
+
+def test_two_names_of_one_list_are_two_names_of_one_list_after_a_resume(tmp_path: Path) -> None:
+    def make() -> Any:
+        history: list[int] = []
+        return Owner(history=history, alias=history, log={"h": history}, other=[])
+
+    owner = make()
+    discovery = started(owner)
+    owner.history.append(1)
+    again = resumed(make, through_a_file(discovery.capture(), tmp_path / "state.pth"))
+    assert again.history == [1]
+    assert again.alias is again.history
+    assert again.log["h"] is again.history
+    assert again.other == []
+
+
+def test_tensors_are_values_where_they_are_small_leaves(tmp_path: Path) -> None:
+    def make() -> Any:
+        return Owner(
+            mean=torch.zeros(2), half=torch.zeros(2, dtype=torch.bfloat16), same=torch.ones(1)
+        )
+
+    owner = make()
+    discovery = started(owner)
+    owner.mean += float("nan")
+    owner.half[1] = float("inf")
+    assert sorted(changed(discovery)) == ["half", "mean"]
+    again = resumed(make, through_a_file(discovery.capture(), tmp_path / "state.pth"))
+    assert bits(vars(again)) == bits(vars(owner))
+
+
+def test_views_of_parameters_and_buffers_are_neither_saved_nor_named(said: list[str]) -> None:
+    net = network()
+    owner = Owner(net=net, first=net[0].weight, rows=[net[0].weight.detach()[1:]])
+    owner.mean, owner.all = net[1].running_mean, list(net.parameters())
+    discovery = started(owner)
+    with torch.no_grad():
+        for tensor in net.state_dict().values():
+            tensor.add_(1)
+    net.requires_grad_(False)
+    assert changed(discovery) == {}
+    net.double().float()  # moves the bytes of parameters and buffers elsewhere
+    owner.all, owner.first = list(net.parameters()), net[0].weight
+    owner.mean, owner.rows = net[1].running_mean, [net[0].weight.detach()[1:]]
+    assert changed(discovery) == {}
+    assert not said
+    owner.first = net[3].weight
+    state = discovery.capture()
+    assert list(saved_attributes(state)) == ["first"]
+    assert not said
+    again = network()
+    resumed_owner = Owner(net=again, first=again[0].weight, rows=[again[0].weight.detach()[1:]])
+    resumed_owner.mean, resumed_owner.all = again[1].running_mean, list(again.parameters())
+    started(resumed_owner).restore(state)
+    assert resumed_owner.first is again[3].weight
+
+
+def _mixed() -> Any:
+    net, other = network(), network()
+    stuff = {"net": net, "count": 0, 5: "five", "deep": {"net": net, "rate": 1.0}}
+    nets = [other, 0, [1]]
+    return Owner(stuff=stuff, nets=nets, pair=(other, 0, {"net": net, "inner": 0}))
+
+
+def test_plain_members_beside_networks_come_back_in_place(tmp_path: Path) -> None:
+    owner = _mixed()
+    discovery = started(owner)
+    owner.stuff["count"] = 7
+    owner.stuff[6] = "six"
+    owner.stuff["deep"]["rate"] = 2.0
+    owner.nets[1] = 3
+    owner.nets[2].append(2)
+    owner.nets.append("new")
+    owner.pair[2]["inner"] = 4
+    del owner.stuff[5]
+    state = through_a_file(discovery.capture(), tmp_path / "state.pth")
+    assert sorted(state["values"][""]) == ["nets", "pair", "stuff"]
+    again = _mixed()
+    containers = again.stuff, again.nets, again.stuff["net"]
+    started(again).restore(state)
+    assert (again.stuff, again.nets, again.stuff["net"]) == containers
+    assert again.stuff is containers[0]
+    assert again.stuff["count"] == 7
+    assert 5 not in again.stuff
+    assert again.stuff[6] == "six"
+    assert again.stuff["deep"]["rate"] == 2.0
+    assert again.nets[1:] == [3, [1, 2], "new"]
+    assert again.pair[1:] == (0, {"net": again.stuff["net"], "inner": 4})
+
+
+def test_values_beyond_the_limit_are_named_and_the_small_ones_saved(said: list[str]) -> None:
+    owner = Owner(big=b"", small=0, tensor=torch.zeros(_MIB // 4 + 1), array=np.zeros(1))
+    discovery = started(owner)
+    discovery.limit = _MIB
+    owner.big, owner.small = b"x" * (_MIB + 1), 1
+    owner.tensor += 1
+    owner.array = np.zeros(_MIB)
+    assert changed(discovery) == {"small": 1}
+    assert len(said) == 1
+    assert 'unsaved = ("array", "big", "tensor",) of the model' in said[0]
+    assert "buffers of a network" in said[0]
+    owner.big, owner.array = b"xy", np.zeros(2)
+    assert sorted(changed(discovery)) == ["array", "big", "small"]
+    assert len(said) == 1
+
+
+def test_what_cannot_be_saved_is_named_once_in_one_warning_with_the_remedy(
+    said: list[str],
+) -> None:
+    owner = Owner(helper=Opaque(1), lock=threading.Lock(), call=len, quiet=Opaque(2))
+    discovery = started(owner, name="critic")
+    discovery.capture()
+    assert not said
+    owner.helper.content = 2
+    owner.lock = threading.Lock()
+    owner.loss = (torch.zeros(1, requires_grad=True) * 2).sum()
+    assert changed(discovery) == {}
+    assert len(said) == 1
+    assert said[0].startswith("WARNING: The state of the critic")
+    assert "loss (it holds a tensor with a computation graph: detach() it)" in said[0]
+    assert 'unsaved = ("helper", "lock", "loss",)' in said[0]
+    assert "state_dict()" in said[0]
+    owner.helper.content = 3
+    discovery.capture()
+    assert len(said) == 1
+    owner.call = max
+    discovery.capture()
+    assert len(said) == 2
+    assert "call (" in said[1]
+    assert "helper" not in said[1]
+
+
+def test_what_does_not_change_is_passed_over_in_silence(said: list[str]) -> None:
+    owner = Owner(
+        function=lambda: 0,
+        kind=nn.Linear,
+        package=logging,
+        logger=logging.getLogger("x"),
+        lock=threading.Lock(),
+        data=torch.utils.data.TensorDataset(torch.zeros(2)),
+    )
+    owner.method, owner.data.tensors = owner.__init__, (torch.ones(2),)
+    discovery = started(owner)
+    discovery.capture()
+    assert not said
+
+
+class Holder:
+    """An object of attributes."""
+
+    def __init__(self, content: Any = None) -> None:
+        self.content = content
+
+
+@pytest.mark.parametrize(
+    "hide", [Holder, lambda net: {"in": {"a": Holder((net,))}}, lambda net: deque([net])]
+)
+def test_a_network_inside_of_an_object_comes_back(hide: Any, said: list[str]) -> None:
+    def make() -> Any:
+        content = nn.Linear(2, 2)
+        return Owner(hidden=hide(content), idle=hide(nn.Linear(2, 2))), content
+
+    owner, content = make()
+    discovery = started(owner)
+    discovery.capture()
+    with torch.no_grad():
+        content.weight.add_(1)
+    other, again = make()
+    started(other).restore(discovery.capture())
+    assert bits(again.state_dict()) == bits(content.state_dict())
+    assert not said
+
+
+def test_unsaved_attributes_and_paths_are_neither_saved_nor_named(said: list[str]) -> None:
+    def make(**options: Any) -> Any:
+        owner = Owner(cache=Opaque(), stuff={"count": 0, "cache": Opaque(), "best": 0})
+        owner.teacher = network()
+        unsaved = ("cache", "stuff.cache", "stuff.count", "teacher", "late")
+        return owner, started(owner, unsaved=unsaved, **options)
+
+    owner, discovery = make()
+    owner.cache.content = owner.stuff["cache"].content = 1
+    owner.stuff["count"], owner.stuff["best"], owner.late = 5, 6, 7
+    state = discovery.capture()
+    assert saved_attributes(state)["stuff"]["best"] == 6
+    assert (not state["objects"], said) == (True, [])
+    again, other = make()
+    state["values"][""]["late"] = 1
+    state["values"][""]["stuff"]["count"] = 2
+    other.restore(state)
+    assert again.stuff["count"] == 0
+    assert again.stuff["best"] == 6
+    assert "late" not in vars(again)
+
+
+def test_restored_values_are_copies() -> None:
+    owner = Owner(history=[], tensor=torch.zeros(1))
+    discovery = started(owner)
+    owner.history.append([1])
+    owner.tensor += 1
+    state = discovery.capture()
+    again = resumed(lambda: Owner(history=[], tensor=torch.zeros(1)), state)
+    again.history[0].append(2)
+    again.tensor += 1
+    assert saved_attributes(state)["history"] == [[1]]
+    assert bits(saved_attributes(state)["tensor"]) == bits(torch.ones(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_values_return_to_the_device_that_they_were_on(tmp_path: Path) -> None:
+    def make() -> Any:
+        net = nn.Linear(2, 2).cuda()
+        return Owner(net=net, optimizer=torch.optim.Adam(net.parameters()), late=None)
+
+    owner = make()
+    discovery = started(owner)
+    owner.net(torch.ones(1, 2, device="cuda")).sum().backward()
+    owner.optimizer.step()
+    owner.late = {"a": [torch.ones(2, device="cuda")], "b": torch.zeros(1)}
+    owner.same = owner.late["a"][0]
+    state = through_a_file(discovery.capture(), tmp_path / "state.pth")
+    again = resumed(make, state)
+    assert again.same is again.late["a"][0]
+    assert (again.same.device.type, again.late["b"].device.type) == ("cuda", "cpu")
+    assert again.net.weight.grad.device.type == "cuda"
+    assert bits(again.net.weight.cpu()) == bits(owner.net.weight.cpu())
+
+
+def _train_first(owner: Any) -> None:
+    owner.best = 1.5
+    owner.net[0].is_open = True
+    del owner.warm
+    del owner.table["left"]
+
+
+def _make_untrained() -> Owner:
+    net = network()
+    net[0].is_open = False
+    return Owner(best=None, warm=True, table={"left": 1, "kept": 2}, net=net)
+
+
+def test_what_a_checkpoint_held_as_changed_is_in_the_next_one_too() -> None:
+    """DESIGN R4: a second fit of the same object finds it changed since before its setup."""
+    owner = _make_untrained()
+    discovery = started(owner)
+    discovery.begin_training()
+    _train_first(owner)
+    first = copy.deepcopy(discovery.capture())
+    discovery.take_baseline()
+    discovery.restore(first)
+    second = copy.deepcopy(discovery.capture())
+    assert second["values"] == first["values"]
+    assert saved_attributes(first) == {
+        "best": 1.5,
+        "table": {"kept": 2},
+        "net.0.is_open": True,
+    }
+    fresh = resumed(_make_untrained, second)
+    assert (fresh.best, fresh.table, fresh.net[0].is_open) == (1.5, {"kept": 2}, True)
+    assert "warm" not in vars(fresh)
+
+
+@pytest.mark.shows("S61")
+def test_a_write_through_data_is_seen_whatever_the_size() -> None:
+    """A version counter does not see it, as of queues of keys and hand-written averages."""
+    plain, kept, hidden = torch.zeros(2**20), torch.zeros(2**20), nn.Linear(1024, 1024)
+    owner = Owner(queue=plain, queues=[kept], average=Opaque(hidden), idle=torch.zeros(2**20))
+    discovery = started(owner)
+    plain.data[7] = 1.0
+    kept.data[8] = 1.0
+    hidden.weight.data[9] = 1.0
+    state = discovery.capture()
+    assert sorted(saved_attributes(state)) == ["queue", "queues"]
+    assert list(state["missing"]) == ["average"]
+
+
+def test_a_replay_buffer_of_a_few_megabytes_comes_back(tmp_path: Path) -> None:
+    def make() -> Any:
+        return Owner(replay=deque(maxlen=6000))
+
+    owner = make()
+    discovery = started(owner)
+    rng = np.random.default_rng(0)
+    for _ in range(6000):
+        owner.replay.append((rng.random(32, np.float32), np.int64(1), 0.5, True))
+    state = discovery.capture()
+    assert not state["missing"]
+    again = resumed(make, through_a_file(state, tmp_path / "state.pth"))
+    assert again.replay.maxlen == 6000
+    for (mine, *others), (theirs, *more) in zip(owner.replay, again.replay, strict=True):
+        assert mine.tobytes() == theirs.tobytes()
+        assert others == more

@@ -1,0 +1,290 @@
+"""State is found without a word, and nothing of it is lost in silence (DESIGN section 6 and R5)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+from helios.errors import ArgumentTypeError, StateError
+from helios.state.discovery import Discovery
+from tests.state.owners import Average, Owner, bits, network, resumed, started, through_a_file
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+def _paths(owner: object) -> list[str]:
+    return list(started(owner).capture()["objects"])
+
+
+def test_objects_are_found_in_attributes_lists_tuples_and_dicts() -> None:
+    net = network()
+    owner = Owner(net=net, nets={"gen": network(), 3: [network()]}, pair=(Counter(), network()))
+    owner.optimizers = [torch.optim.SGD(net.parameters(), lr=0.1)]
+    owner.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert _paths(owner) == [
+        *("net", "nets.gen", "nets.3.0", "optimizers.0"),
+        *("pair.0", "pair.1", "scaler"),
+    ]
+
+
+def test_a_shared_object_is_saved_once_under_its_first_path() -> None:
+    net = network()
+    assert _paths(Owner(z=net, nets=[net, net], b=(net,))) == ["b.0"]
+
+
+def test_containers_in_a_circle_and_references_to_the_owner_are_survived() -> None:
+    owner = Owner(nets=[network()], table={"count": 1})
+    owner.nets.append(owner.nets)
+    owner.table["owner"] = owner
+    owner.table["table"] = owner.table
+    owner.me = owner
+    assert _paths(owner) == ["nets.0"]
+    again = Discovery(owner)
+    again.take_baseline()
+    again.restore(again.capture())
+
+
+def test_networks_optimizers_and_schedulers_are_listed_by_path_each_once() -> None:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedulers = [LambdaLR(optimizer, lambda e: 0.9**e), ReduceLROnPlateau(optimizer)]
+    owner = Owner(net=net, same=net, optimizer=optimizer, schedulers=schedulers, count=Counter())
+    found = Discovery(owner)
+    assert found.modules() == {"net": net}
+    assert found.optimizers() == {"optimizer": optimizer}
+    assert found.schedulers() == {"schedulers.0": schedulers[0], "schedulers.1": schedulers[1]}
+
+
+def test_what_is_declared_as_unsaved_is_listed_and_not_saved() -> None:
+    net = network()
+    owner = Owner(teacher=net, tools=[torch.optim.SGD(net.parameters(), lr=0.1)])
+    owner.tools.append(LambdaLR(owner.tools[0], lambda e: 0.9**e))
+    found = started(owner, unsaved=("teacher", "tools"))
+    assert not found.capture()["objects"]
+    listed = [*found.modules(), *found.optimizers(), *found.schedulers()]
+    assert listed == ["teacher", "tools.0", "tools.1"]
+
+
+def test_a_bare_string_of_unsaved_names_is_an_error() -> None:
+    with pytest.raises(ArgumentTypeError, match=r'unsaved = \("_bar",\)'):
+        Discovery(Owner(), unsaved="_bar")  # type: ignore[arg-type]
+
+
+def _state_with(**attributes: Any) -> dict[str, Any]:
+    return started(Owner(**attributes)).capture()
+
+
+def test_missing_and_left_over_objects_are_named_before_anything_changes() -> None:
+    saved = _state_with(net=nn.Linear(2, 2), gone=Counter(), lost=nn.Parameter(torch.zeros(1)))
+    owner = Owner(net=nn.Linear(2, 2), new=[Counter()], bias=nn.Parameter(torch.zeros(1)), best=1)
+    before = bits(owner.net.state_dict())
+    saved["values"] = {"": {"best": 2}, "stuff": {"count": 1}}
+    with pytest.raises(StateError) as error:
+        started(owner).restore(saved)
+    assert "Without saved state: bias, new.0." in str(error.value)
+    assert "Saved, but missing now: gone, lost, stuff." in str(error.value)
+    assert "in setup()" in str(error.value)
+    assert bits(owner.net.state_dict()) == before
+    assert owner.best == 1
+
+
+def test_a_refused_state_is_an_error_that_names_the_path() -> None:
+    saved = _state_with(nets=[nn.Linear(2, 2)])
+    with pytest.raises(StateError, match=r"(?s)nets\.0 \(Linear\).*size mismatch") as error:
+        started(Owner(nets=[nn.Linear(3, 2)])).restore(saved)
+    assert isinstance(error.value.__cause__, RuntimeError)
+
+
+def test_objects_that_came_or_went_after_setup_are_named_when_they_are_saved(
+    said: list[str],
+) -> None:
+    owner = Owner(old=Counter())
+    discovery = started(owner)
+    del owner.old
+    owner.new = Counter()
+    owner.bias = nn.Parameter(torch.zeros(1))
+    discovery.capture()
+    discovery.capture()
+    assert len(said) == 1
+    for path in ("bias", "new (nothing after setup, Counter now)", "old (Counter after setup"):
+        assert path in said[0]
+
+
+def _adversarial() -> Any:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    return Owner(
+        net=net,
+        optimizer=optimizer,
+        plateau=ReduceLROnPlateau(optimizer),
+        scaler=torch.amp.GradScaler("cpu"),
+        average=Average(net),
+        counter=Counter(),
+        best=0,
+        temperature=nn.Parameter(torch.zeros(1)),
+    )
+
+
+def _trained() -> dict[str, Any]:
+    owner = _adversarial()
+    discovery = started(owner)
+    owner.net(torch.ones(1, 2)).sum().backward()
+    owner.optimizer.step()
+    owner.average.update(owner.net)
+    owner.net.bias.requires_grad_(False)
+    owner.net.eval()
+    owner.counter.count, owner.best = 3, 4
+    owner.late = [1]
+    with torch.no_grad():
+        owner.temperature += 1
+    return copy.deepcopy(discovery.capture())
+
+
+def test_inference_restores_all_that_training_does() -> None:
+    state = _trained()
+    owner = _adversarial()
+    Discovery(owner).restore(state, is_inference=True)
+    for path, saved in state["objects"].items():
+        assert bits(getattr(owner, path).state_dict()) == bits(saved)
+    assert (owner.counter.count, owner.best, owner.late) == (3, 4, [1])
+    assert bits(owner.temperature) == bits(torch.ones(1))
+    assert not owner.net.bias.requires_grad
+    assert not owner.net.training
+    assert owner.net.weight.grad is not None
+
+
+def test_inference_names_networks_that_stay_untrained(said: list[str]) -> None:
+    owner = Owner(
+        net=nn.Linear(2, 2), head=nn.Linear(2, 2), loss=nn.CrossEntropyLoss(), best=network()
+    )
+    Discovery(owner).restore(_trained(), is_inference=True)
+    assert len(said) == 1
+    assert said[0].endswith(": best, head.")
+
+
+def test_a_state_in_memory_does_not_change_when_training_goes_on() -> None:
+    def make() -> Any:
+        net = network()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        parts = {"average": Average(net), "rate": LambdaLR(optimizer, lambda e: 0.9**e)}
+        return Owner(net=net, optimizer=optimizer, parts=parts)
+
+    def train(owner: Any) -> None:
+        owner.net(torch.randn(4, 3)).sum().backward()
+        owner.optimizer.step()
+        owner.parts["rate"].step()
+        owner.parts["average"].update(owner.net)
+
+    owner = make()
+    discovery = started(owner)
+    train(owner)
+    state = copy.deepcopy(discovery.capture())
+    before = bits(state)
+    again = resumed(make, state)
+    train(again)
+    assert bits(state) == before
+    again.parts["rate"].base_lrs[0] = 7
+    assert bits(state) == before
+
+
+class Trained:
+    """A training by hand that uses everything at once, one batch a step."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.net = network()
+        self.net[0].requires_grad_(False)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
+        self.cycle = OneCycleLR(self.optimizer, 0.1, total_steps=40)
+        self.plateau = ReduceLROnPlateau(self.optimizer, patience=0)
+        self.average = Average(self.net)
+        self.best, self.history = float("inf"), [[0.0]]
+        self.recent = self.history[-1]
+        self.mean = torch.zeros(4)
+
+    def step(self, number: int) -> bytes:
+        if number == 3:
+            self.net.requires_grad_(True)
+        if number == 4:
+            self.net[1].eval()
+        batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
+        loss = self.net(batch).square().mean()
+        loss.backward()
+        if number % 2 == 0:  # two batches a window: at every other safe point gradients are open
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.cycle.step()
+        self.average.update(self.net)
+        if number % 4 == 0:
+            self.plateau.step(loss.item() + number)
+        self.best = min(self.best, loss.item())
+        self.recent.append(loss.item())
+        self.mean += batch[:4, 0]
+        return bits(loss)
+
+
+def _run(
+    owner: Trained, first: int, save: Callable[[int], None] = lambda number: None
+) -> list[bytes]:
+    losses = []
+    for number in range(first, 10):
+        losses.append(owner.step(number))
+        save(number)
+    return losses
+
+
+def test_a_training_resumed_after_any_step_gives_the_same_bits(tmp_path: Path) -> None:
+    owner, states = Trained(), []
+    discovery = started(owner)
+
+    def save(number: int) -> None:
+        states.append(through_a_file(discovery.capture(), tmp_path / f"{number}.pth"))
+
+    losses = _run(owner, 0, save)
+    final = bits(discovery.capture())
+    for number, state in enumerate(states):
+        again = Trained()
+        other = started(again)
+        other.restore(state)
+        assert again.recent is again.history[-1]
+        assert _run(again, number + 1) == losses[number + 1 :]
+        assert bits(other.capture()) == final
+
+
+_PARTS = [
+    # What plain attributes hold of others is saved with these, too.
+    *(("objects", name) for name in ("net", "optimizer")),
+    *(("flags", "net"), ("grads", "net"), ("values", "")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), _PARTS)
+def test_no_part_of_the_state_could_be_left_out(kind: str, name: str) -> None:
+    owner = Trained()
+    discovery = started(owner)
+    states = []
+    _run(owner, 0, lambda number: states.append(copy.deepcopy(discovery.capture())))
+    lacking = states[5]
+    fresh = started(Trained()).capture()
+    lacking[kind][name] = fresh[kind].get(name, {})
+    again = Trained()
+    other = started(again)
+    other.restore(lacking)
+    _run(again, 6)
+    assert bits(other.capture()) != bits(discovery.capture())

@@ -1,0 +1,166 @@
+"""What ``state_dict`` leaves out: names under compile, flags, open gradients, loose tensors."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helios.state.networks import state_of
+from tests.state.owners import Owner, bits, network, resumed, started, through_a_file
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    result: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]
+    return result
+
+
+def _small() -> Any:
+    net = network()
+    return Owner(net=net, optimizer=torch.optim.Adam(net.parameters()))
+
+
+def _whole_compiled() -> Any:
+    net = _compiled(network())
+    return Owner(net=net, optimizer=torch.optim.Adam(net.parameters()))
+
+
+def _part_compiled() -> Any:
+    net = network()
+    net[0] = _compiled(net[0])
+    return Owner(net=net, optimizer=torch.optim.Adam(net.parameters()))
+
+
+@pytest.mark.shows("U12")
+@pytest.mark.parametrize("make", [_small, _whole_compiled, _part_compiled])
+@pytest.mark.parametrize("remake", [_small, _whole_compiled, _part_compiled])
+def test_a_checkpoint_of_a_compiled_module_is_that_of_the_module(make: Any, remake: Any) -> None:
+    owner = make()
+    for number, parameter in enumerate(owner.net.parameters()):
+        parameter.requires_grad_(number != 2)
+    owner.net.train()
+    owner.net.get_submodule("3" if make is not _whole_compiled else "_orig_mod.3").eval()
+    owner.net.get_parameter(next(iter(dict(owner.net.named_parameters())))).grad = torch.ones(4, 3)
+    state = started(owner).capture()
+    assert "_orig_mod" not in repr(state)
+    assert list(state["objects"]["net"]) == list(network().state_dict())
+    assert state["flags"]["net"] == {"frozen": ["1.weight"], "eval": ["3"]}
+    assert list(state["grads"]["net"]) == ["0.weight"]
+
+    again = resumed(remake, state)
+    assert bits(state_of(again.net)) == bits(state["objects"]["net"])
+    assert bits(started(again).capture()) == bits(state)
+
+
+def test_a_layer_unfrozen_in_training_resumes_unfrozen() -> None:
+    def make() -> Any:
+        owner = _small()
+        owner.net[0].requires_grad_(False)
+        owner.net.eval()
+        return owner
+
+    owner = make()
+    discovery = started(owner)
+    owner.net[0].requires_grad_(True)
+    owner.net.train()
+    again = resumed(make, discovery.capture())
+    assert all(parameter.requires_grad for parameter in again.net.parameters())
+    assert all(part.training for part in again.net.modules())
+
+
+def test_open_gradients_come_back_and_others_are_removed(tmp_path: Path) -> None:
+    owner = _small()
+    owner.net[0].requires_grad_(False)
+    owner.net(torch.randn(5, 3)).sum().backward()
+    state = through_a_file(started(owner).capture(), tmp_path / "state.pth")
+
+    def make() -> Any:
+        again = _small()
+        again.net[0].weight.grad = torch.ones(4, 3)
+        return again
+
+    again = resumed(make, state)
+    before, after = ([p.grad for p in o.net.parameters()] for o in (owner, again))
+    assert before[0] is None
+    assert bits(before) == bits(after)
+
+
+def _with_temperature() -> Any:
+    temperature = nn.Parameter(torch.tensor(1.0))
+    hidden = torch.zeros(2, requires_grad=True)
+    scales = {"a": [torch.ones(400_000, requires_grad=True)]}
+    tensors = [temperature, hidden, *scales["a"]]
+    optimizer = torch.optim.SGD(tensors, lr=0.5, momentum=0.9)
+    return Owner(temperature=temperature, scales=scales, optimizer=optimizer)
+
+
+def _step(owner: Any) -> None:
+    tensors = owner.optimizer.param_groups[0]["params"]
+    sum((tensor**2 + tensor).sum() for tensor in tensors).backward()
+    owner.optimizer.step()
+
+
+def test_tensors_of_an_optimizer_in_no_module_are_saved_and_filled_in_place(
+    said: list[str], tmp_path: Path
+) -> None:
+    owner = _with_temperature()
+    discovery = started(owner)
+    _step(owner)
+    state = through_a_file(discovery.capture(), tmp_path / "state.pth")
+    assert set(state["parameters"]) == {"temperature", "optimizer.0.1", "scales.a.0"}
+    assert not state["values"]
+    assert not said
+
+    again = resumed(_with_temperature, state)
+    assert again.temperature is again.optimizer.param_groups[0]["params"][0]
+    for each in (owner, again):
+        _step(each)
+    for one, other in zip(
+        owner.optimizer.param_groups[0]["params"],
+        again.optimizer.param_groups[0]["params"],
+        strict=True,
+    ):
+        assert bits(one) == bits(other)
+        assert bits(one.grad) == bits(other.grad)
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_float32_state_of_bfloat16_parameters_is_not_rounded(kind: type) -> None:
+    class Master(torch.optim.SGD):
+        """Keeps an exact copy of each parameter and a counter."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["master"] = parameter.float()
+                    state["inner"] = {"m": [torch.zeros(1)]} if kind is dict else [torch.zeros(1)]
+                    state["count"] = torch.zeros(1, dtype=torch.int64)
+                state["master"].add_(1e-5)
+                inner = state["inner"]["m"] if kind is dict else state["inner"]
+                inner[0].add_(1e-5)
+                state["count"].add_(257)
+                parameter.copy_(state["master"])
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        net = nn.Linear(2, 2).bfloat16()
+        return Owner(net=net, optimizer=Master(net.parameters(), lr=0.1))
+
+    owner = make()
+    discovery = started(owner)
+    for _ in range(3):
+        owner.optimizer.step()
+    state = discovery.capture()
+    again = resumed(make, copy.deepcopy(state))
+    assert bits(again.optimizer.state_dict()) == bits(state["objects"]["optimizer"])
+    before = bits(state["objects"]["optimizer"])
+    again.optimizer.step()
+    assert bits(state["objects"]["optimizer"]) == before, "the state is no part of what runs on"
+    owner.optimizer.step()
+    assert bits(again.optimizer.state_dict()) == bits(owner.optimizer.state_dict())

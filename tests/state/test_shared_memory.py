@@ -1,0 +1,186 @@
+"""Arrays and tensors that share memory still do after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helios.errors import StateError
+from tests.state.owners import Owner, changed, network, resumed, started, through_a_file
+
+_Make = Callable[[], Any]
+
+
+def _resume(make: _Make, change: Callable[[Any], None], folder: Path, *, is_filed: bool) -> Any:
+    owner = make()
+    discovery = started(owner)
+    change(owner)
+    state = discovery.capture()
+    assert not state["missing"]
+    return resumed(make, through_a_file(state, folder / "state.pth") if is_filed else state)
+
+
+@pytest.fixture(params=[True, False], ids=["through a file", "in memory"])
+def is_filed(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def _views() -> Any:
+    base = np.arange(24.0).reshape(4, 6)
+    owner = Owner(base=base, rows=[base[1], base[::-2, 1::3]], column=base.T[2])
+    owner.bytes, owner.fixed = base.view(np.uint8), base[0]
+    owner.fixed.flags.writeable = False
+    return owner
+
+
+@pytest.mark.shows("S56")
+def test_views_of_one_array_are_views_of_one_array_again(tmp_path: Path, is_filed: bool) -> None:
+    def change(owner: Any) -> None:
+        owner.base[3, 4] = 7
+
+    again = _resume(_views, change, tmp_path, is_filed=is_filed)
+    fresh = _views()
+    change(fresh)
+    for mine, theirs in zip(_arrays_of(again), _arrays_of(fresh), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert mine.strides == theirs.strides
+        assert mine.flags.writeable == theirs.flags.writeable
+        assert mine.tobytes() == theirs.tobytes()
+    again.base[...] = np.arange(24.0).reshape(4, 6) * 3
+    assert again.rows[0].tolist() == again.base[1].tolist()
+    assert again.rows[1].tolist() == again.base[::-2, 1::3].tolist()
+    assert again.column.tolist() == again.base[:, 2].tolist()
+    assert again.fixed.tolist() == again.base[0].tolist()
+    assert again.bytes.tobytes() == again.base.tobytes()
+
+
+def _arrays_of(owner: Any) -> list[Any]:
+    return [owner.base, *owner.rows, owner.column, owner.bytes, owner.fixed]
+
+
+@pytest.mark.shows("S56")
+@pytest.mark.parametrize("begin", [0, 1, 3])
+def test_arrays_and_tensors_share_memory_again(begin: int, tmp_path: Path, is_filed: bool) -> None:
+    def make() -> Any:
+        array = np.zeros(9, np.float32)
+        lent = torch.zeros(6)
+        owner = Owner(array=array, tensor=torch.from_numpy(array[begin:]), lent=lent)
+        owner.borrowed = lent[2:].numpy()
+        return owner
+
+    def change(owner: Any) -> None:
+        owner.tensor[1] = 5
+        owner.borrowed[0] = 6
+
+    again = _resume(make, change, tmp_path, is_filed=is_filed)
+    assert again.array[begin + 1] == 5
+    again.array[begin + 2] = 8
+    assert again.tensor[2] == 8
+    assert again.lent[2] == 6
+    again.lent[3] = 9
+    assert again.borrowed[1] == 9
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(3.5),
+        np.array([1 + 2j, np.nan]),
+        np.array([(1, 2.5), (3, 4.5)], dtype=[("a", "i2"), ("b", "f8")]),
+        np.array(["2024-01-01", "NaT"], dtype="M8[D]"),
+        np.arange(6, dtype=">i4"),
+        np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0),
+        np.arange(10)[::3],
+    ],
+    ids=lambda array: f"{array.dtype} {array.shape}",
+)
+def test_arrays_of_all_kinds_come_back(array: Any, tmp_path: Path, is_filed: bool) -> None:
+    def change(owner: Any) -> None:
+        owner.array = array
+        owner.fixed = array.copy(order="K")
+        owner.fixed.flags.writeable = False
+
+    again = _resume(lambda: Owner(array=None), change, tmp_path, is_filed=is_filed)
+    assert again.array.dtype == array.dtype
+    assert again.array.shape == array.shape
+    assert again.array.tobytes() == array.tobytes()
+    assert again.array.flags.writeable
+    assert not again.fixed.flags.writeable
+    assert again.fixed.strides == array.copy(order="K").strides
+    assert not np.shares_memory(again.array, array)
+
+
+def test_a_changed_array_takes_what_looks_at_it_along() -> None:
+    base = np.zeros(8)
+    owner = Owner(base=base, view=base[4:], other=np.zeros(8), tensor=torch.from_numpy(base))
+    owner.lonely = torch.zeros(8)
+    # Neither sees the change of the other, and no attribute is the array that lends the memory.
+    lender = np.zeros(8)
+    owner.head, owner.tail = lender[:6], torch.from_numpy(lender[4:])
+    discovery = started(owner)
+    owner.tensor[1] = owner.tail[3] = 1
+    # The others are views of these before and after.
+    assert sorted(changed(discovery)) == ["base", "head"]
+
+
+def _aliases() -> Any:
+    net = network()
+    weight = net[0].weight
+    owner = Owner(net=net, chosen=weight, rows=[weight.detach()[1:]])
+    owner.array, owner.mean = weight.detach().numpy().T, net[1].running_mean
+    return owner
+
+
+@pytest.mark.shows("S56")
+def test_an_alias_that_training_moved_looks_at_its_target_again(
+    tmp_path: Path, is_filed: bool, said: list[str]
+) -> None:
+    def change(owner: Any) -> None:
+        other = owner.net[3].weight
+        owner.chosen = other
+        owner.rows.append({"columns": other.detach()[:, 1:3], "bytes": other.detach().view(-1)})
+        owner.array = other.detach().numpy()[:, ::2]
+        owner.mean = owner.net[1].running_var
+
+    again = _resume(_aliases, change, tmp_path, is_filed=is_filed)
+    assert not said
+    other = again.net[3].weight
+    assert again.chosen is other
+    assert again.mean is again.net[1].running_var
+    assert len(again.rows) == 2
+    with torch.no_grad():
+        other.copy_(torch.arange(4.0).reshape(1, 4))
+        again.net[0].weight.fill_(9.0)
+    assert again.rows[0].tolist() == [[9.0] * 3] * 3
+    assert again.rows[1]["columns"].tolist() == [[1, 2]]
+    assert again.rows[1]["bytes"].tolist() == [0, 1, 2, 3]
+    assert again.array.tolist() == [[0, 2]]
+
+
+def test_an_alias_of_what_is_not_there_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    owner = _aliases()
+    discovery = started(owner)
+    owner.chosen, owner.best = owner.net[3].weight, 1
+    state = through_a_file(discovery.capture(), tmp_path / "state.pth")
+    values = state["values"][""]
+    view = {"~": "tensor", "grad": False, "dtype": torch.float32, "size": 16, "of": "net.3.weight"}
+    view |= {"shape": [4], "strides": [1], "offset": 0}
+    for broken in (
+        {"~": "ref", "name": "net.9.weight"},
+        view | {"of": "net.9.weight"},
+        view | {"shape": [5]},
+        view | {"offset": -4},
+        view | {"strides": [2]},
+        view | {"~": "array", "dtype": "<f8", "strides": [8]},
+    ):
+        values["chosen"] = broken
+        again = _aliases()
+        with pytest.raises(StateError, match="chosen"):
+            started(again).restore(state)
+        assert again.chosen is again.net[0].weight
+        assert "best" not in vars(again)

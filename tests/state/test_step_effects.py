@@ -1,0 +1,147 @@
+"""What a step changes besides gradients and buffers is found, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helios.state.discovery import Discovery
+
+
+class Meter:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.parts = [torch.zeros(2)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "parts": self.parts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total, self.parts = state_dict["total"], state_dict["parts"]
+
+
+class Network(nn.Module):
+    """A network with buffers of all kinds, and attributes that no state dictionary holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.register_buffer("last", None, persistent=False)
+        self.register_buffer("kept", None)
+        self.num_calls = 0
+
+
+class Owner:
+    """Holds what a model may hold."""
+
+    def __init__(self) -> None:
+        self.net = Network()
+        self.teacher = copy.deepcopy(self.net)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.meter = Meter()
+        self.optimizer = torch.optim.Adam([*self.net.parameters(), self.temperature])
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.count = 0
+        self.history: list[Any] = []
+        self.nested = {"deep": [1, {"numbers": torch.zeros(2)}], "other": {1, 2}}
+        self.average = torch.zeros(3)
+        self.pair = (1, [2])
+        self.cache: Any = None
+        self._loss_items: dict[str, Any] = {}
+        self.records: list[Any] = []
+        self.stuff = {"seen": 0, "kept": 0}
+
+    def learn(self) -> None:
+        """Do what a step should do: gradients, buffers, tables, and what is declared."""
+        loss = self.net.norm(self.net.layer(torch.randn(4, 3))).square().mean()
+        (loss * self.temperature).backward()
+        with torch.no_grad():
+            self.teacher.norm(torch.randn(4, 3))
+            self.net.hidden += 1
+            self.net.last = torch.ones(1)
+            self.teacher.kept = torch.ones(1)
+        self._loss_items["loss"] = loss.detach()
+        self.records.append(loss)
+        self.stuff["seen"] += 1
+
+
+def discovery_of(owner: Owner) -> Discovery:
+    return Discovery(owner, exclude=frozenset({"_loss_items"}), unsaved=("records", "stuff.seen"))
+
+
+def changes_of(step: Callable[[Owner], Any]) -> list[str]:
+    owner = Owner()
+    watch = discovery_of(owner).watch()
+    owner.learn()
+    step(owner)
+    return watch.changed()
+
+
+def test_gradients_buffers_tables_and_declared_names_are_no_changes() -> None:
+    assert changes_of(lambda owner: None) == []
+
+
+def _count(owner: Owner) -> None:
+    owner.count += 1
+
+
+def _append(owner: Owner) -> None:
+    owner.history.append(1.5)
+
+
+def _average(owner: Owner) -> None:
+    owner.average.mul_(0.5).add_(1.0)
+
+
+def _measure(owner: Owner) -> None:
+    owner.meter.total += 1.0
+
+
+def _cache(owner: Owner) -> None:
+    owner.cache = torch.ones(2)
+
+
+def _follow(owner: Owner) -> None:
+    with torch.no_grad():
+        owner.teacher.layer.weight.lerp_(owner.net.layer.weight, 0.1)
+
+
+def _follow_by_data(owner: Owner) -> None:
+    owner.teacher.layer.weight.data.mul_(0.9).add_(owner.net.layer.weight.data, alpha=0.1)
+
+
+def _count_calls(owner: Owner) -> None:
+    owner.net.num_calls += 1
+
+
+@pytest.mark.parametrize(
+    ("step", "path"),
+    [
+        (_count, "count"),
+        (_append, "history"),
+        (_average, "average"),
+        (_measure, "meter.total"),
+        (_cache, "cache"),
+        (_follow, "teacher.layer.weight"),
+        (_follow_by_data, "teacher.layer.weight"),
+        (_count_calls, "net.num_calls"),
+    ],
+)
+def test_a_change_is_found_by_its_path(step: Callable[[Owner], Any], path: str) -> None:
+    assert changes_of(step) == [path]
+
+
+def test_the_randomness_of_the_run_is_untouched() -> None:
+    owner = Owner()
+    state = torch.get_rng_state()
+    discovery_of(owner).watch().changed()
+    assert torch.equal(torch.get_rng_state(), state)
