@@ -31,7 +31,7 @@ from helios.errors import UsageError
 from helios.replicas.flat_gradients import Bucket, FlatBuffer, FlatGradients
 from helios.replicas.reduction_tree import TreeStack
 from helios.replicas.replicas import Replicas
-from helios.state_graph.registered_hooks import has_hooks
+from helios.state.networks import has_hooks
 
 FindNetworks: TypeAlias = Callable[[], Mapping[str, nn.Module]]
 

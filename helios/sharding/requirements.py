@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from helios.core.wrappers import compiled_call, unwrap
 from helios.errors import UsageError
-from helios.state_graph.registered_hooks import has_hooks
+from helios.state.networks import has_hooks
 
 _ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.RAdam),

@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.plugins import Plugin
 from tests.state.owners import bits
+from tests.support.killed_fits import kill
 from tests.support.kills import KillAt, run_in_child
 
 
