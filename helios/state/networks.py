@@ -175,6 +175,8 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
         if not any(map(table.get, names)):
             return {}
         found = {name: table[name] for name in names if table.get(name)}
+    if not found:
+        return {}
     own = {
         name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
         for name, hooks in found.items()

@@ -157,19 +157,24 @@ def _place_alone(layout: Layout, view: View) -> None:
             code["device"] = part.device.type
         layout.groups.append([code["value"]])
         return
-    span = span_of(part)
-    if isinstance(part, np.ndarray) and part.nbytes < span[1] - span[0]:
-        # Without the gaps between its elements.
-        compact = part.copy("K")
-        compact.flags.writeable = part.flags.writeable
-        part, span = compact, span_of(compact)
-    code.update(_geometry(View(view.path, part, code), span[0]))
-    if isinstance(part, np.ndarray) and part.flags.c_contiguous:
-        del code["strides"], code["offset"]
-    if isinstance(part, np.ndarray) and part.nbytes <= INLINE_BYTES and part.flags.c_contiguous:
-        code["memory"] = part.tobytes().decode("latin-1")
+    is_compact = isinstance(part, np.ndarray) and part.flags.c_contiguous
+    if isinstance(part, np.ndarray) and not is_compact:
+        begin, end = span_of(part)
+        if part.nbytes < end - begin:
+            # Without the gaps between its elements.
+            part = part.copy("K")
+            part.flags.writeable = view.part.flags.writeable
+            is_compact = part.flags.c_contiguous
+    if is_compact:
+        code |= {"shape": list(part.shape), "dtype": describe(part.dtype)}
+        if not part.flags.writeable:
+            code["read-only"] = True
+        if part.nbytes <= INLINE_BYTES:
+            code["memory"] = part.tobytes().decode("latin-1")
+            return
     else:
-        code["memory"] = _packed(layout, memory_in(span, [part]))
+        code.update(_geometry(View(view.path, part, code), span_of(part)[0]))
+    code["memory"] = _packed(layout, memory_in(span_of(part), [part]))
 
 
 def _geometry(view: View, begin: int) -> dict[str, Any]:
