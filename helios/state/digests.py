@@ -8,6 +8,7 @@ import pickle
 import struct
 import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -24,7 +25,7 @@ from helios.core.memory import has_plain_bytes
 from helios.core.sharded_tensors import is_sharded
 from helios.state.values import refer_to
 from helios.storage.checksums import array_sum, tensor_sum
-from helios.storage.codes import NATIVE, TAG, Coder, Unsavable
+from helios.storage.codes import FACTORIES, NATIVE, TAG, Coder, Unsavable
 from helios.storage.plain_objects import OUTSIDE, attributes_of, comes_from
 
 CODE: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
@@ -181,16 +182,16 @@ class _Describer(Coder):
         return [*found[:3], *(list(piece) for piece in found[3:5] if piece is not None)]
 
     def _defaultdict(self, path: str, value: Any) -> Any:
-        try:
+        # What is met while a code fails has a name, which would stand for its content.
+        factory = value.default_factory
+        if factory is None or factory in FACTORIES.values():
             return self._mapping(path, value)
-        except Unsavable:
-            return self._described(path, value, (value.default_factory, dict(value)))
+        return self.refer(path, value) or self._described(path, value, (factory, dict(value)))
 
     def _set_of_any(self, path: str, value: Any) -> Any:
-        try:
-            return self._set(path, value)
-        except Unsavable:
-            return self._described(path, value, list(value))
+        if any(isinstance(each, Tensor) for each in value):
+            return self.refer(path, value) or self._described(path, value, list(value))
+        return self._set(path, value)
 
     def _sum_of_tensor(self, path: str, part: Tensor) -> Any:
         if ref := self.refer(path, part):
@@ -218,6 +219,7 @@ class _Describer(Coder):
     makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
         **{k: m for k, m in Coder.makers.items() if k is not Tensor and k is not np.ndarray},
         **dict.fromkeys((set, frozenset), _set_of_any),
+        defaultdict: _defaultdict,
     }
 
 

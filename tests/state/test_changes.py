@@ -6,6 +6,7 @@ import copy
 import logging
 import threading
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -387,3 +388,21 @@ def test_a_replay_buffer_of_a_few_megabytes_comes_back(tmp_path: Path) -> None:
     for (mine, *others), (theirs, *more) in zip(owner.replay, again.replay, strict=True):
         assert mine.tobytes() == theirs.tobytes()
         assert others == more
+
+
+@pytest.mark.parametrize(
+    ("made", "change"),
+    [
+        (defaultdict(lambda: [0, 0], {"cat": [0, 0]}), lambda table: table["cat"].append(1)),
+        ([defaultdict(lambda: 0, {"cat": 0}), threading.Lock()], lambda pair: pair[0].clear()),
+        ({torch.zeros(3)}, lambda bag: next(iter(bag)).add_(1)),
+    ],
+)
+def test_a_change_within_what_no_checkpoint_can_hold_is_named(
+    made: Any, change: Callable[[Any], Any]
+) -> None:
+    owner = Owner(stats=made)
+    discovery = started(owner)
+    assert not discovery.capture()["missing"]
+    change(owner.stats)
+    assert any(path.startswith("stats") for path in discovery.capture()["missing"])
