@@ -426,7 +426,7 @@ class Discovery:
             (name, key)
             for _, name, key in changed
             if name in covers
-            and covers[name].has(key, now.value_of(name, key))
+            and covers[name].has(key, now.attributes_of(name))
             # A copy cannot tell what it has, or had after setup, in common with others.
             and not names_in(codes.get(name, {}).get(key))
             and key not in base.links.get(name, ())
@@ -560,7 +560,7 @@ def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> boo
     """Return whether the state of an object holds the attribute that a path leads into."""
     for name in ("", *_above(path)):
         key = path[len(name) :].lstrip(".").partition(".")[0]
-        if name in covers and covers[name].has(key, now.value_of(name, key)):
+        if name in covers and covers[name].has(key, now.attributes_of(name)):
             return True
     return False
 
