@@ -199,12 +199,9 @@ class Walk(Coder):
         return HOLE if path in self._unsaved else self.code(path, value)
 
     def code_field(self, path: str, value: Any) -> Any:
-        """Return the code of an attribute of an object; a hole if it has none."""
-        return HOLE if path in self._unsaved else self._code_or_hole(path, value)
-
-    def fields_of(self, value: Any) -> Mapping[str, Any]:
-        """Return the attributes of a plain object, without those that lead to Helios."""
-        return {k: each for k, each in attributes_of(value).items() if not is_of_the_house(each)}
+        """Return the code of an attribute of an object; a hole if it has none, or is Helios'."""
+        is_left = path in self._unsaved or is_of_the_house(value)
+        return HOLE if is_left else self._code_or_hole(path, value)
 
     def name_of_key(self, key: Any) -> Any:
         """Return what stands in paths for a tensor or a network as a key."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import helios
 from tests.state.owners import (
     Owner,
     bits,
@@ -406,3 +407,20 @@ def test_a_change_within_what_no_checkpoint_can_hold_is_named(
     assert not discovery.capture()["missing"]
     change(owner.stats)
     assert any(path.startswith("stats") for path in discovery.capture()["missing"])
+
+
+class Helper:
+    """An object that counts, and refers to a part of Helios."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.count = trainer, 0
+
+
+def test_an_object_keeps_the_part_of_helios_to_which_it_refers(tmp_path: Path) -> None:
+    trainer = helios.Trainer(use_cpu=True)
+    owner = Owner(helper=Helper(trainer))
+    discovery = started(owner)
+    owner.helper.count = 3
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = resumed(lambda: Owner(helper=Helper(trainer)), state)
+    assert (again.helper.trainer, again.helper.count) == (trainer, 3)
