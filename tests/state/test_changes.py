@@ -391,12 +391,26 @@ def test_a_replay_buffer_of_a_few_megabytes_comes_back(tmp_path: Path) -> None:
         assert others == more
 
 
+def _nested(innermost: list[Any]) -> list[Any]:
+    for _ in range(3000):
+        innermost = [innermost]
+    return innermost
+
+
+def _innermost(nested: list[Any]) -> list[Any]:
+    while isinstance(nested[0], list):
+        nested = nested[0]
+    return nested
+
+
 @pytest.mark.parametrize(
     ("made", "change"),
     [
         (defaultdict(lambda: [0, 0], {"cat": [0, 0]}), lambda table: table["cat"].append(1)),
         ([defaultdict(lambda: 0, {"cat": 0}), threading.Lock()], lambda pair: pair[0].clear()),
         ({torch.zeros(3)}, lambda bag: next(iter(bag)).add_(1)),
+        (_nested([0]), lambda nested: _innermost(nested).append(1)),
+        (_nested([torch.zeros(2)]), lambda nested: _innermost(nested)[0].add_(1)),
     ],
 )
 def test_a_change_within_what_no_checkpoint_can_hold_is_named(
