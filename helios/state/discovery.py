@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
@@ -245,8 +245,9 @@ class Discovery:
             PLAIN if self._is_data else (),
         )
 
-    def _look(self, unsaved: frozenset[str] | None = None) -> Snapshot:
-        return Snapshot(self._owner, self._rules(unsaved), self._identities)
+    def _look(self, unsaved: frozenset[str] | None = None, lost: Iterable[str] = ()) -> Snapshot:
+        rules = replace(self._rules(unsaved), lost=frozenset(lost))
+        return Snapshot(self._owner, rules, self._identities)
 
     # ---- setup and start
 
@@ -352,15 +353,20 @@ class Discovery:
             state = unchanged.capture()
             return state if state["objects"] or state["parameters"] else {}
         base, now = self.baseline, self._look()
-        self._last, anchors, late = now, now.anchors, {}
+        anchors, late = now.anchors, {}
         if not self._is_strict:
             late = base.late_in(now)
         objects = {p: _state_of(p, o) for p, o in anchors.objects.items() if p not in late}
         inner = {p: _state_of(p, o) for p, o in anchors.inner.items() if p in base.inner}
         states = objects | inner
         covers = coverages(now.objects, states, own, now.mark_of_content)
-        left_out = partial(self._left_out, now, covers)
         values, lost = self._changed_values(now, covers)
+        while not lost.keys() <= now.anchors.rules.lost:
+            # What else refers to their members is saved on its own.
+            now = self._look(lost=lost)
+            values, more = self._changed_values(now, covers)
+            lost = dict(sorted((lost | more).items()))
+        self._last = now
         lost |= self._unlinked
         misfits = self._misfits(now) if self._is_strict else {}
         for path, part in late.items():
@@ -373,6 +379,7 @@ class Discovery:
             named = lost_since(base.marks, marks_of(now, base.classes))
             lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
         self._named.report(lost, misfits)
+        left_out = partial(self._left_out, now, covers)
         members = members_of(anchors)
         return {
             "objects": objects if own is None else left_out(objects),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,19 @@ def test_a_part_of_a_tensor_or_an_equal_number_is_not_the_whole_state(tmp_path: 
     )
     assert bits(again.window.losses) == bits(owner.window.losses)
     assert vars(again.window)["_count"] == 3
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.parts: list[Any] = [Window()]
+
+
+def test_an_object_beside_what_cannot_be_saved_is_saved(tmp_path: Path) -> None:
+    owner = Owner(holder=Holder())
+    discovery = started(owner)
+    owner.holder.parts[0].losses += 1
+    owner.holder.parts.append(threading.Lock())
+    state = discovery.capture()
+    assert list(state["missing"]) == ["holder.parts"]
+    again = resumed(lambda: Owner(holder=Holder()), through_a_file(state, tmp_path / "state"))
+    assert bits(again.holder.parts[0].losses) == bits(owner.holder.parts[0].losses)
