@@ -37,7 +37,7 @@ from helios.state.optimizers import (
     members_of,
     misfits_of,
 )
-from helios.state.restoring import Prepared, Restoring
+from helios.state.restoring import Prepared, Restoring, made_by_loading
 from helios.state.snapshot import Form, Snapshot, kind_of
 from helios.state.steps import StepWatch
 from helios.state.values import LIMIT, PLAIN
@@ -165,6 +165,7 @@ class Discovery:
         self._last: Snapshot | None = None
         self._prepared: Prepared | None = None
         self._keeps_last = False
+        self._checked: Mapping[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is only valid in this process: the baseline compares by identity."""
@@ -543,6 +544,25 @@ class Discovery:
         """
         self._prepared = self._restoring().prepare(state)
 
+    def check(
+        self, state: Mapping[str, Any], later: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Check that a state fits, before anything is changed; :meth:`restore` need not, then.
+
+        Args:
+            state: what :meth:`capture` returned.
+            later: what does not exist before other owners are restored, by name.
+
+        Returns:
+            What does not exist before this state is restored, by name.
+
+        Raises:
+            StateError: naming what does not fit.
+        """
+        self._restoring().check(state, later)
+        self._checked = state
+        return made_by_loading(state)
+
     def restore(self, state: dict[str, Any], *, is_inference: bool = False) -> None:
         """Restore what :meth:`capture` returned. No part of it is kept.
 
@@ -556,6 +576,9 @@ class Discovery:
             StateError: if the state is of other objects than those found (then nothing is changed),
                 or if an object rejects its state.
         """
+        if not is_inference and self._checked is not state:
+            self.check(state)
+        self._checked = None
         restoring = self._restoring()
         prepared, self._prepared = self._prepared, None
         self._last = restoring.run(state, is_inference=is_inference, prepared=prepared)
