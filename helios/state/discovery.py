@@ -559,7 +559,7 @@ class Discovery:
         Raises:
             StateError: naming what does not fit.
         """
-        self._restoring().check(state, later)
+        self._last = self._restoring().check(state, later)
         self._checked = state
         return made_by_loading(state)
 

@@ -199,7 +199,8 @@ class Owners:
             for name, found in self._found.items():
                 if name in states:
                     found.check(states[name], later)
-                found.look_at_values()
+                else:
+                    found.look_at_values()
                 share(name)
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:

@@ -209,12 +209,15 @@ class Restoring:
 
     # ---- before anything is changed
 
-    def check(self, state: Mapping[str, Any], later: Mapping[str, Any] | None = None) -> None:
+    def check(self, state: Mapping[str, Any], later: Mapping[str, Any] | None = None) -> Snapshot:
         """Reject a state of other objects before anything is changed.
 
         Args:
             state: the saved state.
             later: what does not exist before other owners are restored, by name.
+
+        Returns:
+            What the owner holds now.
 
         Raises:
             StateError: naming what does not fit.
@@ -250,6 +253,7 @@ class Restoring:
             if key != PARTS and code not in (HOLE, GONE)
         }
         self._builder(now.walk, {**(later or {}), **made_by_loading(state)}).check(codes)
+        return now
 
     def _undeclared(self, paths: Iterable[str]) -> set[str]:
         """Return the paths that are not declared as unsaved, directly or by a parent."""
