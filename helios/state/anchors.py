@@ -106,7 +106,8 @@ class Outside:
         self.names: dict[int, str] = {}
         self.add(parts or {})
         optimizers = {n: part for n, part in self.parts.items() if isinstance(part, Optimizer)}
-        self._held = Held(optimizers, lambda part: self.names.get(id(part)))
+        # In what optimizers hold, parameters have the names that they have in the model.
+        self._held = Held(optimizers, lambda part: self.names.get(id(part), "").partition("/")[2])
 
     def name_of(self, part: object) -> str | None:
         """Return the name of what another owner saves, or ``None``."""
