@@ -26,7 +26,7 @@ from helios.core.sharded_tensors import is_sharded
 from helios.state.values import ATOMS, children_of, each_in, refer_to
 from helios.storage.checksums import array_sum, tensor_sum
 from helios.storage.codes import FACTORIES, NATIVE, TAG, Coder, Unsavable
-from helios.storage.plain_objects import OUTSIDE, attributes_of, comes_from
+from helios.storage.plain_objects import OUTSIDE, attributes_of, comes_from, table_of
 
 CODE: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
 """What is compared by identity: it is made when modules are imported, and never changes."""
@@ -204,7 +204,7 @@ class _Describer(Coder):
             content = tensor_sum(inside.indices()), tensor_sum(inside.values())
         else:
             content = self._number(part), _version_of(part)
-        return {TAG: "tensor", "content": (*form, *content)}
+        return {TAG: "tensor", "content": (*form, *content), "own": self._own_of(path, part)}
 
     def _sum_of_array(self, path: str, part: Any) -> Any:
         if part.dtype.hasobject:
@@ -214,7 +214,12 @@ class _Describer(Coder):
         if isinstance(part, np.memmap) and not part.flags.writeable:
             return {TAG: "array", "content": self._number(part)}
         content = repr(part.dtype), part.shape, array_sum(part)
-        return {TAG: "array", "content": content}
+        return {TAG: "array", "content": content, "own": self._own_of(path, part)}
+
+    def _own_of(self, path: str, part: Any) -> Any:
+        """Return the code of what a subclass adds to a tensor or an array, such as a mask."""
+        is_plain = type(part) in (Tensor, nn.Parameter, np.ndarray)
+        return None if is_plain else self.code(f"{path}.<own>", table_of(part))
 
     def flat(self, root: Any) -> list[Any]:
         """Return descriptions of what is nested too deeply for one, and of all that it leads to."""

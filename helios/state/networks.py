@@ -330,7 +330,7 @@ def tensors_by_network(anchors: Any) -> dict[str, dict[str, Tensor]]:
     """Return the parameters by network and name, each once; loose ones under ``""``."""
     seen, outside = set[int](), anchors.rules.outside.names
     found: dict[str, dict[str, Tensor]] = {}
-    for path, module in anchors.of_kind(nn.Module).items():
+    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
         own = [(n, p) for n, p in anchors.network(module).parameters if id(p) not in seen]
         found[path] = {name: part for name, part in own if id(part) not in outside}
         seen.update(id(part) for _, part in own)
@@ -340,7 +340,7 @@ def tensors_by_network(anchors: Any) -> dict[str, dict[str, Tensor]]:
 
 def flags_of(anchors: Any) -> dict[str, dict[str, list[str]]]:
     """Return the names of frozen parameters and of submodules in evaluation mode."""
-    networks = anchors.of_kind(nn.Module)
+    networks = anchors.of_kind(nn.Module, with_inner=True)
     return {
         path: {
             "frozen": [n for n, t in table.items() if path and not t.requires_grad]
@@ -356,7 +356,7 @@ def flags_of(anchors: Any) -> dict[str, dict[str, list[str]]]:
 def _by_place(anchors: Any) -> dict[tuple[str, str], Tensor]:
     """Return tensors by network and name; a shared one may be saved under any of its names."""
     places = {("", name): tensor for name, tensor in tensors_by_network(anchors)[""].items()}
-    for path, module in anchors.of_kind(nn.Module).items():
+    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
         bare = BareNames(module)
         for name, tensor in module.named_parameters(remove_duplicate=False):
             places[path, bare.of(name)] = tensor
@@ -373,7 +373,7 @@ def load_flags(flags: Mapping[str, Any], anchors: Any) -> None:
         for tensor in table.values() if path in flags else ():
             if tensor.requires_grad == (id(tensor) in frozen):
                 tensor.requires_grad_(id(tensor) not in frozen)
-    for path, module in anchors.of_kind(nn.Module).items():
+    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
         resting = set(flags.get(path, {"eval": ()})["eval"])
         for name, part in anchors.network(module).modules if path in flags else ():
             part.training = name not in resting

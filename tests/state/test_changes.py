@@ -409,6 +409,7 @@ def _innermost(nested: list[Any]) -> list[Any]:
         (defaultdict(lambda: [0, 0], {"cat": [0, 0]}), lambda table: table["cat"].append(1)),
         ([defaultdict(lambda: 0, {"cat": 0}), threading.Lock()], lambda pair: pair[0].clear()),
         ({torch.zeros(3)}, lambda bag: next(iter(bag)).add_(1)),
+        (np.ma.array([1, 2], mask=[0, 0]), lambda array: array.__setitem__(0, np.ma.masked)),
         (_nested([0]), lambda nested: _innermost(nested).append(1)),
         (_nested([torch.zeros(2)]), lambda nested: _innermost(nested)[0].add_(1)),
     ],
