@@ -3,7 +3,7 @@
 ``Trainer(params=...)`` declares; another value stops a start. Found is what both have made, read
 right after ``setup`` and before anything is loaded: plain values (attributes of the model and the
 data module, settings of optimizers and schedulers) and digests of the methods that a training
-calls. It is the entry ``found`` in the options of a checkpoint; see docs/state.md.
+calls. It is the entry ``found`` in the options of a checkpoint; see docs/reproducibility.md.
 """
 
 from __future__ import annotations
