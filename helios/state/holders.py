@@ -51,12 +51,12 @@ def _set(holder: Any, key: Any, value: Any) -> None:
     elif isinstance(holder, Optimizer) and key == "param_groups":
         for group, saved in zip(holder.param_groups, value, strict=True):
             refill(group, list(saved.items()))
-    elif isinstance(holder, Tensor) or key in table or not isinstance(holder, _CALLS):
-        # What a partial or a method calls was filled in place.
+    elif type(holder) is partial and key in ("func", "args", "keywords"):
+        called = {"func": holder.func, "args": holder.args, "keywords": holder.keywords}
+        holder.__setstate__((*(called | {key: value}).values(), table))  # type: ignore[attr-defined]
+    elif isinstance(holder, Tensor) or key in table or not isinstance(holder, MethodType):
+        # What a method is bound to was filled in place.
         set_attribute(holder, key, value)
-
-
-_CALLS = (partial, MethodType)
 
 
 def without_declared(path: str, code: Any, is_declared: Callable[[str], bool]) -> Any:

@@ -7,6 +7,8 @@ through what it has kept from then on. The run is killed for real and started ag
 from __future__ import annotations
 
 import functools
+import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +17,19 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
+from torch.utils.data import TensorDataset
 
 import helios
 from helios.plugins import Plugin
-from tests.support.killed_fits import fit, kill, missing
+from tests.state.owners import bits
+from tests.support.kills import KillAt, run_in_child
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        x = torch.linspace(-1, 1, 32).unsqueeze(1)
+        params = helios.DataLoaderParams(batch_size=4, shuffle=True)
+        self._train_dataset = self._create_dataset(TensorDataset(x, x.sin()), params)
 
 
 class Average:
@@ -232,31 +243,45 @@ class Wrapped(helios.Model):
             group["lr"] *= 0.8
 
 
-def _train(make: Callable[[], Any], root: Path, *plugins: Plugin, **options: int) -> Any:
-    """Return rates, weights and what checkpoints lack, at the end of a run."""
+def _train(make: Callable[[], Any], root: Path, every: int, *plugins: Plugin) -> Any:
+    """Return rates, weights and what the newest checkpoint lacks, at the end of a run."""
+    trainer = helios.Trainer(
+        total_steps=8 if every == 4 else 9,
+        train_unit="iteration",
+        chkpt_frequency=every,
+        chkpt_root=root,
+        store=helios.CheckpointStore(is_async=False),  # written before the kill
+        plugins=plugins,
+        random_seed=5,
+        use_cpu=True,
+        print_banner=False,
+    )
     model = make()
-    fit(model, root, *plugins, **options)
+    assert trainer.fit(model, Data())
     rates = [group["lr"] for optimizer in model.inner() for group in optimizer.param_groups]
-    weights = [weight.detach().numpy().tobytes() for weight in model.net.parameters()]
-    return rates, weights, missing(root)
+    sidecars = [json.loads(path.read_text()) for path in root.glob("net/*.json")]
+    missing = [sidecar["missing"] for sidecar in sidecars if sidecar.get("missing")]
+    return rates, [weight.detach().numpy().tobytes() for weight in model.net.parameters()], missing
 
 
-def _train_killed(make: Callable[[], Any], root: Path, iteration: int, **options: int) -> Any:
-    train = functools.partial(_train, make, **options)
-    kill(train, root, iteration)
-    return train(root)
+def _train_killed(make: Callable[[], Any], root: Path, every: int) -> Any:
+    """Train, killed in the iteration after the first checkpoint, and again."""
+    kill = KillAt("on_training_batch_end", every + 1)
+    work = functools.partial(_train, make, root, every, kill)
+    assert run_in_child(work, root.with_suffix(".killed")) == -signal.SIGKILL
+    return _train(make, root, every)
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_kept_is_the_same_after_a_kill(row: str, tmp_path: Path) -> None:
     make = functools.partial(Net, ROWS[row])
-    whole = _train(make, tmp_path / "whole")
-    assert _train_killed(make, tmp_path / "killed", 5) == whole
+    whole = _train(make, tmp_path / "whole", 4)
+    assert _train_killed(make, tmp_path / "killed", 4) == whole
     assert whole[2] == []
 
 
 def test_the_rate_of_a_group_that_is_kept_is_exact(tmp_path: Path) -> None:
-    rates, _, _ = _train_killed(functools.partial(Net, ROWS["a group"]), tmp_path / "run", 5)
+    rates, _, _ = _train_killed(functools.partial(Net, ROWS["a group"]), tmp_path / "run", 4)
     assert rates == [0.1, 0.1 * 0.5**8]  # 0.00039; 0.00625 if the group is a dead dict
 
 
@@ -266,8 +291,44 @@ def test_a_wrapper_of_two_optimizers_is_right_after_a_kill(
     wrap: Callable[..., Any], momentum: float, tmp_path: Path
 ) -> None:
     make = functools.partial(Wrapped, wrap, momentum)
-    options = {"total_steps": 9, "chkpt_frequency": 2}
-    whole = _train(make, tmp_path / "whole", **options)
-    assert _train_killed(make, tmp_path / "killed", 3, **options) == whole
+    whole = _train(make, tmp_path / "whole", 2)
+    assert _train_killed(make, tmp_path / "killed", 2) == whole
     assert whole[0] == pytest.approx([0.05 * 0.8**9] * 2)  # 0.0067; 0.032 if the groups are dead
     assert whole[2] == []
+
+
+class Sent(Net):
+    """Finds its row by name, since it is sent to other processes."""
+
+    def __init__(self, name: str) -> None:
+        helios.Model.__init__(self, "net")
+        self.name = name
+
+    @property
+    def row(self) -> Row:  # type: ignore[override]
+        return ROWS[self.name]
+
+
+def test_what_is_kept_is_the_same_on_other_processes(tmp_path: Path) -> None:
+    def train(root: Path, total: int, nproc: int) -> Any:
+        trainer = helios.Trainer(
+            total_steps=total,
+            train_unit="iteration",
+            chkpt_frequency=4,
+            chkpt_root=root,
+            random_seed=5,
+            use_cpu=True,
+            print_banner=False,
+            num_replicas=2,
+            nproc=nproc,
+        )
+        assert trainer.fit(Sent("a group in a closure"), Data())
+        newest = max(root.glob("net/*.pth"), key=lambda path: path.stat().st_mtime_ns)
+        sidecar = json.loads(newest.with_suffix(".json").read_text())
+        objects = torch.load(newest, weights_only=True)["model"]["objects"]
+        return bits(objects), sidecar["level"], sidecar.get("missing")
+
+    whole = train(tmp_path / "whole", 8, 1)
+    train(tmp_path / "parted", 4, 1)
+    assert train(tmp_path / "parted", 8, 2) == whole
+    assert whole[1:] == ("elastic", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
 import helios
 from helios.data.samplers import ResumableSampler
 from helios.plugins import Plugin
-from tests.support.killed_fits import fit, kill
+from tests.support.kills import KillAt, run_in_child
 
 _SIZE = 24
 
@@ -54,8 +55,7 @@ class Counted(Drawn):
 
     def __iter__(self) -> Iterator[int]:
         self.count += 1
-        generator = torch.Generator().manual_seed(self.count)
-        return iter(torch.randperm(_SIZE, generator=generator).tolist())
+        return iter([(number * 5 + self.count) % _SIZE for number in range(_SIZE)])
 
     def state_dict(self) -> dict[str, int]:
         return {"count": self.count}
@@ -126,8 +126,20 @@ class Net(helios.Model):
 
 
 def _train(make: Callable[[], Any], loaders: int, root: Path, *plugins: Plugin) -> Any:
+    trainer = helios.Trainer(
+        total_steps=20,
+        train_unit="iteration",
+        valid_frequency=2,
+        chkpt_frequency=4,
+        chkpt_root=root,
+        store=helios.CheckpointStore(is_async=False),  # written before the kill
+        plugins=plugins,
+        random_seed=5,
+        use_cpu=True,
+        print_banner=False,
+    )
     model = Net("net")
-    fit(model, root, *plugins, data=Data(make, loaders), total_steps=20, valid_frequency=2)
+    assert trainer.fit(model, Data(make, loaders))
     return model.orders
 
 
@@ -136,9 +148,15 @@ def _train(make: Callable[[], Any], loaders: int, root: Path, *plugins: Plugin) 
 def test_a_validation_has_the_order_that_it_would_have_had(
     sampler: str, loaders: int, tmp_path: Path
 ) -> None:
-    train = functools.partial(_train, SAMPLERS[sampler], loaders)
-    whole = train(tmp_path / "whole")
+    work = functools.partial(_train, SAMPLERS[sampler], loaders)
+    whole = work(tmp_path / "whole")
     for iteration in (6, 11):  # after a validation, and between two
-        kill(train, tmp_path / "run", iteration)
-    assert train(tmp_path / "run") == whole
-    assert len(whole) == len(set(whole)) == 10 * 6 * loaders
+        kill = KillAt("on_training_batch_end", iteration)
+        killed = run_in_child(functools.partial(work, tmp_path / "run", kill), tmp_path / "killed")
+        assert killed == -signal.SIGKILL
+    assert work(tmp_path / "run") == whole
+    passes = [
+        tuple(whole[start : start + 6 * loaders]) for start in range(0, len(whole), 6 * loaders)
+    ]
+    assert len(whole) == 10 * 6 * loaders
+    assert len(passes) == len(set(passes)), "a pass has another order than the one before"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -349,3 +350,47 @@ def test_groups_that_setup_builds_in_another_order_are_held_by_what_they_are(
         _step(owner, number, _halve_group)
         _step(again, number, _halve_group)
     assert _bits_of(again) == _bits_of(owner)
+
+
+class Renames(Average):
+    """Keeps under another name what it has loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "seen": []}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shadow, self.latest = state_dict["shadow"], state_dict["seen"]
+        del self.seen
+
+
+def test_what_cannot_be_linked_again_is_named(said: list[str]) -> None:
+    def make() -> Any:
+        nets = _nets()
+        average = Renames(nets)
+        return _with(_two_groups(nets), nets, average=average, seen=[average.seen])
+
+    owner, again = make(), make()
+    state = copy.deepcopy(started(owner).capture())
+    discovery = started(again)
+    discovery.restore(state)
+    missing = discovery.capture()["missing"]
+    assert "it refers to average.seen, which loading has replaced" in missing["seen"]
+    assert "seen (it refers to average.seen" in "".join(said)
+
+
+def test_a_partial_over_what_loading_replaces_holds_the_new_one() -> None:
+    def make() -> Any:
+        nets = _nets()
+        average = Average(nets)
+        return _with(
+            _two_groups(nets), nets, average=average, note=functools.partial(_note, average.seen)
+        )
+
+    owner, again = make(), make()
+    started(again).restore(copy.deepcopy(started(owner).capture()))
+    again.note(1.0)
+    assert again.average.seen == [1.0]
+
+
+def _note(seen: list[float], value: float) -> None:
+    seen.append(value)
