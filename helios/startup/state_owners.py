@@ -109,10 +109,11 @@ def find_stranded_generators(source: Source) -> dict[str, str]:
 
 def _saved_by(model: Model) -> dict[str, object]:
     """Return what a model saves by itself, by the names that other owners use."""
-    nodes = model.discovery.pop_values()
+    objects = model.discovery.named_objects()
+    values = model.discovery.pop_values()
     return {
-        **model.discovery.named_objects(),
-        **{f"<model>.{name}": part for name, part in nodes.items()},
+        **{f"<model>/{name}": part for name, part in objects.items()},
+        **{f"<model>.{path}": part for path, part in values.items()},
     }
 
 

@@ -8,6 +8,7 @@ import pickle
 import struct
 import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -218,6 +219,7 @@ class _Describer(Coder):
     makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
         **{k: m for k, m in Coder.makers.items() if k is not Tensor and k is not np.ndarray},
         **dict.fromkeys((set, frozenset), _set_of_any),
+        defaultdict: _defaultdict,
     }
 
 
@@ -240,6 +242,9 @@ def mark_of(
     try:
         code = _Describer(identities, names or {}).code("", value)
         found = digest_of(code)[0]
-    except Exception as error:  # user code, or what is nested too deeply
+    except RecursionError:
+        # What cannot be read counts as changed.
+        found = identities.number(iter(()))
+    except Exception as error:  # user code
         found = type(error).__name__, identities.number(value)
     return found if isinstance(found, bytes) else repr(found).encode()

@@ -7,7 +7,7 @@ that after ``setup``; what cannot be saved and has changed is named.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -195,7 +195,7 @@ class Discovery:
 
     def named_objects(self) -> Mapping[str, object]:
         """Return the anchors that this owner saves, by name."""
-        last = self._last if self._keeps_last else None
+        last = self._last
         anchors = Anchors(self._owner, self._rules()) if last is None else last.anchors
         return {name: part for name, part in {**anchors.shared, **anchors.parts}.items() if name}
 
@@ -360,7 +360,7 @@ class Discovery:
         states = objects | inner
         covers = coverages(now.objects, states, own, now.mark_of_content)
         left_out = partial(self._left_out, now, covers)
-        values, lost = self._changed_values(now, covers)
+        values, lost = self._changed_values(now, covers, late)
         lost |= self._unlinked
         misfits = self._misfits(now) if self._is_strict else {}
         for path, part in late.items():
@@ -404,12 +404,14 @@ class Discovery:
         }
 
     def _changed_values(
-        self, now: Snapshot, covers: Mapping[str, Coverage]
+        self, now: Snapshot, covers: Mapping[str, Coverage], late: Collection[str]
     ) -> tuple[Codes, dict[str, str]]:
         """Return the codes of changed values, and what is too large or of an unknown class."""
         base, codes = self._require_baseline(), now.walk.codes
         changed: list[tuple[int, str, Any]] = []
         for name, table in now.digests().items():
+            if late and not {name, *_above(name)}.isdisjoint(late):
+                continue
             known = base.digests.get(name, {})
             # The state of an optimizer does not count as plain values, however it is saved.
             is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()

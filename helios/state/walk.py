@@ -170,7 +170,12 @@ class Walk(Coder):
     def refer(self, path: str, part: Any) -> dict[str, Any] | None:
         """Return a reference to an anchor, or to what was met before."""
         name = self.anchors.name_of(part)
-        return super().refer(path, part) if name is None else {TAG: "ref", "name": name}
+        if name is not None:
+            return {TAG: "ref", "name": name}
+        namesake = self.anchors.parts.get(path)
+        if namesake is not None and (has_state(namesake) or isinstance(namesake, Tensor)):
+            raise Unsavable(path, reasons.TAKEN)
+        return super().refer(path, part)
 
     def code_other(self, path: str, value: Any) -> Any:
         """Return the code of what is of no type with a code of its own, or a reference to it."""
