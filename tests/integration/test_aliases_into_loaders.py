@@ -81,6 +81,7 @@ class Net(helios.Model):
         self.net = nn.Sequential(Recorded(), nn.Tanh(), nn.Linear(4, 1))
         groups = [{"params": part.parameters()} for part in (self.net[0], self.net[2])]
         self.optimizer = self.row.optimizer(groups, lr=0.1)
+        self.spare = nn.Linear(1, 1)
         self.average = Average(self.net[0].weight)
         self.kept = self.row.keep(self)
 
@@ -114,6 +115,11 @@ def _nothing(model: Net) -> None:
 
 def _group(model: Net) -> dict[str, Any]:
     return model.optimizer.param_groups[1]
+
+
+def _added_group(model: Net) -> dict[str, Any]:
+    model.optimizer.add_param_group({"params": model.spare.parameters()})
+    return model.optimizer.param_groups[2]
 
 
 def _halve(group: dict[str, Any]) -> None:
@@ -178,6 +184,7 @@ ROWS = {
         lambda model: functools.partial(_halve, _group(model)), lambda halve: halve()
     ),
     "a group that training keeps": Row(_nothing, _halve, _group),
+    "a group that training adds and keeps": Row(_nothing, _halve, _added_group),
     "a schedule that keeps a group": Row(
         lambda model: KeepsGroup(model.optimizer), lambda schedule: schedule.step()
     ),
@@ -279,6 +286,36 @@ def test_what_is_kept_is_the_same_after_a_kill(row: str, tmp_path: Path) -> None
     whole = _train(make, tmp_path / "whole", 4)
     assert _train_killed(make, tmp_path / "killed", 4) == whole
     assert whole[2] == []
+
+
+class Keeper(Plugin):
+    """Keeps a group, or a moment, of the model's optimizer from the second iteration on."""
+
+    def __init__(self, take: Callable[[Any], Any], use: Callable[[Any], object]) -> None:
+        super().__init__("keeper")
+        self.take, self.use, self.kept = take, use, None
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: helios.TrainingState, should_log: bool) -> None:
+        if state.global_iteration == 2:
+            self.kept = self.take(self.context.model)
+        if self.kept is not None:
+            self.use(self.kept)
+
+
+@pytest.mark.xfail(strict=True, reason="a plugin keeps what loading replaces")
+@pytest.mark.parametrize("row", ["a group that training keeps", "a moment"])
+def test_what_a_plugin_keeps_is_the_same_after_a_kill(row: str, tmp_path: Path) -> None:
+    def train(root: Path, *plugins: Plugin) -> Any:
+        model = functools.partial(Net, Row(_nothing, use, optimizer=optimizer))
+        return _train(model, root, Keeper(take, use), *plugins)
+
+    _, use, take, optimizer = ROWS[row]
+    whole = train(tmp_path / "whole")
+    kill(train, tmp_path / "run", 5)
+    assert train(tmp_path / "run") == whole
 
 
 def test_the_rate_of_a_group_that_is_kept_is_exact(tmp_path: Path) -> None:
