@@ -454,6 +454,9 @@ class Discovery:
                 lost[path_of(name, key)] = reasons.TOO_LARGE.format(size_text(self.limit))
             else:
                 chosen.add((name, key))
+        # What start events have made is made again, with all that refers to it.
+        _take_out_dangling(codes, chosen, late)
+        lost |= _take_out_dangling(codes, chosen, lost)
         values: dict[str, dict[Any, Any]] = {}
         for name in codes:
             keys = [*codes[name], *sorted(base.digests.get(name, {}).keys() - codes[name].keys())]
@@ -556,6 +559,24 @@ class Discovery:
             links=None if base is None else base.links,
             is_data=self._is_data,
         )
+
+
+def _take_out_dangling(
+    codes: Mapping[str, Mapping[Any, Any]], chosen: set[tuple[str, Any]], lost: Collection[str]
+) -> dict[str, str]:
+    """Take out what refers into a value that is not saved, and return it with the reason."""
+    found: dict[str, str] = {}
+    gone = set(lost)
+    while gone:
+        new: dict[str, str] = {}
+        for name, key in [*chosen]:
+            for each in names_in(codes.get(name, {}).get(key)):
+                if not gone.isdisjoint((each, *_above(each))):
+                    chosen.discard((name, key))
+                    new[path_of(name, key)] = reasons.DANGLING.format(each)
+        found |= new
+        gone = set(new)
+    return found
 
 
 def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> bool:

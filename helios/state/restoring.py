@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state import reasons
-from helios.state.anchors import Anchors, Rules, as_written, each_named, path_of
+from helios.state.anchors import Anchors, Rules, as_written, each_named, name_of_group, path_of
 from helios.state.holders import GONE, set_values, without_declared
 from helios.state.links import Links, links_in, names_in, severed
 from helios.state.loading import TRAINING_ONLY, load_into
@@ -335,7 +335,9 @@ def _made_by_loading(state: Mapping[str, Any]) -> dict[str, Any]:
         for name, (dtype, shape, strides) in state["forms"].items()
     }
     for path, each in {**state["objects"], **state["inner"]}.items():
-        for place, name in enumerate(chain.from_iterable(state["members"].get(path, ()))):
+        members = state["members"].get(path, ())
+        made |= {name_of_group(path, names): {} for names in members}
+        for place, name in enumerate(chain.from_iterable(members)):
             made |= each_named(f"{path}.state.<{name}>", each.get("state", {}).get(place))
     return made
 

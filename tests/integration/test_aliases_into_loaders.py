@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.plugins import Plugin
 from tests.state.owners import bits
+from tests.support.killed_fits import kill
 from tests.support.kills import KillAt, run_in_child
 
 
@@ -305,12 +306,11 @@ class Keeper(Plugin):
             self.use(self.kept)
 
 
-@pytest.mark.xfail(strict=True, reason="a plugin keeps what loading replaces")
 @pytest.mark.parametrize("row", ["a group that training keeps", "a moment"])
 def test_what_a_plugin_keeps_is_the_same_after_a_kill(row: str, tmp_path: Path) -> None:
     def train(root: Path, *plugins: Plugin) -> Any:
         model = functools.partial(Net, Row(_nothing, use, optimizer=optimizer))
-        return _train(model, root, Keeper(take, use), *plugins)
+        return _train(model, root, 4, Keeper(take, use), *plugins)
 
     _, use, take, optimizer = ROWS[row]
     whole = train(tmp_path / "whole")
