@@ -414,16 +414,15 @@ class Discovery:
                 continue
             known = base.digests.get(name, {})
             # The state of an optimizer does not count as plain values, however it is saved.
-            is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()
-            changed += [
-                (0 if key in is_free else size, name, key)
-                for key, (digest, size) in table.items()
-                if known.get(key) != digest
-            ]
-            # What no longer counts is still there, such as a member of a data set that has grown.
-            present = set() if name else {*attributes_of(self._owner)}
-            gone = known.keys() - table.keys() - present
-            changed += [(0, name, key) for key in gone]
+            for key, (digest, size) in table.items():
+                if known.get(key) != digest:
+                    is_free = key in TABLES and isinstance(now.walk.holders.get(name), Optimizer)
+                    changed.append((0 if is_free else size, name, key))
+            if not known.keys() <= table.keys():
+                # What no longer counts is still there, such as a member of a data set that has
+                # grown.
+                present = set() if name else {*attributes_of(self._owner)}
+                changed += [(0, name, key) for key in known.keys() - table.keys() - present]
         covered = {
             (name, key)
             for _, name, key in changed

@@ -175,6 +175,8 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
         if not any(map(table.get, names)):
             return {}
         found = {name: table[name] for name in names if table.get(name)}
+    if not found:
+        return {}
     own = {
         name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
         for name, hooks in found.items()
@@ -260,11 +262,14 @@ def _places(entries: Mapping[str, Any]) -> set[int]:
 
 def is_odd(network: Network) -> bool:
     """Return whether user code says what the ``state_dict`` of a network holds."""
-    for part in (part for _, part in network.modules):
-        written = [method_of(part, name) for name in ("state_dict", "_save_to_state_dict")]
-        if not all(map(is_known, (*written, *vars(part).get("_state_dict_hooks", {}).values()))):
-            return True
-    return False
+    names = ("state_dict", "_save_to_state_dict")
+    kinds = {type(part) for _, part in network.modules}
+    writers = [getattr(kind, name) for kind in kinds for name in names]
+    for _, part in network.modules:
+        table = vars(part)
+        writers += filter(None, map(table.get, names))
+        writers += table.get("_state_dict_hooks", {}).values()
+    return not all(map(is_known, writers))
 
 
 def pieces_of(network: Network) -> dict[str, Tensor]:

@@ -276,6 +276,8 @@ class Walk(Coder):
 def _own_attributes(part: Any) -> list[tuple[str, Any]]:
     """Return the attributes that users have given a tensor or a generator."""
     found = attributes_of(part) if not isinstance(part, Tensor) else table_of(part)
+    if not found:
+        return []
     return [(key, found[key]) for key in sorted(found) if not key.startswith(_OF_OTHERS)]
 
 

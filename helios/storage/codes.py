@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from enum import Enum, Flag
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from operator import is_
 from typing import Any, ClassVar, Final
 
@@ -116,6 +116,13 @@ def are_native(values: Collection[Any]) -> bool:
     are_numbers = map(is_, map(type, values), repeat(int))
     numbers = values if len(kinds) == 1 else compress(values, are_numbers)
     return bool(max(map(abs, numbers)) < _BIG)
+
+
+def are_flat(values: Collection[Any]) -> bool:
+    """Return whether values are their own codes, or are tuples of such values, as pairs are."""
+    if are_native(values):
+        return True
+    return set(map(type, values)) == {tuple} and are_native([*chain.from_iterable(values)])
 
 
 class Coder:
@@ -240,7 +247,7 @@ class Coder:
         return {TAG: "scalar", "value": scalar_to_parts(value)}
 
     def _members(self, path: str, values: Collection[Any]) -> list[Any]:
-        return list(values) if are_native(values) else self._mixed(path, values)
+        return list(values) if are_flat(values) else self._mixed(path, values)
 
     def _mixed(self, path: str, values: Collection[Any]) -> list[Any]:
         return [
@@ -315,6 +322,8 @@ class Coder:
         return code
 
     def _pairs(self, path: str, value: Mapping[Any, Any]) -> list[list[Any]]:
+        if are_flat(value) and are_native(value.values()) and not self.may_omit:
+            return [*map(list, value.items())]
         pairs = []
         for number, (key, each) in enumerate(value.items()):
             coded = self.code(f"{path}.<key {number}>", key)

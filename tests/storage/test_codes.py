@@ -93,6 +93,8 @@ VALUES: dict[str, Any] = {
     "complex": [1 + 2j, complex(-0.0, math.inf)],
     "nested": {"a": [1, (2, [3, {"b": ()}])], "": {}},
     "keys": {1: "a", 2.5: "b", None: "c", False: "d", (1, ("x", None)): "e", 2**3000: "f"},
+    "pairs": [[(1, "a"), (), (None,)], [(2**5000,), (1,)], {(1, 2): "x", ("a",): 2**4000}],
+    "plain pairs": {(1, 2): "x", ("a", None): 1.5, (): True},
     "other keys": {np.int64(4): 1, frozenset({1}): 2, PurePosixPath("p"): 3, b"k": 4, (b"z",): 5},
     "tag as key": {TAG: "set", "items": [1]},
     "nested tags": [
