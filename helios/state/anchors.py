@@ -135,6 +135,7 @@ class Rules:
         known: names of the anchors of setup that are still alive, by id.
         tops: the paths of those that attributes held after setup; ``None`` during setup.
         outside: what other owners save.
+        lost: paths of values that are too large, or of a class that loading does not know.
         data_types: the only types that count, besides generators; empty for all.
     """
 
@@ -144,6 +145,7 @@ class Rules:
     tops: frozenset[str] | None = None
     outside: Outside = field(default_factory=Outside)
     data_types: tuple[type, ...] = ()
+    lost: frozenset[str] = frozenset()
 
     def is_declared(self, path: str) -> bool:
         """Return whether a path, or one above it, is declared as unsaved."""

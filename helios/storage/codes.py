@@ -129,8 +129,7 @@ class Coder:
     """One walk over values, each of which gets its code.
 
     A subclass may know more of what is met: see :meth:`refer`, :meth:`code_other`,
-    :meth:`code_member`, :meth:`code_field`, :meth:`fields_of`, :meth:`name_of_key` and
-    :meth:`neighbours`.
+    :meth:`code_member`, :meth:`code_field`, :meth:`name_of_key` and :meth:`neighbours`.
 
     Attributes:
         parts: values with an identity, by path.
@@ -212,10 +211,6 @@ class Coder:
     def code_field(self, path: str, value: Any) -> Any:
         """Return the code of an attribute of a plain object, or :data:`HOLE`."""
         return self.code_member(path, value)
-
-    def fields_of(self, value: Any) -> Mapping[str, Any]:
-        """Return the attributes of a plain object that are saved."""
-        return attributes_of(value)
 
     def name_of_key(self, key: Any) -> Hashable:
         """Return what stands in paths for a key of a dict that is no plain value."""
@@ -369,7 +364,7 @@ class Coder:
         self.kinds.add(kind)
         fields = {
             name: self.code_field(path_to(path, name), each)
-            for name, each in self.fields_of(value).items()
+            for name, each in attributes_of(value).items()
         }
         return {TAG: "object", "type": type_name(kind), "fields": fields}
 
