@@ -15,7 +15,6 @@ from helios.errors import StateError
 from helios.plugins import Plugin
 from tests.support.killed_fits import fit, kill
 
-
 _STATEFUL = ("net", "spare", "optimizer", "scheduler")
 
 
