@@ -280,6 +280,7 @@ def _train_killed(make: Callable[[], Any], root: Path, every: int) -> Any:
     return _train(make, root, every)
 
 
+@pytest.mark.shows("S75")
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_kept_is_the_same_after_a_kill(row: str, tmp_path: Path) -> None:
     make = functools.partial(Net, ROWS[row])
@@ -322,6 +323,7 @@ def test_the_rate_of_a_group_that_is_kept_is_exact(tmp_path: Path) -> None:
     assert rates == [0.1, 0.1 * 0.5**8]  # 0.00039; 0.00625 if the group is a dead dict
 
 
+@pytest.mark.shows("S75")
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("wrap", [Both, Stateless])
 def test_a_wrapper_of_two_optimizers_is_right_after_a_kill(

@@ -87,6 +87,7 @@ ROWS: dict[str, tuple[Callable[[Net], object] | None, int | None]] = {
 }
 
 
+@pytest.mark.shows("S76")
 @pytest.mark.parametrize("row", ROWS)
 def test_a_resume_changes_all_or_nothing(row: str, tmp_path: Path) -> None:
     def train(root: Path, *plugins: Plugin) -> None:

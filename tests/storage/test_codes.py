@@ -201,6 +201,7 @@ def test_values_are_restored_into_what_is_there(name: str) -> None:
         assert is_same(first, VALUES[name])
 
 
+@pytest.mark.shows("S77")
 def test_what_is_read_by_eye_is_plain() -> None:
     plain = {"epoch": 3, "names": ["a", "b"], "shape": (2, [1.5, None]), "best": {7: True}}
     assert write(plain) == plain
