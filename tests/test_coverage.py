@@ -39,7 +39,7 @@ def _faults(known: Mapping[str, Statement], *shown: Shown) -> list[str]:
         (_known(H67=_WAITING), "H67 is no statement."),
         (_known(K99=_WAITING), "K99 is no statement."),
         (_known(E44=_WAITING), "E44 is no statement."),
-        (_known(S75=_WAITING), "S75 is no statement."),
+        (_known(S78=_WAITING), "S78 is no statement."),
         (_known(U4=_WAITING), "U4 is no statement."),
         (_known(H5=Statement("a")), "H5 has neither a test nor 'waits' or 'obsolete'."),
         (_known(H5=Statement("a", waits=" ")), "H5 has neither a test nor 'waits' or 'obsolete'."),

@@ -77,9 +77,9 @@ subprocess.run([sys.executable, "-c", {_CODE!r}], env={{"PYTHONPATH": ""}}, chec
 
 def test_a_module_may_have_another_source(tmp_path: Path) -> None:
     source = tmp_path / "mutant.py"
-    right = (planting.ROOT / "helios/state.py").read_text()
+    right = (planting.ROOT / "helios/counters.py").read_text()
     source.write_text(right.replace("self.sample = 0", "self.sample = 1"))
-    assert _start(_CODE, planting.mutant("helios.state", source)) == "1\n"
+    assert _start(_CODE, planting.mutant("helios.counters", source)) == "1\n"
 
 
 _INTERRUPTS = """

@@ -184,6 +184,9 @@ def apply_trained(trained: Trained, run: LiveRun, *, is_inference: bool) -> None
     Raises:
         StateError: if an object refuses its state.
     """
+    if not is_inference:
+        made = run.model.discovery.check(trained.model) if run.is_discovered else {}
+        run.owner_states.check(trained.owners, made)
     # Also where a method of the user's leaves out that of its base.
     Engine.load_state_dict(run.engine, trained.engine)
     run.engine.load_state_dict(trained.engine)

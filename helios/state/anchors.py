@@ -28,6 +28,75 @@ References: TypeAlias = list[tuple[int, Callable[[], Any], str]]
 _MAX_DEPTH = 100
 
 
+_HELD = frozenset((dict, list, Tensor))
+
+
+@final
+class Held:
+    """The groups of optimizers, and the tables and tensors of their state.
+
+    Args:
+        optimizers: the optimizers, by name.
+        name_of: returns the name of a parameter.
+    """
+
+    def __init__(
+        self, optimizers: Mapping[str, Optimizer], name_of: Callable[[object], str | None]
+    ) -> None:
+        self._optimizers, self._name_of = optimizers, name_of
+
+    def name_of(self, part: object) -> str | None:
+        """Return the name of a part, if it is one."""
+        if type(part) not in _HELD or id(part) not in self._ids:
+            return None
+        return next((name for name, each in self._parts.items() if each is part), None)
+
+    def find(self, name: str) -> Any:
+        """Return the part with a name, or ``None``."""
+        return self._parts.get(name) if self._optimizers else None
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        """What may have a name: most values are no part of an optimizer."""
+        found: set[int] = set()
+        for optimizer in self._optimizers.values():
+            for table in (*optimizer.param_groups, *optimizer.state.values()):
+                found.add(id(table))
+                found.update(map(id, table.values() if isinstance(table, dict) else ()))
+        return found
+
+    @cached_property
+    def _parts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path, optimizer in self._optimizers.items():
+            for group in optimizer.param_groups:
+                name = name_of_group(path, [self._name_of(part) for part in group["params"]])
+                found[name] = group
+                own = {key: each for key, each in group.items() if key != "params"}
+                found |= each_named(name, own, itself=False)
+            if not is_odd_optimizer(optimizer):
+                for key, entry in optimizer.state.items():
+                    name = f"<{self._name_of(key)}>" if isinstance(key, Tensor) else key
+                    found |= each_named(f"{path}.state.{name}", entry)
+        return found
+
+
+def name_of_group(path: str, parameters: Iterable[str | None]) -> str:
+    """Return the name of a group: that of its first parameter, since others may come before it."""
+    return f"{path}.param_groups.<{min((name or '' for name in parameters), default='')}>"
+
+
+def each_named(name: str, value: Any, *, itself: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield what an optimizer keeps for a parameter, and the members of containers, by name."""
+    if type(value) in _HELD:
+        if itself:
+            yield name, value
+        if not isinstance(value, Tensor):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in pairs:
+                yield from each_named(f"{name}.{key}", each)
+
+
 @final
 class Outside:
     """What other owners save, by name and by id."""
@@ -36,6 +105,18 @@ class Outside:
         self.parts: dict[str, Any] = {}
         self.names: dict[int, str] = {}
         self.add(parts or {})
+        optimizers = {n: part for n, part in self.parts.items() if isinstance(part, Optimizer)}
+        # In what optimizers hold, parameters have the names that they have in the model.
+        self._held = Held(optimizers, lambda part: self.names.get(id(part), "").partition("/")[2])
+
+    def name_of(self, part: object) -> str | None:
+        """Return the name of what another owner saves, or ``None``."""
+        return self.names.get(id(part)) or self._held.name_of(part)
+
+    def find(self, name: str) -> Any:
+        """Return what another owner saves under a name, or ``None``."""
+        found = self.parts.get(name)
+        return self._held.find(name) if found is None else found
 
     def add(self, parts: Mapping[str, object]) -> None:
         """Add what a further owner saves; what has a name already keeps it."""
@@ -55,6 +136,7 @@ class Rules:
         known: names of the anchors of setup that are still alive, by id.
         tops: the paths of those that attributes held after setup; ``None`` during setup.
         outside: what other owners save.
+        lost: paths of values that are too large, or of a class that loading does not know.
         data_types: the only types that count, besides generators; empty for all.
     """
 
@@ -64,6 +146,7 @@ class Rules:
     tops: frozenset[str] | None = None
     outside: Outside = field(default_factory=Outside)
     data_types: tuple[type, ...] = ()
+    lost: frozenset[str] = frozenset()
 
     def is_declared(self, path: str) -> bool:
         """Return whether a path, or one above it, is declared as unsaved."""
@@ -165,18 +248,16 @@ class Anchors:
 
     def name_of(self, part: object) -> str | None:
         """Return the name of an anchor of this owner or of another one."""
-        number = id(part)
-        name = self.names.get(number) or self.rules.outside.names.get(number)
-        if name is None and type(part) in _HELD and number in self.held.ids:
-            name = self.held.name_of(part)
-        return name
+        name = self.names.get(id(part)) or self.held.name_of(part)
+        return self.rules.outside.name_of(part) if name is None else name
 
     def find(self, name: str) -> Any:
         """Return the anchor with a name, of this owner or of another one, or ``None``."""
-        for table in (self.parts, self.shared, self.rules.outside.parts):
-            if table.get(name) is not None:
-                return table[name]
-        return self.held.find(name)
+        for find in (self.parts.get, self.shared.get, self.held.find, self.rules.outside.find):
+            found = find(name)
+            if found is not None:
+                return found
+        return None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that an optimizer may update, by each of their names."""
@@ -309,7 +390,11 @@ class Anchors:
     @cached_property
     def held(self) -> Held:
         """What optimizers hold: their groups, and tables and tensors of their state."""
-        return Held(self)
+        optimizers = self.of_kind(Optimizer, with_inner=True)
+        return Held(optimizers, lambda part: self.names.get(id(part)) or self._outside_name(part))
+
+    def _outside_name(self, part: object) -> str | None:
+        return self.rules.outside.names.get(id(part))
 
     def _add_tables(self, path: str, optimizer: Optimizer) -> None:
         for name in ("param_groups", "state"):
@@ -348,62 +433,6 @@ class Anchors:
                 if self.name_of(part) is None:
                     place = (paths or {}).get(id(part), f"{path}.{number}.{index}")
                     self.loose[self.add_any(place, part)] = part
-
-
-_HELD = frozenset((dict, list, Tensor))
-
-
-@final
-class Held:
-    """The groups of optimizers, and the tables and tensors of their state.
-
-    Args:
-        anchors: the optimizers.
-
-    Attributes:
-        ids: of all of these.
-    """
-
-    def __init__(self, anchors: Anchors) -> None:
-        self._anchors = anchors
-        self._optimizers = anchors.of_kind(Optimizer, with_inner=True)
-        self.ids: set[int] = set()
-        for optimizer in self._optimizers.values():
-            self.ids.update(map(id, optimizer.param_groups))
-            self.ids.update(map(id, optimizer.state.values()))
-            for entry in optimizer.state.values():
-                self.ids.update(map(id, entry.values() if isinstance(entry, dict) else ()))
-
-    def name_of(self, part: object) -> str | None:
-        """Return the name of a part, if it is one."""
-        return next((name for name, each in self._parts.items() if each is part), None)
-
-    def find(self, name: str) -> Any:
-        """Return the part with a name, or ``None``."""
-        return self._parts.get(name)
-
-    @cached_property
-    def _parts(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for path, optimizer in self._optimizers.items():
-            # A group has the name of its first parameter: training may add others before it.
-            for number, group in enumerate(optimizer.param_groups):
-                names = (self._anchors.name_of(part) or "" for part in group["params"])
-                found[f"{path}.param_groups.<{min(names, default=number)}>"] = group
-            if not is_odd_optimizer(optimizer):
-                for key, entry in optimizer.state.items():
-                    found |= each_named(f"{path}.state.{self._anchors.name_key(key)}", entry)
-        return found
-
-
-def each_named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an optimizer keeps for a parameter, and the members of containers, by name."""
-    if type(value) in _HELD:
-        yield name, value
-        if not isinstance(value, Tensor):
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, each in pairs:
-                yield from each_named(f"{name}.{key}", each)
 
 
 def _with_state(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, final
@@ -26,15 +27,22 @@ class Coverage:
     def __init__(self, state: Any, mark: Callable[[Any], bytes]) -> None:
         self._state, self._mark = state, mark
 
-    def has(self, key: Any, value: Any) -> bool:
-        """Return whether the state holds the value of an attribute, or an equal one as its own."""
+    def has(self, key: Any, attributes: Mapping[Any, Any]) -> bool:
+        """Return whether the state holds the value of an attribute, or an equal one as its own.
+
+        Args:
+            key: the attribute.
+            attributes: all attributes of the object.
+        """
+        value = attributes.get(key)
         table = self._state if isinstance(self._state, dict) else {}
-        # An equal value under another key may be a coincidence.
-        names = {key, key.lstrip("_")} if isinstance(key, str) else {key}
+        # An equal value under another key, or that of another attribute, may be a coincidence.
+        public = key.lstrip("_") if isinstance(key, str) else key
+        names = {key} if public in attributes else {key, public}
         known = [table[name] for name in names if name in table]
         if type(value) in ATOMS:
             return any(each is value for each in known)
-        if isinstance(value, Tensor) and storage_of(value) in self._storages:
+        if self._has_tensor(value):
             return True
         return id(value) in self._parts or any(
             self._mark(each) == self._mark(value) for each in known
@@ -42,22 +50,42 @@ class Coverage:
 
     def has_state(self, path: str, state: Any) -> bool:
         """Return whether the state holds that of an object with a path in it, in any form."""
-        places = {storage_of(part) for part in _parts_of(state) if isinstance(part, Tensor)} - {0}
-        if places and places <= self._storages:
+        if state and all(map(self._has_all_of, _parts_of(state))):
             return True
+        mark = self._mark(state)
         found = self._state
         for key in path.split("."):
             found = _member(found, key)
-        return found is not None and self._mark(found) == self._mark(state)
+        if found is not None and self._mark(found) == mark:
+            return True
+        alike = (each for each in self._parts.values() if isinstance(each, dict))
+        return any(each.keys() == state.keys() and self._mark(each) == mark for each in alike)
 
     @cached_property
     def _parts(self) -> dict[int, Any]:
         return {id(part): part for part in _parts_of(self._state)}
 
+    def _has_all_of(self, part: Any) -> bool:
+        """Return whether a part of another state needs nothing but tensors of this one."""
+        if not isinstance(part, dict | list | tuple):
+            return self._has_tensor(part)
+        return ATOMS.isdisjoint(map(type, part.values() if isinstance(part, dict) else part))
+
+    def _has_tensor(self, value: Any) -> bool:
+        """Return whether a value is a tensor of which the state has all elements."""
+        if not isinstance(value, Tensor) or not storage_of(value):
+            return False
+        # A slice does not contain the whole tensor that it was taken from.
+        return value.nbytes <= self._sizes.get(storage_of(value), 0)
+
     @cached_property
-    def _storages(self) -> set[int]:
-        tensors = [part for part in self._parts.values() if isinstance(part, Tensor)]
-        return set(map(storage_of, tensors)) - {0}
+    def _sizes(self) -> dict[int, int]:
+        """The bytes that the tensors of the state have of each storage."""
+        found = Counter[int]()
+        for part in self._parts.values():
+            if isinstance(part, Tensor) and storage_of(part):
+                found[storage_of(part)] += part.nbytes
+        return found
 
 
 def coverages(

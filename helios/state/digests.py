@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 from helios.core.generators import is_generator
 from helios.core.memory import has_plain_bytes
 from helios.core.sharded_tensors import is_sharded
-from helios.state.values import refer_to
+from helios.state.values import ATOMS, children_of, each_in, refer_to
 from helios.storage.checksums import array_sum, tensor_sum
-from helios.storage.codes import NATIVE, TAG, Coder, Unsavable
-from helios.storage.plain_objects import OUTSIDE, attributes_of, comes_from
+from helios.storage.codes import FACTORIES, NATIVE, TAG, Coder, Unsavable
+from helios.storage.plain_objects import OUTSIDE, attributes_of, comes_from, table_of
 
 CODE: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
 """What is compared by identity: it is made when modules are imported, and never changes."""
@@ -182,16 +182,16 @@ class _Describer(Coder):
         return [*found[:3], *(list(piece) for piece in found[3:5] if piece is not None)]
 
     def _defaultdict(self, path: str, value: Any) -> Any:
-        try:
+        # What is met while a code fails has a name, which would stand for its content.
+        factory = value.default_factory
+        if factory is None or factory in FACTORIES.values():
             return self._mapping(path, value)
-        except Unsavable:
-            return self._described(path, value, (value.default_factory, dict(value)))
+        return self.refer(path, value) or self._described(path, value, (factory, dict(value)))
 
     def _set_of_any(self, path: str, value: Any) -> Any:
-        try:
-            return self._set(path, value)
-        except Unsavable:
-            return self._described(path, value, list(value))
+        if any(isinstance(each, Tensor) for each in value):
+            return self.refer(path, value) or self._described(path, value, list(value))
+        return self._set(path, value)
 
     def _sum_of_tensor(self, path: str, part: Tensor) -> Any:
         if ref := self.refer(path, part):
@@ -204,7 +204,7 @@ class _Describer(Coder):
             content = tensor_sum(inside.indices()), tensor_sum(inside.values())
         else:
             content = self._number(part), _version_of(part)
-        return {TAG: "tensor", "content": (*form, *content)}
+        return {TAG: "tensor", "content": (*form, *content), "own": self._own_of(path, part)}
 
     def _sum_of_array(self, path: str, part: Any) -> Any:
         if part.dtype.hasobject:
@@ -214,7 +214,23 @@ class _Describer(Coder):
         if isinstance(part, np.memmap) and not part.flags.writeable:
             return {TAG: "array", "content": self._number(part)}
         content = repr(part.dtype), part.shape, array_sum(part)
-        return {TAG: "array", "content": content}
+        return {TAG: "array", "content": content, "own": self._own_of(path, part)}
+
+    def _own_of(self, path: str, part: Any) -> Any:
+        """Return the code of what a subclass adds to a tensor or an array, such as a mask."""
+        is_plain = type(part) in (Tensor, nn.Parameter, np.ndarray)
+        return None if is_plain else self.code(f"{path}.<own>", table_of(part))
+
+    def flat(self, root: Any) -> list[Any]:
+        """Return descriptions of what is nested too deeply for one, and of all that it leads to."""
+        found = []
+        for value in each_in(root, children_of):
+            if type(value) not in ATOMS:
+                kind = type(value).__qualname__
+                atoms = [each if type(each) in ATOMS else None for each in children_of(value)]
+                is_leaf = isinstance(value, Tensor | np.ndarray | np.generic) or is_generator(value)
+                found.append([kind, atoms, self.code("", value) if is_leaf else None])
+        return found
 
     makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
         **{k: m for k, m in Coder.makers.items() if k is not Tensor and k is not np.ndarray},
@@ -240,11 +256,11 @@ def mark_of(
     """
     identities = identities or Identities()
     try:
-        code = _Describer(identities, names or {}).code("", value)
+        try:
+            code = _Describer(identities, names or {}).code("", value)
+        except RecursionError:
+            code = _Describer(identities, names or {}).flat(value)
         found = digest_of(code)[0]
-    except RecursionError:
-        # What cannot be read counts as changed.
-        found = identities.number(iter(()))
     except Exception as error:  # user code
         found = type(error).__name__, identities.number(value)
     return found if isinstance(found, bytes) else repr(found).encode()

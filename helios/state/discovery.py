@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
@@ -37,7 +37,7 @@ from helios.state.optimizers import (
     members_of,
     misfits_of,
 )
-from helios.state.restoring import Prepared, Restoring
+from helios.state.restoring import Prepared, Restoring, made_by_loading
 from helios.state.snapshot import Form, Snapshot, kind_of
 from helios.state.steps import StepWatch
 from helios.state.values import LIMIT, PLAIN
@@ -165,6 +165,7 @@ class Discovery:
         self._last: Snapshot | None = None
         self._prepared: Prepared | None = None
         self._keeps_last = False
+        self._checked: Mapping[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is only valid in this process: the baseline compares by identity."""
@@ -245,8 +246,9 @@ class Discovery:
             PLAIN if self._is_data else (),
         )
 
-    def _look(self, unsaved: frozenset[str] | None = None) -> Snapshot:
-        return Snapshot(self._owner, self._rules(unsaved), self._identities)
+    def _look(self, unsaved: frozenset[str] | None = None, lost: Iterable[str] = ()) -> Snapshot:
+        rules = replace(self._rules(unsaved), lost=frozenset(lost))
+        return Snapshot(self._owner, rules, self._identities)
 
     # ---- setup and start
 
@@ -352,15 +354,20 @@ class Discovery:
             state = unchanged.capture()
             return state if state["objects"] or state["parameters"] else {}
         base, now = self.baseline, self._look()
-        self._last, anchors, late = now, now.anchors, {}
+        anchors, late = now.anchors, {}
         if not self._is_strict:
             late = base.late_in(now)
         objects = {p: _state_of(p, o) for p, o in anchors.objects.items() if p not in late}
         inner = {p: _state_of(p, o) for p, o in anchors.inner.items() if p in base.inner}
         states = objects | inner
         covers = coverages(now.objects, states, own, now.mark_of_content)
-        left_out = partial(self._left_out, now, covers)
         values, lost = self._changed_values(now, covers, late)
+        while not lost.keys() <= now.anchors.rules.lost:
+            # What else refers to their members is saved on its own.
+            now = self._look(lost=lost)
+            values, more = self._changed_values(now, covers, late)
+            lost = dict(sorted((lost | more).items()))
+        self._last = now
         lost |= self._unlinked
         misfits = self._misfits(now) if self._is_strict else {}
         for path, part in late.items():
@@ -373,6 +380,7 @@ class Discovery:
             named = lost_since(base.marks, marks_of(now, base.classes))
             lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
         self._named.report(lost, misfits)
+        left_out = partial(self._left_out, now, covers)
         members = members_of(anchors)
         return {
             "objects": objects if own is None else left_out(objects),
@@ -407,45 +415,17 @@ class Discovery:
         self, now: Snapshot, covers: Mapping[str, Coverage], late: Collection[str]
     ) -> tuple[Codes, dict[str, str]]:
         """Return the codes of changed values, and what is too large or of an unknown class."""
-        base, codes = self._require_baseline(), now.walk.codes
-        changed: list[tuple[int, str, Any]] = []
-        for name, table in now.digests().items():
-            if late and not {name, *_above(name)}.isdisjoint(late):
-                continue
-            known = base.digests.get(name, {})
-            # The state of an optimizer does not count as plain values, however it is saved.
-            is_free = TABLES if isinstance(now.walk.holders.get(name), Optimizer) else ()
-            changed += [
-                (0 if key in is_free else size, name, key)
-                for key, (digest, size) in table.items()
-                if known.get(key) != digest
-            ]
-            # What no longer counts is still there, such as a member of a data set that has grown.
-            present = set() if name else {*attributes_of(self._owner)}
-            gone = known.keys() - table.keys() - present
-            changed += [(0, name, key) for key in gone]
-        covered = {
-            (name, key)
-            for _, name, key in changed
-            if name in covers
-            and covers[name].has(key, now.value_of(name, key))
-            # A copy cannot tell what it has, or had after setup, in common with others.
-            and not names_in(codes.get(name, {}).get(key))
-            and key not in base.links.get(name, ())
-        }
-        if covered:
-            left = (entry[1:] for entry in changed if entry[1:] not in covered)
-            wanted = {each for name, key in left for each in names_in(codes.get(name, {}).get(key))}
-            # What others refer to by name is made again under that name.
-            covered -= {place for place in covered if _leads_to(path_of(*place), wanted)}
-        changed = [entry for entry in changed if entry[1:] not in covered]
+        codes, base = now.walk.codes, self._require_baseline()
+        changed = self._find_changes(now, late)
+        covered = self._find_covered(now, covers, [place for _, place in changed])
         types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
         odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
         lost: dict[str, str] = {}
-        total, chosen = 0, set()
-        for size, name, key in sorted(changed, key=lambda entry: entry[0]):
-            code = codes[name].get(key, GONE) if name in codes else GONE
-            named = types_in(code) if odd else ()
+        total, chosen = 0, set[tuple[str, Any]]()
+        for size, (name, key) in sorted(changed, key=lambda entry: entry[0]):
+            if (name, key) in covered:
+                continue
+            named = types_in(codes.get(name, {}).get(key)) if odd else ()
             unknown = [each for each in named if in_every_process(each) not in types]
             total += size
             if unknown:
@@ -455,9 +435,9 @@ class Discovery:
             else:
                 chosen.add((name, key))
         values: dict[str, dict[Any, Any]] = {}
-        for name in codes:
-            keys = [*codes[name], *sorted(base.digests.get(name, {}).keys() - codes[name].keys())]
-            kept = {key: codes[name].get(key, GONE) for key in keys if (name, key) in chosen}
+        for name, table in codes.items():
+            keys = [*table, *sorted(base.digests.get(name, {}).keys() - table.keys())]
+            kept = {key: table.get(key, GONE) for key in keys if (name, key) in chosen}
             if saved := {key: code for key, code in kept.items() if code != HOLE}:
                 values[name] = saved
         paths = {path_of(name, key) for name, table in values.items() for key in table}
@@ -468,6 +448,50 @@ class Discovery:
             for each in held
         ]
         return Codes(values, tensors), dict(sorted(lost.items()))
+
+    def _find_changes(
+        self, now: Snapshot, late: Collection[str]
+    ) -> list[tuple[int, tuple[str, Any]]]:
+        """Return the sizes of the values that training has changed, with holder and key."""
+        base, codes = self._require_baseline(), now.walk.codes
+        changed: list[tuple[int, tuple[str, Any]]] = []
+        for name, table in now.digests().items():
+            if late and not {name, *_above(name)}.isdisjoint(late):
+                continue
+            known = base.digests.get(name, {})
+            # The state of an optimizer does not count as plain values, however it is saved.
+            for key, (digest, size) in table.items():
+                if known.get(key) != digest:
+                    is_free = key in TABLES and isinstance(now.walk.holders.get(name), Optimizer)
+                    changed.append((0 if is_free else size, (name, key)))
+            if not known.keys() <= table.keys():
+                # What no longer counts is still there: a member of a data set that has grown.
+                present = set() if name else {*attributes_of(self._owner)}
+                gone = known.keys() - table.keys() - present
+                changed += [(0, (name, key)) for key in gone]
+        # What start events have made is made again, with all that refers to it.
+        return [each for each in changed if not late or not _leads_into(codes, *each[1], late)]
+
+    def _find_covered(
+        self, now: Snapshot, covers: Mapping[str, Coverage], changed: Iterable[tuple[str, Any]]
+    ) -> set[tuple[str, Any]]:
+        """Return which values the states of their holders have already, by holder and key."""
+        base, codes = self._require_baseline(), now.walk.codes
+        covered = {
+            (name, key)
+            for name, key in changed
+            if name in covers
+            and covers[name].has(key, now.attributes_of(name))
+            # A copy cannot tell what it has, or had after setup, in common with others.
+            and not names_in(codes.get(name, {}).get(key))
+            and key not in base.links.get(name, ())
+        }
+        if covered:
+            left = (place for place in changed if place not in covered)
+            wanted = {each for name, key in left for each in names_in(codes.get(name, {}).get(key))}
+            # What others refer to by name is made again under that name.
+            covered -= {place for place in covered if _leads_to(path_of(*place), wanted)}
+        return covered
 
     def _safe_types(self) -> list[type]:
         return [kind for kind in self.safe_types if isinstance(kind, type)]
@@ -520,6 +544,25 @@ class Discovery:
         """
         self._prepared = self._restoring().prepare(state)
 
+    def check(
+        self, state: Mapping[str, Any], later: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Check that a state fits, before anything is changed; :meth:`restore` need not, then.
+
+        Args:
+            state: what :meth:`capture` returned.
+            later: what does not exist before other owners are restored, by name.
+
+        Returns:
+            What does not exist before this state is restored, by name.
+
+        Raises:
+            StateError: naming what does not fit.
+        """
+        self._last = self._restoring().check(state, later)
+        self._checked = state
+        return made_by_loading(state)
+
     def restore(self, state: dict[str, Any], *, is_inference: bool = False) -> None:
         """Restore what :meth:`capture` returned. No part of it is kept.
 
@@ -533,6 +576,9 @@ class Discovery:
             StateError: if the state is of other objects than those found (then nothing is changed),
                 or if an object rejects its state.
         """
+        if not is_inference and self._checked is not state:
+            self.check(state)
+        self._checked = None
         restoring = self._restoring()
         prepared, self._prepared = self._prepared, None
         self._last = restoring.run(state, is_inference=is_inference, prepared=prepared)
@@ -558,11 +604,17 @@ class Discovery:
         )
 
 
+def _leads_into(codes: Links, name: str, key: Any, paths: Collection[str]) -> bool:
+    """Return whether a value refers to one of some paths, or to something below it."""
+    names = names_in(codes.get(name, {}).get(key))
+    return any(not {each, *_above(each)}.isdisjoint(paths) for each in names)
+
+
 def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> bool:
     """Return whether the state of an object holds the attribute that a path leads into."""
     for name in ("", *_above(path)):
         key = path[len(name) :].lstrip(".").partition(".")[0]
-        if name in covers and covers[name].has(key, now.value_of(name, key)):
+        if name in covers and covers[name].has(key, now.attributes_of(name)):
             return True
     return False
 

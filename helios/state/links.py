@@ -7,6 +7,7 @@ A ``load_state_dict`` may replace a tensor, a list or a dict that somebody else 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, TypeAlias
 
 from helios.state.walk import PARTS
@@ -15,13 +16,15 @@ from helios.storage.codes import TAG
 Links: TypeAlias = Mapping[str, Mapping[Any, Any]]
 """Links of values, by holder and key."""
 
+_NESTED = frozenset((dict, list, tuple))
+
 
 def links_in(codes: Links) -> dict[str, dict[Any, Any]]:
     """Return the codes with references to what has another name."""
     found: dict[str, dict[Any, Any]] = {}
     for name, table in codes.items():
         for key, code in table.items():
-            if key != PARTS and type(code) in (dict, list, tuple) and any(_references(code)):
+            if key != PARTS and names_in(code):
                 found.setdefault(name, {})[key] = code
     return found
 
@@ -46,8 +49,18 @@ def severed(links: Links, codes: Links, saved: Links) -> dict[str, dict[Any, Any
 
 
 def names_in(code: Any) -> set[str]:
-    """Return the names to which a code refers."""
-    return {name for _, name in _references(code)}
+    """Return the names to which a code refers, without a call for each of its members."""
+    names: set[str] = set()
+    level = [code]
+    while level:
+        tables = [each for each in level if type(each) is dict]
+        names.update(name for table in tables if (name := _name_in(table)) is not None)
+        lists = [each for each in level if type(each) in (list, tuple)]
+        held = [*lists, *(table.values() for table in tables)]
+        # Most long ones are flat.
+        is_flat = _NESTED.isdisjoint(map(type, chain.from_iterable(held)))
+        level = [] if is_flat else [x for x in chain.from_iterable(held) if type(x) in _NESTED]
+    return names
 
 
 def _references(code: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
@@ -56,10 +69,16 @@ def _references(code: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[
         for number, each in enumerate(code):
             yield from _references(each, (*place, number))
     elif type(code) is dict:
-        if code.get(TAG) == "ref":
-            yield place, code["name"]
-        elif TAG in code and isinstance(code.get("of"), str):
-            yield place, code["of"]
+        if (name := _name_in(code)) is not None:
+            yield place, name
         else:
             for key, each in code.items():
                 yield from _references(each, (*place, key))
+
+
+def _name_in(code: dict[Any, Any]) -> str | None:
+    """Return the name to which a reference, or a view of memory, refers."""
+    if TAG not in code:
+        return None
+    name = code["name"] if code[TAG] == "ref" else code.get("of")
+    return name if isinstance(name, str) else None

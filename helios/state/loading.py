@@ -14,13 +14,42 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.state.networks import state_of
+from helios.state.networks import Network, is_odd, pieces_of, state_of
 from helios.state.optimizers import load_state
 
 _MAX_LAYERS = 3
 
 TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
 """Objects that weights do without, and that an evaluation may lack."""
+
+
+def check_sizes(
+    path: str, network: nn.Module, state: Mapping[str, Any], forms: Mapping[str, Any]
+) -> None:
+    """Refuse the state of a network whose tensors have other sizes, unless user code loads it.
+
+    Args:
+        path: its path.
+        network: the network.
+        state: its state.
+        forms: what loading gives another size first, by name.
+
+    Raises:
+        StateError: naming the first of them, and what to replace for fine-tuning.
+    """
+    parts = Network(network)
+    if is_odd(parts):
+        return
+    for name, tensor in pieces_of(parts).items():
+        saved = state.get(name)
+        is_same = not isinstance(saved, Tensor) or saved.shape == tensor.shape
+        if not is_same and f"{path}.{name}" not in forms:
+            raise StateError(
+                f"{path} ({type(network).__name__}) rejected its saved state: size mismatch for "
+                f"{name}: {tuple(state[name].shape)} was saved, and it is {tuple(tensor.shape)} "
+                "now. Build it in setup() as it was when the state was saved."
+                f"{_describe_replacement(path, network, state, 'self')}"
+            )
 
 
 def load_into(

@@ -175,6 +175,8 @@ def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
         if not any(map(table.get, names)):
             return {}
         found = {name: table[name] for name in names if table.get(name)}
+    if not found:
+        return {}
     own = {
         name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
         for name, hooks in found.items()
@@ -260,11 +262,14 @@ def _places(entries: Mapping[str, Any]) -> set[int]:
 
 def is_odd(network: Network) -> bool:
     """Return whether user code says what the ``state_dict`` of a network holds."""
-    for part in (part for _, part in network.modules):
-        written = [method_of(part, name) for name in ("state_dict", "_save_to_state_dict")]
-        if not all(map(is_known, (*written, *vars(part).get("_state_dict_hooks", {}).values()))):
-            return True
-    return False
+    names = ("state_dict", "_save_to_state_dict")
+    kinds = {type(part) for _, part in network.modules}
+    writers = [getattr(kind, name) for kind in kinds for name in names]
+    for _, part in network.modules:
+        table = vars(part)
+        writers += filter(None, map(table.get, names))
+        writers += table.get("_state_dict_hooks", {}).values()
+    return not all(map(is_known, writers))
 
 
 def pieces_of(network: Network) -> dict[str, Tensor]:
@@ -325,7 +330,7 @@ def tensors_by_network(anchors: Any) -> dict[str, dict[str, Tensor]]:
     """Return the parameters by network and name, each once; loose ones under ``""``."""
     seen, outside = set[int](), anchors.rules.outside.names
     found: dict[str, dict[str, Tensor]] = {}
-    for path, module in anchors.of_kind(nn.Module).items():
+    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
         own = [(n, p) for n, p in anchors.network(module).parameters if id(p) not in seen]
         found[path] = {name: part for name, part in own if id(part) not in outside}
         seen.update(id(part) for _, part in own)
@@ -335,7 +340,7 @@ def tensors_by_network(anchors: Any) -> dict[str, dict[str, Tensor]]:
 
 def flags_of(anchors: Any) -> dict[str, dict[str, list[str]]]:
     """Return the names of frozen parameters and of submodules in evaluation mode."""
-    networks = anchors.of_kind(nn.Module)
+    networks = anchors.of_kind(nn.Module, with_inner=True)
     return {
         path: {
             "frozen": [n for n, t in table.items() if path and not t.requires_grad]
@@ -351,7 +356,7 @@ def flags_of(anchors: Any) -> dict[str, dict[str, list[str]]]:
 def _by_place(anchors: Any) -> dict[tuple[str, str], Tensor]:
     """Return tensors by network and name; a shared one may be saved under any of its names."""
     places = {("", name): tensor for name, tensor in tensors_by_network(anchors)[""].items()}
-    for path, module in anchors.of_kind(nn.Module).items():
+    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
         bare = BareNames(module)
         for name, tensor in module.named_parameters(remove_duplicate=False):
             places[path, bare.of(name)] = tensor
@@ -368,7 +373,7 @@ def load_flags(flags: Mapping[str, Any], anchors: Any) -> None:
         for tensor in table.values() if path in flags else ():
             if tensor.requires_grad == (id(tensor) in frozen):
                 tensor.requires_grad_(id(tensor) not in frozen)
-    for path, module in anchors.of_kind(nn.Module).items():
+    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
         resting = set(flags.get(path, {"eval": ()})["eval"])
         for name, part in anchors.network(module).modules if path in flags else ():
             part.training = name not in resting

@@ -184,6 +184,25 @@ class Owners:
             for name in states.keys() & self._found.keys():
                 self._found[name].prepare(states[name])
 
+    def check(self, states: Mapping[str, dict[str, Any]], made: Mapping[str, Any]) -> None:
+        """Check that states fit, before anything is changed.
+
+        Args:
+            states: what :meth:`capture` returned.
+            made: what does not exist before the model is restored, by its name there.
+
+        Raises:
+            StateError: naming what does not fit.
+        """
+        later = {f"<model>/{name}": part for name, part in made.items()}
+        with self._round() as share:
+            for name, found in self._found.items():
+                if name in states:
+                    found.check(states[name], later)
+                else:
+                    found.look_at_values()
+                share(name)
+
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Restore what :meth:`capture` returned; in a training, keep that of missing owners."""
         with self._round() as share:

@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state import reasons
-from helios.state.anchors import Anchors, Rules, as_written, each_named, path_of
+from helios.state.anchors import Anchors, Rules, as_written, each_named, name_of_group, path_of
 from helios.state.holders import GONE, set_values, without_declared
 from helios.state.links import Links, links_in, names_in, severed
-from helios.state.loading import TRAINING_ONLY, load_into
+from helios.state.loading import TRAINING_ONLY, check_sizes, load_into
 from helios.state.networks import fill, load_flags, load_grads, pieces_of
 from helios.state.optimizers import Tables, arrange, collecting
 from helios.state.snapshot import Snapshot, form_of, kind_of
@@ -119,8 +119,6 @@ class Restoring:
         now = self._look()
         links = links_in(now.walk.codes) if self._links is None else self._links
         values = self._values_to_set(state)
-        if not is_inference:
-            self._check(now, state, values)
         _restore_parts(now.anchors, state)
         now = self._look()
         unfit = None
@@ -211,14 +209,26 @@ class Restoring:
 
     # ---- before anything is changed
 
-    def _check(
-        self, now: Snapshot, state: Mapping[str, Any], values: Mapping[str, Mapping[Any, Any]]
-    ) -> None:
-        """Reject a state of other objects before anything is changed."""
-        anchors = now.anchors
+    def check(self, state: Mapping[str, Any], later: Mapping[str, Any] | None = None) -> Snapshot:
+        """Reject a state of other objects before anything is changed.
+
+        Args:
+            state: the saved state.
+            later: what does not exist before other owners are restored, by name.
+
+        Returns:
+            What the owner holds now.
+
+        Raises:
+            StateError: naming what does not fit.
+        """
+        now, values = self._look(), self._values_to_set(state)
+        anchors, states = now.anchors, {**state["objects"], **state["inner"]}
         for path, part in now.objects.items():
             if isinstance(part, TRAINING_ONLY):
                 _check_kind(path, part, state)
+            elif isinstance(part, nn.Module) and path in states:
+                check_sizes(path, part, states[path], state["forms"])
         present = {*anchors.objects, *anchors.loose}
         saved = {*state["objects"], *state["parameters"]}
         lacking = state["inner"].keys() - anchors.inner.keys() - present
@@ -242,7 +252,8 @@ class Restoring:
             for key, code in table.items()
             if key != PARTS and code not in (HOLE, GONE)
         }
-        self._builder(now.walk, _made_by_loading(state)).check(codes)
+        self._builder(now.walk, {**(later or {}), **made_by_loading(state)}).check(codes)
+        return now
 
     def _undeclared(self, paths: Iterable[str]) -> set[str]:
         """Return the paths that are not declared as unsaved, directly or by a parent."""
@@ -328,14 +339,16 @@ def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
         )
 
 
-def _made_by_loading(state: Mapping[str, Any]) -> dict[str, Any]:
+def made_by_loading(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what does not exist before objects have loaded their states, by name."""
     made: dict[str, Any] = {
         name: torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         for name, (dtype, shape, strides) in state["forms"].items()
     }
     for path, each in {**state["objects"], **state["inner"]}.items():
-        for place, name in enumerate(chain.from_iterable(state["members"].get(path, ()))):
+        members = state["members"].get(path, ())
+        made |= {name_of_group(path, names): {} for names in members}
+        for place, name in enumerate(chain.from_iterable(members)):
             made |= each_named(f"{path}.state.<{name}>", each.get("state", {}).get(place))
     return made
 

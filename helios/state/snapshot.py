@@ -110,9 +110,9 @@ class Snapshot:
         """The values that have a path here, for other owners."""
         return self.walk.parts
 
-    def value_of(self, name: str, key: Any) -> Any:
-        """Return what a holder has under a key, or ``None``."""
-        return attributes_of(self.walk.holders.get(name)).get(key)
+    def attributes_of(self, name: str) -> dict[str, Any]:
+        """Return the attributes of a holder; none if there is no such holder."""
+        return attributes_of(self.walk.holders.get(name))
 
     def forms(self) -> dict[str, Form]:
         """Return the forms of parameters and persistent buffers, by name."""

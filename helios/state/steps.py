@@ -101,7 +101,7 @@ def digest_without_buffers(parts: Any) -> str:
 
 
 def _parameters(anchors: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, module in anchors.of_kind(nn.Module).items():
+    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
         for name, tensor in anchors.network(module).parameters:
             yield f"{path}.{name}", tensor
     yield from anchors.loose.items()

@@ -60,6 +60,7 @@ class Walk(Coder):
         self.may_omit = bool(self._unsaved)
         self._queue: deque[tuple[str, Any, Any]] = deque()
         self._reached: set[str] = set()
+        self._kept_inside: list[Any] = []
         # What loading may replace has the name that it has there.
         for path, part in [*anchors.objects.items(), *anchors.inner.items()]:
             self._enter(path, part)
@@ -149,14 +150,18 @@ class Walk(Coder):
     def _code_or_hole(self, path: str, value: Any) -> Any:
         known = len(self._kept)
         try:
-            return self.code(path, value)
+            code = self.code(path, value)
+            if path not in self.anchors.rules.lost:
+                return code
+            reason = ""
         except Unsavable as error:
             reason = error.reason
         except RecursionError:
             reason = reasons.TOO_DEEP
         except Exception as error:  # user code, called while a value is taken apart
             reason = reasons.BROKEN.format(type(error).__name__)
-        self.opaque[path] = (value, reason)
+        if reason:
+            self.opaque[path] = (value, reason)
         # What was met in it has no name: it is not saved there.
         for part in self._kept[known:]:
             place = self.names.pop(id(part), None)
@@ -204,12 +209,9 @@ class Walk(Coder):
         return HOLE if path in self._unsaved else self.code(path, value)
 
     def code_field(self, path: str, value: Any) -> Any:
-        """Return the code of an attribute of an object; a hole if it has none."""
-        return HOLE if path in self._unsaved else self._code_or_hole(path, value)
-
-    def fields_of(self, value: Any) -> Mapping[str, Any]:
-        """Return the attributes of a plain object, without those that lead to Helios."""
-        return {k: each for k, each in attributes_of(value).items() if not is_of_the_house(each)}
+        """Return the code of an attribute of an object; a hole if it has none, or is Helios'."""
+        is_left = path in self._unsaved or is_of_the_house(value)
+        return HOLE if is_left else self._code_or_hole(path, value)
 
     def name_of_key(self, key: Any) -> Any:
         """Return what stands in paths for a tensor or a network as a key."""
@@ -237,7 +239,11 @@ class Walk(Coder):
         if self.anchors.rules.tops is not None and id(value) not in self.anchors.rules.known:
             raise Unsavable(path, reasons.LATE)
         name = self.anchors.add(path, value, is_inner=True)
+        known = len(self._kept)
         self._enter(name, value)
+        # What it holds is saved there, whatever becomes of the value that leads to it.
+        self._kept_inside += self._kept[known:]
+        del self._kept[known:]
         return {TAG: "ref", "name": name}
 
     def _name_anchor(self, path: str, value: Any) -> str:
@@ -276,6 +282,8 @@ class Walk(Coder):
 def _own_attributes(part: Any) -> list[tuple[str, Any]]:
     """Return the attributes that users have given a tensor or a generator."""
     found = attributes_of(part) if not isinstance(part, Tensor) else table_of(part)
+    if not found:
+        return []
     return [(key, found[key]) for key in sorted(found) if not key.startswith(_OF_OTHERS)]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from enum import Enum, Flag
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from operator import is_
 from typing import Any, ClassVar, Final
 
@@ -118,12 +118,18 @@ def are_native(values: Collection[Any]) -> bool:
     return bool(max(map(abs, numbers)) < _BIG)
 
 
+def are_flat(values: Collection[Any]) -> bool:
+    """Return whether values are their own codes, or are tuples of such values, as pairs are."""
+    if are_native(values):
+        return True
+    return set(map(type, values)) == {tuple} and are_native([*chain.from_iterable(values)])
+
+
 class Coder:
     """One walk over values, each of which gets its code.
 
     A subclass may know more of what is met: see :meth:`refer`, :meth:`code_other`,
-    :meth:`code_member`, :meth:`code_field`, :meth:`fields_of`, :meth:`name_of_key` and
-    :meth:`neighbours`.
+    :meth:`code_member`, :meth:`code_field`, :meth:`name_of_key` and :meth:`neighbours`.
 
     Attributes:
         parts: values with an identity, by path.
@@ -206,10 +212,6 @@ class Coder:
         """Return the code of an attribute of a plain object, or :data:`HOLE`."""
         return self.code_member(path, value)
 
-    def fields_of(self, value: Any) -> Mapping[str, Any]:
-        """Return the attributes of a plain object that are saved."""
-        return attributes_of(value)
-
     def name_of_key(self, key: Any) -> Hashable:
         """Return what stands in paths for a key of a dict that is no plain value."""
         return None
@@ -240,7 +242,7 @@ class Coder:
         return {TAG: "scalar", "value": scalar_to_parts(value)}
 
     def _members(self, path: str, values: Collection[Any]) -> list[Any]:
-        return list(values) if are_native(values) else self._mixed(path, values)
+        return list(values) if are_flat(values) else self._mixed(path, values)
 
     def _mixed(self, path: str, values: Collection[Any]) -> list[Any]:
         return [
@@ -315,6 +317,8 @@ class Coder:
         return code
 
     def _pairs(self, path: str, value: Mapping[Any, Any]) -> list[list[Any]]:
+        if are_flat(value) and are_native(value.values()) and not self.may_omit:
+            return [*map(list, value.items())]
         pairs = []
         for number, (key, each) in enumerate(value.items()):
             coded = self.code(f"{path}.<key {number}>", key)
@@ -360,7 +364,7 @@ class Coder:
         self.kinds.add(kind)
         fields = {
             name: self.code_field(path_to(path, name), each)
-            for name, each in self.fields_of(value).items()
+            for name, each in attributes_of(value).items()
         }
         return {TAG: "object", "type": type_name(kind), "fields": fields}
 

@@ -19,7 +19,7 @@ import zoneinfo
 from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -60,18 +60,6 @@ def _unpack(packed: Any) -> bytes:
     return bytes(packed.numpy().tobytes())
 
 
-def array_to_parts(array: np.ndarray[Any, Any]) -> list[Any]:
-    """Return dtype, shape, memory order and bytes of an array without objects.
-
-    The order is ``"C"``, ``"F"``, or the list of axes by decreasing strides. A read-only array has
-    a fifth part.
-    """
-    flags = array.flags
-    order, packed = ("C", _pack(array.tobytes())) if flags.c_contiguous else _ordered(array)
-    parts = [describe(array.dtype), list(array.shape), order, packed]
-    return parts if flags.writeable else [*parts, "read-only"]
-
-
 def scalar_to_parts(scalar: np.generic) -> list[Any]:
     """Return dtype and bytes of a scalar."""
     return [describe(scalar.dtype), scalar.tobytes().decode("latin-1")]
@@ -100,29 +88,6 @@ def dtype_of(description: Any) -> np.dtype[Any]:
     if dtype.hasobject:
         raise ValueError("an array of a file cannot hold objects")
     return dtype
-
-
-def _ordered(array: np.ndarray[Any, Any]) -> tuple[Any, Any]:
-    if array.flags.f_contiguous:
-        return "F", _pack(array.tobytes("F"))
-    axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
-    return axes, _pack(array.transpose(axes).tobytes())
-
-
-def parts_to_array(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Invert :func:`array_to_parts`."""
-    kind, shape, order, packed, *flags = parts
-    dtype = dtype_of(kind)
-    memory = bytearray(_unpack(packed))
-    array: np.ndarray[Any, Any]
-    if isinstance(order, str):
-        array = np.ndarray(shape, dtype, memory, order=cast('Literal["F", "C"]', order))
-    else:
-        lengths = [shape[axis] for axis in order]
-        array = np.ndarray(lengths, dtype, memory).transpose(np.argsort(order))
-    if flags:
-        array.flags.writeable = False
-    return array
 
 
 def objects_to_array(shape: Sequence[int], items: Collection[Any]) -> np.ndarray[Any, Any]:

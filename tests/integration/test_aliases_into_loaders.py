@@ -280,6 +280,7 @@ def _train_killed(make: Callable[[], Any], root: Path, every: int) -> Any:
     return _train(make, root, every)
 
 
+@pytest.mark.shows("S75")
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_kept_is_the_same_after_a_kill(row: str, tmp_path: Path) -> None:
     make = functools.partial(Net, ROWS[row])
@@ -305,12 +306,11 @@ class Keeper(Plugin):
             self.use(self.kept)
 
 
-@pytest.mark.xfail(strict=True, reason="a plugin keeps what loading replaces")
 @pytest.mark.parametrize("row", ["a group that training keeps", "a moment"])
 def test_what_a_plugin_keeps_is_the_same_after_a_kill(row: str, tmp_path: Path) -> None:
     def train(root: Path, *plugins: Plugin) -> Any:
         model = functools.partial(Net, Row(_nothing, use, optimizer=optimizer))
-        return _train(model, root, Keeper(take, use), *plugins)
+        return _train(model, root, 4, Keeper(take, use), *plugins)
 
     _, use, take, optimizer = ROWS[row]
     whole = train(tmp_path / "whole")
@@ -323,6 +323,7 @@ def test_the_rate_of_a_group_that_is_kept_is_exact(tmp_path: Path) -> None:
     assert rates == [0.1, 0.1 * 0.5**8]  # 0.00039; 0.00625 if the group is a dead dict
 
 
+@pytest.mark.shows("S75")
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("wrap", [Both, Stateless])
 def test_a_wrapper_of_two_optimizers_is_right_after_a_kill(

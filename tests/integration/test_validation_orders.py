@@ -143,6 +143,7 @@ def _train(make: Callable[[], Any], loaders: int, root: Path, *plugins: Plugin) 
     return model.orders
 
 
+@pytest.mark.shows("S66")
 @pytest.mark.parametrize("loaders", [1, 2])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_validation_has_the_order_that_it_would_have_had(

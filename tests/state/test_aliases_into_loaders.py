@@ -304,6 +304,7 @@ def _bits_of(owner: Any) -> Any:
     return bits([owner.nets.state_dict(), owner.optimizer.state_dict()])
 
 
+@pytest.mark.shows("S75")
 @pytest.mark.parametrize("name", _CASES)
 def test_what_is_held_of_a_loader_is_held_after_a_resume(
     name: str, tmp_path: Path, said: list[str]
@@ -363,6 +364,7 @@ class Renames(Average):
         del self.seen
 
 
+@pytest.mark.shows("S75")
 def test_what_cannot_be_linked_again_is_named(said: list[str]) -> None:
     def make() -> Any:
         nets = _nets()

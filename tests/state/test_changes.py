@@ -6,6 +6,7 @@ import copy
 import logging
 import threading
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import helios
 from tests.state.owners import (
     Owner,
     bits,
@@ -387,3 +389,53 @@ def test_a_replay_buffer_of_a_few_megabytes_comes_back(tmp_path: Path) -> None:
     for (mine, *others), (theirs, *more) in zip(owner.replay, again.replay, strict=True):
         assert mine.tobytes() == theirs.tobytes()
         assert others == more
+
+
+def _nested(innermost: list[Any]) -> list[Any]:
+    for _ in range(3000):
+        innermost = [innermost]
+    return innermost
+
+
+def _innermost(nested: list[Any]) -> list[Any]:
+    while isinstance(nested[0], list):
+        nested = nested[0]
+    return nested
+
+
+@pytest.mark.parametrize(
+    ("made", "change"),
+    [
+        (defaultdict(lambda: [0, 0], {"cat": [0, 0]}), lambda table: table["cat"].append(1)),
+        ([defaultdict(lambda: 0, {"cat": 0}), threading.Lock()], lambda pair: pair[0].clear()),
+        ({torch.zeros(3)}, lambda bag: next(iter(bag)).add_(1)),
+        (np.ma.array([1, 2], mask=[0, 0]), lambda array: array.__setitem__(0, np.ma.masked)),
+        (_nested([0]), lambda nested: _innermost(nested).append(1)),
+        (_nested([torch.zeros(2)]), lambda nested: _innermost(nested)[0].add_(1)),
+    ],
+)
+def test_a_change_within_what_no_checkpoint_can_hold_is_named(
+    made: Any, change: Callable[[Any], Any]
+) -> None:
+    owner = Owner(stats=made)
+    discovery = started(owner)
+    assert not discovery.capture()["missing"]
+    change(owner.stats)
+    assert any(path.startswith("stats") for path in discovery.capture()["missing"])
+
+
+class Helper:
+    """An object that counts, and refers to a part of Helios."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.count = trainer, 0
+
+
+def test_an_object_keeps_the_part_of_helios_to_which_it_refers(tmp_path: Path) -> None:
+    trainer = helios.Trainer(use_cpu=True)
+    owner = Owner(helper=Helper(trainer))
+    discovery = started(owner)
+    owner.helper.count = 3
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = resumed(lambda: Owner(helper=Helper(trainer)), state)
+    assert (again.helper.trainer, again.helper.count) == (trainer, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,46 @@ def test_an_average_that_an_object_holds_is_saved(tmp_path: Path) -> None:
     owner.average.inner.update(owner.net)
     started(again).restore(through_a_file(discovery.capture(), tmp_path / "state"))
     assert bits(again.average.inner.state_dict()) == bits(owner.average.inner.state_dict())
+
+
+class Window:
+    """An object whose state has a part of its tensor, and one of two equal numbers."""
+
+    def __init__(self) -> None:
+        self.losses = torch.zeros(4)
+        self.count = self._count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.losses[-1], "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.losses[-1] = state_dict["last"]
+        self.count = state_dict["count"]
+
+
+def test_a_part_of_a_tensor_or_an_equal_number_is_not_the_whole_state(tmp_path: Path) -> None:
+    owner = Owner(window=Window())
+    discovery = started(owner)
+    owner.window.losses += 1
+    owner.window.count = owner.window._count = 3
+    again = resumed(
+        lambda: Owner(window=Window()), through_a_file(discovery.capture(), tmp_path / "state")
+    )
+    assert bits(again.window.losses) == bits(owner.window.losses)
+    assert vars(again.window)["_count"] == 3
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.parts: list[Any] = [Window()]
+
+
+def test_an_object_beside_what_cannot_be_saved_is_saved(tmp_path: Path) -> None:
+    owner = Owner(holder=Holder())
+    discovery = started(owner)
+    owner.holder.parts[0].losses += 1
+    owner.holder.parts.append(threading.Lock())
+    state = discovery.capture()
+    assert list(state["missing"]) == ["holder.parts"]
+    again = resumed(lambda: Owner(holder=Holder()), through_a_file(state, tmp_path / "state"))
+    assert bits(again.holder.parts[0].losses) == bits(owner.holder.parts[0].losses)

@@ -72,6 +72,24 @@ def test_a_layer_unfrozen_in_training_resumes_unfrozen() -> None:
     assert all(part.training for part in again.net.modules())
 
 
+class Helper:
+    def __init__(self) -> None:
+        self.net = nn.BatchNorm1d(3)
+
+
+def test_modes_and_gradients_of_a_network_in_an_object_come_back(tmp_path: Path) -> None:
+    owner = Owner(helper=Helper())
+    discovery = started(owner)
+    net = owner.helper.net
+    net(torch.randn(4, 3)).square().sum().backward()
+    net.eval()
+    net.bias.requires_grad_(False)
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = resumed(lambda: Owner(helper=Helper()), state).helper.net
+    assert (again.training, again.bias.requires_grad) == (False, False)
+    assert bits(again.weight.grad) == bits(net.weight.grad)
+
+
 def test_open_gradients_come_back_and_others_are_removed(tmp_path: Path) -> None:
     owner = _small()
     owner.net[0].requires_grad_(False)

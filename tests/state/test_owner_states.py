@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from helios.core.utils import unsaved_of
+from helios.core.utils import parameters_of, unsaved_of
 from helios.state.owners import Owner, Owners
-from tests.state.owners import saved_attributes
+from tests.state.owners import Average, saved_attributes
 
 
 class Base:
@@ -84,6 +84,41 @@ def test_what_a_state_dict_of_its_own_leaves_out_is_saved() -> None:
     part.extra.append(2)  # type: ignore[attr-defined]
     states, _ = owners.capture({"plugin 'a'": {"extra": part.extra}})  # type: ignore[attr-defined]
     assert saved_attributes(states["plugin 'a'"]) == {"count": 1}
+
+
+class Averaging:
+    """A plugin of which the state has the tensors of what it holds, and nothing else."""
+
+    def __init__(self) -> None:
+        net = nn.Linear(2, 2)
+        self.average = Average(net)
+        self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def step(self) -> None:
+        for parameter in parameters_of(self.optimizer):
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+        self.average.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.average.shadow, "moments": self.optimizer.state_dict()["state"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average.shadow = state_dict["shadow"]
+
+
+def test_a_state_with_the_tensors_of_an_object_leaves_out_its_numbers() -> None:
+    first, second = Averaging(), Averaging()
+    owners = _started(Owner("plugin 'a'", first, has_own_state=True))
+    first.step()
+    states, missing = owners.capture({"plugin 'a'": first.state_dict()})
+    assert not missing
+    again = _started(Owner("plugin 'a'", second, has_own_state=True))
+    again.prepare(states)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    again.restore(states)
+    assert (second.average.count, second.optimizer.param_groups[0]["lr"]) == (1, 0.05)
 
 
 @pytest.mark.shows("S42")

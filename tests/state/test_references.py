@@ -234,6 +234,7 @@ def test_what_a_load_state_dict_of_the_owner_assigns_is_what_its_optimizer_updat
     assert bits(weight) == bits(own["net"]["weight"])
 
 
+@pytest.mark.shows("S77")
 def test_a_state_is_a_function_of_what_is_there_and_not_of_how_it_came_there() -> None:
     def make() -> Any:
         return Owner(hist=[], prev=None, part=Holder([]), best=None)
@@ -293,7 +294,7 @@ def test_what_two_owners_share_stays_shared(tmp_path: Path) -> None:
     assert len(subset) == 4
 
 
-@pytest.mark.shows("S68")
+@pytest.mark.shows("S68", "S76")
 def test_another_structure_is_refused_before_anything_changes() -> None:
     owner = Owner(tally=Tally(), chosen=None, value=[0])
     discovery = started(owner)

@@ -162,6 +162,7 @@ def test_an_alias_that_training_moved_looks_at_its_target_again(
     assert again.array.tolist() == [[0, 2]]
 
 
+@pytest.mark.shows("S76")
 def test_an_alias_of_what_is_not_there_is_refused_before_anything_changes(tmp_path: Path) -> None:
     owner = _aliases()
     discovery = started(owner)

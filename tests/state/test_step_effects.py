@@ -18,6 +18,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.total = 0.0
+        self.scale = nn.Linear(1, 1)
         self.parts = [torch.zeros(2)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,6 +120,10 @@ def _follow_by_data(owner: Owner) -> None:
     owner.teacher.layer.weight.data.mul_(0.9).add_(owner.net.layer.weight.data, alpha=0.1)
 
 
+def _move(owner: Owner) -> None:
+    owner.meter.scale.weight.data.add_(1.0)
+
+
 def _count_calls(owner: Owner) -> None:
     owner.net.num_calls += 1
 
@@ -133,6 +138,7 @@ def _count_calls(owner: Owner) -> None:
         (_cache, "cache"),
         (_follow, "teacher.layer.weight"),
         (_follow_by_data, "teacher.layer.weight"),
+        (_move, "meter.scale.weight"),
         (_count_calls, "net.num_calls"),
     ],
 )

@@ -117,6 +117,7 @@ def _part_memory(net: Any) -> None:
     net[3].running_mean = net[3].running_mean.clone()
 
 
+@pytest.mark.shows("S56")
 @pytest.mark.parametrize("begins_tied", [True, False])
 def test_memory_that_training_shares_or_parts_is_named(begins_tied: bool, said: list[str]) -> None:
     owner = Owner(net=_net(is_tied=False))

@@ -93,6 +93,8 @@ VALUES: dict[str, Any] = {
     "complex": [1 + 2j, complex(-0.0, math.inf)],
     "nested": {"a": [1, (2, [3, {"b": ()}])], "": {}},
     "keys": {1: "a", 2.5: "b", None: "c", False: "d", (1, ("x", None)): "e", 2**3000: "f"},
+    "pairs": [[(1, "a"), (), (None,)], [(2**5000,), (1,)], {(1, 2): "x", ("a",): 2**4000}],
+    "plain pairs": {(1, 2): "x", ("a", None): 1.5, (): True},
     "other keys": {np.int64(4): 1, frozenset({1}): 2, PurePosixPath("p"): 3, b"k": 4, (b"z",): 5},
     "tag as key": {TAG: "set", "items": [1]},
     "nested tags": [
@@ -199,6 +201,7 @@ def test_values_are_restored_into_what_is_there(name: str) -> None:
         assert is_same(first, VALUES[name])
 
 
+@pytest.mark.shows("S77")
 def test_what_is_read_by_eye_is_plain() -> None:
     plain = {"epoch": 3, "names": ["a", "b"], "shape": (2, [1.5, None]), "best": {7: True}}
     assert write(plain) == plain
