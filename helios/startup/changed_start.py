@@ -210,9 +210,10 @@ def _is_state(name: str, record: Record | None) -> bool:
     assert record is not None
     owner, attribute = name.split(".")[:2]
     state = record.owners.get(owner, record.model if owner == "model" else {})
+    # A model that overrides state_dict may have a key of this name.
     values = state.get("values")
-    nodes = values.get("nodes", {}) if isinstance(values, Mapping) else {}
-    return attribute in {x.partition(".")[0] for x in (*nodes, *nodes.get("", {}).get("set", ()))}
+    holders = values if isinstance(values, Mapping) else {}
+    return attribute in {*holders.get("", ()), *(name.partition(".")[0] for name in holders)}
 
 
 def _compare_code(before: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[str]:

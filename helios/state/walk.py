@@ -197,7 +197,7 @@ class Walk(Coder):
             return self._stateful(path, value)
         if is_generator(value):
             return self._generator_with_attributes(path, value)
-        is_tuple = isinstance(value, tuple) and hasattr(type(value), "_fields")
+        is_tuple = isinstance(value, tuple) and getattr(type(value), "_fields", None) is not None
         if isinstance(value, Tensor) or is_tuple or is_plain_object(type(value)):
             return super().code_other(path, value)
         name = self._name_anchor(path, value)

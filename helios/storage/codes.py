@@ -198,7 +198,7 @@ class Coder:
             return self._generator(path, value)
         if isinstance(value, Tensor):
             return self._tensor(path, value)
-        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        if isinstance(value, tuple) and getattr(kind, "_fields", None) is not None:
             return self._tuple(path, value)
         if is_plain_object(kind):
             return self._object(path, value)
