@@ -18,8 +18,6 @@ from helios.core.sharded_tensors import is_sharded
 Array: TypeAlias = np.ndarray[Any, Any]
 Extent: TypeAlias = tuple[int, int]
 
-_ALIGNMENT = 16
-
 
 def storage_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; 0 if it has none (sparse, lazy, empty)."""
@@ -41,11 +39,6 @@ def root_of(array: Array) -> Any:
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
     return base
-
-
-def is_foreign(tensor: Tensor) -> bool:
-    """Return whether a tensor may use an array's memory, which torch cannot resize."""
-    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
 def address_of(array: Array) -> int:
@@ -110,25 +103,6 @@ def fills_its_reach(tensor: Tensor) -> bool:
     return True
 
 
-def overlapping(extents: Sequence[Extent]) -> list[list[int]]:
-    """Return the extents that overlap, directly or through others, as groups of indices.
-
-    Example:
-        >>> overlapping([(0, 4), (8, 9), (2, 6), (6, 7)])
-        [[0, 2], [3], [1]]
-    """
-    groups: list[list[int]] = []
-    reached = -1
-    for number in sorted(range(len(extents)), key=extents.__getitem__):
-        begin, end = extents[number]
-        if groups and begin < reached:
-            groups[-1].append(number)
-        elif begin < end:
-            groups.append([number])
-        reached = max(reached, end)
-    return groups
-
-
 class _Lent:
     """Exposes memory to NumPy as writable bytes, and keeps its owners alive."""
 
@@ -169,37 +143,6 @@ def array_on(
     """
     array: Array = np.ndarray(tuple(shape), dtype, memory, offset, tuple(strides))
     return array
-
-
-def copied_together(parts: Sequence[Array | Tensor]) -> tuple[Tensor, list[Any]]:
-    """Copy arrays and tensors on the host so that the copies share memory as the originals do.
-
-    Args:
-        parts: arrays without objects, and dense tensors.
-
-    Returns:
-        The memory of the copies, as bytes; and the copies, in the same order.
-    """
-    extents = [extent_of(part) for part in parts]
-    begin, end = min(extents)[0], max(end for _, end in extents)
-    # Elements keep their alignment, and a storage consists of whole elements.
-    shift = begin % _ALIGNMENT
-    size = -(-(shift + end - begin) // _ALIGNMENT) * _ALIGNMENT
-    block = torch.zeros(size, dtype=torch.uint8)
-    block[shift : shift + end - begin] = bytes_in((begin, end), parts)
-    copies: list[Any] = []
-    for part in parts:
-        if isinstance(part, Tensor):
-            offset = (part.data_ptr() - begin + shift) // part.element_size()
-            geometry = part.shape, part.stride(), offset
-            twin = tensor_on(block.untyped_storage(), part.dtype, *geometry)
-            copies.append(twin.requires_grad_(part.requires_grad))
-        else:
-            offset = address_of(part) - begin + shift
-            array = array_on(block.numpy(), part.dtype, part.shape, part.strides, offset)
-            array.flags.writeable = part.flags.writeable
-            copies.append(array)
-    return block, copies
 
 
 def tensor_on(
