@@ -18,8 +18,6 @@ from helios.core.sharded_tensors import is_sharded
 Array: TypeAlias = np.ndarray[Any, Any]
 Extent: TypeAlias = tuple[int, int]
 
-_ALIGNMENT = 16
-
 
 def storage_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; 0 if it has none (sparse, lazy, empty)."""
