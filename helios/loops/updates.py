@@ -93,8 +93,6 @@ class Updates:
             session.stepping_optimizer = optimizer
         is_committed = False
         if not is_skipped:
-            if session.display.is_shown:
-                session.display.note_rates(optimizer)
             step = engine.optimizer_step if self._draws is None else self._step_without_draws
             is_committed = step(optimizer)
         if is_committed is None:
@@ -106,6 +104,8 @@ class Updates:
         session.is_optimizer_step_committed = is_committed
         schedulers = session.schedulers
         if is_committed and schedulers is not None and not schedulers.is_empty:
+            if session.display.is_shown:
+                session.display.note_rates(optimizer)
             schedulers.after_step(schedules_of)
         if "on_before_zero_grad" in active:
             hooks.emit("on_before_zero_grad", optimizer)

@@ -26,8 +26,8 @@ KEY_AMP_SCALER = "amp_scaler"
 KEY_LOGGERS = "loggers"
 
 _STATE = "helios.trainer.TrainingState"
-# The current path of the class, which scripts may also write in the old form.
-_PRESENT_STATE = "helios.state.TrainingState"
+# The present module of the class, which scripts may also write in the old form.
+_PRESENT_STATE = "helios.counters.TrainingState"
 _FILE_KEYS = "helios.trainer._CheckpointKeys"
 _MODEL_KEYS = "helios.model.model._InternalStateKeys"
 _USER_KEY = "user"

@@ -94,10 +94,10 @@ def setting_names(optimizer: Optimizer, group: Mapping[str, Any]) -> list[str]:
 
 
 def _copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [
-        {name: copy.deepcopy(group[name]) for name in setting_names(optimizer, group)}
-        for group in optimizer.param_groups
-    ]
+    groups = optimizer.param_groups
+    own = [{name: each[name] for name in setting_names(optimizer, each)} for each in groups]
+    # At once, since groups may share a tensor.
+    return copy.deepcopy(own)
 
 
 def _members(optimizer: Optimizer) -> list[set[int]]:

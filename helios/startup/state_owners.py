@@ -150,7 +150,8 @@ def _order_of(source: Source) -> dict[str, Any]:
         return order.holders if isinstance(order, ReplayedOrder) else {}
     if not isinstance(loader, DataLoader) or isinstance(loader, Stateful):
         return {}
-    return ReplayedOrder(loader.batch_sampler or loader.sampler).holders
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return ReplayedOrder(sampler).holders
 
 
 def _count_workers(source: Source) -> int:

@@ -189,7 +189,7 @@ class _Describer(Coder):
         return self.refer(path, value) or self._described(path, value, (factory, dict(value)))
 
     def _set_of_any(self, path: str, value: Any) -> Any:
-        if any(isinstance(each, Tensor) for each in value):
+        if not ATOMS.issuperset(map(type, value)):
             return self.refer(path, value) or self._described(path, value, list(value))
         return self._set(path, value)
 

@@ -466,8 +466,7 @@ class Discovery:
                     changed.append((0 if is_free else size, (name, key)))
             if not known.keys() <= table.keys():
                 # What no longer counts is still there: a member of a data set that has grown.
-                present = set() if name else {*attributes_of(self._owner)}
-                gone = known.keys() - table.keys() - present
+                gone = known.keys() - table.keys() - now.attributes_of(name).keys()
                 changed += [(0, (name, key)) for key in gone]
         # What start events have made is made again, with all that refers to it.
         return [each for each in changed if not late or not _leads_into(codes, *each[1], late)]

@@ -50,6 +50,7 @@ FACTORY = (
     "the factory of its defaultdict cannot be called when loading: use one such as int or list"
 )
 IN_SET = "it holds a tensor in a set: keep tensors in a list or dict"
+OBJECT_IN_SET = "it holds objects in a set, whose order differs between starts: keep them in a list"
 NO_STORAGE = (
     "it holds a tensor without a storage of its own ({}): register it as a buffer of a network"
 )
@@ -283,6 +284,11 @@ class Coder:
         items = self._members(path, value)
         if any(isinstance(each, Tensor) or _tag_of(each) == "tensor" for each in items):
             raise Unsavable(path, IN_SET)
+        if any(
+            type(each).__hash__ is object.__hash__ for each in value if is_plain_object(type(each))
+        ):
+            # Its place among the members, and so its name, differs between processes.
+            raise Unsavable(path, OBJECT_IN_SET)
         code: dict[str, Any] = {TAG: kind.__name__, "items": items}
         if not _ORDERED.issuperset(map(type, items)):
             order = sorted(range(len(items)), key=[*map(repr, items)].__getitem__)

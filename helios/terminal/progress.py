@@ -68,7 +68,7 @@ class Display:
         """
 
     def note_rates(self, optimizer: Optimizer) -> None:
-        """Note the learning rates that a step of an optimizer is about to use."""
+        """Note the learning rates that a step has used, which schedulers are about to change."""
 
     def advance(
         self, losses: LossMeans, has_stepped: bool, *, logged: Mapping[str, float] | None = None

@@ -342,6 +342,7 @@ READERS = {
 # unpickled comes from the run's own processes.
 ALLOWED = {
     "storage/codec.py": {"torch.load"},
+    "data/workers.py": {"pickle.loads"},  # what workers of this process send
     "core/utils.py": {"torch.load"},
     "storage/dcp_metadata.py": {"pickle.Unpickler"},
     "distributed/pickling.py": {"pickle.loads", "torch.load"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -116,7 +117,8 @@ def make(
         ]
         kind = given.get("kind", torch.optim.SGD)
         others = {name: value for name, value in given.items() if name != "kind"}
-        optimizer = kind(table, lr=lr, **others)
+        # Schedulers and a resume write into a tensor.
+        optimizer = kind(table, lr=copy.deepcopy(lr), **others)
         return optimizer, [kind(optimizer) for kind in kinds]
 
     return build

@@ -176,7 +176,9 @@ class FullDisk(Plugin):
         save = torch.save
 
         def refuse(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-            save(value, _FullFile() if self.is_full else file, *args, **kwargs)
+            # What processes send each other is no file.
+            is_full = self.is_full and not isinstance(file, io.BytesIO)
+            save(value, _FullFile() if is_full else file, *args, **kwargs)
 
         if self.context.global_rank == self.full_rank:
             torch.save = refuse

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.state.owners import Owner, network, started
+from tests.state.owners import Owner, network, resumed, started
 
 
 def _silent(*args: Any) -> None:
@@ -78,6 +78,28 @@ def test_class_attributes_that_training_changes_are_named(said: list[str]) -> No
 
 
 @pytest.mark.shows("S51")
+class Bag:
+    """An object that a set holds by its address."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def test_objects_in_a_set_are_saved_where_something_else_refers_to_them() -> None:
+    def make() -> Any:
+        bags = [Bag() for _ in range(20)]
+        return Owner(bag=set(bags), first=bags[3], last=bags[7])
+
+    owner = make()
+    discovery = started(owner)
+    assert not discovery.capture()["missing"]
+    owner.first.value, owner.last.value = 1, 2
+    state = discovery.capture()
+    assert not state["missing"]
+    again = resumed(make, state)
+    assert (again.first.value, again.last.value) == (1, 2)
+
+
 def test_what_is_missing_stays_missing_and_is_said_once(said: list[str]) -> None:
     owner = Owner(log=[lambda: 1])
     discovery = started(owner)

@@ -177,7 +177,7 @@ def _change_structure(owner: Any) -> None:
     owner.shaped.requires_grad_(False)
     owner.shaped.eval()
     owner.third.table = owner.second.table
-    owner.extra.table = owner.wide[2:6]
+    owner.extra.table = owner.wide[2:6].clone()
     owner.current = owner.second
     del owner.spare
     owner.line[0], owner.line[1] = owner.line[1], owner.line[0]
