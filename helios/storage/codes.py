@@ -61,6 +61,7 @@ NO_VALUE = "a checkpoint cannot contain a {}"
 # ``weights_only`` reads integers of up to 255 bytes.
 _BIG = 1 << 2000
 _LONG = 1 << 12
+_BY_ADDRESS: Any = object.__hash__
 _PLAIN = NATIVE - {int}
 _SCALARS = frozenset({*np.sctypeDict.values()} - {np.object_})
 _MAPPINGS: dict[type, str] = {
@@ -285,7 +286,7 @@ class Coder:
         if any(isinstance(each, Tensor) or _tag_of(each) == "tensor" for each in items):
             raise Unsavable(path, IN_SET)
         if any(
-            type(each).__hash__ is object.__hash__ for each in value if is_plain_object(type(each))
+            type(each).__hash__ is _BY_ADDRESS for each in value if is_plain_object(type(each))
         ):
             # Its place among the members, and so its name, differs between processes.
             raise Unsavable(path, OBJECT_IN_SET)
