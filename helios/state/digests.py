@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from helios.core.generators import is_generator
 from helios.core.memory import has_plain_bytes
 from helios.core.sharded_tensors import is_sharded
+from helios.core.utils import version_of
 from helios.state.values import ATOMS, children_of, each_in, refer_to
 from helios.storage.checksums import array_sum, tensor_sum
 from helios.storage.codes import FACTORIES, NATIVE, TAG, Coder, Unsavable
@@ -203,7 +204,7 @@ class _Describer(Coder):
             inside = part.detach().coalesce()
             content = tensor_sum(inside.indices()), tensor_sum(inside.values())
         else:
-            content = self._number(part), _version_of(part)
+            content = self._number(part), version_of(part)
         return {TAG: "tensor", "content": (*form, *content), "own": self._own_of(path, part)}
 
     def _sum_of_array(self, path: str, part: Any) -> Any:
@@ -237,11 +238,6 @@ class _Describer(Coder):
         **dict.fromkeys((set, frozenset), _set_of_any),
         defaultdict: _defaultdict,
     }
-
-
-def _version_of(part: Tensor) -> int:
-    """Return a number that in-place operations count up; 0 of a tensor that has none."""
-    return 0 if part.is_inference() else part._version  # noqa: SLF001 - torch has no public counter
 
 
 def mark_of(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.sharded_tensors import is_sharded
+from helios.core.utils import version_of
 from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings
 from helios.state.anchors import path_of
@@ -118,7 +119,7 @@ def mark_of_tensor(parameter: Tensor, *, reads_bits: bool) -> bytes:
     """Return a mark that differs after a write; writes to ``.data`` do not change the version."""
     is_dense = parameter.layout is torch.strided
     return b"%d %d %d" % (
-        parameter._version,  # noqa: SLF001 - torch has no public counter
+        version_of(parameter),
         parameter.data_ptr() if is_dense else 0,
         int(bit_sum(parameter)) if reads_bits and is_dense else 0,
     )
