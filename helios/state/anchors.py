@@ -259,6 +259,11 @@ class Anchors:
                 return found
         return None
 
+    def find_own(self, name: str) -> Any:
+        """Return the anchor that has a name as its first one, also of another owner, or ``None``."""
+        found = self.parts.get(name)
+        return self.rules.outside.find(name) if found is None else found
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that an optimizer may update, by each of their names."""
         named = {**self.rules.outside.parts, **self.shared, **self.parts}

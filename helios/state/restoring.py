@@ -357,7 +357,7 @@ def _restore_parts(anchors: Anchors, state: Mapping[str, Any]) -> None:
     """Give networks the parts, and tensors the form, that they had."""
     made: dict[str, Tensor] = {}
     for name, (dtype, shape, strides) in state["forms"].items():
-        tensor = anchors.find(name)
+        tensor = anchors.find_own(name)
         if not isinstance(tensor, Tensor):
             made[name] = torch.empty_strided(shape, strides, dtype=dtype)
         elif not is_lazy(tensor) and form_of(tensor) != [dtype, shape, strides]:
@@ -382,7 +382,7 @@ def _register(
     for held, place in zip(tables_of_parts, ("_modules", "_parameters", "_buffers"), strict=True):
         new = {}
         for key, part in held.items():
-            found = None if part is None else anchors.find(part)
+            found = None if part is None else anchors.find_own(part)
             new[key] = made[part].to(device) if found is None and part in made else found
         tables[place].clear()
         tables[place].update(new)

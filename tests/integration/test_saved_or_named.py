@@ -129,8 +129,6 @@ ROWS = {
     "a plugin chooses a function of the model": Row(_nothing, _choose_a_function),
     "a plugin makes a network named as the model's": Row(_nothing, _make_a_network),
 }
-_RED = pytest.mark.xfail(strict=True, reason="no start can load the checkpoint")
-_RED_ROWS = [row for row in ROWS if "split" in row]
 
 
 def _train(row: Row, root: Path, *plugins: Plugin) -> list[bytes]:
@@ -140,9 +138,7 @@ def _train(row: Row, root: Path, *plugins: Plugin) -> list[bytes]:
     return [value.numpy().tobytes() for value in model.net.state_dict().values()]
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=_RED if row in _RED_ROWS else ()) for row in ROWS]
-)
+@pytest.mark.parametrize("row", ROWS)
 def test_what_training_does_is_exact_or_named_after_kills(row: str, tmp_path: Path) -> None:
     train = functools.partial(_train, ROWS[row])
     whole, root = train(tmp_path / "whole"), tmp_path / "run"
