@@ -260,7 +260,7 @@ class Anchors:
         return None
 
     def find_own(self, name: str) -> Any:
-        """Return the anchor of which a name is the first one, also of another owner, or ``None``."""
+        """Return the anchor with a name as its first one, also of another owner, or ``None``."""
         found = self.parts.get(name)
         return self.rules.outside.find(name) if found is None else found
 

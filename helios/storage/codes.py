@@ -285,9 +285,7 @@ class Coder:
         items = self._members(path, value)
         if any(isinstance(each, Tensor) or _tag_of(each) == "tensor" for each in items):
             raise Unsavable(path, IN_SET)
-        if any(
-            type(each).__hash__ is _BY_ADDRESS for each in value if is_plain_object(type(each))
-        ):
+        if any(type(each).__hash__ is _BY_ADDRESS for each in value if is_plain_object(type(each))):
             # Its place among the members, and so its name, differs between processes.
             raise Unsavable(path, OBJECT_IN_SET)
         code: dict[str, Any] = {TAG: kind.__name__, "items": items}
