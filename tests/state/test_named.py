@@ -77,7 +77,6 @@ def test_class_attributes_that_training_changes_are_named(said: list[str]) -> No
     assert "make it an attribute of the instance" in said[0]
 
 
-@pytest.mark.shows("S51")
 class Bag:
     """An object that a set holds by its address."""
 
@@ -100,6 +99,7 @@ def test_objects_in_a_set_are_saved_where_something_else_refers_to_them() -> Non
     assert (again.first.value, again.last.value) == (1, 2)
 
 
+@pytest.mark.shows("S51")
 def test_what_is_missing_stays_missing_and_is_said_once(said: list[str]) -> None:
     owner = Owner(log=[lambda: 1])
     discovery = started(owner)
