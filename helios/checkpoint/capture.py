@@ -185,7 +185,9 @@ def apply_trained(trained: Trained, run: LiveRun, *, is_inference: bool) -> None
         StateError: if an object refuses its state.
     """
     if not is_inference:
-        made = run.model.discovery.check(trained.model) if run.is_discovered else {}
+        # One that a model of helios-ml made of its own has no such form.
+        is_captured = run.is_discovered and "objects" in trained.model
+        made = run.model.discovery.check(trained.model) if is_captured else {}
         run.owner_states.check(trained.owners, made)
     # Also where a method of the user's leaves out that of its base.
     Engine.load_state_dict(run.engine, trained.engine)

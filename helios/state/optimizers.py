@@ -246,8 +246,9 @@ class Tables:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        # Groups come last: training may have added some, or a load.
         self._held = [
-            (part, [part.param_groups, *part.param_groups, part.state]) for part in optimizers
+            (part, [part.param_groups, part.state, *part.param_groups]) for part in optimizers
         ]
 
     def put_back(self) -> None:
@@ -255,7 +256,7 @@ class Tables:
         own = {id(each) for _, before in self._held for each in before}
         places: dict[int, tuple[Any, Any]] = {}
         for part, before in self._held:
-            now = [part.param_groups, *part.param_groups, part.state]
+            now = [part.param_groups, part.state, *part.param_groups]
             for new, old in zip(now, before, strict=False):
                 if id(new) not in own and isinstance(new, dict) == isinstance(old, dict):
                     places.setdefault(id(new), (new, old))

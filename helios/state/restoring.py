@@ -377,7 +377,7 @@ def _register(
     Other buffers only get their place: they are among the values.
     """
     tables, device = vars(module), next((each.device for each in module.parameters()), "cpu")
-    *tables_of_parts, hidden = parts
+    *tables_of_parts, hidden, order = parts
     kept = {key: tables["_buffers"].get(key) for key in hidden}
     for held, place in zip(tables_of_parts, ("_modules", "_parameters", "_buffers"), strict=True):
         new = {}
@@ -387,6 +387,8 @@ def _register(
         tables[place].clear()
         tables[place].update(new)
     tables["_buffers"].update(kept)
+    for key in order:
+        tables["_buffers"][key] = tables["_buffers"].pop(key)
     tables["_non_persistent_buffers_set"] = set(hidden)
 
 

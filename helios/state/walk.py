@@ -109,7 +109,8 @@ class Walk(Coder):
                 {key: None if each is None else names.get(id(each)) for key, each in held.items()}
                 for held in (kids, parameters, buffers)
             ]
-            self.codes[name][PARTS] = [*named, sorted(hidden)]
+            order = [*table["_buffers"]] if hidden else []
+            self.codes[name][PARTS] = [*named, sorted(hidden), order]
             for tensor in (*parameters.values(), *buffers.values()):
                 if tensor is not None and id(tensor) in names:
                     self._hold_extras(names[id(tensor)], tensor)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from helios.core.utils import parameters_of, unsaved_of
+from helios.state.discovery import Discovery
 from helios.state.owners import Owner, Owners
 from tests.state.owners import Average, saved_attributes
 
@@ -288,3 +289,38 @@ def test_what_the_class_of_a_data_set_declares_is_neither_saved_nor_named() -> N
     owners.note_named(["data set: hard"])
     _grow(mined)
     assert owners.capture({}) == ({}, {})
+
+
+@pytest.mark.shows("S75")
+def test_a_group_that_training_added_to_the_models_optimizer_survives_the_restore_of_others() -> (
+    None
+):
+    def make() -> tuple[Part, Discovery, Owners]:
+        net, more = nn.Linear(2, 1), nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model = Part(net=net, more=more, optimizer=optimizer)
+        discovery = started(model)
+
+        def outside() -> dict[str, object]:
+            return {f"<model>/{key}": part for key, part in discovery.named_objects().items()}
+
+        owners = Owners([Owner("plugin 'a'", Part(count=0))], outside)
+        owners.take_baseline()
+        return model, discovery, owners
+
+    model, discovery, owners = make()
+    optimizer = vars(model)["optimizer"]
+    optimizer.add_param_group({"params": vars(model)["more"].parameters()})
+    for _ in range(2):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    vars(owners.parts["plugin 'a'"])["count"] = 1
+    state, (states, _) = copy.deepcopy(discovery.capture()), owners.capture({})
+    again, other, found = make()
+    found.check(states, other.check(state))
+    found.prepare(states)
+    other.restore(state)
+    found.restore(copy.deepcopy(states))
+    assert bits(vars(again)["optimizer"].state_dict()) == bits(optimizer.state_dict())
