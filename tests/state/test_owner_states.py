@@ -14,7 +14,7 @@ from torch import nn
 from helios.core.utils import parameters_of, unsaved_of
 from helios.state.discovery import Discovery
 from helios.state.owners import Owner, Owners
-from tests.state.owners import bits, saved_attributes, started
+from tests.state.owners import Average, bits, saved_attributes, started
 
 
 class Base:
