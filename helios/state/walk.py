@@ -18,7 +18,7 @@ from helios.core.generators import is_generator
 from helios.core.wrappers import unwrap
 from helios.state import reasons
 from helios.state.anchors import Anchors, has_state, path_of
-from helios.state.digests import CODE
+from helios.state.digests import CODE, is_dense
 from helios.state.networks import hooks_of, is_odd_optimizer, is_of_the_house, left_out
 from helios.state.optimizers import tables_of
 from helios.storage.codes import HOLE, NATIVE, TAG, Coder, Unsavable, are_native
@@ -221,7 +221,11 @@ class Walk(Coder):
     def neighbours(self) -> Mapping[str, Any]:
         """Return the tensors and arrays of anchors, also of other owners."""
         held = {**self.anchors.rules.outside.parts, **self.anchors.parts}
-        return {name: part for name, part in held.items() if isinstance(part, Tensor | np.ndarray)}
+        return {
+            name: part
+            for name, part in held.items()
+            if (is_dense(part) if isinstance(part, Tensor) else isinstance(part, np.ndarray))
+        }
 
     def _generator_with_attributes(self, path: str, value: Any) -> Any:
         code = super().code_other(path, value)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from helios.errors import StateError
 from tests.state.owners import Owner, changed, network, resumed, started, through_a_file
@@ -185,3 +186,13 @@ def test_an_alias_of_what_is_not_there_is_refused_before_anything_changes(tmp_pa
             started(again).restore(state)
         assert again.chosen is again.net[0].weight
         assert "best" not in vars(again)
+
+
+def test_a_tensor_beside_a_lazy_layer_is_saved() -> None:
+    def make() -> Any:
+        return Owner(net=nn.LazyLinear(2), mean=torch.zeros(2))
+
+    owner = make()
+    discovery = started(owner)
+    owner.mean += 1
+    assert resumed(make, discovery.capture()).mean.tolist() == [1, 1]
