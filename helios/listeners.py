@@ -1,13 +1,15 @@
-"""``IterationListener``: what listens to the iterations of a training, besides hooks of users.
+"""What listens to the iterations of a run, and to the run as a whole, besides hooks of users.
 
-Loops know nothing of who listens. They go over the methods that :class:`Listening` has found: where
-nobody listens to a call there is nothing to go over. docs/listeners.md says for each call in which
-thread and on which ranks it comes, and what an error does.
+Loops and the writer of checkpoints know nothing of who listens. They go over the methods that
+:class:`Listeners` has found: where nobody listens there is nothing to go over. docs/listeners.md
+says for each call in which thread and on which ranks it comes, and what an error does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from helios.counters import TrainingState
@@ -15,13 +17,77 @@ from helios.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
+
+    from helios.best import BestValidation
+    from helios.checkpoint.sidecar import Sidecar
+    from helios.core.loss_means import LossMeans, WeightedSums
+    from helios.schedule import Schedule
+
+
+@final
+@dataclass(slots=True)
+class Iteration:
+    """An iteration that has ended; there is one object, which each iteration fills anew.
+
+    Attributes:
+        state: the counters.
+        loss_means: the sums of losses, to which those of the iteration were added.
+        losses: the table of losses, after the last event that may change it.
+        means: the losses as float64 means over replicas; the table if there is one replica.
+        weighted: of which sums and weights some of the losses are the means.
+        beside: replicas of this process, and the numbers that their steps have returned beside the
+            losses.
+        rates: the learning rates that the steps of Helios have used, by optimizer and group.
+        norm: the norm of the gradients before ``clip_norm``; ``None`` if none was computed.
+        totals: what listeners have returned of the batches, added over all processes.
+        is_last: whether the iteration is the last one of its epoch.
+        logs: whether losses are due to be logged.
+        logged: their means, once a listener has logged them.
+    """
+
+    state: TrainingState
+    loss_means: LossMeans
+    losses: Mapping[str, Any] = field(default_factory=dict)
+    means: Mapping[str, Any] = field(default_factory=dict)
+    weighted: WeightedSums = field(default_factory=dict)
+    beside: Iterable[tuple[int, Mapping[str, Any]]] = ()
+    rates: dict[Optimizer, list[Any]] = field(default_factory=dict)
+    norm: Tensor | None = None
+    totals: Sequence[float] = ()
+    is_last: bool = False
+    logs: bool = False
+    logged: Mapping[str, float] | None = None
 
 
 class IterationListener:
-    """Listens to the iterations of a training; by default it does nothing."""
+    """Listens to the iterations of a run; by default it does nothing."""
 
-    def epoch_opened(self) -> None:
-        """Note that the data of an epoch is open: optimizers may be others than before."""
+    def training_started(
+        self,
+        schedule: Schedule,
+        *,
+        epoch: int,
+        steps_done: int,
+        find_optimizers: Callable[[], Mapping[str, Optimizer]],
+    ) -> None:
+        """Note that training starts, at the position of a new or resumed run.
+
+        Args:
+            schedule: the options of the run.
+            epoch: the number of completed epochs.
+            steps_done: the number of completed steps.
+            find_optimizers: returns the optimizers by path.
+        """
+
+    def epoch_opened(self, epoch: int, num_batches: int | None, step: int) -> None:
+        """Note that the data of an epoch is open: optimizers may be others than before.
+
+        Args:
+            epoch: the number of completed epochs.
+            num_batches: the batches of this epoch, if known.
+            step: the completed steps of this epoch.
+        """
 
     def batches_fetched(
         self,
@@ -38,40 +104,41 @@ class IterationListener:
 
         Returns:
             Numbers that are added over all processes, together with the losses. Only one listener
-            of a training may have this method.
+            of a run may have this method.
         """
         return ()
 
-    def losses_known(self, losses: Mapping[str, Any]) -> None:
-        """Note the losses of an iteration, as means over replicas, before its last events."""
+    def iteration_ended(self, iteration: Iteration) -> None:
+        """Note an iteration, after its last event."""
 
-    def line_due(
-        self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
-    ) -> None:
-        """Write what was noted of an iteration.
+    def evaluated(self, label: str, number: int, total: int | None) -> None:
+        """Note how many batches of an evaluation are done; it begins with none.
 
         Args:
-            state: the counters.
-            totals: what :meth:`batches_fetched` has returned, added over all processes.
-            norm: the norm of the gradients, if one was computed.
+            label: what it is.
+            number: the batches so far.
+            total: all of them, if known.
         """
 
     def paused(self) -> None:
-        """Note that no iteration has used the time since the last one."""
+        """Note that no iteration has used the time since the last one: an evaluation ends here."""
+
+    def epoch_ended(self) -> None:
+        """Note the end of an epoch."""
 
     def training_ended(self, state: TrainingState) -> None:
         """Note the end of a training that was not interrupted."""
 
 
 @final
-class Listening:
-    """Who hears each call to listeners: only the methods that do something.
+class Listeners:
+    """Who is notified in each call: only the methods that do something.
 
     Args:
-        listeners: those of a training, in the order in which they are called.
+        listeners: those of a run, in the order in which they are called.
 
     Attributes:
-        epoch_opened: the methods of this name; the others likewise.
+        training_started: the methods of this name; the others likewise.
         batches_fetched: of one listener at most.
     """
 
@@ -83,6 +150,7 @@ class Listening:
             methods = (getattr(each, name) for each in known)
             return tuple(each for each in methods if each.__func__ is not nothing)
 
+        self.training_started = find("training_started")
         self.epoch_opened = find("epoch_opened")
         self.batches_fetched = find("batches_fetched")
         if len(self.batches_fetched) > 1:
@@ -91,7 +159,60 @@ class Listening:
                 f"Only one listener may have batches_fetched, got {names}: what it returns travels "
                 "with the losses. Let one of them do both."
             )
-        self.losses_known = find("losses_known")
-        self.line_due = find("line_due")
+        self.iteration_ended = find("iteration_ended")
+        self.evaluated = find("evaluated")
         self.paused = find("paused")
+        self.epoch_ended = find("epoch_ended")
         self.training_ended = find("training_ended")
+
+
+@dataclass(frozen=True)
+class Validated:
+    """A validation that has ended.
+
+    Attributes:
+        scores: those that are single numbers, by name.
+        state: the counters, after the validation was counted.
+        has_improved: whether ``have_metrics_improved`` returned True.
+        best: the best validation so far, which may be this one; ``None`` if there is none.
+        by_hand: names of scores that were not summed over processes by Helios.
+        losses: the mean training losses since the validation before, by name.
+    """
+
+    scores: Mapping[str, float]
+    state: TrainingState
+    has_improved: bool
+    best: BestValidation | None
+    by_hand: Collection[str]
+    losses: Mapping[str, float]
+
+
+class RunListener:
+    """Listens to a run as a whole, beside its checkpoints; by default it does nothing."""
+
+    def opened(self) -> None:
+        """Begin or continue files, once nothing can refuse the start any more."""
+
+    def saving(self) -> Mapping[str, Any]:
+        """Return the marks that the record of a checkpoint holds, by the name of their key."""
+        return {}
+
+    def before_commit(self) -> None:
+        """Write what a checkpoint relies on; an ``OSError`` makes the save fail."""
+
+    def committed(self, path: Path, sidecar: Sidecar) -> None:
+        """Note that a checkpoint is on the disk, with the sidecar that was written beside it."""
+
+    def save_failed(self, path: Path, error: Exception) -> None:
+        """Note that a checkpoint could not be written."""
+
+    def validated(self, validated: Validated) -> None:
+        """Note the scores of a validation."""
+
+    def ended(
+        self, reason: str, *, interruption: str | None = None, error: BaseException | None = None
+    ) -> None:
+        """Note why training has ended, or by what it was interrupted, or which error ends it."""
+
+    def closed(self) -> None:
+        """Write what waits, and close files, whatever has happened."""

@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from helios.best import Validation
 from helios.checkpoint.capture import capture
 from helios.checkpoint.checkpoint_writer import CheckpointWriter
 from helios.checkpoint.record import Record
-from helios.checkpoint.run_listener import RunListener, Validated
 from helios.core import rng
 from helios.core.loss_means import LossMeans, Viewer, as_numbers
 from helios.counters import Phase
@@ -30,7 +30,13 @@ from helios.hooks.context import Context
 from helios.hooks.events import EVENTS, Receiver
 from helios.hooks.live_run import LiveRun
 from helios.hooks.overrides import check_overrides, check_state_methods
-from helios.listeners import Listening
+from helios.listeners import (
+    Iteration,
+    IterationListener,
+    Listeners,
+    RunListener,
+    Validated,
+)
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin, PluginStates
@@ -90,8 +96,10 @@ class Session(LiveRun):
         plugins: by id, in order of registration.
         schedulers: the learning-rate schedulers; ``None`` outside fit.
         writer: writes checkpoints; ``None`` outside fit.
-        listening: what listens to the iterations.
-        listeners: what listens to the run.
+        recorders: what listens to the iterations, besides means of losses, logs and display.
+        run_listeners: what listens to the run.
+        listeners: all that listens to the iterations.
+        rates: the learning rates that the steps of this iteration have used.
         sanity_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
         check_record: refuses a record that must not be saved, before hooks see it.
         note_last_safe_point: called before the save at a safe point that no batch follows.
@@ -117,8 +125,10 @@ class Session(LiveRun):
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
     schedulers: Schedulers | None = None
     writer: CheckpointWriter | None = None
-    listening: Listening = field(default_factory=Listening)
-    listeners: Sequence[RunListener] = ()
+    recorders: Sequence[IterationListener] = ()
+    run_listeners: Sequence[RunListener] = ()
+    listeners: Listeners = field(init=False)
+    rates: dict[Optimizer, list[Any]] = field(default_factory=dict)
     sanity_steps: int = 0
     check_record: Callable[[Record], None] = _accept
     note_last_safe_point: Callable[[], None] = _do_nothing
@@ -150,6 +160,7 @@ class Session(LiveRun):
         self.is_discovered = type(self.model).state_dict is Model.state_dict
         self.context = Context(self)
         self.loss_means = LossMeans(self._warn_of_nonfinite)
+        self.listeners = Listeners((self.loss_means, _LossLog(self), self.display, *self.recorders))
         # Only a training run reports plugins of the checkpoint that are missing.
         self.plugin_states = PluginStates(self.plugins, carries=self.writer is not None)
         self.agreement = make_agreement(self.replicas, self._look_around, self.pop_skip_reason)
@@ -251,6 +262,22 @@ class Session(LiveRun):
             )
         )
 
+    def notify_evaluated(self, label: str, number: int, total: int | None) -> None:
+        """Notify listeners of the batches of an evaluation that are done.
+
+        Args:
+            label: what it is.
+            number: the batches so far.
+            total: all of them, if known.
+        """
+        for notify in self.listeners.evaluated:
+            notify(label, number, total)
+
+    def notify_paused(self) -> None:
+        """Notify listeners that no iteration has used the time since the last one."""
+        for notify in self.listeners.paused:
+            notify()
+
     def log_losses(self) -> dict[str, float]:
         """Log the mean losses, over all replicas, since they were logged last; returns them."""
         means = self.loss_means.pop_means(Viewer.FILES, self.replicas.gather_objects)
@@ -319,7 +346,7 @@ class Session(LiveRun):
             by_hand=by_hand,
             losses=losses,
         )
-        for listener in self.listeners:
+        for listener in self.run_listeners:
             listener.validated(validated)
         return has_improved
 
@@ -369,6 +396,22 @@ class Session(LiveRun):
     def capture(self) -> Record:
         """Return the whole state, by reference; all processes call this together."""
         return capture(self)
+
+
+@final
+class _LossLog(IterationListener):
+    """Logs the mean losses where that is due.
+
+    Args:
+        session: the run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def iteration_ended(self, iteration: Iteration) -> None:
+        """Log them."""
+        iteration.logged = self._session.log_losses() if iteration.logs else None
 
 
 def _is_number(value: object) -> bool:

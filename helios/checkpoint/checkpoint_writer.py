@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from helios.checkpoint import file_names
-from helios.checkpoint.run_listener import RunListener
 from helios.checkpoint.sharded_rows import copy_rows, split_sharded
 from helios.checkpoint.store import PendingCheckpoint, RunFolder
 from helios.checkpoint.writer_thread import WriterThread
@@ -22,6 +21,7 @@ from helios.core.sharded_tensors import OwnRows
 from helios.counters import TrainingState
 from helios.distributed.process_groups import has_failed, saving_group
 from helios.errors import SaveError, UsageError
+from helios.listeners import RunListener
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.storage import files

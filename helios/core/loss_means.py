@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.listeners import Iteration, IterationListener
 
 # By name: a sum, and of how many numbers it is, or its weight.
 _Parts: TypeAlias = dict[str, tuple[float, float]]
@@ -155,7 +156,7 @@ _Totals: TypeAlias = dict[str, _Total]
 
 
 @final
-class LossMeans:
+class LossMeans(IterationListener):
     """Sums of the losses of a run, and of what its replicas show beside them.
 
     Args:
@@ -218,6 +219,14 @@ class LossMeans:
             totals = self._beside.setdefault(replica, {})
             for name, number in numbers.items():
                 self._add_other(totals, name, _read(number))
+
+    def iteration_ended(self, iteration: Iteration) -> None:
+        """Add the losses of an iteration."""
+        number = iteration.state.global_iteration
+        beside, weighted = iteration.beside, iteration.weighted
+        self.add(iteration.losses, number, beside=beside, weighted=weighted)
+        if iteration.is_last:
+            self.report_nonfinite()
 
     def _add_other(
         self, totals: _Totals, name: str, number: float | Tensor | None, weight: float = 1

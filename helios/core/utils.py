@@ -178,6 +178,18 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(map(operator.itemgetter("params"), optimizer.param_groups)))
 
 
+def read_rates(optimizer: Optimizer) -> list[Any]:
+    """Return the learning rates of the groups; tensors are copied: schedulers change them in place.
+
+    A group without a rate is left out.
+    """
+    return [
+        rate.clone() if isinstance(rate, Tensor) else rate
+        for group in optimizer.param_groups
+        if (rate := group.get("lr")) is not None
+    ]
+
+
 def flush_outputs() -> None:
     """Flush stdout and stderr; one without a reader, or that was closed, has nothing to lose."""
     for stream in (sys.stdout, sys.stderr):

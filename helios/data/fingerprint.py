@@ -147,7 +147,7 @@ def describe_content(value: Any) -> str:
     first = excerpt if isinstance(excerpt, Mapping) else excerpt[:5]
     shown = " ".join(str(first).split())
     shown = f"{shown[:_SHOWN]}..." if len(shown) > _SHOWN else shown
-    return f"{type(value).__name__} {size} {shown} (digest {fingerprint(excerpt).value:016x})"
+    return f"{type(value).__name__} {size} {shown} (digest {fingerprint(excerpt):016x})"
 
 
 def _excerpt(value: Any, num_bytes: int, depth: int = 0, *, is_sample: bool = False) -> Any:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from helios.core import rng
 from helios.data.order import Order, Position
 from helios.data.workers import ReadBatch, as_parcel
-from helios.storage.content_hash import content_bytes, look_safely
+from helios.storage.content_hash import read_safely
 
 _Found = TypeVar("_Found")
 
@@ -100,8 +100,7 @@ class ReadingCollate:
         batch = self._collate(samples)
         if not self._dataset.reads_content:
             return as_parcel(batch)
-        content = look_safely(batch)
-        return ReadBatch(as_parcel(batch), content._replace(data=content_bytes(content)))
+        return ReadBatch(as_parcel(batch), read_safely(batch))
 
 
 def data_sets_of(loader: object) -> list[Any]:

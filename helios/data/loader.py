@@ -39,7 +39,7 @@ from helios.data.stream import Stream, StreamLoader
 from helios.data.workers import Failures, WorkerInit, WorkerItems, WorkersLost, end_workers
 from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
-from helios.storage.content_hash import Content, look_safely
+from helios.storage.content_hash import Content, read_safely
 
 LoaderPair: TypeAlias = tuple[DataLoader[Any], ResumableSamplerType | None]
 
@@ -134,7 +134,7 @@ class KeyedLoader(DataLoader[Any]):
     def _read(self, item: Keyed) -> Content:
         dataset = self.keyed_dataset
         samples = dataset.__getitems__(item) if self.batches.is_batched else dataset[item]
-        return look_safely(self.collate_fn(samples))
+        return read_safely(self.collate_fn(samples))
 
     def alone(self) -> KeyedLoader:
         """Return a loader of the same data with one worker, which fetches one batch at a time."""

@@ -7,7 +7,7 @@ import json
 import logging
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, final
@@ -26,7 +26,6 @@ from helios.storage.local_paths import as_local_path
 _LOGGER = logging.getLogger(__name__)
 FILE_NAME = "ledger.jsonl"
 EVERY = 1_000
-_MOST_PENDING = 64
 _MOST_LINES = 1_024
 _BLOCK = 1 << 18
 _Found = TypeVar("_Found")
@@ -61,7 +60,7 @@ class Book:
         self._size = 0
         # Where the first line that waits belongs in the file, and all lines that wait.
         self._waiting: tuple[int, list[bytes]] = (0, [])
-        self._next_try = _MOST_PENDING
+        self._next_try = 1
         self._handle: BinaryIO | None = None
         # The first line of a new ledger, until its file is created.
         self._head: bytes | None = None
@@ -83,24 +82,28 @@ class Book:
             self.every = mark["every"]
             if self._cut_back(mark):
                 return
-        self._chain, self._size, self._waiting = "", 0, (0, [])
         head: dict[str, Any] = {"ledger": line.VERSION, "run": self._run, "every": self.every}
         head |= {"after": after}
         if mark is not None:
             head["lost"] = True
-        self.append(line.write_body(head))
-        (self._head,) = self._waiting[1]
+        data, self._chain = line.seal(line.write_body(head), "")
+        self._head = data
+        self._waiting = (0, [data])
+        self._size, self._tail = len(data), self._chain
 
-    def append(self, body: str, *, is_end: bool = False) -> None:
-        """Append a line.
+    def append(self, bodies: Iterable[str]) -> None:
+        """Append lines, and write them.
 
         Args:
-            body: a JSON object without its closing brace.
-            is_end: whether it is the last one of a run that has ended.
+            bodies: JSON objects without their closing braces.
         """
         if self._is_open:
-            data, self._chain = line.seal(body, self._chain)
-            self._add(data, self._chain)
+            chain, data = self._chain, []
+            for body in bodies:
+                sealed, chain = line.seal(body, chain)
+                data.append(sealed)
+            self._chain = chain
+            self._add(data, chain)
 
     def append_scores(
         self,
@@ -119,14 +122,15 @@ class Book:
         """
         if self._is_open and scores:
             body = line.describe_scores(scores, unscored, after, by_hand)
-            self._add(*line.seal(body, self._chain))
+            data, tail = line.seal(body, self._chain)
+            self._add([data], tail)
 
-    def _add(self, data: bytes, tail: str) -> None:
-        self._size += len(data)
+    def _add(self, data: Sequence[bytes], tail: str) -> None:
+        self._size += sum(map(len, data))
         self._tail = tail
         with self._lock:
             lines = self._waiting[1]
-            lines.append(data)
+            lines += data
             is_due = len(lines) >= self._next_try
         if is_due:
             self._try_write()
@@ -220,11 +224,11 @@ class Book:
             files.write(handle, data)
         except BaseException:
             # Where many lines wait, each try copies all of them.
-            self._next_try = 2 * len(lines) + _MOST_PENDING
+            self._next_try = 2 * len(lines)
             self._drop_handle()
             raise
         self._waiting = (place + len(data), [])
-        self._next_try, self._has_failed = _MOST_PENDING, False
+        self._next_try, self._has_failed = 1, False
 
     def _open_file(self) -> BinaryIO:
         if self._head is None:

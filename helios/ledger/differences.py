@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -448,21 +448,24 @@ class LedgerFollower:
         found = self.found
         return found.num_equal >= found.stop and (found.has_ended or not self._meets_end)
 
-    def append(self, body: str, *, is_end: bool = False) -> None:
-        """Compare a line with the next one of the ledger.
+    def append(self, bodies: Iterable[str]) -> None:
+        """Compare lines with the next ones of the ledger.
 
         Args:
-            body: a JSON object without its closing brace.
-            is_end: whether the replay has ended; buffers are compared if the ledger has them.
+            bodies: JSON objects without their closing braces.
         """
-        found = self.found
+        for body in bodies:
+            self._compare(body.encode())
+
+    def _compare(self, body: bytes) -> None:
+        found, is_end = self.found, _END in body
         is_past = found.num_equal >= found.stop
         # The window of the last iteration may end after it.
         if self.is_over or (is_past and not is_end and not self._meets_end):
             return
         try:
             line = next(self._lines, b"")
-            own, known = match_buffers(body.encode(), line[:-TAIL_BYTES])
+            own, known = match_buffers(body, line[:-TAIL_BYTES])
             if own == known:
                 found.add_line(own, is_end=is_end)
                 found.has_ended |= is_end

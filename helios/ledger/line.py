@@ -12,7 +12,7 @@ key            content
                replicas; ``null`` if unknown. Then the number of parts without fingerprint,
                unless it is zero
 ``loss``       the losses by name, as means over replicas
-``lr``         the learning rates at the end of the iteration, by optimizer and group
+``lr``         the learning rates that its step has used, by optimizer and group
 ``skipped``    1 if a window ended without an update
 ``norm``       the norm of the gradients before ``clip_norm`` was applied
 ``weights``    hash of all parameters, in every n-th step
@@ -44,13 +44,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from helios.errors import LedgerError
 
-VERSION = 2
+VERSION = 3
 """The version of the format."""
 _DIGITS = 16
 _HASH = b',"h":"'
@@ -92,6 +93,72 @@ def describe_scores(
     parts = {name: count for name, count in by_hand.items() if name in digits}
     content |= {"by_hand": parts} if parts else {}
     return write_body(content)
+
+
+@lru_cache(maxsize=1024)
+def _key(name: str) -> str:
+    return f"{json.dumps(name)}:"
+
+
+def _digits(number: Any) -> str:
+    """Return the bits of a number as JSON; ``null`` for what is no number."""
+    try:
+        return f'"{_FLOAT.pack(number).hex()}"'
+    except struct.error:
+        return "null"
+
+
+class Hashes(NamedTuple):
+    """Hashes of the batches of all replicas, which are sums of 64 bits.
+
+    Attributes:
+        order: of the indices of the samples; ``None`` if they are unknown.
+        content: of the batches.
+        num_unseen: parts of them without a fingerprint.
+    """
+
+    order: int | None
+    content: int
+    num_unseen: int
+
+    def as_plain(self) -> list[str | int | None]:
+        """Return the entry ``data`` of a line."""
+        order = None if self.order is None else write_hash(self.order)
+        rest = [self.num_unseen] if self.num_unseen else []
+        return [order, write_hash(self.content), *rest]
+
+
+def write_iteration(
+    place: Sequence[int],
+    data: Hashes,
+    *,
+    losses: Mapping[str, Any],
+    rates: Sequence[Any],
+    norm: Any,
+    rest: Mapping[str, Any],
+) -> str:
+    """Return the line of an iteration without its closing brace.
+
+    Args:
+        place: epoch, iteration and step.
+        data: the hashes of the batches.
+        losses: by name.
+        rates: the learning rates.
+        norm: that of the gradients; ``None`` without one.
+        rest: what few lines have.
+    """
+    epoch, iteration, step = place
+    order = "null" if data.order is None else f'"{data.order:016x}"'
+    unseen = f",{data.num_unseen}" if data.num_unseen else ""
+    body = f'{{"at":[{epoch},{iteration},{step}],"data":[{order},"{data.content:016x}"{unseen}]'
+    if losses:
+        shown = [f"{_key(name)}{_digits(loss)}" for name, loss in losses.items()]
+        body += f',"loss":{{{",".join(shown)}}}'
+    if rates:
+        body += f',"lr":[{",".join(map(_digits, rates))}]'
+    if norm is not None:
+        body += f',"norm":{_digits(norm)}'
+    return f"{body},{write_body(rest)[1:]}" if rest else body
 
 
 def write_body(content: Mapping[str, Any]) -> str:

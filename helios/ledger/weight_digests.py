@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from helios.ledger.book import EVERY
 from helios.ledger.line import write_hash
-from helios.storage.content_hash import fingerprint, hash_content, look_safely
+from helios.storage.content_hash import fingerprint, read_safely
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class WeightDigests:
         weights = self.find_weights()
         names = {id(tensor): name for name, tensor in weights.items()}
         state = {path: _state_of(each, names) for path, each in self.find_optimizers().items()}
-        hashes = [write_hash(fingerprint(value).value) for value in (weights, state)]
+        hashes = [write_hash(fingerprint(value)) for value in (weights, state)]
         return {"weights": hashes[0], "optimizer": hashes[1]}
 
     def describe_buffers(self) -> dict[str, Any]:
@@ -53,8 +53,8 @@ class WeightDigests:
 def hash_buffer(buffer: Tensor) -> str | None:
     """Return the hash of a buffer; ``None`` if its content cannot be read, as of a sparse one."""
     # A checkpoint, on the CPU, must give the same hash, and large ones are read where they are.
-    content = look_safely(buffer.cpu())
-    return None if content.num_unseen else write_hash(hash_content(content))
+    content = read_safely(buffer.cpu())
+    return None if content.num_unseen else write_hash(content.fingerprint)
 
 
 def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from helios.core.utils import AverageTimer
 from helios.data.source import BatchIterator, NoBatches
 from helios.errors import UsageError
 from helios.findings import FindingKind
-from helios.listeners import Listening
+from helios.listeners import Iteration, Listeners
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
@@ -27,8 +27,8 @@ class EpochLoop(Loop):
     """The default epoch loop."""
 
     _internals: ClassVar[str] = (
-        "_batches _boundary _counted _has_left _is_complete _is_over _kind _listening _must_open "
-        "_num_done _timer batch_loop val_loop"
+        "_batches _boundary _counted _has_left _is_complete _is_over _iteration _kind _listeners "
+        "_must_open _num_done _timer batch_loop val_loop"
     )
 
     roles = ("batch_loop", "val_loop")
@@ -49,7 +49,7 @@ class EpochLoop(Loop):
         self._must_open = False
         self._kind = STEP
         self._timer = AverageTimer()
-        self._listening = Listening()
+        self._listeners = Listeners()
         self._is_over = False
         self._is_complete = False
         self._has_left = False
@@ -83,7 +83,8 @@ class EpochLoop(Loop):
         self._num_done = 0
         self._boundary = Boundary(session)
         self._kind = WINDOW if session.schedule.is_by_epoch else STEP
-        self._listening = session.listening
+        self._listeners = session.listeners
+        self._iteration = Iteration(session.state, session.loss_means)
         self._must_open = True
         session.num_skipped_batches = 0
         if session.is_in_epoch:
@@ -96,7 +97,7 @@ class EpochLoop(Loop):
         reach them.
         """
         self._must_open = False
-        session, cursor, listening = self._session, self._session.cursor, self._listening
+        session, cursor, listeners = self._session, self._session.cursor, self._listeners
         source = session.training_source
         total, done = source.measure(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         if not source.ends_together:
@@ -107,28 +108,26 @@ class EpochLoop(Loop):
             cursor.epoch,
             batch=cursor.batch,
             sample=cursor.sample,
-            reads_content=bool(listening.batches_fetched),
+            reads_content=bool(listeners.batches_fetched),
         )
         self._catch_up()
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
         session.training_batches = self._batches
         session.turns.begin_epoch()
-        for hear in listening.epoch_opened:
-            hear()
-        session.display.start_epoch(cursor.epoch, total, cursor.step)
+        for notify in listeners.epoch_opened:
+            notify(cursor.epoch, total, cursor.step)
         self._timer.start()
 
     def _catch_up(self) -> None:
         """Read again what comes before the cursor, with a bar, if the data cannot start there."""
-        count, display = self._batches.replay_length, self._session.display
+        session, count, label = self._session, self._batches.replay_length, "reading again"
         if not count:
             return
-        display.start_evaluation("reading again", count)
-        for _ in self._batches.catch_up():
-            self._session.num_read_again += 1
-            display.advance_evaluation()
-        display.end_evaluation()
+        session.notify_evaluated(label, 0, count)
+        for number, _ in enumerate(self._batches.catch_up(), 1):
+            session.num_read_again += 1
+            session.notify_evaluated(label, number, count)
         self._end_pause()
 
     def on_run_start(self) -> None:
@@ -148,7 +147,6 @@ class EpochLoop(Loop):
         """Train on the batches of one iteration."""
         session = self._session
         state, turns = session.state, session.turns
-        listening = self._listening
         if self._must_open:
             # A subclass has an on_run_start of its own.
             self._open()
@@ -157,8 +155,10 @@ class EpochLoop(Loop):
         found = next(batches)
         if batches.skipped[0]:
             self._jump(*batches.skipped)
-        for hear in listening.batches_fetched:
-            turns.add_with_losses(hear(found, batches.indices, batches.contents))
+        for notify in self._listeners.batches_fetched:
+            numbers = notify(found, batches.indices, batches.contents)
+            if numbers:
+                turns.add_with_losses(numbers)
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         child = self.batch_loop or require(self.batch_loop)
         # Helios' own has one round for each batch.
@@ -284,7 +284,8 @@ class EpochLoop(Loop):
         session = self._session
         session.hooks.emit("on_training_epoch_end", session.state.global_epoch)
         session.agree()
-        session.display.end_epoch()
+        for notify in self._listeners.epoch_ended:
+            notify()
 
     @property
     def _is_left_unfinished(self) -> bool:
@@ -413,8 +414,6 @@ class EpochLoop(Loop):
         session, state, hooks = self._session, self._session.state, self._session.hooks
         if state.is_step_boundary:
             session.end_window()
-        for hear in self._listening.losses_known:
-            hear(session.turns.means or session.model.loss_items)
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
         if "on_training_batch_end" in hooks.active:
             session.batch = session.raw_batch
@@ -425,18 +424,17 @@ class EpochLoop(Loop):
                 hooks.emit("on_training_step_end", state, state.is_step_committed)
             state.global_step += state.is_step_committed
             session.cursor.step += state.is_step_committed
-        has_stepped = state.is_step_boundary and state.is_step_committed
+        iteration, turns = self._iteration, session.turns
         # After the last event that may change the table.
-        items, iteration = session.model.loss_items, state.global_iteration
-        weighted = session.turns.weighted
-        session.loss_means.add(items, iteration, beside=session.beside, weighted=weighted)
-        if self._batches.is_last:
-            session.loss_means.report_nonfinite()
-        logged = session.log_losses() if should_log else None
-        if session.display.is_shown:
-            session.display.advance(session.loss_means, has_stepped, logged=logged)
-        for hear in self._listening.line_due:
-            hear(state, session.turns.totals, norm=session.engine._gradient_norm)
+        iteration.losses = session.model.loss_items
+        iteration.means = turns.means or iteration.losses
+        iteration.weighted, iteration.totals = turns.weighted, turns.totals
+        iteration.beside = session.beside
+        iteration.rates, session.rates = session.rates, {}
+        iteration.norm = session.engine._gradient_norm
+        iteration.is_last, iteration.logs = self._batches.is_last, should_log
+        for notify in self._listeners.iteration_ended:
+            notify(iteration)
         session.cursor.batch += 1
         session.cursor.sample += num_samples
         state.dataset_iter += 1
@@ -456,8 +454,7 @@ class EpochLoop(Loop):
     def _end_pause(self) -> None:
         """Leave out of the time of iterations what has passed since the last one."""
         self._timer.start()
-        for hear in self._listening.paused:
-            hear()
+        self._session.notify_paused()
 
     def _close_batches(self) -> None:
         self._batches.close()

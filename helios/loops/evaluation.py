@@ -49,7 +49,7 @@ class EvaluationLoop(Loop):
     """
 
     _internals: ClassVar[str] = (
-        "_batches _kept _loader _modes _pass_number _randomness _sources _step"
+        "_batches _kept _loader _modes _num_done _pass_number _randomness _sources _step _total"
     )
 
     phase: ClassVar[Phase]
@@ -62,7 +62,8 @@ class EvaluationLoop(Loop):
         self._batches: BatchIterator | None = None
         self._randomness = ExitStack()
         self._modes = ExitStack()
-        self._step = 0
+        self._step = self._num_done = 0
+        self._total: int | None = None
         self._loader = 0
         self._pass_number = 0
         self._kept: Any = None
@@ -101,8 +102,9 @@ class EvaluationLoop(Loop):
         enter(DisableCuDNNBenchmarkContext())
         self._modes.callback(session.model.train)
         session.model.eval()
-        self._modes.callback(session.display.end_evaluation)
-        session.display.start_evaluation(self.phase.value, self._count_batches())
+        self._modes.callback(session.notify_paused)
+        self._num_done, self._total = 0, self._count_batches()
+        session.notify_evaluated(self.phase.value, 0, self._total)
         self._emit_start()
         self._modes.callback(self._close_batches)
         self._open_batches()
@@ -131,7 +133,8 @@ class EvaluationLoop(Loop):
                 self._compute_along(*which)
         except StopIteration as error:
             raise make_stray_stop(error) from error
-        session.display.advance_evaluation()
+        self._num_done += 1
+        session.notify_evaluated(self.phase.value, self._num_done, self._total)
         session.num_evaluated += 1
         self._step += 1
 

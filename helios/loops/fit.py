@@ -64,12 +64,13 @@ class FitLoop(Loop):
         total, done = session.training_source.measure(
             cursor.epoch, batch=cursor.batch, sample=cursor.sample
         )
-        session.display.start_training(
-            session.schedule,
-            epoch=cursor.epoch,
-            steps_done=session.state.global_step,
-            find_optimizers=session.model.discovery.optimizers,
-        )
+        for notify in session.listeners.training_started:
+            notify(
+                session.schedule,
+                epoch=cursor.epoch,
+                steps_done=session.state.global_step,
+                find_optimizers=session.model.discovery.optimizers,
+            )
         session.serve_losses()
         if session.is_resumed:
             session.hooks.emit("on_training_resume", session.state)
@@ -79,8 +80,7 @@ class FitLoop(Loop):
         session.begin_training()
         session.agree()
         session.check_alike()
-        for hear in session.listening.paused:
-            hear()
+        session.notify_paused()
         boundary = Boundary(session)
         if session.is_resumed and not session.is_in_epoch:
             boundary.resume(EPOCH if session.schedule.is_by_epoch else STEP)
@@ -147,8 +147,8 @@ class FitLoop(Loop):
         session.loss_means.report_nonfinite()
         session.check_alike()
         if not session.is_interrupted:
-            for hear in session.listening.training_ended:
-                hear(session.state)
+            for notify in session.listeners.training_ended:
+                notify(session.state)
             session.hooks.emit("on_training_end")
         return session.agreement.agreed.stop_reason
 

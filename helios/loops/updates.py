@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.utils import parameters_of
+from helios.core.utils import parameters_of, read_rates
 from helios.engines.engine import Engine, redefines
 from helios.errors import UsageError
 from helios.loops.override_checks import OwnRound
@@ -29,7 +29,6 @@ class Updates:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._listening = session.listening
         # Optimizers whose gradients are averaged and clipped, and whether they skip their update.
         self._is_skipped: dict[Optimizer, bool] = {}
         self._draws = session.engine._find_draws()
@@ -103,10 +102,10 @@ class Updates:
             )
         session.is_optimizer_step_committed = is_committed
         schedulers = session.schedulers
-        if is_committed and schedulers is not None and not schedulers.is_empty:
-            if session.display.is_shown:
-                session.display.note_rates(optimizer)
-            schedulers.after_step(schedules_of)
+        if is_committed:
+            session.rates[optimizer] = read_rates(optimizer)
+            if schedulers is not None and not schedulers.is_empty:
+                schedulers.after_step(schedules_of)
         if "on_before_zero_grad" in active:
             hooks.emit("on_before_zero_grad", optimizer)
         engine.zero_grad(optimizer)

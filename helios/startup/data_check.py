@@ -27,12 +27,11 @@ from helios.data.loader import KeyedLoader
 from helios.data.source import Source
 from helios.errors import LedgerError, RankError, RunMismatchError
 from helios.ledger.book import FILE_NAME, read_lines_before
-from helios.ledger.writer import SeenBatches, describe_batches
+from helios.ledger.writer import add_up, as_numbers, from_numbers
 from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.state_owners import find_data_sets
 from helios.state.data_members import is_large
-from helios.storage.content_hash import pack_indices
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_SHOWN = 8
@@ -159,8 +158,8 @@ class DataCheck:
             error = f"{type(raised).__name__}: {raised}"
         own = []
         for hands, contents in found or ():
-            seen = SeenBatches(replicas.local_replicas, contents, [*map(pack_indices, hands)])
-            own.append(([*seen], hands))
+            seen = as_numbers(add_up(replicas.local_replicas, contents, hands))
+            own.append((seen, hands))
         everybodys = replicas.gather_objects((own, found is not None, error))
         errors = next(filter(None, (failure for *_, failure in everybodys)), "")
         if errors or not all(known for _, known, _ in everybodys):
@@ -188,7 +187,7 @@ def _join(parts: list[Any]) -> _Seen:
     totals = [sum(each) for each in zip(*(numbers for numbers, _ in parts), strict=True)]
     hands = [hand for _, hands in parts for hand in hands]
     samples = chain.from_iterable(hand if isinstance(hand, list) else [hand] for hand in hands)
-    return _Seen(describe_batches(totals), [*samples], "")
+    return _Seen(from_numbers(totals).as_plain(), [*samples], "")
 
 
 def _find_last_batch(record: Record, folder: Path, source: Source) -> _Trained | None:

@@ -19,7 +19,6 @@ from helios.checkpoint import file_names
 from helios.checkpoint.capture import apply, choose_trained
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of, list_missing
-from helios.checkpoint.run_listener import RunListener
 from helios.core.stored_values import stored_params
 from helios.counters import Phase, TrainingState
 from helios.data.source import Source
@@ -29,7 +28,7 @@ from helios.findings import Findings
 from helios.hooks.live_run import find_none
 from helios.ledger.environment import describe_machine
 from helios.ledger.run_file import without_secret_words, without_secrets
-from helios.listeners import Listening
+from helios.listeners import RunListener
 from helios.loops.loop import LoopStates
 from helios.model.new_settings import NewSettings
 from helios.model.schedulers import Schedulers
@@ -394,8 +393,8 @@ class Training:
             best=BestSoFar(find_best_rule(run.options, run.plugins.values(), run.model)),
             find_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else find_none,
             writer=self._saves.writer,
-            listening=Listening(() if self._evidence is None else self._evidence.iterations),
-            listeners=self._listeners,
+            recorders=() if self._evidence is None else self._evidence.iterations,
+            run_listeners=self._listeners,
             can_save=self._can_save,
             sanity_steps=run.options.sanity_steps,
             loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),

@@ -22,7 +22,7 @@ from helios.plugins.averaging import WeightAverage
 from helios.plugins.plugin import Plugin, PluginStates
 from helios.state.discovery import Baseline
 from helios.state.owners import Owners, internals_of
-from helios.storage.content_hash import Fingerprint, fingerprint
+from helios.storage.content_hash import fingerprint
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), *(list, tuple, dict, set))
 _ARRAYS = (Tensor, ndarray)
@@ -48,7 +48,7 @@ class ModelInHand:
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
     owners: Owners = field(default_factory=Owners)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    contents: dict[str, Fingerprint] = field(default_factory=dict)
+    contents: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         baseline = self.model.discovery.baseline
@@ -108,7 +108,7 @@ class ModelInHand:
         return left_out
 
 
-def fingerprints_of(model: Model, plugins: Collection[Plugin]) -> dict[str, Fingerprint]:
+def fingerprints_of(model: Model, plugins: Collection[Plugin]) -> dict[str, int]:
     """Return fingerprints of the tensors of the networks that plugins have an average of."""
     averages = [plugin for plugin in plugins if isinstance(plugin, WeightAverage)]
     paths = {path for plugin in averages for path in plugin.averaged_networks}

@@ -11,10 +11,10 @@ from typing import Any, final
 from helios.checkpoint import loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import Level, level_of
-from helios.checkpoint.run_listener import RunListener, Validated
 from helios.errors import UsageError
 from helios.ledger.differences import LedgerFollower, Replay
 from helios.ledger.writer import LedgerWriter
+from helios.listeners import RunListener, Validated
 from helios.replicas.on_all_ranks import on_first
 from helios.startup.checkpoint_search import GivenCheckpoint
 from helios.startup.fit_run import Training

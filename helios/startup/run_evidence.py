@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from helios.checkpoint.run_listener import RunListener, Validated
 from helios.checkpoint.sidecar import Sidecar
 from helios.ledger import run_file
 from helios.ledger.book import EVERY, Book
@@ -21,7 +20,7 @@ from helios.ledger.line import hash_of
 from helios.ledger.run_file import RunFile, host
 from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter, LineReceiver
-from helios.listeners import IterationListener
+from helios.listeners import Iteration, IterationListener, RunListener, Validated
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.startup.resume_point import Start
@@ -107,8 +106,6 @@ def make_ledger(
     model: Model,
     replicas: Replicas,
     definition: Mapping[str, Any],
-    *,
-    events: RunFile | None,
 ) -> LedgerFile:
     """Return the ledger of a run; its file is not opened yet.
 
@@ -117,7 +114,6 @@ def make_ledger(
         model: the model.
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
-        events: the file of its events; ``None`` on ranks other than 0.
     """
     assert start.folder is not None
     record = None if start.loaded is None else start.loaded.record
@@ -125,7 +121,7 @@ def make_ledger(
     found = None if record is None or start.is_branch else record.ledger
     book = Book(start.folder.path, run=run) if replicas.rank == 0 else None
     every = EVERY if found is None else found["every"]
-    writer = make_writer(book, model, replicas, events, every=every)
+    writer = make_writer(book, model, replicas, every=every)
     return LedgerFile(
         run,
         writer,
@@ -146,7 +142,6 @@ def make_writer(
     book: LineReceiver | None,
     model: Model,
     replicas: Replicas,
-    events: RunFile | None = None,
     *,
     every: int = EVERY,
 ) -> LedgerWriter:
@@ -156,7 +151,6 @@ def make_writer(
         book: takes the lines; ``None`` on ranks other than 0.
         model: the model.
         replicas: the replicas of the run.
-        events: the file of its events; ``None`` where nothing is written.
         every: the number of steps between two hashes of the weights.
     """
     discovery = model.discovery
@@ -168,6 +162,7 @@ def make_writer(
     return LedgerWriter(
         book,
         replicas.local_replicas,
+        has_others=not replicas.has_single_process,
         weights=WeightDigests(
             find_weights,
             discovery.optimizers,
@@ -177,11 +172,10 @@ def make_writer(
         ),
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
-        run_file=events,
     )
 
 
-class RunEvents(RunListener):
+class RunEvents(RunListener, IterationListener):
     """What a run was started with, and what happens to it, on rank 0.
 
     Args:
@@ -243,18 +237,26 @@ class RunEvents(RunListener):
                 best=None if best is None else best.as_plain(),
             )
 
-    def ended(self, reason: str, *, interruption: str | None) -> None:
-        """Add the last stretch, and the end of the training or its interruption."""
-        self._file.close()
-        if interruption is None:
-            self._file.add(run_file.END, cause=reason)
-        else:
-            self._file.add(run_file.INTERRUPTION, cause=interruption)
+    def iteration_ended(self, iteration: Iteration) -> None:
+        """Add a stretch of iterations, if one is due."""
+        self._file.note(iteration.state.global_iteration)
 
-    def failed(self, error: BaseException) -> None:
-        """Add an error that ends the training; a start that is refused adds none."""
+    def paused(self) -> None:
+        """Leave out of the times what has passed since the last iteration."""
+        self._file.end_pause()
+
+    def ended(
+        self, reason: str, *, interruption: str | None = None, error: BaseException | None = None
+    ) -> None:
+        """Add the last stretch, and how training has ended; a start that is refused adds none."""
         if self._is_open:
-            self._file.add(run_file.ERROR, cause=_describe(error))
+            self._file.close()
+            if error is not None:
+                self._file.add(run_file.ERROR, cause=_describe(error))
+            elif interruption is not None:
+                self._file.add(run_file.INTERRUPTION, cause=interruption)
+            else:
+                self._file.add(run_file.END, cause=reason)
 
     def closed(self) -> None:
         """Add the last stretch, if an error has ended the training."""
@@ -296,9 +298,9 @@ def make_evidence(
     file = None
     if replicas.rank == 0:
         file = RunFile(start.folder.path)
-    ledger = make_ledger(start, model, replicas, definition, events=file)
+    ledger = make_ledger(start, model, replicas, definition)
     if file is None:
         return Evidence([ledger.writer], [ledger])
     own = {"run": ledger.run, "host": host(), "processes": replicas.num_processes}
     events = RunEvents(file, start, ledger, {**own, **facts, "definition": definition})
-    return Evidence([ledger.writer], [ledger, events])
+    return Evidence([ledger.writer, events], [ledger, events])

@@ -19,7 +19,6 @@ from torch.nn.parameter import is_lazy
 from helios.best import BestValidation
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.record import Record
-from helios.checkpoint.run_listener import RunListener, Validated
 from helios.core.utils import get_env_info_str
 from helios.core.wrappers import class_of
 from helios.counters import Phase, TrainingState
@@ -27,6 +26,7 @@ from helios.data.source import Source
 from helios.data.steps import StepsSource
 from helios.engines.engine import Engine
 from helios.ledger.run_file import without_secret_words
+from helios.listeners import RunListener, Validated
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers, find_epoch_like
 from helios.schedule import Schedule

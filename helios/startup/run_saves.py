@@ -10,12 +10,12 @@ from typing import Any
 from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import CheckpointWriter, PlainWriter, ShardedWriter
 from helios.checkpoint.record import Record
-from helios.checkpoint.run_listener import RunListener
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint
 from helios.core.loss_means import as_numbers
 from helios.counters import Phase
 from helios.engines.engine import Engine
+from helios.listeners import RunListener
 from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
 from helios.plugins.plugin import Plugin

@@ -16,7 +16,6 @@ import torch
 
 from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
 from helios.checkpoint.record import Record
-from helios.checkpoint.run_listener import RunListener
 from helios.core import rng
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
@@ -31,6 +30,7 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError, Interrupted
 from helios.hooks.bus import Bus
+from helios.listeners import RunListener
 from helios.loops.loop import Loop, LoopStates
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
@@ -232,7 +232,7 @@ class Run:
 
     def _report(self, error: BaseException) -> None:
         for listener in self.listeners:
-            listener.failed(error)
+            listener.ended("", error=error)
         if self.is_reported:
             return
         self.display.close()

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from array import array
 from collections import UserDict
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple, final
+from operator import attrgetter, mul
+from typing import Any, NamedTuple, TypeAlias, final
 from zlib import crc32
 
 import numpy as np
@@ -32,127 +35,130 @@ _MOST_NESTED = 100
 _MANY = 16
 _NUMBER = struct.Struct("<Q")
 _MAX_NUMBER = (1 << 64) - 1
-
-
-class Fingerprint(NamedTuple):
-    """What was seen of a value.
-
-    Attributes:
-        value: 64 bits.
-        num_unseen: parts whose content could not be read.
-    """
-
-    value: int
-    num_unseen: int = 0
+_Form: TypeAlias = tuple["np.dtype[Any] | torch.dtype", tuple[int, ...]]
+_form_of = attrgetter("dtype", "shape")
 
 
 class Content(NamedTuple):
-    """What was read of a value, so that the value may change before it is hashed.
+    """What was read of a value; its fingerprint follows from that, and is made later.
 
     Attributes:
-        data: the bytes to hash; or the kind of a container of tensors, a list of names for a
-            dictionary, with type, shape and checksum of each tensor.
+        sums: checksums of the tensors of a flat container; of any other value its fingerprint.
+        kind: that of the container; the names of a dictionary, whose order does not matter.
+        forms: type and shape of each tensor; empty for any other value.
         num_unseen: parts whose content could not be read.
         failure: why nothing could be read; empty if something was.
     """
 
-    data: bytes | tuple[str | list[str], list[tuple[torch.dtype, torch.Size, int]]]
+    sums: list[int]
+    kind: str | tuple[str, ...] = ""
+    forms: tuple[_Form, ...] = ()
     num_unseen: int = 0
     failure: str = ""
 
+    @property
+    def fingerprint(self) -> int:
+        """64 bits; 0 if nothing could be read."""
+        if not self.forms:
+            return self.sums[0]
+        base, factors = _weigh(self.kind, self.forms)
+        total: int = base + sum(map(mul, self.sums, factors))
+        return total & _MAX_NUMBER
 
-def look(value: Any) -> Content:
-    """Read a value now; :func:`hash_content` hashes it later, and costs most for small tensors."""
+
+def read_content(value: Any) -> Content:
+    """Read a value.
+
+    Args:
+        value: tensors, arrays, plain values, and containers of these.
+    """
     kind = type(value)
     if kind in _FLAT:
         is_named = kind is dict
         members = value.values() if is_named else value
-        # One pass for what most batches are.
+        # What most batches are, in one pass.
         if {*map(type, members)} == _TENSOR and not (is_named and {*map(type, value)} != _TEXT):
+            names = tuple(value) if is_named else kind.__name__
             try:
-                found = [(each.dtype, each.shape, crc32(each.numpy())) for each in members]
-                return Content(([*value] if is_named else kind.__name__, found))
+                arrays: list[Any] = [*map(Tensor.numpy, members)]
+                return Content([*map(crc32, arrays)], names, tuple(map(_form_of, arrays)))
             except (TypeError, RuntimeError, ValueError, BufferError):
-                pass
+                if all(map(_has_elements, members)):
+                    wholes = [*map(whole_of, members)]
+                    sums = [tensor_sum(each) & _MAX_NUMBER for each in wholes]
+                    return Content(sums, names, tuple(map(_form_of, wholes)))
     reader = _Reader()
-    return Content(reader.read(value), reader.num_unseen)
+    return Content([hash_bytes(reader.read(value))], num_unseen=reader.num_unseen)
 
 
-def look_safely(value: Any) -> Content:
-    """Read a value now, as :func:`look`; one that fails counts as unseen."""
+def read_safely(value: Any) -> Content:
+    """Read a value; one that fails counts as unseen."""
     try:
-        return look(value)
+        return read_content(value)
     except Exception as error:
         # A tensor of a user's class may fail here; that is no reason to stop.
-        return Content(b"", 1, f"{type(error).__name__}: {error}")
+        return Content([0], num_unseen=1, failure=f"{type(error).__name__}: {error}")
 
 
-def content_bytes(content: Content) -> bytes:
-    """Return the bytes to hash."""
-    data = content.data
-    if isinstance(data, bytes):
-        return data
-    kind, leaves = data
-    parts = [_token_of_form(dtype, shape) + _NUMBER.pack(sum_) for dtype, shape, sum_ in leaves]
-    if isinstance(kind, list):
-        names = [_token(f"str {name!r}") for name in kind]
-        parts = sorted(name + part for name, part in zip(names, parts, strict=True))
-        kind = "mapping"
-    return _token_of_kind(kind, len(parts)) + _digest_of(parts)
+def fingerprint(value: Any) -> int:
+    """Return 64 bits over a value."""
+    return read_content(value).fingerprint
 
 
-def hash_content(content: Content, *salt: int) -> int:
-    """Return 64 bits over what was read of a value; zero if nothing could be read.
-
-    Args:
-        content: what was read.
-        salt: numbers that enter, too, so that equal values in different places differ.
-    """
-    return 0 if content.failure else hash_bytes(content_bytes(content), *salt)
-
-
-def fingerprint(value: Any, *salt: int) -> Fingerprint:
-    """Return the fingerprint of a value.
-
-    Args:
-        value: tensors, arrays, plain values, and containers of these.
-        salt: as in :func:`hash_content`.
-    """
-    content = look(value)
-    return Fingerprint(hash_content(content, *salt), content.num_unseen)
-
-
-def pack_indices(indices: Any) -> bytes:
-    """Return the indices of the samples of a batch, of any type, in order, for a hash.
+def fingerprint_indices(indices: Any) -> int:
+    """Return 64 bits over the indices of the samples of a batch, of any type, in order.
 
     Args:
         indices: a list of them; a single one if batches are not collated.
     """
     numbers = indices if isinstance(indices, list) else [indices]
     try:
-        return _struct_of(len(numbers)).pack(*numbers)
-    except (struct.error, TypeError):
-        return _Reader().read(indices)
+        return hash_bytes(array("q", numbers).tobytes())
+    except (TypeError, OverflowError):
+        return hash_bytes(_Reader().read(indices))
 
 
-def hash_bytes(data: bytes, *salt: int) -> int:
-    """Return 64 bits over bytes.
+def add_over(block: range, values: Iterable[int]) -> int:
+    """Return 64 bits over one value of each replica: a sum, so that parts of it can be added.
 
     Args:
-        data: the bytes.
-        salt: as in :func:`hash_content`.
+        block: the replicas; equal values of different ones count differently.
+        values: those of each.
     """
-    return int.from_bytes(blake2b(_head_of(*salt) + data, digest_size=8).digest(), "little")
+    total: int = sum(map(mul, values, map(_factor, block)))
+    return total & _MAX_NUMBER
 
 
-@lru_cache(maxsize=64)
-def _struct_of(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}q")
+def hash_bytes(data: bytes) -> int:
+    """Return 64 bits over bytes."""
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
 
 
 @lru_cache(maxsize=1024)
-def _head_of(*salt: int) -> bytes:
-    return _struct_of(len(salt)).pack(*salt)
+def _weigh(kind: str | tuple[str, ...], forms: tuple[_Form, ...]) -> tuple[int, list[int]]:
+    """Return 64 bits over the form of a container of tensors, and a factor for each checksum.
+
+    Args:
+        kind: as in :class:`Content`.
+        forms: likewise.
+    """
+    parts = []
+    for number, (dtype, shape) in enumerate(forms):
+        if isinstance(dtype, np.dtype):
+            dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        name = str(number) if isinstance(kind, str) else f"str {kind[number]!r}"
+        parts.append(_token(name) + _token_of_form(dtype, shape))
+    text = kind if isinstance(kind, str) else "mapping"
+    return hash_bytes(_token(text) + b"".join(sorted(parts))), [hash_bytes(x) | 1 for x in parts]
+
+
+@lru_cache(maxsize=1024)
+def _factor(replica: int) -> int:
+    return hash_bytes(_NUMBER.pack(replica)) | 1
 
 
 def _digest_of(parts: list[bytes]) -> bytes:
@@ -164,13 +170,8 @@ def _token(text: str) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
-@lru_cache(maxsize=64)
-def _token_of_kind(kind: str, count: int) -> bytes:
-    return _token(f"{kind} {count}")
-
-
 @lru_cache(maxsize=256)
-def _token_of_form(dtype: torch.dtype, shape: torch.Size) -> bytes:
+def _token_of_form(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return _token(f"{dtype} {tuple(shape)}")
 
 
@@ -230,15 +231,15 @@ class _Reader:
 
     def _read_sequence(self, members: list[Any]) -> list[bytes]:
         if len(members) > _MANY and all(type(member) is int for member in members):
-            with contextlib.suppress(struct.error):  # a number of more than 64 bits
-                return [_struct_of(len(members)).pack(*members)]
+            with contextlib.suppress(OverflowError):  # a number of more than 64 bits
+                return [array("q", members).tobytes()]
         return [
             self._read_tensor(member) if type(member) is Tensor else self.read(member)
             for member in members
         ]
 
     def _read_tensor(self, tensor: Tensor) -> bytes:
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        if not _has_elements(tensor):
             return self._name_unseen(tensor)
         number = _NUMBER.pack(tensor_sum(whole_of(tensor)) & _MAX_NUMBER)
         return _token_of_form(tensor.dtype, tensor.shape) + number

@@ -1,7 +1,7 @@
 """Shows the progress of a run: bars on a terminal, and lines of the log, which need no terminal.
 
-A loop reports each event to a :class:`Display`. That takes a fraction of a microsecond, because
-losses are read at intervals only. Beside bars, lines are written to the log file only.
+A display listens to the iterations. That takes a fraction of a microsecond, because losses are read
+at intervals only. Beside bars, lines are written to the log file only.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.core.loss_means import LossMeans, Viewer
-from helios.core.utils import find_peak_memory, peak_text
+from helios.core.loss_means import Viewer
+from helios.core.utils import find_peak_memory, peak_text, read_rates
 from helios.distributed.collectives import get_global_rank
+from helios.listeners import Iteration, IterationListener
 from helios.protocols import Clock
 from helios.schedule import Schedule
 from helios.terminal.root_logger import log_to_file
@@ -30,68 +30,14 @@ _TEXT_SECONDS = 1.0
 _LINE_SECONDS = 30.0
 
 
-class Display:
-    """Shows nothing; the base of what shows the progress of a run. Loops report events to it.
+class Display(IterationListener):
+    """Shows nothing; the base of what shows the progress of a run.
 
     Attributes:
-        is_shown: whether it shows iterations; if not, they need not be reported.
         viewers: what shows mean losses on its own, at times of its own, once training has begun.
     """
 
-    is_shown: ClassVar[bool] = False
     viewers: tuple[Viewer, ...] = ()
-
-    def start_training(
-        self,
-        schedule: Schedule,
-        *,
-        epoch: int,
-        steps_done: int,
-        find_optimizers: Callable[[], Mapping[str, Optimizer]],
-    ) -> None:
-        """Start at the position of a new or resumed run.
-
-        Args:
-            schedule: the options of the run.
-            epoch: number of completed epochs.
-            steps_done: number of completed steps.
-            find_optimizers: returns the optimizers by path.
-        """
-
-    def start_epoch(self, epoch: int, num_batches: int | None, step: int = 0) -> None:
-        """Start an epoch, or continue inside it.
-
-        Args:
-            epoch: number of completed epochs.
-            num_batches: batches of this epoch, if known.
-            step: completed steps of this epoch.
-        """
-
-    def note_rates(self, optimizer: Optimizer) -> None:
-        """Note the learning rates that a step has used, which schedulers are about to change."""
-
-    def advance(
-        self, losses: LossMeans, has_stepped: bool, *, logged: Mapping[str, float] | None = None
-    ) -> None:
-        """Count an iteration.
-
-        Args:
-            losses: the losses, to which those of the iteration were added.
-            has_stepped: whether the iteration completed a step.
-            logged: the means that are logged, where ``print_frequency`` is reached.
-        """
-
-    def end_epoch(self) -> None:
-        """Count an epoch."""
-
-    def start_evaluation(self, label: str, num_batches: int | None) -> None:
-        """Start a validation, test or prediction."""
-
-    def advance_evaluation(self) -> None:
-        """Count a batch of the evaluation."""
-
-    def end_evaluation(self) -> None:
-        """End the evaluation; does nothing if there is none."""
 
     def close(self) -> None:
         """Finish the output; a second call does nothing."""
@@ -110,8 +56,6 @@ class ProgressDisplay(Display):
         clock: returns the time in seconds.
     """
 
-    is_shown: ClassVar[bool] = True
-
     def __init__(
         self, has_bars: bool = True, stream: TextIO | None = None, clock: Clock = time.perf_counter
     ) -> None:
@@ -120,13 +64,13 @@ class ProgressDisplay(Display):
         self._clock = clock
         self._bars: Bars | None = None
         self._schedule: Schedule | None = None
-        self._evaluation: tuple[str, int | None] | None = None
+        self._evaluation = ""
         self._used: dict[Optimizer, list[Any]] = {}
-        self._epoch = self._steps = self._step_in_epoch = self._num_evaluated = 0
+        self._epoch = self._steps = self._step_in_epoch = 0
         self._num_batches: int | None = None
         self._next_text = self._next_line = 0.0
 
-    def start_training(
+    def training_started(
         self,
         schedule: Schedule,
         *,
@@ -150,7 +94,7 @@ class ProgressDisplay(Display):
             *(() if schedule.logs else (Viewer.LINE,)),
         )
 
-    def start_epoch(self, epoch: int, num_batches: int | None, step: int = 0) -> None:
+    def epoch_opened(self, epoch: int, num_batches: int | None, step: int) -> None:
         """Show the steps of an epoch."""
         self._epoch, self._num_batches, self._step_in_epoch = epoch, num_batches, step
         if self._schedule is not None and self._schedule.is_by_epoch:
@@ -165,17 +109,14 @@ class ProgressDisplay(Display):
         # A model that steps its optimizers itself may do so in each batch.
         return total if total >= self._step_in_epoch else None
 
-    def note_rates(self, optimizer: Optimizer) -> None:
-        """Note them: schedulers step before the line is written."""
-        self._used[optimizer] = _read_rates(optimizer)
-
-    def advance(
-        self, losses: LossMeans, has_stepped: bool, *, logged: Mapping[str, float] | None = None
-    ) -> None:
+    def iteration_ended(self, iteration: Iteration) -> None:
         """Count an iteration; reads the losses only where it shows them."""
         if self._schedule is None or self._bars is None:
             return
-        if has_stepped:
+        state, losses, logged = iteration.state, iteration.loss_means, iteration.logged
+        # The rates that steps have used: schedulers have changed those of the optimizers by now.
+        self._used |= iteration.rates
+        if state.is_step_boundary and state.is_step_committed:
             self._steps += 1
             self._step_in_epoch += 1
             if self._bars.is_drawn:
@@ -220,7 +161,7 @@ class ProgressDisplay(Display):
         texts = {}
         for path, optimizer in found.items():
             # A model that makes the steps itself has changed the rates, if it does, by now.
-            rates = self._used.get(optimizer) or _read_rates(optimizer)
+            rates = self._used.get(optimizer) or read_rates(optimizer)
             texts[path] = "/".join(dict.fromkeys(rate_text(float(rate)) for rate in rates))
         # One that the model has replaced is not kept.
         self._used = {each: self._used[each] for each in found.values() if each in self._used}
@@ -236,52 +177,42 @@ class ProgressDisplay(Display):
         else:
             _LOGGER.info("%s", text)
 
-    def end_epoch(self) -> None:
+    def epoch_ended(self) -> None:
         """Count an epoch."""
         if self._bars is not None:
             self._bars.advance("epochs")
 
-    def start_evaluation(self, label: str, num_batches: int | None) -> None:
+    def evaluated(self, label: str, number: int, total: int | None) -> None:
         """Show the batches of a validation or test, too."""
-        self._evaluation, self._num_evaluated = (label, num_batches), 0
-        self._open().open(label, num_batches, stays=self._schedule is None)
-        self._next_line = max(self._next_line, self._clock() + _LINE_SECONDS)
-
-    def advance_evaluation(self) -> None:
-        """Count a batch of the evaluation."""
-        if self._evaluation is None or self._bars is None:
+        if number == 0:
+            self._evaluation = label
+            self._open().open(label, total, stays=self._schedule is None)
+            self._next_line = max(self._next_line, self._clock() + _LINE_SECONDS)
+        if number == 0 or self._bars is None:
             return
-        label, total = self._evaluation
-        self._num_evaluated += 1
         self._bars.advance(label)
         now = self._clock()
         if now >= self._next_line:
             of = "" if total is None else f"/{total}"
-            self._say(f"{label}  batch {self._num_evaluated}{of}")
+            self._say(f"{label}  batch {number}{of}")
             self._next_line = now + _LINE_SECONDS
 
-    def end_evaluation(self) -> None:
-        """Hide the batches of the evaluation; does nothing if there is none."""
-        if self._evaluation is not None and self._bars is not None:
-            self._bars.close(self._evaluation[0])
-        self._evaluation = None
+    def paused(self) -> None:
+        """Hide the batches of an evaluation."""
+        if self._evaluation and self._bars is not None:
+            self._bars.close(self._evaluation)
+        self._evaluation = ""
 
     def close(self) -> None:
         """Finish the output."""
         if self._bars is not None:
             self._bars.close()
-        self._bars = self._schedule = self._evaluation = None
-        self._used = {}
+        self._bars = self._schedule = None
+        self._evaluation, self._used = "", {}
 
     def _open(self) -> Bars:
         self._bars = self._bars or Bars(is_wanted=self._has_bars, stream=self._stream)
         return self._bars
-
-
-def _read_rates(optimizer: Optimizer) -> list[Any]:
-    """Return the rates of the groups; tensors are copied, since schedulers change them in place."""
-    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
 
 def _describe(means: Mapping[str, float]) -> list[str]:

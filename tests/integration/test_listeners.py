@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helios.checkpoint.run_listener import RunListener
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import helios
-from helios.checkpoint.run_listener import RunListener
 from helios.checkpoint.store import CheckpointStore
 from helios.listeners import IterationListener
 from helios.plugins import Plugin
