@@ -34,7 +34,7 @@ class Iteration:
         state: the counters.
         loss_means: the sums of losses, to which those of the iteration were added.
         losses: the table of losses, after the last event that may change it.
-        means: the losses as float64 means over replicas; the table if there is one replica.
+        means: the losses before the last events, as float64 means over replicas.
         weighted: of which sums and weights some of the losses are the means.
         beside: replicas of this process, and the numbers that their steps have returned beside the
             losses.

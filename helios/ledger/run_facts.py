@@ -214,7 +214,7 @@ class RunCurves:
     """The curves of a run, by name.
 
     Attributes:
-        losses, scores, rates, throughput: ``rates`` are those at the end of each iteration, and
+        losses, scores, rates, throughput: ``rates`` are those that steps have used, and
             ``throughput`` is in iterations per second, without validations.
         status: what the verification of the ledger has found; ``None`` without one.
         at: the epoch, iteration and step of the last line.

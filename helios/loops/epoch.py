@@ -414,6 +414,9 @@ class EpochLoop(Loop):
         session, state, hooks = self._session, self._session.state, self._session.hooks
         if state.is_step_boundary:
             session.end_window()
+        iteration, turns = self._iteration, session.turns
+        # Before events that may depend on what is logged.
+        iteration.means = turns.means or {**session.model.loss_items}
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
         if "on_training_batch_end" in hooks.active:
             session.batch = session.raw_batch
@@ -424,10 +427,8 @@ class EpochLoop(Loop):
                 hooks.emit("on_training_step_end", state, state.is_step_committed)
             state.global_step += state.is_step_committed
             session.cursor.step += state.is_step_committed
-        iteration, turns = self._iteration, session.turns
         # After the last event that may change the table.
         iteration.losses = session.model.loss_items
-        iteration.means = turns.means or iteration.losses
         iteration.weighted, iteration.totals = turns.weighted, turns.totals
         iteration.beside = session.beside
         iteration.rates, session.rates = session.rates, {}

@@ -13,7 +13,7 @@ from helios.data import create_dataloader
 from helios.data.phase_sources import open_source
 from helios.data.source import Shard, Source
 from helios.errors import UsageError
-from helios.storage.content_hash import fingerprint, hash_content
+from helios.storage.content_hash import fingerprint
 from tests.data.datasets import (
     FETCH,
     Augmented,
@@ -165,8 +165,8 @@ def test_batches_are_read_where_they_are_fetched_with_equal_results(num_replicas
         for batch in batches:
             contents = batches.contents
             assert contents is not None
-            hashes.append([hash_content(each, 5) for each in contents])
-            assert hashes[-1] == [fingerprint(each, 5).value for each in batch]
+            hashes.append([each.fingerprint for each in contents])
+            assert hashes[-1] == [fingerprint(each) for each in batch]
         found.append(hashes)
     assert found[0] == found[1]
     assert len({str(each) for each in found[0]}) == len(found[0]) > 1

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helios.checkpoint.run_listener import RunListener
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import helios
 from helios.checkpoint.store import CheckpointStore
-from helios.listeners import IterationListener
+from helios.listeners import IterationListener, RunListener
 from helios.plugins import Plugin
 from helios.startup import fit_run
 from helios.startup.run_evidence import Evidence
@@ -55,17 +54,18 @@ def calls_of(interface: type[IterationListener | RunListener]) -> list[str]:
     return [name for name, _ in inspect.getmembers(interface, inspect.isfunction)]
 
 
-def make_listener(interface: type[Any], hear: Call) -> Any:
+def make_listener(interface: type[Any], notify: Call) -> Any:
     """Return a listener that hands the name of each call on."""
-    listener = type("Hearing", (interface,), {})
+    listener = type("Noting", (interface,), {})
 
     def listen(name: str) -> None:
         found = {"batches_fetched": [1.0], "saving": {}}.get(name)
 
         def method(self: Any, *args: Any, **rest: Any) -> Any:
-            hear(name)
-            if name == "line_due":
-                assert list(args[1]) == [torch.distributed.get_world_size() if has_group() else 1]
+            notify(name)
+            if name == "iteration_ended":
+                count = torch.distributed.get_world_size() if has_group() else 1
+                assert list(args[0].totals) == [count]
             return found
 
         setattr(listener, name, method)
@@ -141,25 +141,25 @@ def fit(
     ).fit(Net(), Numbers())
 
 
-def listen(patch: pytest.MonkeyPatch, hear: Call) -> list[Any]:
+def listen(patch: pytest.MonkeyPatch, notify: Call) -> list[Any]:
     """Let listeners take the place of the evidence of all runs; returns the replicas of each."""
     teams = []
 
     def make_evidence(start: Any, model: Any, replicas: Any, *_: Any, **__: Any) -> Evidence:
         teams.append(replicas)
-        run = [make_listener(RunListener, hear), make_listener(RunListener, lambda name: None)]
-        return Evidence([make_listener(IterationListener, hear)], run)
+        run = [make_listener(RunListener, notify), make_listener(RunListener, lambda name: None)]
+        return Evidence([make_listener(IterationListener, notify)], run)
 
     patch.setattr(fit_run, "make_evidence", make_evidence)
     return teams
 
 
-def train_and_hear(rank: int, folder: Path, is_async: bool) -> dict[str, set[str]]:
+def train_and_note(rank: int, folder: Path, is_async: bool) -> dict[str, set[str]]:
     """Train, fail in the next start, and return in which threads each call came."""
     threads = defaultdict(set)
     refused = ["before_commit"]
 
-    def hear(name: str) -> None:
+    def notify(name: str) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         threads[name].add("training" if is_main else "writer")
         if ROWS[name].communicates == "yes":
@@ -169,7 +169,7 @@ def train_and_hear(rank: int, folder: Path, is_async: bool) -> dict[str, set[str
             raise OSError("the disk is full")
 
     with pytest.MonkeyPatch.context() as patch:
-        teams = listen(patch, hear)
+        teams = listen(patch, notify)
         fit(folder, is_async=is_async)
         with pytest.raises(ValueError, match="an error of the training"):
             fit(folder, steps=STEPS + 2, fails_after=STEPS + 1, is_async=is_async)
@@ -181,13 +181,13 @@ def train_and_hear(rank: int, folder: Path, is_async: bool) -> dict[str, set[str
 def test_calls_come_in_the_threads_and_on_the_ranks_of_the_page(
     is_async: bool, tmp_path: Path
 ) -> None:
-    heard = run_ranks(train_and_hear, 2, tmp_path, is_async)
+    noted = run_ranks(train_and_note, 2, tmp_path, is_async)
     for name, row in ROWS.items():
-        ranks = {rank for rank, calls in enumerate(heard) if name in calls}
+        ranks = {rank for rank, calls in enumerate(noted) if name in calls}
         assert ranks == ({0} if row.ranks == "0" else {0, 1}), name
         thread = set(row.thread.split(" or ")) if is_async else {"training"}
         for rank in ranks:
-            assert heard[rank][name] == thread, name
+            assert noted[rank][name] == thread, name
 
 
 ENDS = [name for name, row in ROWS.items() if row.error.startswith("ends the run")]
@@ -198,12 +198,12 @@ ENDS = [name for name, row in ROWS.items() if row.error.startswith("ends the run
 def test_an_error_in_most_calls_ends_the_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hear(call: str) -> None:
+    def notify(call: str) -> None:
         if name == "save_failed" and call == "before_commit":
             raise OSError("the disk is full")
         if call == name:
             raise RuntimeError(f"an error in {name}")
 
-    listen(monkeypatch, hear)
+    listen(monkeypatch, notify)
     with pytest.raises(RuntimeError, match=f"an error in {name}"):
         fit(tmp_path, steps=STEPS + 2)

@@ -22,8 +22,7 @@ def _open(folder: Path, mark: Any = None, *, after: int = 0, run: str = "r") -> 
 
 
 def _append(book: Book, *iterations: int) -> None:
-    for number in iterations:
-        book.append(f'{{"at":[1,{number},{number}]')
+    book.append(f'{{"at":[1,{number},{number}]' for number in iterations)
 
 
 def _whole(folder: Path, count: int) -> bytes:

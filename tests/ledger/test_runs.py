@@ -275,10 +275,10 @@ def test_workers_read_the_batches(
 
     def note(batch: Any) -> Content:
         read.append(batch)
-        return content_hash.look_safely(batch)
+        return content_hash.read_safely(batch)
 
     for place in (keyed_source, keyed, writer):
-        monkeypatch.setattr(place, "look_safely", note)
+        monkeypatch.setattr(place, "read_safely", note)
     train(tmp_path, dataclasses.replace(SETTING, num_workers=num_workers))
     assert len(read) == (0 if num_workers else 14)
     assert_equal_ledgers(tmp_path, whole)

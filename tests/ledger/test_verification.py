@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ from helios.ledger.book import FILE_NAME, Book
 from helios.ledger.line import seal, stated_hash
 from helios.ledger.verification import verify
 
+PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
+
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
@@ -18,8 +23,8 @@ def ledger(tmp_path: Path) -> Path:
     book = Book(tmp_path, run="r")
     book.open(None, after=0)
     for number in range(1, 7):
-        book.append(f'{{"at":[1,{number},{number}],"loss":{{"loss":"{number:016x}"}}')
-    book.append('{"at":[1,6,6],"end":1')
+        book.append([f'{{"at":[1,{number},{number}],"loss":{{"loss":"{number:016x}"}}'])
+    book.append(['{"at":[1,6,6],"end":1'])
     book.close()
     return tmp_path / FILE_NAME
 
@@ -153,3 +158,31 @@ def test_a_line_of_another_kind_is_named_though_its_hash_is_right(
     lines.append(seal(body, stated_hash(lines[-1]))[0])
     ledger.write_bytes(b"".join(lines))
     assert verify(ledger).findings == [f"line 4, after iteration 2, {what}"]
+
+
+@pytest.mark.shows("P11")
+def test_the_program_of_the_page_checks_the_chain(ledger: Path, tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(import hashlib\n.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(program.splitlines()) <= 22
+    script = tmp_path / "check.py"
+    script.write_text(program)
+
+    def check() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), str(ledger)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    book = Book(tmp_path, run="r")
+    lines = _lines(ledger)
+    size = sum(map(len, lines[:4]))
+    book.open({"size": size, "hash": stated_hash(lines[3]), "every": 1000}, after=3)
+    book.append_scores(3, {"error": 0.5}, (), {})
+    book.append([lines[4].decode()[:-25]])
+    book.close()
+    assert check().stdout.strip() == stated_hash(lines[4])
+    for place in (2, 4):
+        changed = _lines(ledger)
+        changed[place] = changed[place].replace(b"0", b"1", 1)
+        before = ledger.read_bytes()
+        ledger.write_bytes(b"".join(changed))
+        assert check().stderr.strip() == f"line {place + 1} does not follow from the line before it"
+        ledger.write_bytes(before)

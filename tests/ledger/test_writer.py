@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from helios.core.loss_means import LossMeans
 from helios.ledger.book import EVERY, FILE_NAME, Book
 from helios.ledger.line import read_float
 from helios.ledger.weight_digests import WeightDigests
-from helios.ledger.writer import LedgerWriter, describe_batches
+from helios.ledger.writer import LedgerWriter, add_up, as_numbers, from_numbers
+from helios.listeners import Iteration
 from helios.state import TrainingState
+from helios.storage.content_hash import read_safely
 
 
 class Holder:
@@ -25,7 +28,12 @@ class Holder:
 
 
 def _make(
-    folder: Path, holder: Holder, block: range = range(1), *, every: int = EVERY
+    folder: Path,
+    holder: Holder,
+    block: range = range(1),
+    *,
+    every: int = EVERY,
+    has_others: bool = False,
 ) -> tuple[LedgerWriter, Book]:
     book = Book(folder, run="r")
     book.open(None, after=0)
@@ -39,6 +47,7 @@ def _make(
     writer = LedgerWriter(
         book,
         block,
+        has_others=has_others,
         weights=weights,
         find_optimizers=find_optimizers,
         attributes=vars(holder),
@@ -52,6 +61,21 @@ def _state(number: int, *, is_boundary: bool = True, is_committed: bool = True) 
     return state
 
 
+def _end(
+    writer: LedgerWriter,
+    state: TrainingState,
+    losses: Any = (),
+    *,
+    totals: Any = (),
+    rates: Any = None,
+    norm: Any = None,
+) -> None:
+    """Notify a writer of the end of an iteration."""
+    iteration = Iteration(state, LossMeans(lambda *_: None), means=dict(losses), norm=norm)
+    iteration.totals, iteration.rates = totals, rates or {}
+    writer.iteration_ended(iteration)
+
+
 def _lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / FILE_NAME).read_text().splitlines()[1:]]
 
@@ -59,16 +83,16 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 def test_a_line_holds_the_bits_of_every_number(tmp_path: Path) -> None:
     holder = Holder()
     writer, book = _make(tmp_path, holder)
-    totals = writer.batches_fetched([torch.ones(2)], [[4, 2]], None)
-    writer.losses_known({"loss": torch.tensor(0.1), 'a "name"': 0.2})
-    writer.line_due(_state(1), totals, norm=torch.tensor(2.5))
+    writer.batches_fetched([torch.ones(2)], [[4, 2]], None)
+    losses = {"loss": torch.tensor(0.1), 'a "name"': 0.2}
+    _end(writer, _state(1), losses, norm=torch.tensor(2.5), rates={holder.optimizer: [0.25, 1]})
     writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
     assert line["at"] == [1, 1, 1]
     found = {name: read_float(digits) for name, digits in line["loss"].items()}
     assert found == {"loss": torch.tensor(0.1).item(), 'a "name"': 0.2}
-    assert [read_float(digits) for digits in line["lr"]] == [0.5]
+    assert [read_float(digits) for digits in line["lr"]] == [0.25, 1.0]
     assert read_float(line["norm"]) == 2.5
     assert "skipped" not in line
 
@@ -76,12 +100,11 @@ def test_a_line_holds_the_bits_of_every_number(tmp_path: Path) -> None:
 @pytest.mark.shows("P10")
 def test_a_line_of_one_loss_and_one_rate_has_at_most_160_bytes(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder())
-    totals = writer.batches_fetched([torch.ones(2)], [[4, 2]], None)
-    writer.losses_known({"loss": 1.0})
+    writer.batches_fetched([torch.ones(2)], [[4, 2]], None)
     state = _state(1_000_000)
     state.global_step = 999_999  # no hash of the weights
     state.global_epoch = 100
-    writer.line_due(state, totals)
+    _end(writer, state, {"loss": 1.0})
     writer.settle()
     book.close()
     assert len((tmp_path / FILE_NAME).read_bytes().splitlines(keepends=True)[1]) <= 160
@@ -96,7 +119,8 @@ def test_an_update_that_was_left_out_is_marked(
 ) -> None:
     writer, book = _make(tmp_path, Holder())
     state = _state(1, is_boundary=is_boundary, is_committed=is_committed)
-    writer.line_due(state, writer.batches_fetched([1], None, None))
+    writer.batches_fetched([1], None, None)
+    _end(writer, state)
     writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
@@ -105,9 +129,8 @@ def test_an_update_that_was_left_out_is_marked(
 
 def test_what_is_unknown_or_unseen_is_said(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder())
-    writer.line_due(
-        _state(1), writer.batches_fetched([{"x": torch.ones(2), "y": object()}], None, None)
-    )
+    writer.batches_fetched([{"x": torch.ones(2), "y": object()}], None, None)
+    _end(writer, _state(1))
     writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
@@ -117,14 +140,15 @@ def test_what_is_unknown_or_unseen_is_said(tmp_path: Path) -> None:
     assert num_unseen == 1
 
 
-def test_replicas_that_exchange_their_batches_are_seen(tmp_path: Path) -> None:
-    writer, book = _make(tmp_path, Holder(), range(2))
-    writer.settle()
-    book.close()
-    one = writer.batches_fetched([1, 2], [[3], [4]], None)
-    other = writer.batches_fetched([2, 1], [[4], [3]], None)
-    assert one[:2] != other[:2]
-    assert one[2:4] != other[2:4]
+def _hash(batches: list[Any], indices: Any, block: range) -> Any:
+    return add_up(block, [*map(read_safely, batches)], indices)
+
+
+def test_replicas_that_exchange_their_batches_are_seen() -> None:
+    one = _hash([1, 2], [[3], [4]], range(2))
+    other = _hash([2, 1], [[4], [3]], range(2))
+    assert one.order != other.order
+    assert one.content != other.content
 
 
 def test_the_sum_over_replicas_does_not_depend_on_who_runs_them(tmp_path: Path) -> None:
@@ -133,25 +157,25 @@ def test_the_sum_over_replicas_does_not_depend_on_who_runs_them(tmp_path: Path) 
     for cuts in ([5], [2, 5], [1, 2, 4, 5]):
         totals, begin = [0.0] * 6, 0
         for end in cuts:
-            writer, book = _make(tmp_path, Holder(), range(begin, end))
+            block = range(begin, end)
+            writer, book = _make(tmp_path, Holder(), block, has_others=len(cuts) > 1)
             part = writer.batches_fetched(batches[begin:end], indices[begin:end], None)
-            totals = [one + other for one, other in zip(totals, part, strict=True)]
+            if part:
+                totals = [one + other for one, other in zip(totals, part, strict=True)]
             begin = end
-        writer.line_due(_state(1), totals)
+        _end(writer, _state(1), totals=totals)
         writer.settle()
         book.close()
         found.add((tmp_path / FILE_NAME).read_bytes())
     assert len(found) == 1
 
 
-def test_a_line_does_not_follow_from_whether_processes_have_exchanged_it(tmp_path: Path) -> None:
+def test_hashes_are_the_same_after_an_exchange() -> None:
     batches = [torch.full((2,), n) for n in range(40)]
     for indices in ([[n] for n in range(40)], None):
-        writer, book = _make(tmp_path, Holder(), range(40))
-        seen = writer.batches_fetched([object(), *batches[1:]], indices, None)
-        assert len(seen) == len([*seen])
-        assert describe_batches(seen) == describe_batches([*seen])
-        book.close()
+        seen = _hash([object(), *batches[1:]], indices, range(40))
+        assert seen.num_unseen == 1
+        assert from_numbers(as_numbers(seen)) == seen
 
 
 @pytest.mark.shows("P8")
@@ -165,12 +189,11 @@ def test_a_batch_that_cannot_be_read_stops_nobody(
 
     writer, book = _make(tmp_path, Holder())
     for _ in range(2):
-        assert writer.batches_fetched([torch.ones(2).as_subclass(Refusing)], [[0]], None)[4:] == [
-            1.0,
-            0.0,
-        ]
+        writer.batches_fetched([torch.ones(2).as_subclass(Refusing)], [[0]], None)
+        _end(writer, _state(1))
     writer.settle()
     book.close()
+    assert [line["data"][1:] for line in _lines(tmp_path)] == [["0" * 16, 1]] * 2
     assert caplog.text.count("cannot read the batches") == 1
 
 
@@ -178,10 +201,9 @@ def test_a_batch_that_cannot_be_read_stops_nobody(
 @pytest.mark.parametrize("number", [None, torch.ones(3), "high", object()])
 def test_what_is_no_number_is_null_and_stops_nobody(number: Any, tmp_path: Path) -> None:
     holder = Holder()
-    holder.optimizer.param_groups[0]["lr"] = number
     writer, book = _make(tmp_path, holder)
-    writer.losses_known({"loss": number, 3: 1.0})
-    writer.line_due(_state(1), writer.batches_fetched([1], [[0]], None))
+    writer.batches_fetched([1], [[0]], None)
+    _end(writer, _state(1), {"loss": number, "3": 1.0}, rates={holder.optimizer: [number]})
     writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
@@ -207,7 +229,8 @@ def test_an_optimizer_that_is_replaced_inside_of_a_list_is_found(tmp_path: Path)
         attributes=vars(holder),
     )
     for number in (1, 2):
-        writer.line_due(_state(number), writer.batches_fetched([1], [[0]], None))
+        writer.batches_fetched([1], [[0]], None)
+        _end(writer, _state(number))
         holder.optimizers[0] = torch.optim.SGD([holder.weight], lr=0.25)
     writer.settle()
     book.close()
@@ -218,7 +241,8 @@ def test_an_optimizer_that_is_replaced_is_found_in_the_next_line(tmp_path: Path)
     holder = Holder()
     writer, book = _make(tmp_path, holder)
     for number in (1, 2):
-        writer.line_due(_state(number), writer.batches_fetched([1], [[0]], None))
+        writer.batches_fetched([1], [[0]], None)
+        _end(writer, _state(number))
         holder.optimizer = torch.optim.SGD([holder.weight], lr=0.25)
     writer.settle()
     book.close()
@@ -233,7 +257,8 @@ def test_weights_and_moments_are_hashed_in_every_so_many_steps_and_at_the_end(
     for number in range(1, 8):
         holder.weight.grad = torch.ones(3)
         holder.optimizer.step()
-        writer.line_due(_state(number), writer.batches_fetched([1], [[0]], None))
+        writer.batches_fetched([1], [[0]], None)
+        _end(writer, _state(number))
     writer.training_ended(_state(7))
     holder.optimizer.state[holder.weight]["momentum_buffer"][0] += 1
     writer.training_ended(_state(7))
@@ -256,10 +281,8 @@ def test_numbers_of_an_accelerator_are_read_late_and_as_they_were(
         loss = torch.zeros(())
         for number in range(1, 100):
             loss += number
-            writer.losses_known({"loss": loss, "n": number})
-            writer.line_due(
-                _state(number), writer.batches_fetched([number], [[number]], None), norm=loss
-            )
+            writer.batches_fetched([number], [[number]], None)
+            _end(writer, _state(number), {"loss": loss, "n": number}, norm=loss)
         writer.settle()
         book.close()
         found.append((tmp_path / name / FILE_NAME).read_bytes())

@@ -76,8 +76,8 @@ def by_hand() -> dict[str, list[float]]:
         found["loss"].append(loss.item())
         loss.backward()
         model.optimizer.step()
-        model.scheduler.step()
         found["rate"].append(model.optimizer.param_groups[0]["lr"])
+        model.scheduler.step()
         model.optimizer.zero_grad()
         if step % 2:
             with torch.no_grad():

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helios.checkpoint.run_listener import Validated
 
 from helios import CheckpointStore, KeepBest, Trainer
 from helios.best import BestRule, BestSoFar, Validation
+from helios.listeners import Validated
 from helios.startup.run_log import ScoreLog, describe_progress
 from helios.state import TrainingState
 from tests.typed.user_script import Line, Numbers

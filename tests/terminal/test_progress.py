@@ -15,8 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import helios
 from helios.core.loss_means import LossMeans
+from helios.listeners import Iteration
 from helios.schedule import Schedule
-from helios.state import TrainingUnit
+from helios.state import TrainingState, TrainingUnit
 from helios.terminal.progress import Display, ProgressDisplay, create_display
 from helios.terminal.root_logger import RootLogger
 
@@ -63,8 +64,8 @@ def start(
 ) -> None:
     """Start a run of 4 epochs of 10 batches, of which some epochs are done."""
     schedule = Schedule(unit, **{"total_steps": 4, **options})
-    display.start_training(schedule, epoch=done, steps_done=10 * done, find_optimizers=dict)
-    display.start_epoch(done, 10)
+    display.training_started(schedule, epoch=done, steps_done=10 * done, find_optimizers=dict)
+    display.epoch_opened(done, 10, 0)
 
 
 def advance(display: Display, time: Time, count: int, seconds: float, loss: float = 0.5) -> None:
@@ -72,7 +73,15 @@ def advance(display: Display, time: Time, count: int, seconds: float, loss: floa
     for _ in range(count):
         time.now += seconds
         losses.add({"loss": torch.tensor(loss, requires_grad=True)}, 1)
-        display.advance(losses, True)
+        end_iteration(display, losses)
+
+
+def end_iteration(
+    display: Display, losses: LossMeans, *, has_stepped: bool = True, logged: Any = None
+) -> None:
+    """Notify a display of an iteration."""
+    state = TrainingState(is_step_boundary=has_stepped)
+    display.iteration_ended(Iteration(state, losses, logged=logged))
 
 
 def means_of(display: Display, losses: dict[str, Any] | None = None) -> LossMeans:
@@ -109,12 +118,12 @@ def test_epochs_have_two_bars_and_an_evaluation_one_that_goes_away(
     assert re.match(r"epochs: +50%\|.*\| 2/4 ", epochs)
     assert re.match(r"steps: +50%\|.*\| 5/10 .*, loss 0\.1234, .*MiB", steps)
     advance(display, time, 5, seconds=2.0)
-    display.end_epoch()
-    display.start_evaluation("validation", 4)
+    display.epoch_ended()
+    display.evaluated("validation", 0, 4)
     assert re.match(r"validation: +0%\|.*\| 0/4 ", terminal.rows()[2])
-    display.advance_evaluation()
-    display.end_evaluation()
-    display.start_epoch(3, 10)
+    display.evaluated("validation", 1, 4)
+    display.paused()
+    display.epoch_opened(3, 10, 0)
     assert not any("validation" in row for row in terminal.rows())
     display.close()
     [row] = [row for row in terminal.rows() if row]
@@ -127,7 +136,7 @@ def test_a_run_by_steps_has_one_bar_that_counts_them(terminal: Screen, time: Tim
     start(display, TrainingUnit.ITERATION, total_steps=40)
     for moved in (False, True, False, True):
         time.now += 1.0
-        display.advance(means_of(display, {"loss": 2}), moved)
+        end_iteration(display, means_of(display, {"loss": 2}), has_stepped=moved)
     [row] = [row for row in terminal.rows() if row]
     assert re.match(r"steps: +5%\|.*\| 2/40 .*, loss 2, ", row)
     display.close()
@@ -187,7 +196,7 @@ def test_a_frequency_decides_in_place_of_the_time(
     for number in range(1, 7):
         time.now += 40.0
         logged = None if number % 3 else {"loss": 1 / number}
-        display.advance(means_of(display), True, logged=logged)
+        end_iteration(display, means_of(display), logged=logged)
     display.close()
     assert caplog.messages == [
         "step 3  epoch 1  loss 0.3333  0.025 steps/s",
@@ -267,12 +276,12 @@ def test_an_interrupted_epoch_does_not_count(
 def test_nothing_is_drawn_when_off(capsys: pytest.CaptureFixture[str], time: Time) -> None:
     display = create_display(False, clock=time)
     start(display)
-    display.start_epoch(0, 10)
+    display.epoch_opened(0, 10, 0)
     advance(display, time, 2, seconds=1.0)
-    display.end_epoch()
-    display.start_evaluation("validation", 1)
-    display.advance_evaluation()
-    display.end_evaluation()
+    display.epoch_ended()
+    display.evaluated("validation", 0, 1)
+    display.evaluated("validation", 1, 1)
+    display.paused()
     display.close()
     assert capsys.readouterr().err == ""
 
