@@ -216,3 +216,7 @@ class RunListener:
 
     def closed(self) -> None:
         """Write what waits, and close files, whatever has happened."""
+
+
+class Recorder(RunListener, IterationListener):
+    """Records a run: listens to its iterations, and to the run as a whole."""

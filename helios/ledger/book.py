@@ -32,7 +32,7 @@ _Found = TypeVar("_Found")
 
 
 @final
-class Book:
+class Book(line.LineReceiver):
     """Appends lines to the ledger of a run; closed until :meth:`open` is called.
 
     A failed write does not stop the training: the lines stay in memory, and the next write tries

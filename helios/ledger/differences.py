@@ -15,7 +15,14 @@ from typing import Any, final
 
 from helios.errors import LedgerError
 from helios.ledger.book import find_ledger, parse_header, read_lines
-from helios.ledger.line import TAIL_BYTES, has_buffers, match_buffers, read_float, step_of
+from helios.ledger.line import (
+    TAIL_BYTES,
+    LineReceiver,
+    has_buffers,
+    match_buffers,
+    read_float,
+    step_of,
+)
 from helios.ledger.run_facts import find_differences, read_run
 from helios.ledger.validation_scores import RunScores, ScoreComparison, compare_scores, read_scores
 from helios.text import with_step
@@ -404,14 +411,13 @@ class Replay(LineComparison):
 
 
 @final
-class LedgerFollower:
+class LedgerFollower(LineReceiver):
     """Takes the lines of a replay instead of a file, up to the first one that differs.
 
     Args:
         found: the result, which is filled in.
         meets_end: whether the replay must end where the run has ended.
         run: hash of the definition of the replay.
-        unscored: names of scores that are not compared, besides those that the run has named.
 
     Attributes:
         found: the result so far.
@@ -422,9 +428,7 @@ class LedgerFollower:
         LedgerError: if the ledger cannot be read.
     """
 
-    def __init__(
-        self, found: Replay, *, meets_end: bool, run: str, unscored: Collection[str] = ()
-    ) -> None:
+    def __init__(self, found: Replay, *, meets_end: bool, run: str) -> None:
         lines = read_lines(found.ledger)
         header = parse_header(next(lines, b""), found.ledger)
         self.every: int = header["every"]
@@ -434,7 +438,7 @@ class LedgerFollower:
         self._lines = islice(lines, found.begins_after - header["after"], None)
         found.has_same_definition = header["run"] == run
         self._known = read_scores(found.ledger)
-        self._own = RunScores(unscored=frozenset(unscored))
+        self._own = RunScores()
         self._num_compared = 0
 
     @property
@@ -475,12 +479,17 @@ class LedgerFollower:
             # Raised here, it would end the training as an error of the user's code.
             self.failure = error
 
-    def add_scores(
-        self, iteration: int, scores: Mapping[str, float], by_hand: Mapping[str, int]
+    def append_scores(
+        self,
+        after: int,
+        scores: Mapping[str, float],
+        unscored: Collection[str],
+        by_hand: Mapping[str, int],
     ) -> None:
         """Take the scores of a validation; they are compared once the lines before them are."""
-        self._own.by_iteration[iteration] = dict(scores)
-        self._own.by_hand[iteration] = dict(by_hand)
+        self._own.by_iteration[after] = dict(scores)
+        self._own.by_hand[after] = dict(by_hand)
+        self._own.unscored |= frozenset(unscored)
 
     def compare_scores(self, *, is_over: bool) -> None:
         """Compare the scores so far.

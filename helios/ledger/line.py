@@ -44,7 +44,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -249,3 +250,46 @@ def end_of(chain: str) -> bytes:
 def stated_hash(data: bytes) -> str:
     """Return the hash that a line states, right or wrong."""
     return data[len(_HASH) - TAIL_BYTES :][:_DIGITS].decode("ascii", "replace")
+
+
+class LineReceiver(ABC):
+    """What takes the lines of a run: a file, or a comparison."""
+
+    @abstractmethod
+    def append(self, bodies: Iterable[str]) -> None:
+        """Take lines of the chain, given as JSON objects without their closing braces."""
+
+    @abstractmethod
+    def append_scores(
+        self,
+        after: int,
+        scores: Mapping[str, float],
+        unscored: Collection[str],
+        by_hand: Mapping[str, int],
+    ) -> None:
+        """Take the scores of a validation, which hang beside the chain.
+
+        Args:
+            after: the last iteration, whose line was taken.
+            scores: by name.
+            unscored: names of those that are left out.
+            by_hand: as in :func:`describe_scores`.
+        """
+
+    def open(self, mark: Mapping[str, Any] | None, *, after: int) -> None:
+        """Begin, or continue after the lines of a checkpoint.
+
+        Args:
+            mark: the result of :meth:`mark` in the checkpoint; ``None`` if it has none.
+            after: the last iteration before the first new line.
+        """
+
+    def mark(self) -> dict[str, Any] | None:
+        """Return how far the lines go, for a checkpoint."""
+        return None
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk; another thread may call this."""
+
+    def close(self) -> None:
+        """Write what waits."""

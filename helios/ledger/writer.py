@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from helios.core.utils import read_rates
 from helios.counters import TrainingState
-from helios.ledger.line import Hashes, write_body, write_iteration
+from helios.ledger.line import Hashes, LineReceiver, write_body, write_iteration
 from helios.ledger.weight_digests import WeightDigests
-from helios.listeners import Iteration, IterationListener
+from helios.listeners import Iteration, Recorder, Validated
 from helios.protocols import Clock
 from helios.storage.content_hash import (
     Content,
@@ -54,25 +54,20 @@ class _Line(NamedTuple):
     arrival: Any
 
 
-class LineReceiver(Protocol):
-    """What takes the lines: a file, or a comparison."""
-
-    def append(self, bodies: Iterable[str]) -> None:
-        """Take lines, given as JSON objects without their closing braces."""
-        ...
-
-
 @final
-class LedgerWriter(IterationListener):
-    """Writes the lines of the ledger; on ranks other than 0 it only makes fingerprints.
+class LedgerWriter(Recorder):
+    """Makes the lines of the ledger; on ranks other than 0 only fingerprints.
 
     Args:
-        book: takes the lines; ``None`` on ranks that do not write.
+        book: takes the lines; ``None`` on ranks other than 0.
         block: the replicas of this process.
-        has_others: whether other processes run replicas, too.
+        num_processes: processes that run replicas.
         weights: takes the digests of the weights.
         find_optimizers: returns the optimizers by path.
         attributes: those of the model, in which an optimizer may be replaced.
+        mark: that of the ledger in the checkpoint that the run continues from.
+        after: the last iteration before this start.
+        unscored: names of scores that are left out.
         clock: returns seconds.
     """
 
@@ -81,18 +76,25 @@ class LedgerWriter(IterationListener):
         book: LineReceiver | None,
         block: range,
         *,
-        has_others: bool = False,
+        num_processes: int = 1,
         weights: WeightDigests,
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
         attributes: Mapping[str, Any],
+        mark: Mapping[str, Any] | None = None,
+        after: int = 0,
+        unscored: Collection[str] = (),
         clock: Clock = time.perf_counter,
     ) -> None:
         self._book = book
         self._block = block
-        self._has_others = has_others
+        self._num_processes = num_processes
+        self._has_others = num_processes > 1
         self._weights = weights
         self._find_optimizers = find_optimizers
         self._attributes = attributes
+        self._mark = mark
+        self._after = after
+        self._unscored = unscored
         self._clock = clock
         self._holders: list[tuple[str, Any]] = []
         self._is_nested = True
@@ -174,6 +176,41 @@ class LedgerWriter(IterationListener):
                 content |= self._weights.describe_buffers()
         if self._book is not None:
             self._book.append([write_body(content)])
+
+    def opened(self) -> None:
+        """Begin or continue the ledger."""
+        if self._book is not None:
+            self._book.open(self._mark, after=self._after)
+
+    def saving(self) -> dict[str, Any]:
+        """Return the size and hash of the ledger; ``None`` on ranks other than 0."""
+        self.settle()
+        return {"ledger": None if self._book is None else self._book.mark()}
+
+    def before_commit(self) -> None:
+        """Wait until all lines are on the disk; raises ``OSError`` if they cannot be written."""
+        if self._book is not None:
+            self._book.sync()
+
+    def validated(self, validated: Validated) -> None:
+        """Add the scores after the line of their iteration.
+
+        Those that were filled by hand are marked, unless one process has seen all samples.
+        """
+        if self._book is not None:
+            self.settle()
+            names = sorted(validated.by_hand) if self._has_others else ()
+            by_hand = dict.fromkeys(names, self._num_processes)
+            iteration = validated.state.global_iteration
+            self._book.append_scores(iteration, validated.scores, self._unscored, by_hand)
+
+    def closed(self) -> None:
+        """Write the lines that wait, and close the ledger."""
+        if self._book is not None:
+            # After an error of an accelerator, its numbers cannot be read.
+            with contextlib.suppress(RuntimeError):
+                self.settle()
+            self._book.close()
 
     def settle(self) -> None:
         """Write all lines that wait, once numbers on an accelerator have arrived."""

@@ -28,7 +28,7 @@ from helios.findings import Findings
 from helios.hooks.live_run import find_none
 from helios.ledger.environment import describe_machine
 from helios.ledger.run_file import without_secret_words, without_secrets
-from helios.listeners import RunListener
+from helios.listeners import Recorder, RunListener
 from helios.loops.loop import LoopStates
 from helios.model.new_settings import NewSettings
 from helios.model.schedulers import Schedulers
@@ -47,6 +47,7 @@ from helios.startup.data_check import DataCheck
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import check_training_source, log_order
 from helios.startup.processes import describe_processes
+from helios.startup.recorders import make_recorders
 from helios.startup.reproducibility_level import (
     Reproducibility,
     determine_trust,
@@ -59,7 +60,6 @@ from helios.startup.resume_point import (
     require_writable,
     set_newer_aside,
 )
-from helios.startup.run_evidence import Evidence, make_evidence
 from helios.startup.run_identity import find_cursor
 from helios.startup.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.startup.run_saves import RunSaves
@@ -110,8 +110,8 @@ def keep_in_hand(run: Run, end: Record, *, is_interrupted: bool = False) -> None
     run.in_hand = ModelInHand(run.model, obstacle, end, dict(run.plugins), run.owners)
 
 
-MakeEvidence: TypeAlias = Callable[[dict[str, Any], Reproducibility], Evidence]
-"""Takes what defines a run and the level that it reaches; returns what it records of itself."""
+MakeRecorders: TypeAlias = Callable[[dict[str, Any], Reproducibility], list[Recorder]]
+"""Takes what defines a run and the level that it reaches; returns what records it."""
 
 
 @final
@@ -121,7 +121,7 @@ class Training:
     Args:
         run: the call, of which nothing is set up yet.
         start: where it starts.
-        make_evidence: what a replay records instead of writing files; ``None`` to train.
+        make_recorders: returns what follows a replay; ``None`` for what writes files.
         outside: returns why the run is to be interrupted, empty if nothing asks for it; by default,
             signals do.
     """
@@ -131,20 +131,20 @@ class Training:
         run: Run,
         start: Start,
         *,
-        make_evidence: MakeEvidence | None = None,
+        make_recorders: MakeRecorders | None = None,
         outside: Callable[[], str] | None = None,
     ) -> None:
         self._run = run
         self._start = start
         self._can_save = run.options.can_save
-        self._make_evidence = make_evidence
+        self._make_recorders = make_recorders
         listener = run.call.runtime.listener
         what = run_log.describe_signal(saves=self._can_save)
         self._outside = outside or partial(listener.ask, what)
         store = start.folder.options if start.folder is not None and self._can_save else None
         self._scores = ScoreLog(None if store is None else store.keep_best)
         self._saves: RunSaves | None = None
-        self._evidence: Evidence | None = None
+        self._recorders: list[Recorder] = []
         self._listeners: list[RunListener] = [self._scores]
         self._is_over = False
         self._params: dict[str, Any] = {}
@@ -209,7 +209,7 @@ class Training:
             scores=self._scores.summarize(best, file_name),
             nonfinite=session.nonfinite,
             newest=newest,
-            has_report=self._evidence is not None,
+            has_report=bool(self._recorders),
         )
 
     def _wait_for_saves(self) -> Path | None:
@@ -233,7 +233,7 @@ class Training:
     def _prepare(self, known: Record | None) -> None:
         run, record = self._run, self._record
         run.settings.enter_context(self._numerics(known))
-        if self._make_evidence is None:
+        if self._make_recorders is None:
             # Logs of another run must not be truncated: a branch starts its own.
             logged = None if self._start.is_branch else record
             run_log.open_logs(run.options, self._name, logged, is_training=True)
@@ -325,7 +325,7 @@ class Training:
         # A script in stages starts those again that the run has passed.
         return (
             loaded is not None
-            and self._make_evidence is None
+            and self._make_recorders is None
             and not run_identity.is_shortened(options, loaded.record.options)
         )
 
@@ -393,7 +393,7 @@ class Training:
             best=BestSoFar(find_best_rule(run.options, run.plugins.values(), run.model)),
             find_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else find_none,
             writer=self._saves.writer,
-            recorders=() if self._evidence is None else self._evidence.iterations,
+            recorders=self._recorders,
             run_listeners=self._listeners,
             can_save=self._can_save,
             sanity_steps=run.options.sanity_steps,
@@ -405,7 +405,7 @@ class Training:
             outside=self._outside,
         )
         folder = self._start.folder
-        session.is_replay = self._make_evidence is not None
+        session.is_replay = self._make_recorders is not None
         session.run_folder = None if folder is None else folder.path
         session.has_changed = self._start.is_branch or self._start.goes_back
         return session
@@ -440,13 +440,12 @@ class Training:
         self._changes = self._compare_fresh()
         self._start.definition |= {"params": self._params} | self._changes.options
         self._start.definition[run_log.KEY] = run_log.read_arguments()
-        if self._make_evidence is not None:
-            self._evidence = self._make_evidence(identity, reproducibility)
+        if self._make_recorders is not None:
+            self._recorders = self._make_recorders(identity, reproducibility)
         elif self._start.folder is not None and run.options.writes_ledger:
-            self._evidence = self._make_files(identity, reproducibility)
-        if self._evidence is not None:
-            run.listeners = self._evidence.run
-            self._listeners += self._evidence.run
+            self._recorders = self._make_files(identity, reproducibility)
+        run.listeners = self._recorders
+        self._listeners += self._recorders
         # The last one is called first.
         for listener in reversed(self._listeners):
             run.settings.callback(listener.closed)
@@ -480,8 +479,10 @@ class Training:
         )
         return saves
 
-    def _make_files(self, identity: dict[str, Any], reproducibility: Reproducibility) -> Evidence:
-        """Return what the run records of itself, in files."""
+    def _make_files(
+        self, identity: dict[str, Any], reproducibility: Reproducibility
+    ) -> list[Recorder]:
+        """Return what records the run in files."""
         run, options = self._run, self._run.options
         given = {name: options.plain(name) for name in ROWS if name != "params"}
         facts = {
@@ -493,7 +494,7 @@ class Training:
             "given": self._changes.all_values,
             "options": {name: value for name, value in given.items() if value is not None},
         }
-        return make_evidence(self._start, run.model, run.replicas, identity, facts)
+        return make_recorders(self._start, run.model, run.replicas, identity, facts)
 
     def _require_level(self, reproducibility: Reproducibility) -> None:
         """Refuse a lower level than that of the checkpoint, if the user demands it."""

@@ -14,20 +14,14 @@ from helios.checkpoint.reproducibility import Level, level_of
 from helios.errors import UsageError
 from helios.ledger.differences import LedgerFollower, Replay
 from helios.ledger.writer import LedgerWriter
-from helios.listeners import RunListener, Validated
+from helios.listeners import Recorder
 from helios.replicas.on_all_ranks import on_first
 from helios.startup.checkpoint_search import GivenCheckpoint
 from helios.startup.fit_run import Training
+from helios.startup.recorders import hash_definition, make_writer
 from helios.startup.replay_start import Stretch, require_restart
 from helios.startup.reproducibility_level import Reproducibility
 from helios.startup.resume_point import Start
-from helios.startup.run_evidence import (
-    Evidence,
-    LedgerFile,
-    count_by_hand,
-    hash_definition,
-    make_writer,
-)
 from helios.startup.run_setup import Run
 from helios.text import with_step
 
@@ -45,8 +39,8 @@ def replay(run: Run) -> Replay:
     types = run.model.types_for_safe_load()
     start = _load_start(run, stretch, types)
     comparison = _Comparison(run, stretch, start)
-    evidence = comparison.make_evidence
-    training = Training(run, start, make_evidence=evidence, outside=comparison.ask)
+    make = comparison.make_recorders
+    training = Training(run, start, make_recorders=make, outside=comparison.ask)
     training.compare_params(is_finished=False)
     training.train(known=None if start.loaded else _load_witness(stretch, types))
     return on_first(run.replicas, comparison.conclude)
@@ -83,7 +77,9 @@ class _Comparison:
         self._writer: LedgerWriter | None = None
         self._is_elastic = False
 
-    def make_evidence(self, identity: dict[str, Any], reproducibility: Reproducibility) -> Evidence:
+    def make_recorders(
+        self, identity: dict[str, Any], reproducibility: Reproducibility
+    ) -> list[Recorder]:
         """Return what follows the ledger instead of writing one."""
         self._require_level(reproducibility)
         stretch, replicas, model = self._stretch, self._run.replicas, self._run.model
@@ -91,17 +87,12 @@ class _Comparison:
         if replicas.rank == 0:
             found = Replay(stretch.ledger, stretch.checkpoint, stretch.stop)
             found.begins_after = found.num_equal = stretch.after
-            self._follower = LedgerFollower(
-                found, meets_end=stretch.meets_end, run=run, unscored=model.unscored
-            )
+            self._follower = LedgerFollower(found, meets_end=stretch.meets_end, run=run)
         every = None if self._follower is None else self._follower.every
         every, *_ = replicas.gather_objects(every)
         writer = make_writer(self._follower, model, replicas, every=every)
         self._writer = writer
-        listeners: list[RunListener] = [LedgerFile(run, writer)]
-        if self._follower is not None:
-            listeners.append(_FollowedScores(self._follower, replicas.num_processes))
-        return Evidence([writer], listeners)
+        return [writer]
 
     def _require_level(self, reproducibility: Reproducibility) -> None:
         level = level_of(reproducibility.findings, reproducibility.level)
@@ -156,18 +147,3 @@ class _Comparison:
         if found.iteration is not None and is_spread:
             found.causes.append(_PROCESSES)
         return found
-
-
-class _FollowedScores(RunListener):
-    """Hands the scores of validations to what compares them, on rank 0."""
-
-    def __init__(self, follower: LedgerFollower, processes: int) -> None:
-        self._follower = follower
-        self._processes = processes
-
-    def validated(self, validated: Validated) -> None:
-        self._follower.add_scores(
-            validated.state.global_iteration,
-            validated.scores,
-            count_by_hand(validated, self._processes),
-        )

@@ -16,10 +16,9 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.checkpoint.store import CheckpointStore
-from helios.listeners import IterationListener, RunListener
+from helios.listeners import Recorder, RunListener
 from helios.plugins import Plugin
 from helios.startup import fit_run
-from helios.startup.run_evidence import Evidence
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
 
@@ -50,13 +49,13 @@ ROWS = read_rows()
 Call = Callable[[str], None]
 
 
-def calls_of(interface: type[IterationListener | RunListener]) -> list[str]:
+def calls_of(interface: type[RunListener]) -> list[str]:
     return [name for name, _ in inspect.getmembers(interface, inspect.isfunction)]
 
 
 def make_listener(interface: type[Any], notify: Call) -> Any:
     """Return a listener that hands the name of each call on."""
-    listener = type("Noting", (interface,), {})
+    listener = type("Noting", (Recorder,), {})
 
     def listen(name: str) -> None:
         found = {"batches_fetched": [1.0], "saving": {}}.get(name)
@@ -142,15 +141,17 @@ def fit(
 
 
 def listen(patch: pytest.MonkeyPatch, notify: Call) -> list[Any]:
-    """Let listeners take the place of the evidence of all runs; returns the replicas of each."""
+    """Let listeners take the place of what records all runs; returns the replicas of each."""
     teams = []
 
-    def make_evidence(start: Any, model: Any, replicas: Any, *_: Any, **__: Any) -> Evidence:
+    def make_recorders(start: Any, model: Any, replicas: Any, *_: Any) -> list[Recorder]:
         teams.append(replicas)
-        run = [make_listener(RunListener, notify), make_listener(RunListener, lambda name: None)]
-        return Evidence([make_listener(IterationListener, notify)], run)
+        return [
+            make_listener(Recorder, notify),
+            make_listener(RunListener, lambda name: None),
+        ]
 
-    patch.setattr(fit_run, "make_evidence", make_evidence)
+    patch.setattr(fit_run, "make_recorders", make_recorders)
     return teams
 
 

@@ -24,7 +24,7 @@ from helios.ledger.run_facts import read_curves, read_run
 from helios.ledger.run_file import FILE_NAME, RunFile, read_run_file
 from helios.loops import epoch
 from helios.plugins import Plugin
-from helios.startup import run_evidence
+from helios.startup import recorders
 from helios.state import TrainingState
 from helios.storage import codec, files
 from tests.checkpoint.helpers import save_payload
@@ -342,7 +342,7 @@ def test_iterations_have_their_own_time(
     unit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(run_evidence, "RunFile", partial(RunFile, clock=clock))
+    monkeypatch.setattr(recorders, "RunFile", partial(RunFile, clock=clock))
     monkeypatch.setattr(epoch, "AverageTimer", partial(AverageTimer, clock=clock))
     slow, is_by_epoch = Slow(clock), unit == "epoch"
     setting = Setting(

@@ -33,7 +33,7 @@ def _make(
     block: range = range(1),
     *,
     every: int = EVERY,
-    has_others: bool = False,
+    num_processes: int = 1,
 ) -> tuple[LedgerWriter, Book]:
     book = Book(folder, run="r")
     book.open(None, after=0)
@@ -47,7 +47,7 @@ def _make(
     writer = LedgerWriter(
         book,
         block,
-        has_others=has_others,
+        num_processes=num_processes,
         weights=weights,
         find_optimizers=find_optimizers,
         attributes=vars(holder),
@@ -158,7 +158,7 @@ def test_the_sum_over_replicas_does_not_depend_on_who_runs_them(tmp_path: Path) 
         totals, begin = [0.0] * 6, 0
         for end in cuts:
             block = range(begin, end)
-            writer, book = _make(tmp_path, Holder(), block, has_others=len(cuts) > 1)
+            writer, book = _make(tmp_path, Holder(), block, num_processes=len(cuts))
             part = writer.batches_fetched(batches[begin:end], indices[begin:end], None)
             if part:
                 totals = [one + other for one, other in zip(totals, part, strict=True)]

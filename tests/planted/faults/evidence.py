@@ -191,14 +191,11 @@ def buffers_of_checkpoints_are_not_verified(check_buffers, status, name, stated,
     check_buffers(status, name, recorded, recorded)
 
 
-@fault("helios.startup.run_evidence:LedgerFile.validated", SCORES)
-def scores_come_before_the_line_of_their_iteration(validated, ledger, validation):
-    from helios.startup.run_evidence import count_by_hand
-
-    if ledger.book is not None:
-        by_hand = count_by_hand(validation, ledger._processes)
-        iteration, scores = validation.state.global_iteration, validation.scores
-        ledger.book.append_scores(iteration, scores, ledger._unscored, by_hand)
+@fault("helios.ledger.writer:LedgerWriter.validated", SCORES)
+def scores_come_before_the_line_of_their_iteration(validated, writer, validation):
+    settle, writer.settle = writer.settle, lambda: None
+    validated(writer, validation)
+    writer.settle = settle
 
 
 @fault(

@@ -1,14 +1,10 @@
-"""The evidence of a run, in its folder: the ledger, and the file of its events.
-
-The ledger joins its file to the loops and to the checkpoints.
-"""
+"""What records a run in its folder: the ledger, and the file of its events."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, final
 
 from torch import Tensor
 
@@ -16,121 +12,17 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.ledger import run_file
 from helios.ledger.book import EVERY, Book
 from helios.ledger.environment import describe_git
-from helios.ledger.line import hash_of
+from helios.ledger.line import LineReceiver, hash_of
 from helios.ledger.run_file import RunFile, host
 from helios.ledger.weight_digests import WeightDigests
-from helios.ledger.writer import LedgerWriter, LineReceiver
-from helios.listeners import Iteration, IterationListener, RunListener, Validated
+from helios.ledger.writer import LedgerWriter
+from helios.listeners import Iteration, Recorder, Validated
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.startup.resume_point import Start
 from helios.state.networks import name_buffers, name_weights
 
 _MOST_CHARACTERS = 300
-
-
-class LedgerFile(RunListener):
-    """The ledger of a run, whose lines the writer makes.
-
-    Args:
-        run: hash of the run's definition.
-        writer: what listens to the iterations.
-        book: its file, which rank 0 writes; ``None`` on other ranks, and in a replay.
-        found: the mark in the checkpoint that the run continues from.
-        after: the last iteration before this start.
-        unscored: names of scores that are left out.
-        processes: the number of processes.
-    """
-
-    def __init__(
-        self,
-        run: str,
-        writer: LedgerWriter,
-        book: Book | None = None,
-        *,
-        found: dict[str, Any] | None = None,
-        after: int = 0,
-        unscored: Collection[str] = (),
-        processes: int = 1,
-    ) -> None:
-        self.run = run
-        self.writer = writer
-        self.book = book
-        self._found = found
-        self._after = after
-        self._unscored = unscored
-        self._processes = processes
-
-    def opened(self) -> None:
-        """Begin or continue the file."""
-        if self.book is not None:
-            self.book.open(self._found, after=self._after)
-
-    def saving(self) -> dict[str, Any]:
-        """Return the size and hash of the file; ``None`` on ranks other than 0."""
-        self.writer.settle()
-        return {"ledger": None if self.book is None else self.book.mark()}
-
-    def before_commit(self) -> None:
-        """Wait until all lines are on the disk; raises ``OSError`` if they cannot be written."""
-        if self.book is not None:
-            self.book.sync()
-
-    def validated(self, validated: Validated) -> None:
-        """Add the scores after the line of their iteration."""
-        if self.book is not None:
-            self.writer.settle()
-            by_hand = count_by_hand(validated, self._processes)
-            iteration = validated.state.global_iteration
-            self.book.append_scores(iteration, validated.scores, self._unscored, by_hand)
-
-    def closed(self) -> None:
-        """Write the lines that wait, and close the file."""
-        if self.book is not None:
-            # After an error of an accelerator, its numbers cannot be read.
-            with contextlib.suppress(RuntimeError):
-                self.writer.settle()
-            self.book.close()
-
-
-def count_by_hand(validated: Validated, processes: int) -> dict[str, int]:
-    """Return the processes whose scores by hand are not those of all; nothing for one process.
-
-    One process has seen all samples, so there they are not told apart.
-    """
-    return dict.fromkeys(sorted(validated.by_hand), processes) if processes > 1 else {}
-
-
-def make_ledger(
-    start: Start,
-    model: Model,
-    replicas: Replicas,
-    definition: Mapping[str, Any],
-) -> LedgerFile:
-    """Return the ledger of a run; its file is not opened yet.
-
-    Args:
-        start: where the run starts. A branch of another run begins a ledger of its own.
-        model: the model.
-        replicas: the replicas of the run; rank 0 writes.
-        definition: what defines the run.
-    """
-    assert start.folder is not None
-    record = None if start.loaded is None else start.loaded.record
-    run = hash_definition(definition, replicas)
-    found = None if record is None or start.is_branch else record.ledger
-    book = Book(start.folder.path, run=run) if replicas.rank == 0 else None
-    every = EVERY if found is None else found["every"]
-    writer = make_writer(book, model, replicas, every=every)
-    return LedgerFile(
-        run,
-        writer,
-        book,
-        found=found,
-        after=0 if record is None else record.place[1],
-        unscored=model.unscored,
-        processes=replicas.num_processes,
-    )
 
 
 def hash_definition(definition: Mapping[str, Any], replicas: Replicas) -> str:
@@ -144,6 +36,8 @@ def make_writer(
     replicas: Replicas,
     *,
     every: int = EVERY,
+    mark: Mapping[str, Any] | None = None,
+    after: int = 0,
 ) -> LedgerWriter:
     """Return what makes the lines of a run.
 
@@ -152,9 +46,10 @@ def make_writer(
         model: the model.
         replicas: the replicas of the run.
         every: the number of steps between two hashes of the weights.
+        mark: that of the ledger in the checkpoint that the run continues from.
+        after: the last iteration before this start.
     """
     discovery = model.discovery
-    reads_weights = book is not None or replicas.is_sharded_over_processes
 
     def find_weights() -> dict[str, Tensor]:
         return name_weights(discovery.modules(), discovery.moved()[0])
@@ -162,35 +57,37 @@ def make_writer(
     return LedgerWriter(
         book,
         replicas.local_replicas,
-        has_others=not replicas.has_single_process,
+        num_processes=replicas.num_processes,
         weights=WeightDigests(
             find_weights,
             discovery.optimizers,
             lambda: name_buffers(discovery.saved_modules()),
-            is_read=reads_weights,
+            is_read=book is not None or replicas.is_sharded_over_processes,
             every=every,
         ),
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
+        mark=mark,
+        after=after,
+        unscored=model.unscored,
     )
 
 
-class RunEvents(RunListener, IterationListener):
+@final
+class RunEvents(Recorder):
     """What a run was started with, and what happens to it, on rank 0.
 
     Args:
         file: where events are written.
         start: where the run starts.
-        ledger: whose file the run may have lost.
+        book: the ledger, which the run may have lost.
         facts: what is known of this start, by name.
     """
 
-    def __init__(
-        self, file: RunFile, start: Start, ledger: LedgerFile, facts: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, file: RunFile, start: Start, book: Book, facts: Mapping[str, Any]) -> None:
         self._file = file
         self._start = start
-        self._ledger = ledger
+        self._book = book
         self._facts = facts
         # Earlier starts have recorded these.
         self._num_known = len(start.changes)
@@ -211,9 +108,8 @@ class RunEvents(RunListener, IterationListener):
         add(run_file.START, **found, **self._facts, git=describe_git() or None, changes=changes)
         if loaded is not None and loaded.record.migrated_from is not None:
             add(run_file.MIGRATION, cause=f"helios-ml {loaded.record.migrated_from}")
-        book = self._ledger.book
-        if book is not None and book.loss is not None:
-            add(run_file.LOST_LEDGER, cause=book.loss)
+        if self._book.loss is not None:
+            add(run_file.LOST_LEDGER, cause=self._book.loss)
         self._file.begin(found["iteration"])
 
     def committed(self, path: Path, sidecar: Sidecar) -> None:
@@ -263,13 +159,6 @@ class RunEvents(RunListener, IterationListener):
         self._file.close()
 
 
-class Evidence(NamedTuple):
-    """What a run records of itself: what listens to its iterations, and to the run, in order."""
-
-    iterations: Sequence[IterationListener]
-    run: Sequence[RunListener]
-
-
 def _describe(error: BaseException) -> str:
     """Return an error as text, whatever its own text is."""
     try:
@@ -278,29 +167,38 @@ def _describe(error: BaseException) -> str:
         return type(error).__name__
 
 
-def make_evidence(
+def make_recorders(
     start: Start,
     model: Model,
     replicas: Replicas,
     definition: Mapping[str, Any],
     facts: Mapping[str, Any],
-) -> Evidence:
-    """Return the evidence of a run; no file is opened yet.
+) -> list[Recorder]:
+    """Return what records a run; no file is opened yet.
 
     Args:
-        start: where the run starts; it has a folder.
+        start: where the run starts; it has a folder. A branch of another run begins a ledger of its
+            own.
         model: the model.
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
         facts: what else is known of this start, by name.
     """
     assert start.folder is not None
-    file = None
-    if replicas.rank == 0:
-        file = RunFile(start.folder.path)
-    ledger = make_ledger(start, model, replicas, definition)
-    if file is None:
-        return Evidence([ledger.writer], [ledger])
-    own = {"run": ledger.run, "host": host(), "processes": replicas.num_processes}
-    events = RunEvents(file, start, ledger, {**own, **facts, "definition": definition})
-    return Evidence([ledger.writer, events], [ledger, events])
+    folder, run = start.folder.path, hash_definition(definition, replicas)
+    record = None if start.loaded is None else start.loaded.record
+    mark = None if record is None or start.is_branch else record.ledger
+    book = Book(folder, run=run) if replicas.rank == 0 else None
+    writer = make_writer(
+        book,
+        model,
+        replicas,
+        every=EVERY if mark is None else mark["every"],
+        mark=mark,
+        after=0 if record is None else record.place[1],
+    )
+    if book is None:
+        return [writer]
+    own = {"run": run, "host": host(), "processes": replicas.num_processes}
+    facts = {**own, **facts, "definition": definition}
+    return [writer, RunEvents(RunFile(folder), start, book, facts)]
