@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import math
 import os
 import pickle
 import re
@@ -24,6 +25,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import helios
+from helios.ledger import writer
 from helios.ledger.run_file import FILE_NAME as RUN_FILE
 from helios.plugins import EarlyStopping, Plugin
 from helios.state import TrainingState
@@ -65,6 +67,8 @@ class Trail:
 
     def install(self) -> None:
         """Record from here on, until this process ends."""
+        # How often lines are written in between depends on how long a run takes.
+        writer._SECONDS = math.inf
         sys.addaudithook(self._hear)
         for name, word in _WRAPPED.items():
             setattr(files, name, self._wrap(getattr(files, name), word, _place_of))
