@@ -44,7 +44,6 @@ from helios.errors import (
 def test_an_error_is_caught_as_the_builtin_that_users_expect(
     kind: type[HeliosError], builtin: type[Exception]
 ) -> None:
-    """API sections 12 and 15; STYLE section 2."""
     with pytest.raises(builtin) as caught:
         raise kind("name, rule, value, remedy")
     assert isinstance(caught.value, HeliosError)

@@ -91,7 +91,7 @@ def note_boundary(done: Walk, schedule: Schedule) -> None:
 def test_windows_end_where_the_design_says(
     unit: TrainingUnit, accumulation: int, is_manual: bool, boundaries: list[int]
 ) -> None:
-    """DESIGN section 5, "A window" (C7): two epochs of five batches, with partial windows."""
+    """Two epochs of five batches, with partial windows."""
     schedule = Schedule(unit=unit, total_steps=math.inf, accumulation_steps=accumulation)
     ends = [
         batch + 5 * epoch + 1
@@ -110,7 +110,7 @@ def test_windows_end_where_the_design_says(
 
 @pytest.mark.shows("C7")
 def test_a_window_of_the_iteration_unit_runs_on_across_epochs() -> None:
-    """DESIGN section 5: with 3 batches an epoch, a window of 2 spans their border."""
+    """With 3 batches an epoch, a window of 2 spans their border."""
     done = walk(Schedule(unit=ITERATION, total_steps=3, accumulation_steps=2), length=3)
     assert done.boundaries == [2, 4, 6]
 

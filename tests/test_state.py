@@ -20,19 +20,17 @@ HISTORICAL_FIELDS = {
 
 
 def test_units_keep_their_historical_values() -> None:
-    """API section 12."""
     assert {unit.name: unit.value for unit in TrainingUnit} == {"ITERATION": 0, "EPOCH": 1}
 
 
 @pytest.mark.parametrize("unit", list(TrainingUnit))
 def test_a_unit_is_found_by_its_name_in_lower_case(unit: TrainingUnit) -> None:
-    """API section 12."""
     assert TrainingUnit.from_str(unit.name.lower()) is unit
 
 
 @pytest.mark.parametrize("label", ["", "epochs", "EPOCH", "step", None, 1])
 def test_an_unknown_unit_is_an_error_that_shows_it(label: object) -> None:
-    """API section 12: a ValueError."""
+    """A ValueError."""
     with pytest.raises(ArgumentError, match='must be "iteration" or "epoch", got') as caught:
         TrainingUnit.from_str(label)  # type: ignore[arg-type]
     assert repr(label) in str(caught.value)
@@ -45,7 +43,6 @@ def test_phases_are_told_apart_by_their_words() -> None:
 
 
 def test_every_counter_starts_at_zero() -> None:
-    """H41, API section 12."""
     assert TrainingState().dict() == {
         **HISTORICAL_FIELDS,
         "is_step_boundary": False,
@@ -55,7 +52,7 @@ def test_every_counter_starts_at_zero() -> None:
 
 
 def test_a_state_of_helios_1_is_taken_as_it_is() -> None:
-    """API section 15: old checkpoints hold these fields and no others."""
+    """Old checkpoints hold these fields and no others."""
     assert TrainingState(**HISTORICAL_FIELDS) == TrainingState()
 
 
@@ -137,14 +134,14 @@ def test_the_next_epoch_begins_at_its_first_sample() -> None:
 
 
 def test_an_epoch_that_is_begun_anew_keeps_its_number_and_a_note_of_the_end() -> None:
-    """DESIGN section 6: after an allowed change of the data."""
+    """After an allowed change of the data."""
     cursor = Cursor(epoch=2, batch=3, sample=10, stop_reason="asked")
     cursor.restart_epoch()
     assert cursor == Cursor(epoch=2, stop_reason="asked")
 
 
 def test_a_note_of_the_end_can_be_withdrawn() -> None:
-    """DESIGN section 6: a finished run goes on when total_steps was raised."""
+    """A finished run goes on when total_steps was raised."""
     cursor = Cursor()
     assert cursor.stop_reason == ""
     cursor.stop("no improvement")

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded, what counts as damaged, and what is only said (DESIGN section 5)."""
+"""Which checkpoint is loaded, what counts as damaged, and what is only said."""
 
 from __future__ import annotations
 

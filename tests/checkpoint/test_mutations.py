@@ -1,4 +1,4 @@
-"""Broken, cut and swapped files by the thousand: never a wrong load (DESIGN section 5).
+"""Broken, cut and swapped files by the thousand: never a wrong load.
 
 A load gives exactly what was saved, or a message that names the file; it never fills the memory.
 A mutant may load: where a byte means nothing, as in the white space of a sidecar.

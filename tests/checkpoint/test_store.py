@@ -1,4 +1,4 @@
-"""The folder of a run: saving, tidying, the end of a run, moving aside (DESIGN section 5, 6)."""
+"""The folder of a run: saving, tidying, the end of a run, moving aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking for CUDA, and cuDNN's benchmark mode (H50, DESIGN C4)."""
+"""Asking for CUDA, and cuDNN's benchmark mode."""
 
 from __future__ import annotations
 

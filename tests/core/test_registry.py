@@ -1,4 +1,4 @@
-"""Registries, and the import of the modules that fill them (API section 15)."""
+"""Registries, and the import of the modules that fill them."""
 
 from __future__ import annotations
 

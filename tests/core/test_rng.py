@@ -173,7 +173,6 @@ def test_a_generator_in_the_hand_of_a_user_follows_the_reseeding() -> None:
 
 
 def test_a_key_is_an_unsigned_number_of_64_bits_that_depends_on_its_fields_only() -> None:
-    """DESIGN R2."""
     keys = [rng.key(6691, "fetch", epoch, 0) for epoch in range(512)]
     assert keys == [rng.key(6691, "fetch", epoch, 0) for epoch in range(512)]
     assert all(0 <= found < 1 << 64 for found in keys)
@@ -199,7 +198,7 @@ def test_keys_are_the_same_in_all_versions() -> None:
     ],
 )
 def test_fields_are_typed_and_never_packed_or_added(one: tuple[Any], other: tuple[Any]) -> None:
-    """DESIGN R2: seed 1 in epoch 0 must not be seed 0 in epoch 1."""
+    """Seed 1 in epoch 0 must not be seed 0 in epoch 1."""
     assert rng.key(*one) != rng.key(*other)
 
 
@@ -221,7 +220,7 @@ def first_draws(keys: list[int]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def test_neighbouring_places_draw_independent_uniform_numbers() -> None:
-    """DESIGN R2: along iterations, along seeds, and between the three generators."""
+    """Along iterations, along seeds, and between the three generators."""
     from scipy import stats
 
     for places in (
@@ -237,7 +236,7 @@ def test_neighbouring_places_draw_independent_uniform_numbers() -> None:
 
 
 def test_reseeding_sets_all_generators_from_anywhere() -> None:
-    """DESIGN R2, also where the package's generator was never made."""
+    """Also where the package's generator was never made."""
     rng.reseed(5)
     first = draw()
     rng.seed_rngs(99)
@@ -249,7 +248,7 @@ def test_reseeding_sets_all_generators_from_anywhere() -> None:
 
 
 def test_reseeding_forgets_numbers_that_were_drawn_in_advance() -> None:
-    """DESIGN R2: the second normal of a pair and the half of a 64-bit draw change bits."""
+    """The second normal of a pair and the half of a 64-bit draw change bits."""
     rng.reseed(5)
     expected = draw_halves()
     rng.seed_rngs(6)
@@ -259,7 +258,7 @@ def test_reseeding_forgets_numbers_that_were_drawn_in_advance() -> None:
 
 
 def test_a_stream_draws_the_numbers_of_its_key_and_disturbs_nothing() -> None:
-    """DESIGN R2: evaluation restores the generators that it found."""
+    """Evaluation restores the generators that it found."""
     rng.seed_rngs(1)
     expected = draw(), draw()
     rng.seed_rngs(1)

@@ -1,4 +1,4 @@
-"""The small helpers of API section 15."""
+"""The small public helpers."""
 
 from __future__ import annotations
 

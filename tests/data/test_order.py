@@ -82,7 +82,7 @@ def open_with(length: int = LENGTH, **options: Any) -> Source:
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_a_user_sampler_goes_on_exactly_from_any_batch(epoch: int) -> None:
-    # DESIGN R1: advanced by indices; the blocks that it is drawn in do not show.
+    # Advanced by indices; the blocks that it is drawn in do not show.
     full = as_lists(walk(open_with(sampler=Lazy(LENGTH), batch_size=7), epoch))
     for batch in (1, 146, 147, 293, 428):
         torch.rand(batch)

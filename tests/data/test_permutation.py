@@ -1,4 +1,4 @@
-"""The keyed permutation (DESIGN R1): a bijection, uniform over keys, and cut off anywhere."""
+"""The keyed permutation: a bijection, uniform over keys, and cut off anywhere."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_any_position_gives_the_tail(sampler: ResumableSamplerType) -> None:
 
 @pytest.mark.shows("H11")
 def test_the_random_order_depends_on_seeds_and_epoch_only() -> None:
-    # H11, DESIGN R1: nothing is added up, so seed 1 in epoch 0 is not seed 0 in epoch 1.
+    # Nothing is added up, so seed 1 in epoch 0 is not seed 0 in epoch 1.
     orders = set()
     for run_seed, seed, epoch in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)]:
         sampler = ResumableRandomSampler(DATA, seed)

@@ -64,7 +64,7 @@ _WORKERS: list[dict[str, Any]] = [
 @pytest.mark.shows("H15")
 @pytest.mark.parametrize("workers", _WORKERS)
 def test_augmentation_does_not_depend_on_who_fetches(workers: dict[str, Any]) -> None:
-    # DESIGN R2, H15: torch, random and NumPy, in the data set and in collate, mid-epoch too.
+    # Torch, random and NumPy, in the data set and in collate, mid-epoch too.
     how = {"batch_size": 3, "shuffle": True, "collate_fn": collate_noisily}
     here = open_with(Augmented(LENGTH), **how)
     there = open_with(Augmented(LENGTH), **how, **workers)

@@ -1,4 +1,4 @@
-"""The flagship: a run is its replicas; who carries them changes no bit (DESIGN R3).
+"""The flagship: a run is its replicas; who carries them changes no bit.
 
 Losses, sample ids, augmented images, weights, buffers, optimizer state, counters and generators are
 compared on bytes, undisturbed and after kills with a restart on another number of processes.

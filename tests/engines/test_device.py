@@ -59,7 +59,7 @@ def test_the_arguments_and_the_machine_decide_which_gpus_are_used(
 def test_gpus_that_cannot_be_used_are_an_error_that_shows_them(
     monkeypatch: pytest.MonkeyPatch, count: int, use_cpu: bool | None, gpus: Any
 ) -> None:
-    """H46, H47, API section 12: a ValueError; without CUDA, gpus=[0] must not mean the CPU."""
+    """A ValueError; without CUDA, gpus=[0] must not mean the CPU."""
     set_gpus(monkeypatch, count)
     form = rf"^Trainer\(gpus=\.\.\.\) must .+, got {re.escape(repr(gpus))}\. \w.+"
     with pytest.raises(ArgumentError, match=form):

@@ -45,7 +45,7 @@ def train_on(engine: Engine, *losses: Tensor) -> None:
 def test_gradients_are_the_mean_over_the_batches_really_in_the_window(
     factors: list[float],
 ) -> None:
-    """DESIGN section 5, "A window": a partial window is divided by what it holds."""
+    """A partial window is divided by what it holds."""
     engine, parameter = engine_for(), weights(1.0, 2.0)
     optimizer = SGD([parameter], lr=1.0)
     for window in (factors, factors[:1], factors):
@@ -58,7 +58,7 @@ def test_gradients_are_the_mean_over_the_batches_really_in_the_window(
 
 
 def test_an_open_window_is_part_of_the_state() -> None:
-    """DESIGN section 5: gradients that are open at a safe point are saved and restored."""
+    """Gradients that are open at a safe point are saved and restored."""
     engine, parameter = engine_for(), weights(1.0)
     run_window(engine, parameter, [1.0, 2.0])
     state = engine.state_dict()
@@ -148,7 +148,7 @@ def test_values_are_clipped_element_by_element() -> None:
 
 @pytest.mark.shows("E25")
 def test_the_mean_is_clipped_and_not_the_sum() -> None:
-    """DESIGN R3: divide once, clip after that."""
+    """Divide once, clip after that."""
     engine, parameter = engine_for(clip_norm=5.0), weights(0.0)
     optimizer = SGD([parameter], lr=1.0)
     run_window(engine, parameter, [4.0, 4.0])
@@ -159,7 +159,7 @@ def test_the_mean_is_clipped_and_not_the_sum() -> None:
 
 @pytest.mark.shows("K19", "E1", "E20")
 def test_a_step_updates_is_committed_and_leaves_no_gradient() -> None:
-    """DESIGN section 5: gradients are set to None, so that a frozen layer's stay so."""
+    """Gradients are set to None, so that a frozen layer's stay so."""
     engine, parameter = engine_for(), weights(1.0)
     optimizer = SGD([parameter], lr=0.5)
     engine.backward_loss(parameter.sum())

@@ -79,7 +79,7 @@ def test_a_monitor_hears_the_end_of_a_validation_after_the_model_and_its_start_b
 
 
 def test_silent_base_methods_are_never_called() -> None:
-    """DESIGN section 7: an event that nobody hears costs nothing."""
+    """An event that nobody hears costs nothing."""
     bus = Bus(plugins=[Quiet("quiet")], model=QuietModel("quiet"))
     assert bus.active.keys() == {
         "on_training_batch_start",
@@ -162,7 +162,6 @@ def test_a_batch_is_mapped_by_its_owner() -> None:
 
 
 def test_a_second_owner_of_a_batch_is_an_error_that_names_both() -> None:
-    """H60, DESIGN section 7."""
     plugins = [Doubler("one"), Quiet("quiet"), Doubler("two")]
     expected = (
         r"process_training_batch must have one owner, but plugin 'one' \(Doubler\) and plugin "
@@ -192,7 +191,7 @@ def test_an_error_of_a_receiver_stops_the_telling_and_comes_out() -> None:
 def test_on_the_way_out_everybody_is_told_and_errors_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """DESIGN section 7: an error of one must not keep the others from being torn down."""
+    """An error of one must not keep the others from being torn down."""
     log: Log = []
     before, after = owners(log, "before", "after")
 

@@ -26,7 +26,7 @@ def hear_three(self: Any, state: Any, should_log: Any, more: Any) -> None: ...
 def test_a_wrong_signature_is_an_error_that_says_what_is_expected_and_found(
     method: Callable[..., Any], found: str
 ) -> None:
-    """DESIGN section 7: signatures are checked at registration."""
+    """Signatures are checked at registration."""
     wrong = type("Wrong", (Quiet,), {"on_training_batch_end": method})
     with pytest.raises(ArgumentTypeError) as caught:
         Bus(plugins=[wrong("wrong")])
@@ -45,7 +45,7 @@ def test_a_wrong_signature_is_an_error_that_says_what_is_expected_and_found(
     ],
 )
 def test_a_method_takes_its_arguments_by_position_or_by_name(method: Callable[..., Any]) -> None:
-    """API sections 13 and 15: models were called by position, plugins by keywords."""
+    """Models were called by position, plugins by keywords."""
     taker = type("Taker", (Quiet,), {"process_training_batch": method})("taker")
     assert Bus(plugins=[taker]).transform("process_training_batch", "batch", "state") == (
         "batch",
@@ -140,7 +140,7 @@ async def hear_by_async_generator(self: Any, state: Any) -> Any:
     ],
 )
 def test_a_method_whose_body_nobody_runs_is_refused(method: Callable[..., Any], words: str) -> None:
-    """DESIGN R5: a hook that never runs is a loss in silence."""
+    """A hook that never runs is a loss in silence."""
     kind = type("Deferred", (Quiet,), {"on_training_batch_start": method})
     for check in (check_receiver, lambda plugin: Bus(plugins=[plugin])):
         with pytest.raises(

@@ -23,9 +23,9 @@ P, D, M, E, MONITOR = (
 )
 LETTERS = {"P": P, "D": D, "M": M, "E": E, "*": MONITOR}
 
-# Of FEATURES section 8 as DESIGN section 9 corrects it, and API section 13: who hears it in which
-# order, with which arguments (those in brackets only where there are several loaders), in which
-# channel. Verbs stand in the next table; what is not there is told to all.
+# Who receives it in which order, with which arguments (those in brackets only where there are
+# several loaders), in which channel. Verbs stand in the next table; what is not there is told to
+# all.
 ROWS = """
 prepare_data               D
 setup                      PDM
@@ -111,7 +111,6 @@ def methods_of(kind: type) -> list[str]:
 
 @pytest.mark.shows("H52", "K4", "K6", "K12", "K36", "K41")
 def test_the_table_is_the_published_one_row_by_row() -> None:
-    """FEATURES section 8, DESIGN section 9 (C8, C10, C14), L32."""
     found = [dataclasses.replace(event, moment="") for event in EVENTS.values()]
     assert found == [row_of(line) for line in ROWS.split("\n")[1:-1]]
 
@@ -133,7 +132,6 @@ def test_plugins_come_first_monitors_right_after_the_model_and_the_engine_last()
 @pytest.mark.shows("C11")
 @pytest.mark.parametrize("start", [name for name in EVENTS if name.endswith("_start")])
 def test_scopes_are_pairs_that_the_same_receivers_hear_in_the_same_order(start: str) -> None:
-    """DESIGN section 7, C11."""
     end = EVENTS[start.removesuffix("_start") + "_end"]
     both = tuple(receiver for receiver in end.receivers if receiver is not MONITOR)
     assert both == EVENTS[start].receivers
@@ -176,7 +174,6 @@ def test_every_event_is_a_declared_and_documented_method_of_who_receives_it(
 @pytest.mark.shows("K5", "K36")
 @pytest.mark.parametrize("kind", [Model, Plugin, DataModule, Engine])
 def test_base_methods_take_the_parameters_of_the_table(kind: type) -> None:
-    """API sections 13 to 15."""
     for name in methods_of(kind):
         taken = tuple(inspect.signature(getattr(kind, name)).parameters)[1:]
         more = ("fast_init",) if (kind, name) == (Model, "setup") else ()

@@ -255,7 +255,7 @@ def points_of(folder: Path) -> list[tuple[str, int, float]]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", _UNITS)
 def test_a_script_of_helios_1_is_killed_and_resumes_bit_for_bit(unit: str, tmp_path: Path) -> None:
-    """API sections 11 to 15: the model's own state methods, its own steps, its own logging."""
+    """The model's own state methods, its own steps, its own logging."""
     whole = run_script(tmp_path / "whole", unit, 0)
     killed = tmp_path / "killed"
     for kill_at in (6, 8):
@@ -277,7 +277,7 @@ def test_a_script_of_helios_1_is_killed_and_resumes_bit_for_bit(unit: str, tmp_p
 
 @pytest.mark.shows("H56")
 def test_a_script_of_helios_1_is_tested_on_its_newest_checkpoint(tmp_path: Path) -> None:
-    """H56, API section 12: `fast_init` in `setup` and `load_state_dict`."""
+    """`fast_init` in `setup` and `load_state_dict`."""
     whole = run_script(tmp_path, "epoch", 0)
     model = Classifier()
     assert make_trainer(tmp_path).test(model, PointsModule()) is True
@@ -288,7 +288,6 @@ def test_a_script_of_helios_1_is_tested_on_its_newest_checkpoint(tmp_path: Path)
 
 @pytest.mark.shows("H18", "U10")
 def test_a_checkpoint_has_the_published_keys_and_loads_safely(tmp_path: Path) -> None:
-    """H18, H24, H26, API section 8."""
     make_trainer(tmp_path, total_steps=1).fit(Classifier(), PointsModule())
     path = hlt.find_last_checkpoint(tmp_path / "chkpt" / "classifier")
     assert path is not None
@@ -349,14 +348,13 @@ class Manual(hlm.Model):
     ],
 )
 def test_names_are_found_where_scripts_import_them(module: str, names: str) -> None:
-    """API sections 1, 12 to 15."""
     found = vars(importlib.import_module(module))
     assert [name for name in names.split() if name not in found] == []
 
 
 @pytest.mark.shows("H66", "R34")
 def test_the_arguments_of_a_trainer_keep_order_and_defaults() -> None:
-    """API section 12, H66: all may be given by position."""
+    """All may be given by position."""
     historical = dict(islice(DEFAULTS.items(), 23))
     parameters = list(inspect.signature(hlt.Trainer).parameters.values())[: len(historical)]
     assert {p.name: p.default for p in parameters} == historical
@@ -365,7 +363,7 @@ def test_the_arguments_of_a_trainer_keep_order_and_defaults() -> None:
 
 @pytest.mark.shows("H65", "C9")
 def test_a_trainer_shows_what_it_works_on() -> None:
-    """API section 12; H65: no queue in one process."""
+    """No queue in one process."""
     seen: list[Any] = []
 
     class Model(Manual):

@@ -301,7 +301,7 @@ _UNITS = {
 def test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again(
     unit: str, tmp_path: Path
 ) -> None:
-    """R12, R23, DESIGN section 7: on_loop and the epoch under way say that they were resumed."""
+    """on_loop and the epoch under way say that they were resumed."""
     options = {**_UNITS[unit], "chkpt_root": tmp_path, "chkpt_frequency": 100}
     log: list[str] = []
     trainer = make_trainer(_interrupt_at(1), _resumed(log), **options)

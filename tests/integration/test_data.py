@@ -1,7 +1,7 @@
 """Data as users bring it, through whole runs: samplers, foreign loaders, workers, odd sizes.
 
 What resumes is restarted from every checkpoint and compared on bits; what cannot resume is refused
-where checkpoints are asked for (issue, "Data"; DESIGN R1, R2).
+where checkpoints are asked for.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def told_in(name: str) -> list[str]:
 @pytest.mark.shows("H35", "H55", "K6", "K14", "K31", "K32", "R41")
 @pytest.mark.parametrize("name", situations())
 def test_a_run_tells_what_its_golden_log_says(name: str) -> None:
-    """FEATURES section 8 as DESIGN section 9 corrects it: every event, receiver and counter."""
+    """Every event, receiver and counter."""
     path = GOLDEN / "events" / f"{name}.txt"
     golden = path.read_text("utf-8") if path.exists() else ""
     assert golden_log(name) == golden, f"{path.name} differs. {REMEDY}"
@@ -41,7 +41,6 @@ def test_a_run_tells_what_its_golden_log_says(name: str) -> None:
 
 @pytest.mark.shows("K34")
 def test_exceptions_are_followed_by_what_their_golden_log_says() -> None:
-    """K34, DESIGN section 7."""
     golden = (GOLDEN / "events" / "exceptions.txt").read_text("utf-8")
     assert golden_log_of_exceptions() == golden, f"exceptions.txt differs. {REMEDY}"
 
@@ -108,7 +107,7 @@ HAND = {
 )
 @pytest.mark.parametrize("name", HAND)
 def test_a_run_tells_what_was_written_down_by_hand(name: str, tmp_path: Path) -> None:
-    """FEATURES section 8, DESIGN sections 5, 7 and 9; these files are no recordings."""
+    """These files are no recordings."""
     text = (GOLDEN / "hand" / f"{name}.txt").read_text("utf-8")
     written = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     found = [play(call, tmp_path).lines for call in HAND[name]][-1]
@@ -123,7 +122,6 @@ def names_in(text: str) -> set[str]:
 
 
 def test_the_page_of_events_is_what_the_table_and_the_docstrings_make() -> None:
-    """DESIGN section 7."""
     page = (ROOT / "docs" / "hooks.md").read_text("utf-8")
     assert page == event_page.render(), f"docs/hooks.md differs. {REMEDY}"
     assert page.count("\n| `") == len(EVENTS)
@@ -132,7 +130,7 @@ def test_the_page_of_events_is_what_the_table_and_the_docstrings_make() -> None:
 
 @pytest.mark.shows("K41")
 def test_the_table_the_page_and_the_runs_have_the_same_events() -> None:
-    """DESIGN section 7: none is dead, and nothing is told that the table does not have."""
+    """None is dead, and nothing is told that the table does not have."""
     told = {name for situation in EVERYTHING for name in told_in(situation)} - set(CALLS.values())
     assert told == set(EVENTS)
     assert names_in(event_page.render()) == set(EVENTS)
@@ -167,7 +165,7 @@ def test_everybody_in_an_events_row_hears_it_in_the_order_of_the_row(name: str) 
 @pytest.mark.shows("K34", "R40")
 @pytest.mark.parametrize("event", EVENTS)
 def test_after_an_exception_only_the_ways_out_are_told(event: str) -> None:
-    """K34, DESIGN section 7: no end of a scope, not the end of fit; modes are restored."""
+    """No end of a scope, not the end of fit; modes are restored."""
     told = [line.name for line in lines_after_exception(event)]
     ways_out = ["on_exception", "model.train", "engine.teardown", "teardown"]
     assert told[0] == event
@@ -188,7 +186,6 @@ def test_after_an_exception_only_the_ways_out_are_told(event: str) -> None:
     ],
 )
 def test_a_resume_goes_on_behind_the_safe_point(resumed: str, following: str) -> None:
-    """DESIGN R4, C3, K38."""
     told = told_in(resumed)
     assert told[told.index("on_training_resume") + 1] == following
     starts = told.count("on_training_epoch_start")

@@ -1,4 +1,4 @@
-"""Statements about hooks that no other test shows, through whole runs (FEATURES.md, by number)."""
+"""Statements about hooks that no other test shows, through whole runs."""
 
 from __future__ import annotations
 

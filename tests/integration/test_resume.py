@@ -1,4 +1,4 @@
-"""Kill it anywhere, run it again: equal bits (the promise; H6, H11-H14, DESIGN R1-R4)."""
+"""Kill it anywhere, run it again: equal bits (the promise)."""
 
 from __future__ import annotations
 

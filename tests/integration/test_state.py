@@ -1,4 +1,4 @@
-"""State in odd places: kill it anywhere, run it again, equal bits (the promise, DESIGN R5)."""
+"""State in odd places: kill it anywhere, run it again, equal bits."""
 
 from __future__ import annotations
 

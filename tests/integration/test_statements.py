@@ -1,4 +1,4 @@
-"""Statements of the reference texts, shown through whole runs (FEATURES.md, by number)."""
+"""Statements of the reference texts, shown through whole runs."""
 
 from __future__ import annotations
 
@@ -440,7 +440,6 @@ class CountingEpochs(EpochLoop):
 def test_the_state_of_a_loop_that_is_gone_is_carried_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """L35, L36, DESIGN section 9 "left-over state"."""
 
     def fit(total_steps: int, loop: EpochLoop | None) -> str:
         trainer = make_trainer(total_steps=total_steps, chkpt_root=tmp_path, chkpt_frequency=1)

@@ -1,4 +1,4 @@
-"""Which run is it, and where does it go on (DESIGN section 6)."""
+"""Which run is it, and where does it go on."""
 
 from __future__ import annotations
 

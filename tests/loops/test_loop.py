@@ -189,7 +189,7 @@ def test_a_run_is_short_and_final() -> None:
     ]
     assert len(kinds) > 8
     assert {kind.run for kind in kinds} == {Loop.run}
-    # An abstract base, and at most two levels below it (DESIGN section 8).
+    # An abstract base, and at most two levels below it.
     depths = {kind.__name__: kind.__mro__.index(Loop) for kind in kinds}
     assert max(depths.values()) <= 3, depths
 
@@ -290,7 +290,7 @@ def test_a_loop_that_was_made_for_another_role_is_refused(
 
 @pytest.mark.shows("L35")
 def test_states_are_collected_by_the_path_of_roles() -> None:
-    """DESIGN section 5, L35: nested plain dicts, e.g. `fit.epoch.batch.optimizer`."""
+    """Nested plain dicts, e.g. `fit.epoch.batch.optimizer`."""
     top = Top(Middle(Leaf({"a": 1}), {"b": 2}), Leaf())
     assert top._collect_states("fit") == {"fit.middle": {"b": 2}, "fit.middle.inner": {"a": 1}}
     assert Leaf()._collect_states("fit") == {}
@@ -298,7 +298,7 @@ def test_states_are_collected_by_the_path_of_roles() -> None:
 
 @pytest.mark.shows("L35")
 def test_states_are_given_back_by_the_path_of_roles_and_the_rest_is_left() -> None:
-    """L36: what is left over is for the caller to name (DESIGN R5)."""
+    """L36: what is left over is for the caller to name."""
     top = Top(Middle(Leaf(), {"b": 0}), Leaf({"kept": True}))
     states = {"fit.middle": {"b": 2}, "fit.middle.inner": {"a": 1}, "fit.gone": {"c": 3}}
     top._spread_states("fit", states)
@@ -360,7 +360,6 @@ def test_a_returned_loss_is_stepped_in_the_published_order() -> None:
 
 @pytest.mark.shows("L29", "K22")
 def test_inside_of_a_window_gradients_are_summed_and_at_its_end_averaged() -> None:
-    """DESIGN section 5, "A window"; L29."""
     model = Stepper()
     watcher = Watcher(model)
     session = make_session(model, watcher, accumulation=2)
@@ -476,7 +475,6 @@ def test_a_model_keeps_to_one_way_of_stepping(is_manual: bool) -> None:
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_an_automatic_step_needs_exactly_one_optimizer(count: int) -> None:
-    """DESIGN section 6."""
     model = Stepper()
     del model.scheduler, model.optimizer
     for number in range(count):
@@ -510,7 +508,7 @@ def test_an_update_that_a_hook_leaves_out_is_withdrawn(unit: TrainingUnit) -> No
 @pytest.mark.shows("L30")
 @pytest.mark.parametrize("place", ["train_step", "batch_to_device", "process_training_batch"])
 def test_stop_iteration_of_user_code_is_an_error(place: str) -> None:
-    """L27, DESIGN R5: `next()` on an exhausted iterator would drop the batch in silence."""
+    """`next()` on an exhausted iterator would drop the batch in silence."""
 
     def exhausted(*args: Any) -> Any:
         return next(iter(()))
@@ -528,7 +526,6 @@ def test_stop_iteration_of_user_code_is_an_error(place: str) -> None:
 
 @pytest.mark.shows("K17")
 def test_a_batch_is_moved_then_mapped_then_trained_on() -> None:
-    """DESIGN section 5, "A batch"; C12."""
     order: list[str] = []
 
     class Moving(Stepper):

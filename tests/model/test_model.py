@@ -59,20 +59,18 @@ def test_a_name_of_a_folder_is_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", None])
 def test_a_name_that_is_no_folder_is_an_error_that_shows_it(name: Any) -> None:
-    """DESIGN section 6: `chkpt_root/<save_name>/` belongs to one run."""
+    """`chkpt_root/<save_name>/` belongs to one run."""
     with pytest.raises(ArgumentError, match=r"Model\(save_name=\.\.\.\) must be") as caught:
         Net(name)
     assert f"got {name!r}" in str(caught.value)
 
 
 def test_a_model_must_define_its_setup() -> None:
-    """API section 13."""
     with pytest.raises(TypeError, match="setup"):
         Model("net")  # type: ignore[abstract]
 
 
 def test_the_tables_are_those_that_users_fill() -> None:
-    """API sections 11 and 13."""
     model = Net()
     assert tuple(model.tables) == TABLES
     model._loss_items["loss"] = 1.0
@@ -163,7 +161,6 @@ def test_a_model_of_the_user_may_have_modes_of_its_own() -> None:
 
 
 def test_defaults_are_the_historical_ones() -> None:
-    """API section 13."""
     model = Net()
     assert model.trained_state_dict(1, two=2) == {}
     assert model.types_for_safe_load() == []
@@ -193,7 +190,6 @@ def test_defaults_are_the_historical_ones() -> None:
     ],
 )
 def test_methods_keep_the_names_of_their_parameters(method: str, parameters: list[str]) -> None:
-    """API section 13."""
     assert list(inspect.signature(getattr(Model, method)).parameters)[1:] == parameters
 
 
@@ -203,7 +199,7 @@ def test_a_prediction_must_be_defined_and_the_error_names_the_class() -> None:
 
 
 def test_a_batch_goes_to_the_device_of_the_model() -> None:
-    """DESIGN section 5, "A batch": batch_to_device(batch, phase)."""
+    """Batch_to_device(batch, phase)."""
     model = Net()
     model.device = torch.device("meta")
     moved = model.batch_to_device({"x": [torch.ones(2)], "y": "text"}, Phase.TRAINING)
@@ -212,7 +208,6 @@ def test_a_batch_goes_to_the_device_of_the_model() -> None:
 
 
 def test_a_registered_model_is_created_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """API section 13."""
     assert EXPORTED is MODEL_REGISTRY
     assert str(MODEL_REGISTRY) == "model"
     own = Registry("model")
@@ -226,7 +221,7 @@ def test_a_registered_model_is_created_by_its_name(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_pretrained_file_is_found_by_the_folder_and_the_name(tmp_path: Path) -> None:
-    """API section 13: the stem contains `<folder>_<name>_`."""
+    """The stem contains `<folder>_<name>_`."""
     root = tmp_path / "nets"
     root.mkdir()
     for name in (

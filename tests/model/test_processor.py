@@ -300,7 +300,6 @@ class Saving(Counting):
 def test_a_processor_with_state_is_saved_as_any_object_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """DESIGN section 6."""
     for steps in (2, 4):
         model = OneLayer(Saving())
         trainer = make_trainer(total_steps=steps, chkpt_root=tmp_path, chkpt_frequency=1)

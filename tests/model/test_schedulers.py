@@ -47,7 +47,6 @@ def rate(scheduler: LRScheduler) -> float:
 
 
 def test_a_scheduler_moves_after_each_step_by_default() -> None:
-    """DESIGN section 6."""
     scheduler = halving()
     schedulers = Schedulers({"scheduler": scheduler}, {})
     schedulers.after_epoch()
@@ -61,7 +60,6 @@ def test_a_scheduler_moves_after_each_step_by_default() -> None:
 
 @pytest.mark.shows("L18")
 def test_each_scheduler_moves_at_its_own_interval() -> None:
-    """DESIGN section 6, L18."""
     parts = {"step": halving(), "epoch": halving(), "nested.0": plateau()}
     schedulers = Schedulers(parts, {"epoch": "epoch", "nested.0": "validation:score"})
     schedulers.after_step()
@@ -74,7 +72,6 @@ def test_each_scheduler_moves_at_its_own_interval() -> None:
 
 
 def test_a_metric_that_is_missing_is_an_error_that_shows_what_is_there() -> None:
-    """DESIGN R5."""
     schedulers = Schedulers({"scheduler": plateau()}, {"scheduler": "validation:score"})
     with pytest.raises(UsageError) as caught:
         schedulers.after_validation({"loss": 1.0})
@@ -106,7 +103,7 @@ def test_an_interval_of_an_unknown_scheduler_is_an_error_that_names_those_there_
 def test_a_plateau_without_a_metric_is_an_error_in_automatic_mode(
     intervals: dict[str, str],
 ) -> None:
-    """DESIGN section 6: it could not be moved, and would stay silent."""
+    """It could not be moved, and would stay silent."""
 
     def run() -> None:
         schedulers = Schedulers({"scheduler": plateau()}, intervals)
@@ -134,7 +131,7 @@ def test_a_scheduler_of_the_users_own_may_take_a_metric() -> None:
 # PyTorch 2.6 warns of what its own SequentialLR does at a milestone.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 def test_schedulers_inside_of_another_one_are_left_to_it() -> None:
-    """DESIGN section 6: as attributes of their own they would move twice."""
+    """As attributes of their own they would move twice."""
     optimizer = make_optimizer()
     warmup = ConstantLR(optimizer, factor=0.5, total_iters=2)
     decay = ExponentialLR(optimizer, gamma=0.5)
@@ -151,7 +148,7 @@ def test_schedulers_inside_of_another_one_are_left_to_it() -> None:
 
 @pytest.mark.parametrize("interval", ["step", "epoch", "validation:score"])
 def test_a_scheduler_that_was_moved_outside_is_an_error(interval: str) -> None:
-    """DESIGN section 6: in automatic mode it would move twice."""
+    """In automatic mode it would move twice."""
     scheduler = plateau() if interval.startswith("validation") else halving()
     schedulers = Schedulers({"scheduler": scheduler}, {"scheduler": interval})
     move = {

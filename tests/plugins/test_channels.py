@@ -247,7 +247,7 @@ def test_a_context_with_half_a_state_is_an_error() -> None:
 
 
 def test_a_context_that_would_do_nothing_is_refused() -> None:
-    """DESIGN R5: most often its methods are misspelt."""
+    """Most often its methods are misspelt."""
 
     class Misspelt(HookContext):
         def on_begin(self, ctx: Context) -> None: ...

@@ -14,13 +14,11 @@ from tests.support.quiet import Quiet
 
 
 def test_a_plugin_must_define_its_setup() -> None:
-    """API section 15."""
     with pytest.raises(TypeError, match="setup"):
         Plugin("plugin")  # type: ignore[abstract]
 
 
 def test_a_registered_plugin_is_created_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """API section 15."""
     assert str(PLUGIN_REGISTRY) == "plugin"
     assert PLUGIN_REGISTRY.get("CUDAPlugin") is CUDAPlugin
     own = Registry("plugin")
@@ -34,7 +32,7 @@ def test_a_registered_plugin_is_created_by_its_name(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_plugin_for_cuda_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """API section 15: a RuntimeError."""
+    """A RuntimeError."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert CUDAPlugin.plugin_id == "cuda"
     with pytest.raises(RuntimeError, match="CUDA"):

@@ -291,7 +291,7 @@ def test_a_run_may_be_interrupted_inside_of_an_epoch(name: str, event: str, tmp_
 def test_a_stop_asked_for_between_safe_points_keeps_what_was_trained(
     name: str, event: str, number: int, tmp_path: Path
 ) -> None:
-    """DESIGN section 6, "The end of a run": a regular end has a checkpoint of its own."""
+    """A regular end has a checkpoint of its own."""
     asker = Asker(event, number, "request_stop")
     outcome = train(tmp_path, _rarely(_SETTINGS[name]), asker)
     assert outcome.has_ended

@@ -1,4 +1,4 @@
-"""Processes that are not alike are told so, instead of waiting for ever (DESIGN section 6)."""
+"""Processes that are not alike are told so, instead of waiting for ever."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ def set_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def test_the_defaults_are_accepted_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """API section 12."""
     arguments = make()
     assert arguments.seed == 6691
     assert arguments.gpu_ids == []

@@ -58,7 +58,6 @@ class HeirOfBoth(BothMethods):
     ],
 )
 def test_a_flag_must_agree_with_what_is_overridden(flag: str, method: str) -> None:
-    """H60, DESIGN section 9."""
     plugin = Quiet("quiet")
     setattr(plugin.unique_overrides, flag, True)
     with pytest.raises(ArgumentError, match=f"'quiet' sets unique_overrides.{flag}.*{method}"):
@@ -70,7 +69,6 @@ def test_a_flag_must_agree_with_what_is_overridden(flag: str, method: str) -> No
 
 @pytest.mark.parametrize("kind", [Plain, BothMethods, HeirOfBoth])
 def test_a_model_overrides_both_methods_of_its_state_or_none(kind: type[Plain]) -> None:
-    """DESIGN section 6."""
     check_model_state(kind())
 
 
@@ -78,7 +76,7 @@ def test_a_model_overrides_both_methods_of_its_state_or_none(kind: type[Plain]) 
     ("kind", "method"), [(OnlySaves, "state_dict"), (OnlyLoads, "load_state_dict")]
 )
 def test_overriding_one_of_them_is_an_error_that_names_it(kind: type[Plain], method: str) -> None:
-    """DESIGN section 6: what one half writes the other could not read."""
+    """What one half writes the other could not read."""
     form = f"{kind.__name__} must override both.*got {method} only. Without them"
     with pytest.raises(ArgumentError, match=form):
         check_model_state(kind())

@@ -1,4 +1,4 @@
-"""How many processes carry how many replicas, and who says so (DESIGN section 6, "Processes")."""
+"""How many processes carry how many replicas, and who says so."""
 
 from __future__ import annotations
 

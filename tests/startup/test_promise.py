@@ -73,7 +73,7 @@ def levels(folder: Path) -> list[str]:
 def test_what_a_step_changes_lowers_the_level_at_once_and_is_named_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """DESIGN section 5, "Replicas": also in the sidecar, whose banner was shown before."""
+    """Also in the sidecar, whose banner was shown before."""
     fit(tmp_path, model=Counting, num_replicas=2)
     assert levels(tmp_path) == ["restart", "restart"]
     assert "reproducibility:" not in capsys.readouterr().err
@@ -95,7 +95,6 @@ def test_what_a_training_finds_lowers_elastic_only(name: str, value: object) -> 
 
 
 def test_synchronised_batch_norm_needs_a_process_for_each_replica(tmp_path: Path) -> None:
-    """DESIGN R3."""
     with pytest.raises(UsageError, match=r"SyncBatchNorm \(net\.1\) needs a process for each .*2"):
         fit(tmp_path, model=Synced, num_replicas=2)
     assert levels(tmp_path) == []

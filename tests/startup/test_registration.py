@@ -63,7 +63,6 @@ every_way = pytest.mark.parametrize("register", WAYS.values(), ids=WAYS)
 def test_a_plugin_is_registered_under_its_id(
     register: Callable[[helios.Trainer, Any], Any],
 ) -> None:
-    """H59, DESIGN section 9, "plug-in registration"."""
     first, second = Quiet("first"), Quiet("second")
     trainer = make_trainer(first)
     register(trainer, second)
@@ -113,7 +112,7 @@ def test_something_that_is_no_plugin_is_refused(thing: Any) -> None:
 
 @pytest.mark.shows("H60")
 def test_all_checks_run_again_when_fit_starts() -> None:
-    """DESIGN section 9: a method may be set after its plugin has registered."""
+    """A method may be set after its plugin has registered."""
     plugin = Quiet("late")
     trainer = make_trainer(Owner("one"), plugin)
     plugin.on_training_start = lambda trainer: None  # type: ignore[method-assign, misc, assignment]
@@ -130,7 +129,7 @@ def test_all_checks_run_again_when_fit_starts() -> None:
 def test_a_plugin_that_only_loads_a_state_is_refused_when_it_registers(
     register: Callable[[helios.Trainer, Any], Any],
 ) -> None:
-    """DESIGN R5: nothing would be there to load."""
+    """Nothing would be there to load."""
     half = type("Half", (Quiet,), {"load_state_dict": lambda self, *args: None})
     with pytest.raises(ArgumentError, match=r"Half must override both.*got load_state_dict only"):
         register(make_trainer(), half("half"))

@@ -79,7 +79,7 @@ _FOREIGN = {
 def test_what_other_trainers_call_is_named_with_its_counterpart(
     base: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """DESIGN R5: a ported method that is never called changes a training in silence."""
+    """A ported method that is never called changes a training in silence."""
     for name, text in _FOREIGN.items():
         if name in dir(base):
             continue

@@ -1,4 +1,4 @@
-"""What training changed is state, what setup made is configuration (DESIGN section 6)."""
+"""What training changed is state, what setup made is configuration."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ def _make_untrained() -> Owner:
 
 
 def test_what_a_checkpoint_held_as_changed_is_in_the_next_one_too() -> None:
-    """DESIGN R4: a second fit of the same object finds it changed since before its setup."""
+    """A second fit of the same object finds it changed since before its setup."""
     owner = _make_untrained()
     discovery = started(owner)
     discovery.begin_training()

@@ -1,4 +1,4 @@
-"""State is found without a word, and nothing of it is lost in silence (DESIGN section 6 and R5)."""
+"""State is found without a word, and nothing of it is lost in silence."""
 
 from __future__ import annotations
 

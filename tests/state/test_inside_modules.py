@@ -1,4 +1,4 @@
-"""What ``state_dict`` of a module leaves out is treated as plain attributes are (DESIGN R5)."""
+"""What ``state_dict`` of a module leaves out is treated as plain attributes are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values are plain, and what their digests tell apart (DESIGN section 6)."""
+"""Which values are plain, and what their digests tell apart."""
 
 from __future__ import annotations
 

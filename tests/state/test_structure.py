@@ -1,4 +1,4 @@
-"""What was rebuilt in training, or has moved unseen, is named at once (DESIGN R5)."""
+"""What was rebuilt in training, or has moved unseen, is named at once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _REBUILT = {
 
 @pytest.mark.parametrize("name", _REBUILT)
 def test_what_was_rebuilt_in_training_is_named_at_once(name: str, said: list[str]) -> None:
-    """DESIGN R5: a checkpoint that cannot be resumed is not written without a word."""
+    """A checkpoint that cannot be resumed is not written without a word."""
     rebuild, words, refusal = _REBUILT[name]
 
     def make() -> Any:

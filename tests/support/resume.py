@@ -54,7 +54,7 @@ def assert_equal_ledgers(folder: Path, other: Path) -> None:
 
 
 def assert_events_join(resumed: Outcome, whole: Outcome, *, since: int) -> None:
-    """Assert that exactly those events follow that an undisturbed run has (DESIGN R4)."""
+    """Assert that exactly those events follow that an undisturbed run has."""
     names = [event[0] for event in resumed.events[: len(_RESUME)]]
     assert names == _RESUME
     expected = whole.events[whole.saves[since] :]

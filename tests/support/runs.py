@@ -334,7 +334,7 @@ class _EndRecorder(Plugin):
 
 
 class Requester(Plugin):
-    """Asks for a checkpoint in every batch: the next safe point honours it (DESIGN R4)."""
+    """Asks for a checkpoint in every batch: the next safe point honours it."""
 
     def __init__(self) -> None:
         super().__init__("requester")

@@ -54,8 +54,7 @@ those of the quick reference of Helios 1, L1 to L42 those of the reference of re
 to K42 those of the ordered hooks, E1 to E43 those of the reference of engines, R1 to R49 those of
 the nested hook channels; C1 to C18 are decisions where two references disagree. S1 to S40 say what
 saving, interruptions, old checkpoints and tools must do, S41 to S77 what [state](state.md) is, and
-U2 to U30 what users of trainers ask for. (R1 to R5 as "DESIGN R1" and so on are the rules of [the
-architecture](architecture.md), not statements.) "waits" names what comes later, "obsolete" what
+U2 to U30 what users of trainers ask for. "waits" names what comes later, "obsolete" what
 took the statement's place. `tests/test_coverage.py` checks that every statement is there once, with
 a test or a reason, and that every test that is marked runs: it is neither skipped nor kept for
 `scripts/test --all`. Where a row names a file of tests without a test, these start processes or

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def by_definition(leaves: list[Any]) -> Any:
-    """Add as DESIGN R3 states it: n leaves split after the first ceil(n / 2)."""
+    """Add along the summation tree: n leaves split after the first ceil(n / 2)."""
     if len(leaves) == 1:
         return leaves[0]
     middle = math.ceil(len(leaves) / 2)
