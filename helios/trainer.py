@@ -33,7 +33,7 @@ from helios.startup.objects import (
     check_plugin_list,
     check_subjects,
 )
-from helios.startup.replay_start import ReplayOptions
+from helios.startup.replay_range import ReplayOptions
 from helios.startup.signal_policy import Signals, find_swallowed, raise_interrupted
 from helios.startup.trainer_call import Call, RuntimeState, only_call
 from helios.startup.trainer_options import Change, Options

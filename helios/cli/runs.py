@@ -173,7 +173,7 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
     run cannot be repeated.
     """
     # Only this command needs what trains.
-    from helios.startup.replay_start import ReplayOptions
+    from helios.startup.replay_range import ReplayOptions
     from helios.startup.trainer_call import ReplayRequest
 
     if (namespace.script is None) is (namespace.module is None):

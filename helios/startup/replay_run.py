@@ -19,7 +19,7 @@ from helios.replicas.on_all_ranks import on_first
 from helios.startup.checkpoint_search import GivenCheckpoint
 from helios.startup.fit_run import Training
 from helios.startup.recorders import hash_definition, make_writer
-from helios.startup.replay_start import Stretch, require_restart
+from helios.startup.replay_range import ReplayRange, require_restart
 from helios.startup.reproducibility_level import Reproducibility
 from helios.startup.resume_point import Start
 from helios.startup.run_setup import Run
@@ -34,28 +34,28 @@ def replay(run: Run) -> Replay:
     run.prepare_data()
     assert run.call.replay is not None
     # If the run trains meanwhile, processes may have seen different checkpoints.
-    stretch = on_first(run.replicas, lambda: run.call.replay)
-    assert stretch is not None
+    part = on_first(run.replicas, lambda: run.call.replay)
+    assert part is not None
     types = run.model.types_for_safe_load()
-    start = _load_start(run, stretch, types)
-    comparison = _Comparison(run, stretch, start)
+    start = _load_start(run, part, types)
+    comparison = _Comparison(run, part, start)
     make = comparison.make_recorders
     training = Training(run, start, make_recorders=make, outside=comparison.ask)
     training.compare_params(is_finished=False)
-    training.train(known=None if start.loaded else _load_witness(stretch, types))
+    training.train(known=None if start.loaded else _load_witness(part, types))
     return on_first(run.replicas, comparison.conclude)
 
 
-def _load_start(run: Run, stretch: Stretch, types: list[Any]) -> Start:
-    path, loaded = stretch.checkpoint, None
+def _load_start(run: Run, part: ReplayRange, types: list[Any]) -> Start:
+    path, loaded = part.checkpoint, None
     if path is not None:
         loaded, _ = GivenCheckpoint(path, types, run.replicas).run()
     return Start(loaded=loaded, is_branch=True)
 
 
-def _load_witness(stretch: Stretch, types: list[Any]) -> Record | None:
+def _load_witness(part: ReplayRange, types: list[Any]) -> Record | None:
     """Return a record of the run where the replay begins with it."""
-    witness = stretch.witness
+    witness = part.witness
     return None if witness is None else loading.load(witness, types, maps=True).record
 
 
@@ -65,13 +65,13 @@ class _Comparison:
 
     Args:
         run: the replay.
-        stretch: what it repeats.
+        part: what it repeats.
         start: where it starts.
     """
 
-    def __init__(self, run: Run, stretch: Stretch, start: Start) -> None:
+    def __init__(self, run: Run, part: ReplayRange, start: Start) -> None:
         self._run = run
-        self._stretch = stretch
+        self._range = part
         self._record = None if start.loaded is None else start.loaded.record
         self._follower: LedgerFollower | None = None
         self._writer: LedgerWriter | None = None
@@ -82,12 +82,12 @@ class _Comparison:
     ) -> list[Recorder]:
         """Return what follows the ledger instead of writing one."""
         self._require_level(reproducibility)
-        stretch, replicas, model = self._stretch, self._run.replicas, self._run.model
+        part, replicas, model = self._range, self._run.replicas, self._run.model
         run = hash_definition(identity, replicas)
         if replicas.rank == 0:
-            found = Replay(stretch.ledger, stretch.checkpoint, stretch.stop)
-            found.begins_after = found.num_equal = stretch.after
-            self._follower = LedgerFollower(found, meets_end=stretch.meets_end, run=run)
+            found = Replay(part.ledger, part.checkpoint, part.stop)
+            found.begins_after = found.num_equal = part.after
+            self._follower = LedgerFollower(found, meets_end=part.meets_end, run=run)
         every = None if self._follower is None else self._follower.every
         every, *_ = replicas.gather_objects(every)
         writer = make_writer(self._follower, model, replicas, every=every)
@@ -97,21 +97,21 @@ class _Comparison:
     def _require_level(self, reproducibility: Reproducibility) -> None:
         level = level_of(reproducibility.findings, reproducibility.level)
         require_restart(level, str(reproducibility))
-        self._is_elastic = {level, self._stretch.level} <= {Level.ELASTIC, None}
+        self._is_elastic = {level, self._range.level} <= {Level.ELASTIC, None}
         record, count = self._record, self._run.replicas.num_processes
         if record is not None and record.by_rank and len(record.by_rank) != count:
             raise UsageError(
                 f"A replay of this run needs {len(record.by_rank)} processes, as it had at "
-                f"{self._stretch.checkpoint}, where each has a state of its own, but there are "
+                f"{self._range.checkpoint}, where each has a state of its own, but there are "
                 f"{count}. Pass Trainer(nproc={len(record.by_rank)}). At the level 'elastic', any "
                 "number would do."
             )
 
     def ask(self) -> str:
         """Return that enough was compared; empty if it was not."""
-        session, stretch, follower = self._run.session, self._stretch, self._follower
-        is_done = session is not None and session.state.global_iteration >= stretch.stop
-        if is_done and not stretch.meets_end:
+        session, part, follower = self._run.session, self._range, self._follower
+        is_done = session is not None and session.state.global_iteration >= part.stop
+        if is_done and not part.meets_end:
             return _ENOUGH
         self._compare(is_over=False)
         return _ENOUGH if follower is not None and follower.is_over else ""

@@ -33,7 +33,7 @@ from helios.startup.checkpoint_search import (
 )
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import PluginTable, Roots
-from helios.startup.replay_start import ReplayOptions, Stretch, find_stretch
+from helios.startup.replay_range import ReplayOptions, ReplayRange, find_range
 from helios.startup.signal_policy import Listener, Signals, find_signal_code
 from helios.startup.trainer_options import Options
 
@@ -176,7 +176,7 @@ class Call:
     is_in_hand: bool = dataclasses.field(init=False)
     reason_to_load: str = dataclasses.field(init=False)
     handed: Trained | None = None
-    replay: Stretch | None = None
+    replay: ReplayRange | None = None
     torch_seed: int = dataclasses.field(default_factory=torch.initial_seed)
     checkpoint: Choice = "auto"
     choice: CheckpointChoice = dataclasses.field(init=False)
@@ -247,7 +247,7 @@ class Call:
         if self.asked is not None:
             name, options = self.model.save_name, self.options
             run_name = options.name_for(name)
-            self.replay = find_stretch(options, name, self.asked, run_name=run_name)
+            self.replay = find_range(options, name, self.asked, run_name=run_name)
             self.options = _adapt(options, self.asked)
 
     def show(self, session: Session | None) -> None:

@@ -52,7 +52,7 @@ def replay_argument_error(name: str, rule: str, value: object, remedy: str) -> A
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ReplayRange:
     """The part of a run that a replay repeats.
 
     Attributes:
@@ -84,9 +84,9 @@ class _Extent:
     has_ended: bool
 
 
-def find_stretch(
+def find_range(
     options: Options, save_name: str, asked: ReplayOptions, *, run_name: str
-) -> Stretch:
+) -> ReplayRange:
     """Find out what a replay repeats.
 
     Args:
@@ -132,7 +132,7 @@ def find_stretch(
     )
     after, checkpoint = _choose(begins, asked.start, folder.path)
     level = _require_level([path for place, path in begins if path is not None and place >= after])
-    return Stretch(
+    return ReplayRange(
         ledger=ledger,
         checkpoint=checkpoint,
         after=after,
