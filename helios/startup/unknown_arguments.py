@@ -96,7 +96,7 @@ def with_known_arguments(call: Callable[Parameters, Result]) -> Callable[Paramet
 
 
 def _refuse(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    meant = MEANT.get(name) or (close[0] if close else "")
+    names = dict(zip(known, known, strict=True)) | MEANT
+    (meant, *_) = [names[each] for each in difflib.get_close_matches(name, names, n=1)] or [""]
     hint = f"Did you mean {meant}?" if meant else "help(helios.Trainer) lists the arguments."
     return f"Trainer() has no argument {name!r}. {hint}"

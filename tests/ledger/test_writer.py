@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ def _make(
     *,
     every: int = EVERY,
     num_processes: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[LedgerWriter, Book]:
     book = Book(folder, run="r")
     book.open(None, after=0)
@@ -48,6 +51,7 @@ def _make(
         book,
         block,
         num_processes=num_processes,
+        clock=clock,
         weights=weights,
         find_optimizers=find_optimizers,
         attributes=vars(holder),
@@ -210,6 +214,24 @@ def test_what_is_no_number_is_null_and_stops_nobody(number: Any, tmp_path: Path)
     assert line["loss"]["loss"] is None
     assert read_float(line["loss"]["3"]) == 1.0
     assert line["lr"] == [None]
+
+
+def test_lines_wait_for_a_second_at_most(tmp_path: Path) -> None:
+    now, holder = [0.0], Holder()
+    writer, book = _make(tmp_path, holder, clock=lambda: now[0])
+    found = []
+    for number, moment in enumerate((0.0, 0.5, 0.9, 1.1, 1.2), 1):
+        now[0] = moment
+        writer.batches_fetched([1], [[0]], None)
+        _end(writer, _state(number))
+        found.append(len(_lines(tmp_path)))
+    assert found == [1, 1, 1, 4, 4]
+    writer.before_commit()
+    assert len(_lines(tmp_path)) == 4, "the mark of a checkpoint is taken first"
+    writer.saving()
+    writer.before_commit()
+    assert len(_lines(tmp_path)) == 5
+    book.close()
 
 
 def test_an_optimizer_that_is_replaced_inside_of_a_list_is_found(tmp_path: Path) -> None:

@@ -226,6 +226,7 @@ MEANT = {
     "max_time": "plugins=[TimeLimit(",
     "learning_rate": "setup() of the model",
     "total_step": "total_steps?",
+    "epocs": "total_steps, which counts epochs",
 }
 
 
