@@ -97,8 +97,8 @@ def describe_scores(
 
 
 @lru_cache(maxsize=1024)
-def _key(name: str) -> str:
-    return f"{json.dumps(name)}:"
+def _key(name: object) -> str:
+    return f"{json.dumps(str(name))}:"
 
 
 def _digits(number: Any) -> str:

@@ -436,6 +436,8 @@ class EpochLoop(Loop):
         iteration.is_last, iteration.logs = self._batches.is_last, should_log
         for notify in self._listeners.iteration_ended:
             notify(iteration)
+        # A graph that a loss still has must not last into the next iteration.
+        iteration.losses = iteration.means = {}
         session.cursor.batch += 1
         session.cursor.sample += num_samples
         state.dataset_iter += 1
