@@ -160,7 +160,8 @@ class Session(LiveRun):
         self.is_discovered = type(self.model).state_dict is Model.state_dict
         self.context = Context(self)
         self.loss_means = LossMeans(self._warn_of_nonfinite)
-        self.listeners = Listeners((self.loss_means, _LossLog(self), self.display, *self.recorders))
+        logs = (_LossLog(self),) if self.schedule.logs else ()
+        self.listeners = Listeners((self.loss_means, *logs, self.display, *self.recorders))
         # Only a training run reports plugins of the checkpoint that are missing.
         self.plugin_states = PluginStates(self.plugins, carries=self.writer is not None)
         self.agreement = make_agreement(self.replicas, self._look_around, self.pop_skip_reason)

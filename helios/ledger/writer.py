@@ -71,6 +71,8 @@ class LedgerWriter(Recorder):
         clock: returns seconds.
     """
 
+    uses_rates = True
+
     def __init__(
         self,
         book: LineReceiver | None,

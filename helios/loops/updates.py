@@ -103,7 +103,8 @@ class Updates:
         session.is_optimizer_step_committed = is_committed
         schedulers = session.schedulers
         if is_committed:
-            session.rates[optimizer] = read_rates(optimizer)
+            if session.listeners.uses_rates:
+                session.rates[optimizer] = read_rates(optimizer)
             if schedulers is not None and not schedulers.is_empty:
                 schedulers.after_step(schedules_of)
         if "on_before_zero_grad" in active:
