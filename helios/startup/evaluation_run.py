@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +14,6 @@ from helios.core.loss_means import as_numbers
 from helios.counters import Cursor, Phase, TrainingState
 from helios.engines.numerics import numerics
 from helios.errors import Interrupted, StateError, UsageError
-from helios.hooks.events import EVENTS
 from helios.model.model import Model
 from helios.plugins.averaging import EMA, WeightAverage
 from helios.session import Session
@@ -175,7 +173,7 @@ def _remove_unrestored(run: Run) -> None:
 
 @contextmanager
 def _naming_unrestored(model: Model) -> Iterator[None]:
-    """Name the hook that needs what could not be restored, and why it could not."""
+    """Say of an error why what it lacks could not be restored."""
     try:
         yield
     except (AttributeError, KeyError) as error:
@@ -188,12 +186,10 @@ def _naming_unrestored(model: Model) -> Iterator[None]:
             for path in lacking
             if name in path.split(".") or (is_none and vars(model).get(path, path) is None)
         ]
-        names = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
-        hook = next((name for name in names if name in EVENTS), None)
-        if not asked or hook is None:
+        if not asked:
             raise
         raise StateError(
-            f"{hook} needs {' or '.join(asked)} as at the checkpoint, but cannot have it. "
+            f"The evaluation needs {' or '.join(asked)} as at the checkpoint, but cannot have it. "
             f"{' '.join(dict.fromkeys(lacking[path] for path in asked))}"
         ) from error
 
