@@ -79,7 +79,7 @@ class Metrics(Plugin):
 
     Raises:
         ArgumentError: if a value is invalid.
-        ArgumentTypeError: for something that is not a metric, or not a function.
+        ArgumentTypeError: for something that is not a metric.
     """
 
     _internals: ClassVar[str] = (
