@@ -283,29 +283,18 @@ def setup_default_loggers(
         stem = name if count == 1 else f"{name}_{count}"
         log_file = None if log_root is None else log_root / f"{stem}.log"
         run_path = None if runs_root is None else runs_root / stem
-        if _claim(log_file, run_path):
+        try:
+            if run_path is not None:
+                run_path.mkdir(parents=True)
+            if log_file is not None:
+                log_file.parent.mkdir(parents=True, exist_ok=True)
+                log_file.touch(exist_ok=False)
             break
+        except FileExistsError:
+            continue
     root.setup(log_file)
     if _Default.tensorboard is not None and run_path is not None:
         _Default.tensorboard.setup(run_path)
-
-
-def _claim(log_file: Path | None, run_path: Path | None) -> bool:
-    """Create both exclusively; returns False, with neither created, if one of them exists."""
-    if run_path is not None:
-        try:
-            run_path.mkdir(parents=True)
-        except FileExistsError:
-            return False
-    if log_file is not None:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            log_file.touch(exist_ok=False)
-        except FileExistsError:
-            if run_path is not None:
-                run_path.rmdir()
-            return False
-    return True
 
 
 def restore_default_loggers(
