@@ -6,7 +6,6 @@ counters and random number generators are not exported.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,6 @@ from helios.errors import ArgumentError, CheckpointError
 from helios.storage.codes import TAG
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
-_MAX_DEPTH = 50
 
 
 @dataclass
@@ -30,12 +28,10 @@ class Weights:
     Attributes:
         tensors: by name; they may share memory, be mapped from the checkpoint, or be deferred:
             :meth:`read` returns their values.
-        versions: versions of the classes of a network, with which torch migrates its state.
         left_out: names of entries of a network's state that are not tensors.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    versions: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
     @property
@@ -64,9 +60,6 @@ class Weights:
                 self.tensors[prefix + name] = value
             else:
                 self.left_out.append(prefix + name)
-        versions = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
-        for name, version in (versions or {}).items():
-            self.versions[(prefix + name).removesuffix(".")] = version
 
 
 def select_weights(
@@ -164,14 +157,12 @@ def _averaged(
         )
     # An average has one name for a tensor that the network has under several names.
     by_place = {_place(state[name]): average for name, average in averages.items()}
-    replaced = OrderedDict(state)
+    replaced = dict(state)
     for name, own in state.items():
         average = by_place.get(_place(own)) if isinstance(own, Tensor) else None
         if average is not None:
             is_alike = average.dtype == own.dtype
             replaced[name] = average if is_alike else value_of(average).to(own.dtype)
-    if isinstance(state, OrderedDict):
-        vars(replaced).update(vars(state))
     return replaced
 
 
@@ -196,16 +187,14 @@ def _select_from_own_state(state: Any, *, network: str | None, average: str | No
             )
         state = state[network]
     weights = Weights()
-    _gather(weights, "", state, depth=0)
+    _gather(weights, "", state)
     return weights
 
 
-def _gather(weights: Weights, prefix: str, state: Any, depth: int) -> None:
+def _gather(weights: Weights, prefix: str, state: Any) -> None:
     if isinstance(state, list | tuple):
         state = {str(number): part for number, part in enumerate(state)}
-    if not isinstance(state, Mapping) or TAG in state or depth > _MAX_DEPTH:
-        return
-    if state.keys() >= _OPTIMIZER_KEYS:
+    if not isinstance(state, Mapping) or TAG in state or state.keys() >= _OPTIMIZER_KEYS:
         return
     named = {str(key): part for key, part in state.items()}
     tensors = {key: part for key, part in named.items() if isinstance(part, Tensor)}
@@ -213,4 +202,4 @@ def _gather(weights: Weights, prefix: str, state: Any, depth: int) -> None:
     names = clean_names(tensors)
     weights.add(prefix, {names[key]: part for key, part in tensors.items()})
     for key, part in named.items():
-        _gather(weights, f"{prefix}{key}.", part, depth + 1)
+        _gather(weights, f"{prefix}{key}.", part)

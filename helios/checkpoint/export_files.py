@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,9 @@ def write_weights(
     write = _safetensors_writer(metadata) if kind == "safetensors" else None
     with files.replacing(path) as partial:
         if write is None:
-            _write_pt(partial, weights)
+            codec.write_file(
+                partial, {name: part.detach() for name, part in weights.read().items()}
+            )
         else:
             write(partial, weights.read())
 
@@ -149,13 +150,6 @@ def _refuse_checkpoint_name(path: Path) -> None:
             f"Exported weights must not be named like a checkpoint or be in the folder of one, got "
             f"{path}: a training would load them. Choose another name."
         )
-
-
-def _write_pt(path: Path, weights: Weights) -> None:
-    state = OrderedDict((name, part.detach()) for name, part in weights.read().items())
-    if weights.versions:
-        vars(state)["_metadata"] = OrderedDict(weights.versions)
-    codec.write_file(path, state)
 
 
 def _safetensors_writer(metadata: Mapping[str, str]) -> _Writer:

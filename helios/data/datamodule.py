@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.params import DataLoaderParams
-from helios.data.phase_sources import check_loader_names, check_some
 from helios.data.steps import Steps
 from helios.errors import ArgumentError, ArgumentTypeError
 
@@ -199,11 +198,8 @@ class DataModule(ABC):
 
 def _open_all(module: DataModule, pairs: Datasets | None, name: str) -> LoaderPairs | None:
     if isinstance(pairs, Mapping):
-        check_some(f"{name}s", pairs)
-        check_loader_names(f"{name}s", pairs)
         return {key: _open_one(module, pair, f"{name} {key!r}") for key, pair in pairs.items()}
     if isinstance(pairs, list | tuple):
-        check_some(f"{name}s", pairs)
         return [_open_one(module, pair, f"{name} {i}") for i, pair in enumerate(pairs)]
     return None if pairs is None else _open_one(module, pairs, name)
 

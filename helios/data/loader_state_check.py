@@ -10,7 +10,7 @@ import copy
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -28,7 +28,6 @@ _LOGGER = logging.getLogger(__name__)
 _NUM_BATCHES = 3
 _SECONDS = 2.0
 _MAX_BYTES = 64 << 20
-_CHECKED_EVERY = 1024
 
 
 class Verdict(Enum):
@@ -64,28 +63,20 @@ def try_state(source: Source, *, clock: Clock = time.monotonic) -> Verdict:
 
 
 def _try(source: Source, clock: Clock, deadline: float) -> Verdict:
-    def check_time() -> None:
-        if clock() > deadline:
-            raise _GivenUpError("it takes too long")
-
     whole = source.num_batches()
     num_batches = _NUM_BATCHES if whole is None else min(_NUM_BATCHES, whole - 1)
     if num_batches < 1:
         raise _GivenUpError("there is no second batch")
-    _check_size(source, check_time)
-    undisturbed = copy.deepcopy(source)
-    check_time()
-    resumed = copy.deepcopy(source)
+    _check_size(source)
+    undisturbed, resumed = copy.deepcopy(source), copy.deepcopy(source)
     batches = undisturbed.batches(0)
     for _ in range(num_batches):
-        check_time()
         next(batches)
+        if clock() > deadline:
+            raise _GivenUpError("it takes too long")
     state = copy.deepcopy(undisturbed.state_dict())
-    check_time()
     expected = next(batches)
-    check_time()
     resumed.load_state_dict(state)
-    check_time()
     found = next(resumed.batches(0, batch=num_batches), None)
     return compare_batches(expected, found)
 
@@ -100,12 +91,10 @@ def _generators_restored() -> Iterator[None]:
         np.random.set_state(legacy)
 
 
-def _check_size(root: object, check_time: Callable[[], None]) -> None:
+def _check_size(root: object) -> None:
     """Raise an error if the copies would need too much memory."""
     size = 0
-    for number, value in enumerate(each_in(root, children_of)):
-        if number % _CHECKED_EVERY == 0:
-            check_time()
+    for value in each_in(root, children_of):
         is_tensor = isinstance(value, torch.Tensor)
         size += value.untyped_storage().nbytes() if is_tensor else sys.getsizeof(value, 0)
         if size > _MAX_BYTES:

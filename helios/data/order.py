@@ -184,50 +184,44 @@ def is_positional(sampler: object) -> TypeGuard[PositionalSampler]:
     return issubclass(blocks, steps)
 
 
-@final
 class PositionalOrder(Order):
     """The order of a built-in sampler, computed from the position."""
 
+    sampler: PositionalSampler
+
     def __init__(self, sampler: PositionalSampler) -> None:
-        self.sampler: PositionalSampler = sampler
+        self.sampler = sampler
 
     def blocks(self, position: Position) -> Iterator[list[int]]:
         """Iterate over the samples from a position, without those before it."""
         if not position.is_by_hand:
             prepare(self.sampler, position)
-        return self.sampler.blocks(position.sample)
+        return self._blocks_from(position.sample)
 
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
         """Like :meth:`blocks`, with the first samples, which are computed when they are read."""
-        return self.blocks(position), _first(self.sampler.blocks, count)
+        return self.blocks(position), _first(self._blocks_from, count)
+
+    def _blocks_from(self, start: int) -> Iterator[list[int]]:
+        return self.sampler.blocks(start)
 
     def _with(self, sampler: Any) -> Order:
-        return PositionalOrder(sampler)
+        return type(self)(sampler)
 
 
 @final
-class GlobalOrder(Order):
+class GlobalOrder(PositionalOrder):
     """The order of all samples of a sampler that returns the shard of one replica."""
 
-    def __init__(self, sampler: ResumableDistributedSampler) -> None:
-        self.sampler: ResumableDistributedSampler = sampler
+    sampler: ResumableDistributedSampler
 
     @property
     def length(self) -> int:
         """The number of all samples."""
         return self.sampler.whole_length
 
-    def blocks(self, position: Position) -> Iterator[list[int]]:
-        """Iterate over the samples from a position, without those before it."""
-        prepare(self.sampler, position)
-        return self.sampler.whole_blocks(position.sample)
-
-    def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Like :meth:`blocks`, with the first samples, which are computed when they are read."""
-        return self.blocks(position), _first(self.sampler.whole_blocks, count)
-
-    def _with(self, sampler: Any) -> Order:
-        return GlobalOrder(sampler)
+    def _blocks_from(self, start: int) -> Iterator[list[int]]:
+        return self.sampler.whole_blocks(start)
 
 
 def _first(blocks: Callable[[int], Iterator[list[Any]]], count: int) -> Iterable[Any]:

@@ -20,31 +20,14 @@ from helios.data.stream_source import StreamSource
 from helios.errors import ArgumentError, ArgumentTypeError
 
 
-def check_loader_names(what: str, found: Mapping[Any, Any]) -> None:
-    """Check the names of several data sets or loaders; scores are named ``<score>/<name>``.
-
-    Raises:
-        ArgumentError: if a name is empty, not a string, or contains a slash.
-    """
+def _check_names(what: str, found: Mapping[Any, Any]) -> None:
+    """Check the names of several loaders; scores are named ``<score>/<name>``."""
     for name in found:
         if not isinstance(name, str) or not name or "/" in name:
             raise ArgumentError(
                 f"The names of {what} must be non-empty strings without a slash, got {name!r}. "
                 "Rename it, because scores are named <score>/<name>."
             )
-
-
-def check_some(what: str, found: Iterable[Any]) -> None:
-    """Check that a list or dict of data sets or loaders is not empty.
-
-    Raises:
-        ArgumentError: if it is.
-    """
-    if not found:
-        raise ArgumentError(
-            f"The list of {what} must contain at least one, got {found!r}. Use None if there is "
-            "no data."
-        )
 
 
 def open_sources(
@@ -131,13 +114,17 @@ def _of_each(share: Shard) -> str:
 def _entries(found: Any, what: str) -> list[tuple[str, Any, Any]]:
     """Return name, loader and sampler of each loader."""
     if isinstance(found, Mapping):
-        check_loader_names(what, found)
+        _check_names(what, found)
         named = list(found.items())
     elif isinstance(found, list):
         named = [(str(number), item) for number, item in enumerate(found)]
     else:
         return [("", *_as_pair(found, what))]
-    check_some(what, found)
+    if not named:
+        raise ArgumentError(
+            f"The list of {what} must contain at least one, got {found!r}. Use None if there is "
+            "no data."
+        )
     return [(name, *_as_pair(item, f"{what}, {name!r},")) for name, item in named]
 
 

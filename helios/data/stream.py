@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
@@ -153,13 +152,11 @@ class Read(NamedTuple):
         batch: the batch.
         state: the state of the part after the batch, and whether it has ended; ``None`` if states
             are not used.
-        seconds: time of reading the samples.
         size: their number.
     """
 
     batch: Any
     state: Any
-    seconds: float
     size: int
 
 
@@ -316,9 +313,7 @@ class _Part:
         """Return the next batch; ``None`` if there is none."""
         plan = self._plan
         rng.reseed(self._keys.at(self._batch))
-        start = time.perf_counter()
         samples = list(islice(self._samples, self._size))
-        seconds = time.perf_counter() - start
         if not samples or (plan.drop_last and len(samples) < self._size):
             return None
         self._batch += 1
@@ -327,4 +322,4 @@ class _Part:
         if plan.keeps_state and isinstance(self._part, Stateful):
             is_over = len(samples) < self._size
             state = {"state": copy.deepcopy(self._part.state_dict()), "is_over": is_over}
-        return Read(batch, state, seconds, len(samples))
+        return Read(batch, state, len(samples))

@@ -30,7 +30,7 @@ from helios.errors import ArgumentError, StateError
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
-_PARTS, _SECONDS = "parts", "seconds"
+_PARTS = "parts"
 _FEWEST, _SHARE = 100, 10
 _ANY_KEY = 0
 """What generators are seeded from while they are kept: each read seeds them again."""
@@ -69,7 +69,6 @@ class StreamSource(Source):
         self.uses_state = False
         self._position = Position(run_seed=run_seed, purpose=purpose)
         self._states: dict[int, Any] = {}
-        self._seconds: float | None = None
         self._pass: _StreamBatches | None = None
         self._has_counted = False
 
@@ -132,7 +131,7 @@ class StreamSource(Source):
             keeps_state=self.uses_state,
         )
         if plan.cut_replay():
-            _announce(plan, self._seconds)
+            _announce(plan)
         self._pass = _StreamBatches(loader, plan, self.share)
         return self._pass
 
@@ -141,15 +140,14 @@ class StreamSource(Source):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each part after the last iteration, and the time that a batch took.
+        """Return the state of each part after the last iteration.
 
         These are the parts of the replicas of this process; :meth:`join_states` joins those of all.
         """
         if self._pass is None:
             return {}
         states = {str(replica): state for replica, state in self._pass.states.items()}
-        found: dict[str, Any] = {_PARTS: states} if self.uses_state and states else {}
-        return found if self._pass.seconds is None else found | {_SECONDS: self._pass.seconds}
+        return {_PARTS: states} if self.uses_state and states else {}
 
     def holds_states(self, state_dict: dict[str, Any]) -> bool:
         """Whether a resume from a state restores the states of parts."""
@@ -166,7 +164,7 @@ class StreamSource(Source):
         Raises:
             StateError: if it is the state of another loader.
         """
-        if not state_dict.keys() <= {_PARTS, _SECONDS}:
+        if not state_dict.keys() <= {_PARTS}:
             raise StateError(
                 "The state of the loader in the checkpoint is not that of a Stream: it contains "
                 f"{sorted(state_dict)}. Use the data that the run was started with."
@@ -174,7 +172,6 @@ class StreamSource(Source):
         self.uses_state = self.holds_states(state_dict)
         parts = state_dict[_PARTS] if self.uses_state else {}
         self._states = {int(replica): state for replica, state in parts.items()}
-        self._seconds = state_dict.get(_SECONDS)
 
     def count_unused(self) -> tuple[int, bool] | None:
         """Count the samples of longer parts, once; reads on for that."""
@@ -188,16 +185,12 @@ class StreamSource(Source):
         """Do nothing: workers end with their pass."""
 
 
-def _announce(plan: StreamPlan, seconds: float | None) -> None:
-    count = plan.num_replayed
-    num_batches = -(-count // (plan.batch_size or 1))
-    estimate = "" if seconds is None else f", which takes about {num_batches * seconds:.3g} s"
+def _announce(plan: StreamPlan) -> None:
     _LOGGER.info(
         "The stream has no state to restore: epoch %d is read again up to its position, %d samples "
-        "of each replica%s.",
+        "of each replica.",
         plan.position.epoch + 1,
-        count,
-        estimate,
+        plan.num_replayed,
     )
 
 
@@ -231,12 +224,7 @@ class _StreamBatches(BatchIterator):
         self._cut: list[Read | None] = []
         self._is_begun = False
         self._sizes: list[int] = []
-        self._num_read, self._seconds = 0, 0.0
-
-    @property
-    def seconds(self) -> float | None:
-        """Mean time of reading the samples of an iteration; ``None`` before the first."""
-        return self._seconds / self._num_read if self._num_read else None
+        self._num_read = 0
 
     @property
     def sizes(self) -> Sequence[int] | None:
@@ -313,8 +301,7 @@ class _StreamBatches(BatchIterator):
 
         In training it ends with the first part that ends, otherwise with the last one.
         """
-        items = self._read_items()
-        reads = self._in_order(items)
+        reads = self._in_order(self._read_items())
         ends = [each is None for each in reads]
         if any(ends) if self._share.pads else all(ends):
             self._cut = reads
@@ -325,7 +312,6 @@ class _StreamBatches(BatchIterator):
             for replica, read in zip(self._share.block, reads, strict=True)
             if read is not None and read.state is not None
         }
-        self._seconds += max(sum(each.seconds for each in item if each) for item in items)
         return reads
 
     def _read_items(self) -> list[Any]:
@@ -367,7 +353,7 @@ class _StreamBatches(BatchIterator):
             num_repeated = len(plan.cut_replay())
         self._num_repeated = num_repeated
         if num_repeated and not plan.states:
-            _announce(plan, self.seconds)
+            _announce(plan)
         self._items = self._open(plan)
 
     def _in_order(self, items: list[list[Read | None]]) -> list[Read | None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -40,9 +39,7 @@ class PerReplica(Generic[Part]):
         self._run = run
         self._make = make
         self._merge = merge
-        self.local: Mapping[int, Part] = MappingProxyType(
-            {replica: make() for replica in run.replicas.local_replicas}
-        )
+        self.local = {replica: make() for replica in run.replicas.local_replicas}
 
     @property
     def current(self) -> Part:

@@ -9,21 +9,19 @@ on_optimizer_step.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 from helios.counters import Phase, TrainingState
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS, EVENTS, Event
 from helios.plugins.contexts import HookContext, Scopes, check_parts, keeps_state
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, create_plugin
 
 _LOGGER = logging.getLogger(__name__)
-_EVENTS = EVENTS.keys() - {"setup"}
 
 
 @dataclass(eq=False)
@@ -109,25 +107,6 @@ class PipelineHooks(Plugin):
     """
 
     _internals: ClassVar[str] = "_channels _scopes"
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse overrides that would disable a channel because they do not call the base method.
-
-        Raises:
-            UsageError: if a class overrides an event that opens or closes a scope, without a call
-                of ``super()``.
-        """
-        super().__init_subclass__(**kwargs)
-        bases = {"super", *(base.__name__ for base in cls.__mro__[1:])}
-        for name in sorted(_EVENTS & vars(PipelineHooks).keys() & vars(cls).keys()):
-            function = inspect.unwrap(vars(cls)[name])
-            code = function.__code__ if inspect.isfunction(function) else None
-            if code is not None and bases.isdisjoint(code.co_names + code.co_freevars):
-                raise UsageError(
-                    f"{cls.__name__}.{name} must call super().{name}(...): in this event "
-                    "PipelineHooks enters or leaves its contexts, which would otherwise never run. "
-                    "Add the call, or receive the event in a separate plugin."
-                )
 
     def __init__(self, plug_id: str = "pipeline-hooks") -> None:
         super().__init__(plug_id)

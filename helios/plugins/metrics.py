@@ -79,10 +79,12 @@ class Metrics(Plugin):
 
     Raises:
         ArgumentError: if a value is invalid.
-        ArgumentTypeError: for something that is not a metric, or not a function.
+        ArgumentTypeError: for something that is not a metric.
     """
 
-    _internals: ClassVar[str] = "_arguments _every _inputs _metrics _parts _phase _waiting _whole"
+    _internals: ClassVar[str] = (
+        "_arguments _every _inputs _metrics _parts _phase _prefix _waiting _whole"
+    )
 
     def __init__(
         self,
@@ -93,42 +95,38 @@ class Metrics(Plugin):
         every: int | str = "epoch",
         plug_id: str | None = None,
     ) -> None:
-        if phase not in _PREFIXES:
-            raise ArgumentError(
-                f"Metrics(phase=...) must be Phase.TRAINING, VALIDATION or TESTING, got {phase!r}. "
-                "Predictions are returned by trainer.predict: measure them there."
-            )
         super().__init__(f"metrics-{phase.value}" if plug_id is None else plug_id)
-        if not callable(inputs):
-            raise ArgumentTypeError(
-                f"Metrics(inputs=...) must be a function of the context, got {inputs!r}. Let it "
-                'return e.g. (context.model_outputs["logits"], context.batch[1]).'
+        is_count = type(every) is int and every > 0 and phase is Phase.TRAINING
+        if every != "epoch" and not is_count:
+            raise ArgumentError(
+                'Metrics(every=...) must be "epoch", or in training a positive number of steps, '
+                f"got {every!r} with {phase}. A pass of an evaluation has one value: omit it there."
             )
         self._metrics = _take_apart(metrics)
         self._inputs = inputs
         self._phase = phase
-        self._every = _check_every(every, phase)
+        self._prefix = _PREFIXES[phase]
+        self._every = every if isinstance(every, int) else None
         self.setup()
 
     def setup(self) -> None:
         """Forget an earlier run."""
         self._whole = _MetricSet({}, self.device)
         self._parts: PerReplica[_MetricSet] | None = None
+        self._arguments: dict[int, list[Any]] = {}
+        self._waiting: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def on_fit_start(self) -> None:
         """Find out before training which metrics several replicas can measure."""
         self._get_ready()
 
-    def on_training_epoch_start(self, current_epoch: int) -> None:
-        """Reset the metrics, if values are per epoch."""
-        if self._phase is Phase.TRAINING and self._every is None:
-            self._reset()
-
     def on_forward_end(self, context: Context) -> None:
         """Keep what the metrics need of a replica."""
         if context.phase is self._phase:
             with torch.no_grad():
-                self._arguments[context.replica] = self._find_arguments()
+                arguments = self._find_arguments()
+            if arguments is not None:
+                self._arguments[context.replica] = arguments
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
@@ -146,10 +144,6 @@ class Metrics(Plugin):
         if self._phase is Phase.TRAINING and self._every is None:
             self._log(self._compute())
 
-    def on_validation_start(self, validation_cycle: int) -> None:
-        """Reset the metrics for a validation."""
-        self._begin_pass(Phase.VALIDATION)
-
     def on_validation_batch_end(self, step: int, dataloader_idx: int = 0) -> None:
         """Update with a validation batch."""
         self._end_batch(Phase.VALIDATION, dataloader_idx, step)
@@ -160,10 +154,6 @@ class Metrics(Plugin):
             values = self._compute()
             self.context.model.metrics.update(values)
             self.context.declare_summed(values)
-
-    def on_testing_start(self) -> None:
-        """Reset the metrics for a test."""
-        self._begin_pass(Phase.TESTING)
 
     def on_testing_batch_end(self, step: int, dataloader_idx: int = 0) -> None:
         """Update with a test batch."""
@@ -176,40 +166,23 @@ class Metrics(Plugin):
             self.context.model.test_scores.update(values)
             self._log(values)
 
-    def on_fit_end(self) -> None:
-        """Release what no checkpoint needs any more."""
-        self.setup()
-
     def teardown(self) -> None:
         """Release the copies of the replicas."""
         self.setup()
 
-    def _begin_pass(self, phase: Phase) -> None:
-        if phase is self._phase:
-            self._get_ready()
-            self._reset()
-
     def _get_ready(self) -> PerReplica[_MetricSet]:
-        """Start without data; with several replicas, each has copies of what can be merged."""
-        if self._parts is not None:
-            return self._parts
-        is_shared = self.context.choose(False, True)
-        with _apart():
-            merged = {n: x for n, x in self._metrics.items() if is_shared and _can_merge(x)}
-            lone = {n: x for n, x in self._metrics.items() if n not in merged}
-            self._whole = _MetricSet(lone, self.device)
-            self._parts = self.context.per_replica(
-                lambda: _MetricSet(copy.deepcopy(merged), self.device),
-                lambda earlier, later: later.merge_before(earlier),
-            )
-        self._reset()
+        """Return the data of each replica, which has copies of what can be merged."""
+        if self._parts is None:
+            is_shared = self.context.choose(False, True)
+            with _apart():
+                merged = {n: x for n, x in self._metrics.items() if is_shared and _can_merge(x)}
+                lone = {n: x for n, x in self._metrics.items() if n not in merged}
+                self._whole = _MetricSet(lone, self.device)
+                self._parts = self.context.per_replica(
+                    lambda: _MetricSet(copy.deepcopy(merged), self.device),
+                    lambda earlier, later: later.merge_before(earlier),
+                )
         return self._parts
-
-    def _reset(self) -> None:
-        for part in (self._whole, *self._get_ready().local.values()):
-            part.reset()
-        self._arguments: dict[int, list[Any] | None] = {}
-        self._waiting: list[tuple[tuple[int, ...], list[Any]]] = []
 
     def _end_batch(self, phase: Phase, *place: int) -> None:
         """Update with the batches of the replicas of this process, in their order.
@@ -220,15 +193,15 @@ class Metrics(Plugin):
         """
         if phase is not self._phase:
             return
+        parts = self._get_ready()
         found, self._arguments = self._arguments, {}
         is_alone = self.context.num_processes == 1
         for replica, arguments in found.items():
-            if arguments is not None:
-                with _apart(*place, replica):
-                    self._get_ready().local[replica].update(arguments)
-                if self._whole.metrics:
-                    sent = arguments if is_alone else move_to_device(arguments, _CPU)
-                    self._waiting.append(((*place, replica), sent))
+            with _apart(*place, replica):
+                parts.local[replica].update(arguments)
+            if self._whole.metrics:
+                sent = arguments if is_alone else move_to_device(arguments, _CPU)
+                self._waiting.append(((*place, replica), sent))
         # In an evaluation, processes with fewer batches have no end of the last ones.
         if is_alone or phase is Phase.TRAINING:
             self._catch_up()
@@ -269,20 +242,20 @@ class Metrics(Plugin):
 
     def _compute(self) -> dict[str, Any]:
         """Return the values over all data by name, and reset."""
+        parts = self._get_ready()
         self._catch_up()
         found: dict[str, Any] = {}
         with _apart(self.context.state.global_iteration):
-            for part in (self._whole, self._get_ready().merged()):
+            for part in (self._whole, parts.merged()):
                 if part.num_updates:
                     found |= {name: metric.compute() for name, metric in part.metrics.items()}
-        self._reset()
+        for part in (self._whole, *parts.local.values()):
+            part.reset()
         return _spread({name: found[name] for name in self._metrics if name in found})
 
     def _log(self, values: Mapping[str, Any]) -> None:
-        prefix = _PREFIXES[self._phase]
-        numbers = {f"{prefix}/{n}": x for n, x in values.items() if isinstance(x, float)}
-        if numbers:
-            self.context.log(numbers)
+        numbers = {f"{self._prefix}/{n}": x for n, x in values.items() if isinstance(x, float)}
+        self.context.log(numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data of the metrics, for each of several replicas."""
@@ -295,16 +268,12 @@ class Metrics(Plugin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the data; with other metrics than before, all of them start anew."""
         parts = self._get_ready()
-        if self._metrics.keys() != {*state_dict["names"]}:
-            _LOGGER.warning(
-                "Plugin %r has the metrics %s, but the checkpoint has %s: all start without data.",
-                self.plug_id,
-                ", ".join(self._metrics),
-                ", ".join(state_dict["names"]),
-            )
-            return
-        self._whole.load_state_dict(state_dict)
-        parts.load_state_dict(state_dict)
+        if self._metrics.keys() == {*state_dict["names"]}:
+            self._whole.load_state_dict(state_dict)
+            parts.load_state_dict(state_dict)
+        else:
+            text = "The checkpoint has other metrics of plugin %r: all start without data."
+            _LOGGER.warning(text, self.plug_id)
 
 
 def _spread(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -324,17 +293,6 @@ def _spread(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _check_every(every: object, phase: Phase) -> int | None:
-    if every == "epoch":
-        return None
-    if type(every) is not int or every < 1 or phase is not Phase.TRAINING:
-        raise ArgumentError(
-            f'Metrics(every=...) must be "epoch", or in training a positive number of steps, got '
-            f"{every!r} with {phase}. A pass of an evaluation has one value: omit it there."
-        )
-    return every
-
-
 @contextmanager
 def _apart(*place: int) -> Iterator[None]:
     """Run a block without gradients, with random numbers of its own for each place."""
@@ -342,53 +300,30 @@ def _apart(*place: int) -> Iterator[None]:
         yield
 
 
-@runtime_checkable
-class _Mergeable(Protocol):
-    """A metric that several replicas can measure."""
-
-    def merge_state(self, other: Any, /) -> Any:
-        """Add the data of another metric of the same kind, as if it came before this one's."""
-        ...
-
-
-@runtime_checkable
-class _OfTorchmetrics(Protocol):
-    """A metric that omits its state from its ``state_dict``, and merges over a process group."""
-
-    distributed_available_fn: Any
-
-    def persistent(self, mode: bool) -> Any: ...
-
-
 @final
 class _MetricSet:
     """Metrics by name, and their number of updates.
 
-    A metric that is a module may hold counters beside its state, such as its number of updates:
-    numeric attributes that differ from those of a metric without data are saved, too.
+    A metric that is a module may omit its data from its ``state_dict``, and hold counters beside
+    it: numbers, tensors and lists among its attributes that differ from those of a metric without
+    data are saved, too.
 
     Args:
         metrics: the metrics; they are reset.
         device: where those are moved that are modules.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], device: torch.device) -> None:
+    def __init__(self, metrics: Mapping[str, Any], device: torch.device) -> None:
         self.metrics = metrics
         self._device = device
         self.reset()
         for metric in metrics.values():
             for part in _modules_in(metric).values():
-                if isinstance(part, _OfTorchmetrics):
-                    part.persistent(True)
-                    # Else data would count twice. A call of bool returns False.
+                part.to(device)
+                if "distributed_available_fn" in vars(part):
+                    # Else torchmetrics would count data twice. A call of bool returns False.
                     part.distributed_available_fn = bool
-        self._fresh = {name: _numbers_in(metric) for name, metric in metrics.items()}
-        self._move()
-
-    def _move(self) -> None:
-        for metric in self.metrics.values():
-            if isinstance(metric, nn.Module):
-                metric.to(self._device)
+        self._fresh = copy.deepcopy({name: _attributes_of(part) for name, part in metrics.items()})
 
     def reset(self) -> None:
         """Discard all data."""
@@ -410,7 +345,6 @@ class _MetricSet:
         if not (earlier.num_updates and self.num_updates):
             return earlier if earlier.num_updates else self
         for name, metric in self.metrics.items():
-            assert isinstance(metric, _Mergeable)
             metric.merge_state(earlier.metrics[name])
         self.num_updates += earlier.num_updates
         return self
@@ -419,74 +353,70 @@ class _MetricSet:
         """Return the state, by reference."""
         metrics = {}
         for name, metric in self.metrics.items():
-            numbers, fresh = _numbers_in(metric), self._fresh[name]
-            metrics[name] = {
-                "state": dict(metric.state_dict()),
-                "numbers": {key: n for key, n in numbers.items() if n != fresh.get(key)},
-            }
+            found, fresh = _attributes_of(metric), self._fresh[name]
+            changed = {key: x for key, x in found.items() if not same(x, fresh.get(key))}
+            metrics[name] = {"state": dict(metric.state_dict()), "attributes": changed}
         return {"num_updates": self.num_updates, "metrics": metrics}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` has returned."""
+        """Restore a copy of what :meth:`state_dict` has returned."""
         self.num_updates = state_dict["num_updates"]
-        for name, saved in state_dict["metrics"].items():
+        found = move_to_device(copy.deepcopy(state_dict["metrics"]), self._device)
+        for name, saved in found.items():
             metric = self.metrics[name]
-            metric.load_state_dict(dict(saved["state"]))
+            metric.load_state_dict(saved["state"])
             modules = _modules_in(metric)
-            for key, number in (self._fresh[name] | saved["numbers"]).items():
+            attributes = copy.deepcopy(self._fresh[name]) | saved["attributes"]
+            for key, value in attributes.items():
                 path, _, attribute = key.rpartition(".")
-                setattr(modules[path], attribute, number)
-        self._move()
+                setattr(modules[path], attribute, value)
 
 
-def _modules_in(metric: object) -> dict[str, nn.Module]:
+def _modules_in(metric: object) -> dict[str, Any]:
     return dict(metric.named_modules()) if isinstance(metric, nn.Module) else {}
 
 
-def _numbers_in(metric: object) -> dict[str, float]:
+def _attributes_of(metric: object) -> dict[str, Any]:
     return {
         f"{path}.{name}": value
         for path, part in _modules_in(metric).items()
         for name, value in vars(part).items()
-        if type(value) in (int, float)
+        if type(value) in (int, float, list, Tensor)
     }
 
 
-def _can_merge(metric: Metric) -> bool:
+def _can_merge(metric: Any) -> bool:
     """Return whether a metric without data can be merged with its like, and stays without data."""
-    if not isinstance(metric, _Mergeable):
-        return False
     # What wraps a metric may not merge it.
-    if any(path and isinstance(part, _Mergeable) for path, part in _modules_in(metric).items()):
+    if any(path and isinstance(part, Metric) for path, part in _modules_in(metric).items()):
         return False
     try:
         one, other = copy.deepcopy(metric), copy.deepcopy(metric)
         one.merge_state(other)
-        return same(dict(one.state_dict()), dict(other.state_dict()))
+        found, fresh = (dict(x.state_dict()) | _attributes_of(x) for x in (one, other))
+        return same(found, fresh)
     except Exception:
         return False
 
 
-def _take_apart(metrics: object) -> dict[str, Metric]:
+def _take_apart(metrics: Mapping[str, Any]) -> dict[str, Metric]:
     """Return the metrics by name, with module dicts split into their members.
 
     Some collections decide in their first update which members share a state. A run that resumes
     inside an epoch could decide differently.
 
     Raises:
-        ArgumentTypeError: for something that is not a metric, or if there is none.
+        ArgumentTypeError: for something that is not a metric.
     """
     found: dict[str, Any] = {}
-    for name, metric in metrics.items() if isinstance(metrics, Mapping | nn.ModuleDict) else ():
+    for name, metric in metrics.items():
         if isinstance(metric, nn.ModuleDict):
             found |= {f"{name}/{key}": part for key, part in metric.items()}
-        else:
+        elif isinstance(metric, Metric):
             found[name] = metric
-    odd = [name for name, metric in found.items() if not isinstance(metric, Metric)]
-    if odd or not found:
-        raise ArgumentTypeError(
-            "Metrics(metrics=...) must be a dict of names to at least one object with update, "
-            "compute, reset, state_dict and load_state_dict, got "
-            f"{', '.join(f'{name!r}: {found[name]!r}' for name in odd) or repr(metrics)}."
-        )
+        else:
+            raise ArgumentTypeError(
+                "Metrics(metrics=...) must be a dict of objects with update, compute, reset, "
+                f"state_dict and load_state_dict, got {name!r}: {metric!r}."
+            )
     return found

@@ -8,16 +8,14 @@ A tensor must get its values from the initializer that wrote to it last in ``set
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, TypeAlias, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -38,18 +36,18 @@ from helios.state.networks import has_hooks
 from helios.state.steps import check_alike
 from helios.storage.checksums import bit_sum
 
-AskForUnits: TypeAlias = Callable[[], Sequence[nn.Module | Unit] | None]
-
 _INITIALIZERS = ("reset_parameters", "_reset_parameters")
 _COPIES = ("clone", "__deepcopy__", "to", "half", "bfloat16", "float", "double")
 _PLAIN = (Tensor, nn.Parameter)
-_NOT_USERS = (
-    *("<", copy.__file__, str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)),
-)
 
 
 def set_up_keyed(
-    model: Model, engine: Engine, ask_for_units: AskForUnits, *, seed: int, fast_init: bool
+    model: Model,
+    engine: Engine,
+    ask_for_units: Callable[[], Sequence[nn.Module | Unit] | None],
+    *,
+    seed: int,
+    fast_init: bool,
 ) -> Sequence[nn.Module | Unit] | None:
     """Call ``Model.setup`` without values, then initialize the networks, and shard them if asked.
 
@@ -79,24 +77,20 @@ def set_up_keyed(
         if replicas.is_sharded:
             check_shardable(networks, optimizers, discovery.moved()[0])
             units = find_units(networks, named)
-        init = _KeyedInit(model, engine.device, seed, units)
-        init.find_homes(watch.last)
-        places = {memory: write.place for memory, write in watch.last.items()}
+        init = _KeyedInit(model, engine.device, seed, units, watch.last)
+        made = {memory: write.made for memory, write in watch.last.items()}
         # What has looked at the model refers to itself and to parameters, which would stay whole.
         del watch
         gc.collect()
         if replicas.is_sharded_over_processes:
             engine._shard(networks, optimizers, units, init.initialize)
-        else:
-            for name in reversed([*units]):
-                init.initialize(name)
         init.initialize()
         marks = init.marks
         del init
         gc.collect()
-        left = sorted({place for memory, place in places.items() if not memory.expired()})
-        if left:
-            _refuse(f"what is made at {', '.join(left[:3])}", "no network holds it, but it is used")
+        for memory, what in made.items():
+            if not memory.expired():
+                _refuse(f"what setup makes by {what}", "no network holds it, but it is used")
         for name, load in model.loads_after_setup:
             load(replicas.share)
             # Shards are not compared; that all processes load is.
@@ -111,24 +105,23 @@ class _Write(NamedTuple):
     """What has made some memory and written to it.
 
     Attributes:
-        place: file and line of the code of the user that did so outside of initializers, or first.
+        made: the function that has made it.
         writers: the modules whose initializers have written, in order, and ``None`` for other code;
             nothing of memory that was only allocated.
         sources: the memory that was copied, if it was.
-        is_new: whether nothing was written since it was made. What writes first must write all of
-            it, or leaves a number that is found to be missing.
     """
 
-    place: str
+    made: str = ""
     writers: tuple[nn.Module | None, ...] = ()
     sources: tuple[StorageWeakRef, ...] = ()
-    is_new: bool = True
 
-    def then(self, place: str, writer: nn.Module | None) -> _Write:
-        """Return what has written by now; an initializer that writes twice in a row counts once."""
-        earlier = () if self.is_new else self.writers
-        writers = earlier if earlier[-1:] == (writer,) else (*earlier, writer)
-        return _Write(self.place if writer else place, writers, self.sources, is_new=False)
+    def then(self, writer: nn.Module | None) -> _Write:
+        """Return what has written by now; an initializer that writes twice in a row counts once.
+
+        The first one must write all of it, or leaves a number that is found to be missing.
+        """
+        earlier = () if self.writers == (None,) else self.writers
+        return self._replace(writers=earlier if earlier[-1:] == (writer,) else (*earlier, writer))
 
 
 @final
@@ -140,13 +133,22 @@ class _KeyedInit:
         device: where values are made.
         seed: the seed of the source ``init``.
         units: the modules that are initialized together with what is inside of them, by name.
+        written: what has written to each memory last.
 
     Attributes:
         marks: checksums of the tensors that have values by now, by name.
+
+    Raises:
+        UsageError: for a tensor that cannot be initialized by keys.
     """
 
     def __init__(
-        self, model: Model, device: torch.device, seed: int, units: Mapping[str, nn.Module]
+        self,
+        model: Model,
+        device: torch.device,
+        seed: int,
+        units: Mapping[str, nn.Module],
+        written: Mapping[StorageWeakRef, _Write],
     ) -> None:
         self._model, self._device, self._seed = model, device, seed
         self._units = modules_of_units(units)
@@ -162,18 +164,11 @@ class _KeyedInit:
         self._ties: defaultdict[nn.Module, list[str]] = defaultdict(list)
         self._writers: set[nn.Module | None] = set()
         self._memory: set[StorageWeakRef] = set()
-        self._done: set[nn.Module] = set()
         self._path = ""
+        self._find_homes(written)
 
-    def find_homes(self, written: Mapping[StorageWeakRef, _Write]) -> None:
-        """Find the module that initializes each tensor: of several, the last one in ``setup``.
-
-        Args:
-            written: what has written to each memory last.
-
-        Raises:
-            UsageError: for a tensor that cannot be initialized by keys.
-        """
+    def _find_homes(self, written: Mapping[StorageWeakRef, _Write]) -> None:
+        """Find the module that initializes each tensor: of several, the last one in ``setup``."""
         places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self._paths:
             for name, tensor in _own_tensors(module).items():
@@ -189,7 +184,7 @@ class _KeyedInit:
             if memory in self._memory or (len(holders) > 1 and type(tensor) is Tensor):
                 _refuse(shown, "it shares its memory with another tensor of a network")
             self._memory.add(memory)
-            write = written.get(memory, _Write("an unknown place"))
+            write = written.get(memory, _Write())
             self._writers.update(write.writers)
             last = write.writers[-1:]
             home = next((place for place in holders if place[0] in last), holders[0])
@@ -223,13 +218,9 @@ class _KeyedInit:
                 shown = f"{self._paths[module]}.{name}"
                 self.marks[shown] = int(bit_sum(tensor))
                 expected = self._expected[module].get(name)
-                if expected is None or module in self._done:
-                    continue
-                found = watch.last.get(memory_of(tensor))
-                if found is None or not self._is_repeated(expected, found.writers):
-                    kind = type(module).__name__
-                    why = f"reset_parameters() of {kind} does not repeat what {expected.place} does"
-                    _refuse(shown, why)
+                found = watch.last.get(memory_of(tensor), _Write())
+                if expected and not self._is_repeated(expected, found.writers):
+                    _refuse(shown, "reset_parameters() does not repeat all that setup writes to it")
 
     def _is_repeated(self, expected: _Write, writers: Sequence[nn.Module | None]) -> bool:
         """Return whether the same initializers have written as in setup, in the same order."""
@@ -254,9 +245,8 @@ class _KeyedInit:
         for name, old in own.items():
             if isinstance(old, nn.Parameter):
                 vars(old).update(attributes[name])
-            else:
-                empty = getattr(module, name)
-                setattr(module, name, empty if old.is_meta else old.to(self._device))
+            elif not old.is_meta:
+                setattr(module, name, old.to(self._device))
 
     def _run(self, module: nn.Module, watch: _Watch) -> None:
         """Initialize a module. Memory that is not written holds numbers that nobody writes."""
@@ -268,9 +258,8 @@ class _KeyedInit:
         rng.reseed(rng.key(self._seed, "init", self._path))
         initialize: Any = getattr(module, _initializer_of(module), None)
         with watch:
-            if self._model.init_unit(module, self._path):
-                self._done.add(module)
-            elif initialize and (module in self._writers or own):
+            is_done = self._model.init_unit(module, self._path)
+            if not is_done and initialize and (module in self._writers or own):
                 initialize()
         # Optimizers hold the parameter; a buffer may be another one now.
         found = {**own, **dict(module.named_buffers(recurse=False))}
@@ -281,6 +270,8 @@ class _KeyedInit:
                 _refuse(shown, "reset_parameters() or init_unit must write all of it")
         for name in self._ties[module]:
             setattr(module, name, own[name])
+        if is_done:
+            self._expected[module].clear()
 
     def _check_use(self, tensor: Tensor) -> None:
         """Refuse tensors of other units, which may have no values yet, or be cut by now."""
@@ -334,38 +325,32 @@ class _Watch(TorchFunctionMode):
         given = [*tensors_in((args, kwargs))]
         for tensor in given:
             self._check(tensor)
-        given = [*filter(self._is_plain, given)]
-        before = [(memory_of(tensor), version_of(tensor)) for tensor in given]
+        before = [(tensor, version_of(tensor)) for tensor in given if self._is_plain(tensor)]
+        found = func(*args, **(kwargs or {}))
         caller: Any = getattr(inspect.currentframe(), "f_back", None)
-        try:
-            found = func(*args, **(kwargs or {}))
-        except (RuntimeError, TypeError) as error:
-            if "meta" not in str(error).lower() or isinstance(error, UsageError):
-                raise
-            _refuse("the model", f"a value is read at {_describe(caller)[0]} ({error})")
         # On the meta device, some initializers of PyTorch return before they write.
         code = caller.f_code
         is_init = code.co_filename == inspect.getfile(nn.init) and code.co_name.endswith("_")
         written = {
-            memory: self.last.get(memory, _Write(""))
-            for tensor, (memory, version) in zip(given, before, strict=True)
+            memory_of(tensor)
+            for tensor, version in before
             if is_init or version_of(tensor) != version
         }
         made = {*map(memory_of, filter(self._is_plain, tensors_in(found)))}
-        made -= {memory for memory, _ in before}
+        made -= {memory_of(tensor) for tensor, _ in before}
         if not written and not made:
             return found
-        place, writer = _describe(caller)
+        writer = _find_writer(caller)
         name = getattr(func, "__name__", "")
-        new = _Write(place)
+        is_empty = name.removeprefix("new_").startswith("empty")
+        new = _Write(name, () if is_empty else (writer,))
         if writer is None and name in _COPIES and before:
-            source = before[0][0]
+            source = memory_of(before[0][0])
             new = self.last.get(source, new)
             new = new._replace(sources=(*new.sources, source))
-        elif not name.removeprefix("new_").startswith("empty"):
-            new = new._replace(writers=(writer,))
         self.last.update(dict.fromkeys(made, new))
-        self.last.update({memory: old.then(place, writer) for memory, old in written.items()})
+        for memory in written:
+            self.last[memory] = self.last.get(memory, _Write()).then(writer)
         return found
 
     def _is_plain(self, tensor: Tensor) -> bool:
@@ -373,22 +358,15 @@ class _Watch(TorchFunctionMode):
         return is_plain and tensor.device.type == self._device
 
 
-def _describe(caller: FrameType | None) -> tuple[str, nn.Module | None]:
-    """Return the line of the user that is running, and the module whose initializer is.
+def _find_writer(caller: FrameType | None) -> nn.Module | None:
+    """Return the module whose initializer is running.
 
-    One counts if it was called as it will be called again, without arguments.
+    One counts if it is called as it will be called again: it takes no arguments.
     """
-    place, writer = "", None
-    for frame, line in traceback.walk_stack(caller):
+    for frame, _ in traceback.walk_stack(caller):
         code = frame.f_code
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        if writer is None and code.co_name in _INITIALIZERS and names:
-            owner, *arguments = map(frame.f_locals.get, names)
+        if code.co_name in _INITIALIZERS and code.co_argcount + code.co_kwonlyargcount == 1:
+            owner = frame.f_locals[code.co_varnames[0]]
             if isinstance(owner, nn.Module) and code.co_name == _initializer_of(owner):
-                method = inspect.signature(getattr(owner, code.co_name))
-                defaults = [each.default for each in method.parameters.values()]
-                if not arguments or repr(arguments) == repr(defaults):
-                    writer = owner
-        if not place and not code.co_filename.startswith(_NOT_USERS):
-            place = f"{Path(code.co_filename).name}:{line}"
-    return place, writer
+                return owner
+    return None

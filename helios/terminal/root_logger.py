@@ -57,27 +57,27 @@ class _Tuned:
     Args:
         name: the name of the logger.
         lowest: the lowest level of this process without a log file; ``None`` for no limit.
+        screen: the handler for the screen, which it gets if the user has none.
+
+    Attributes:
+        logger: the logger.
     """
 
-    def __init__(self, name: str, lowest: int | None) -> None:
-        self._logger = logging.getLogger(name)
+    def __init__(self, name: str, lowest: int | None, screen: logging.Handler) -> None:
+        self.logger = logging.getLogger(name)
         self._root = logging.getLogger()
         self._lowest = lowest
-        self._level, self._propagate = self._logger.level, self._logger.propagate
-        self._own: list[logging.Handler] = []
-        self._gated = find_listeners(self._logger)
-        self.is_heard = bool(self._gated)
+        self._level, self._propagate = self.logger.level, self.logger.propagate
+        self._gated = find_listeners(self.logger)
+        self._is_heard = bool(self._gated)
         self._set_level = self._level
-        if not self.is_heard:
+        self._screen = screen
+        if not self._is_heard:
             # A handler that the root logger gets during the run would print each line again.
-            self._logger.propagate = False
-
-    def attach(self, handler: logging.Handler, *, is_screen: bool) -> None:
-        """Add a handler of Helios; the log file sees lines that the screen does not."""
-        self._logger.addHandler(handler)
-        self._own.append(handler)
-        if is_screen:
-            self._gated.append(handler)
+            self.logger.propagate = False
+            self.logger.addHandler(screen)
+            self._gated = [screen]
+        self.tune(has_file=False)
 
     def tune(self, *, has_file: bool) -> None:
         """Set the level for the screen, and the log file if there is one."""
@@ -86,42 +86,36 @@ class _Tuned:
             level = max(level, self._lowest)
         elif not self._level and has_file:
             level = min(level, logging.INFO)
-        if level == self._logger.getEffectiveLevel():
+        if level == self.logger.getEffectiveLevel():
             return
         self._set_level = level
-        self._logger.setLevel(level)
+        self.logger.setLevel(level)
         for handler in self._gated:
             handler.addFilter(self._is_shown)
 
     def _screen_level(self) -> int:
-        is_default = not self.is_heard and self._root.level == logging.WARNING
+        is_default = not self._is_heard and self._root.level == logging.WARNING
         return logging.INFO if is_default else self._root.level
 
     def _is_shown(self, record: logging.LogRecord) -> bool:
         """Whether a record passes the level that its logger would have without the log file."""
         logger: logging.Logger | None = logging.getLogger(record.name)
-        while logger is not None and logger is not self._logger:
+        while logger is not None and logger is not self.logger:
             if logger.level:
                 return True
             logger = logger.parent
         is_left = logger is not None and not self._level and logger.level == self._set_level
         return not is_left or record.levelno >= self._screen_level()
 
-    def detach(self, handler: logging.Handler) -> None:
-        """Remove a handler of Helios."""
-        self._logger.removeHandler(handler)
-        self._own.remove(handler)
-
     def restore(self) -> None:
         """Leave the logger as it was found, with what the user has changed since."""
         for handler in self._gated:
             handler.removeFilter(self._is_shown)
-        for handler in list(self._own):
-            self.detach(handler)
-        if self._logger.level == self._set_level:
-            self._logger.setLevel(self._level)
-        if not self.is_heard:
-            self._logger.propagate = self._propagate
+        self.logger.removeHandler(self._screen)
+        if self.logger.level == self._set_level:
+            self.logger.setLevel(self._level)
+        if not self._is_heard:
+            self.logger.propagate = self._propagate
 
 
 class RootLogger:
@@ -139,8 +133,6 @@ class RootLogger:
     def __init__(self, capture_warnings: bool) -> None:
         self._is_main = get_global_rank() == 0
         lowest = None if self._is_main else logging.ERROR
-        names = (OWN, WARNINGS) if capture_warnings else (OWN,)
-        self._tuned = [_Tuned(name, lowest) for name in names]
         self._file: logging.FileHandler | None = None
         # Lines of rank 0 are the same as for a single process.
         place = "" if self._is_main else f"{describe_rank()} - "
@@ -148,10 +140,8 @@ class RootLogger:
         self._screen = _ScreenHandler()
         self._screen.set_name(f"{OWN_HANDLER}screen")
         self._screen.setFormatter(self._formatter)
-        for tuned in self._tuned:
-            if not tuned.is_heard:
-                tuned.attach(self._screen, is_screen=True)
-            tuned.tune(has_file=False)
+        names = (OWN, WARNINGS) if capture_warnings else (OWN,)
+        self._tuned = [_Tuned(name, lowest, self._screen) for name in names]
         showwarning = warnings.showwarning
         if capture_warnings:
             logging.captureWarnings(True)
@@ -171,14 +161,14 @@ class RootLogger:
         self._file.set_name(f"{OWN_HANDLER}file")
         self._file.setFormatter(self._formatter)
         for tuned in self._tuned:
-            tuned.attach(self._file, is_screen=False)
+            tuned.logger.addHandler(self._file)
             tuned.tune(has_file=True)
 
     def _close_file(self) -> None:
         if self._file is None:
             return
         for tuned in self._tuned:
-            tuned.detach(self._file)
+            tuned.logger.removeHandler(self._file)
         self._file.close()
         self._file = None
 
@@ -283,29 +273,18 @@ def setup_default_loggers(
         stem = name if count == 1 else f"{name}_{count}"
         log_file = None if log_root is None else log_root / f"{stem}.log"
         run_path = None if runs_root is None else runs_root / stem
-        if _claim(log_file, run_path):
+        try:
+            if run_path is not None:
+                run_path.mkdir(parents=True)
+            if log_file is not None:
+                log_file.parent.mkdir(parents=True, exist_ok=True)
+                log_file.touch(exist_ok=False)
             break
+        except FileExistsError:
+            continue
     root.setup(log_file)
     if _Default.tensorboard is not None and run_path is not None:
         _Default.tensorboard.setup(run_path)
-
-
-def _claim(log_file: Path | None, run_path: Path | None) -> bool:
-    """Create both exclusively; returns False, with neither created, if one of them exists."""
-    if run_path is not None:
-        try:
-            run_path.mkdir(parents=True)
-        except FileExistsError:
-            return False
-    if log_file is not None:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            log_file.touch(exist_ok=False)
-        except FileExistsError:
-            if run_path is not None:
-                run_path.rmdir()
-            return False
-    return True
 
 
 def restore_default_loggers(

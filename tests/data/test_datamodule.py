@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helios.data import DataLoaderParams, DataModule
-from helios.data.phase_sources import open_source
+from helios.data.phase_sources import open_source, open_sources
 from helios.data.samplers import (
     ResumableRandomSampler,
     ResumableSequentialSampler,
@@ -96,10 +96,6 @@ def test_named_data_sets_keep_their_names() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda pair: [], "list of validation data sets must contain at least one"),
-        (lambda pair: {}, "list of validation data sets must contain at least one"),
-        (lambda pair: {"a/b": pair}, "names of validation data sets must be non-empty strings"),
-        (lambda pair: {1: pair}, "names of validation data sets must be non-empty strings"),
         (lambda pair: [pair, None], "validation data set 1 of Numbers must be created by"),
         (lambda pair: {"a": Indices(3)}, "validation data set 'a' of Numbers must be created by"),
     ],
@@ -110,6 +106,23 @@ def test_what_is_wrong_among_several_is_named(make: Any, words: str) -> None:
     module._valid_dataset = make(module._valid_dataset)
     with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
         module.valid_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([], "list of loaders of validation must contain at least one"),
+        (["a/b"], "names of loaders of validation must be non-empty strings"),
+        ([1], "names of loaders of validation must be non-empty strings"),
+    ],
+)
+def test_several_loaders_have_good_names(names: list[Any], words: str) -> None:
+    module = Numbers(DataLoaderParams())
+    module.setup()
+    pairs = dict.fromkeys(names, module._valid_dataset)
+    module._valid_dataset = pairs
+    with pytest.raises(ArgumentError, match=words):
+        open_sources(module.valid_dataloader(), label="validation", run_seed=0, purpose="valid")
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda pairs: {"a": pairs[0]}])

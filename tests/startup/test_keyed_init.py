@@ -94,12 +94,12 @@ class Outer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Scaling(3, 3), Scaling(3, 3)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        self.first.reset_parameters(2.0)
-        self.second.reset_parameters(3.0)
+        nn.init.xavier_uniform_(self.first.weight, 2.0)
+        nn.init.xavier_uniform_(self.second.weight, 3.0)
 
 
 class Inner(nn.Module):
@@ -356,6 +356,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (changed_template, "net.layers.0.linear2.weight"),
     (sharing_memory, "net.1.weight"),
     (with_gain, "net.weight"),
+    (lambda: Scaling(2, 2), "net.weight"),
     (hooked, "net.bias"),
     (lambda: nn.LazyLinear(3), "net.weight"),
     (lambda: nn.Linear(2, 2, device="cpu"), "net.weight"),
@@ -390,10 +391,10 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.shows("P106")
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_setup_writes_outside_of_initializers_is_refused_by_name_and_line(
+def test_what_setup_writes_outside_of_initializers_is_refused_by_name(
     write: Callable[[Tensor], Any],
 ) -> None:
-    with pytest.raises(UsageError, match=r"net\.inner\.weight: .* test_keyed_init\.py:\d+"):
+    with pytest.raises(UsageError, match=r"net\.inner\.weight: .* all that setup writes to it"):
         set_up(with_net(lambda: WritingInside(write)))
 
 
@@ -432,16 +433,13 @@ def take_values_of_another_kind(model: Any) -> None:
 
 
 LOST: list[tuple[Callable[[Any], Any], str]] = [
-    (load_pretrained, r"net\.bias: .* test_keyed_init\.py:\d+"),
+    (load_pretrained, r"net\.bias: "),
     (lambda model: setattr(model.net, "bias", nn.Parameter(torch.zeros(2))), r"net\.bias: "),
-    (lambda model: torch.linspace(0, 1, 3)[1].item(), r"read at test_keyed_init\.py:\d+"),
-    (lambda model: torch.ones(2).numpy(), r"read at test_keyed_init\.py:\d+"),
-    (lambda model: model.net.to("cpu"), r"read at test_keyed_init\.py:\d+"),
-    (lambda model: setattr(model, "scale", torch.ones(2)), r"made at test_keyed_init\.py:\d+"),
+    (lambda model: setattr(model, "scale", torch.ones(2)), "setup makes by ones: "),
     (copy_what_has_arguments, r"net\.copies\.0\.weight: "),
     (take_values_of_another_kind, r"net\.weight: "),
-    (choose_columns, r"made at test_keyed_init\.py:\d+"),
-    (use_adagrad, r"made at test_keyed_init\.py:\d+"),
+    (choose_columns, "setup makes by tensor: "),
+    (use_adagrad, "setup makes by tensor: "),
     (
         lambda model: helios.load_weights("nowhere", model.net),
         r"must get the Model in setup\(\) with Trainer\(init=\"keyed\"\), got a Linear",
