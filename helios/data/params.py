@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext
 from typing import Any
+
+import torch.multiprocessing
 
 from helios.core import rng
 from helios.data.samplers import ResumableSamplerType
@@ -20,6 +23,45 @@ _WORKER_OPTIONS: dict[str, Any] = {
     "worker_init_fn": None,
     "worker_timeout": 300.0,
 }
+
+
+def _is_int(value: Any, *, least: float = -math.inf) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_seconds(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and 0 < value < math.inf)
+
+
+def _is_context(value: Any) -> bool:
+    return value is None or isinstance(value, BaseContext) or value in _CONTEXTS
+
+
+_CONTEXTS = torch.multiprocessing.get_all_start_methods()
+_RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("an int", _is_int, ("random_seed",)),
+    (
+        "an int of at least 1 or None",
+        lambda value: value is None or _is_int(value, least=1),
+        ("batch_size", "prefetch_factor"),
+    ),
+    ("an int of at least 0", lambda value: _is_int(value, least=0), ("num_workers",)),
+    ("a positive number of seconds or None", _is_seconds, ("worker_timeout",)),
+    (
+        "True or False",
+        lambda value: isinstance(value, bool),
+        ("shuffle", "pin_memory", "drop_last", "debug_mode", "persistent_workers"),
+    ),
+    ("True or False", lambda value: isinstance(value, bool | None), ("is_distributed",)),
+    (
+        "callable or None",
+        lambda value: value is None or callable(value),
+        ("collate_fn", "worker_init_fn"),
+    ),
+    (f"a context, None or one of {_CONTEXTS}", _is_context, ("multiprocessing_context",)),
+)
+"""What single options must be; :meth:`DataLoaderParams.check` adds what holds between them."""
 
 
 @dataclasses.dataclass
@@ -84,25 +126,20 @@ class DataLoaderParams:
         return cls(**{name: value for name, value in table.items() if name in known})
 
     def check(self) -> None:
-        """Check the options that PyTorch does not check, and their combinations.
+        """Check all options and their combinations.
 
         Raises:
             ArgumentError: if an option is invalid.
             ArgumentTypeError: if a sampler does not derive from ``ResumableSampler`` or
                 ``ResumableDistributedSampler``.
         """
-        size = self.batch_size
-        if size is not None and (type(size) is not int or size < 1):
-            raise ArgumentError(
-                f"DataLoaderParams(batch_size=...) must be a positive int or None, got {size!r}."
-            )
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            # A text from a file, such as "false", would count as True.
-            if str(field.type).startswith("bool") and not isinstance(value, bool | None):
-                raise ArgumentError(
-                    f"DataLoaderParams({field.name}=...) must be True or False, got {value!r}."
-                )
+        for rule, fits, names in _RULES:
+            for name in names:
+                value = getattr(self, name)
+                if not fits(value):
+                    raise ArgumentError(
+                        f"DataLoaderParams({name}=...) must be {rule}, got {value!r}."
+                    )
         self._check_order()
 
     def warn_of_idle_options(self) -> None:

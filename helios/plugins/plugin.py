@@ -6,17 +6,19 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 
 import torch
 
 from helios.core.registry import Registry
 from helios.counters import TrainingState
-from helios.errors import ArgumentTypeError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context, RunModel
 from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
 from helios.model.model import Model
+from helios.storage.local_paths import as_local_path
 
 if TYPE_CHECKING:
     from helios import Trainer
@@ -244,3 +246,27 @@ class PluginStates:
                 "kept unread in later checkpoints; register the plugin again to use it.",
                 ", ".join(self._carried),
             )
+
+
+def check_folder(plugin: str, folder: object, *, example: str) -> Path:
+    """Return the absolute path of a folder that a plugin writes to, which need not exist.
+
+    Args:
+        plugin: its class, for messages.
+        folder: the argument.
+        example: a good one.
+
+    Raises:
+        ArgumentTypeError: if it is no path.
+        ArgumentError: if it is a file or a URL.
+    """
+    if not isinstance(folder, str | Path):
+        raise ArgumentTypeError(
+            f'{plugin}(folder=...) must be a path, got {folder!r}. Pass e.g. "{example}".'
+        )
+    path = as_local_path(f"{plugin}(folder=...)", folder).absolute()
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"{plugin}(folder=...) must be a folder, got the file {str(folder)!r}. Pass another."
+        )
+    return path

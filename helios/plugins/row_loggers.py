@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from helios.counters import TrainingState
 from helios.distributed.collectives import get_global_rank
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.storage.local_paths import as_local_path
@@ -28,7 +28,11 @@ _COLUMNS = ("epoch", "iteration", "name", "value")
 _KEYS = ("epoch", "iteration")
 
 
-def _check_path(owner: str, path: str | Path) -> Path:
+def _check_path(owner: str, path: object) -> Path:
+    if not isinstance(path, str | Path):
+        raise ArgumentTypeError(
+            f'{owner}(path=...) must be a path, got {path!r}. Pass e.g. "runs/losses.csv".'
+        )
     found = as_local_path(f"{owner}(path=...)", path)
     if found.is_dir() or not found.name:
         raise ArgumentError(
@@ -129,7 +133,8 @@ class CSVLogger(RowLogger):
         plug_id: unique id of the plugin; required if there are two loggers of this kind.
 
     Raises:
-        ArgumentError: if the path is that of a folder, or a URL.
+        ArgumentError: if the path is that of a folder.
+        ArgumentTypeError: if it is not a path.
     """
 
     def __init__(self, path: str | Path, plug_id: str = "csv-logger") -> None:
@@ -161,7 +166,8 @@ class JSONLLogger(RowLogger):
         plug_id: unique id of the plugin; required if there are two loggers of this kind.
 
     Raises:
-        ArgumentError: if the path is that of a folder, or a URL.
+        ArgumentError: if the path is that of a folder.
+        ArgumentTypeError: if it is not a path.
     """
 
     _internals: ClassVar[str] = "_refused"
