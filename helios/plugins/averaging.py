@@ -75,6 +75,12 @@ class WeightAverage(Plugin, ABC):
         swaps_in: Iterable[Phase],
     ) -> None:
         super().__init__(plug_id)
+        for option, count in {"every": every, "start": start}.items():
+            if type(count) is not int or count < 1:
+                raise ArgumentError(
+                    f"{type(self).__name__}({option}=...) must be a positive int, got {count!r}. "
+                    "It counts optimizer steps."
+                )
         self._paths = (network,) if isinstance(network, str) else network
         self._start = start
         self._every = every
@@ -219,16 +225,16 @@ class WeightAverage(Plugin, ABC):
 
         Raises:
             UsageError: without an average.
-            ArgumentError: without ``network``, if there are several.
+            ArgumentError: if ``network`` names none of them.
             StateError: if the average belongs to other networks.
         """
         networks = self._find_averaged(model)
-        if network is None and len(networks) > 1:
+        path = next(iter(networks)) if network is None and len(networks) == 1 else network
+        if path is None or path not in networks:
             raise ArgumentError(
                 f"{type(self).__name__}.averaged_state_dict(network=...) must be one of "
-                f"{sorted(networks)}. Pass one of these names."
+                f"{sorted(networks)}, got {network!r}. Pass one of these names."
             )
-        path = next(iter(networks)) if network is None else network
         own = _put_in(self._pairs_with({path: networks[path]}))
         with torch.inference_mode(False):
             state = copy.deepcopy(bare_state_dict(networks[path]))
@@ -248,6 +254,11 @@ class WeightAverage(Plugin, ABC):
     def _find_networks(self, model: Model) -> Networks:
         networks = model.discovery.modules()
         paths = networks if self._paths is None else self._paths
+        if unknown := sorted(set(paths) - networks.keys()):
+            raise ArgumentError(
+                f"{type(self).__name__}(network=...) must name networks of the model "
+                f"({sorted(networks)}), got {unknown}. Correct the names."
+            )
         return {path: networks[path] for path in paths if self._tensors_of(networks[path])}
 
     def _find_averaged(self, model: Model) -> Networks:
@@ -359,7 +370,7 @@ class EMA(WeightAverage):
         plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for a decay outside its range (a ``ValueError``).
+        ArgumentError: for a value outside its range (a ``ValueError``).
 
     Example:
         >>> EMA(decay=0.99, network="net").num_updates
@@ -414,6 +425,9 @@ class SWA(WeightAverage):
         averages_buffers: average floating-point buffers too, instead of using the network's.
         swaps_in: the evaluations that use the average.
         plug_id: unique id of the plugin.
+
+    Raises:
+        ArgumentError: for a value outside its range (a ``ValueError``).
     """
 
     def __init__(

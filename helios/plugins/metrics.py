@@ -79,7 +79,7 @@ class Metrics(Plugin):
 
     Raises:
         ArgumentError: if a value is invalid.
-        ArgumentTypeError: for something that is not a metric.
+        ArgumentTypeError: for something that is not a metric, or not a function.
     """
 
     _internals: ClassVar[str] = (
@@ -95,6 +95,16 @@ class Metrics(Plugin):
         every: int | str = "epoch",
         plug_id: str | None = None,
     ) -> None:
+        if phase not in _PREFIXES:
+            raise ArgumentError(
+                f"Metrics(phase=...) must be Phase.TRAINING, VALIDATION or TESTING, got {phase!r}. "
+                "Predictions are returned by trainer.predict: measure them there."
+            )
+        if not callable(inputs):
+            raise ArgumentTypeError(
+                f"Metrics(inputs=...) must be a function of the context, got {inputs!r}. Let it "
+                'return e.g. (context.model_outputs["logits"], context.batch[1]).'
+            )
         super().__init__(f"metrics-{phase.value}" if plug_id is None else plug_id)
         is_count = type(every) is int and every > 0 and phase is Phase.TRAINING
         if every != "epoch" and not is_count:

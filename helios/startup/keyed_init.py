@@ -361,12 +361,15 @@ class _Watch(TorchFunctionMode):
 def _find_writer(caller: FrameType | None) -> nn.Module | None:
     """Return the module whose initializer is running.
 
-    One counts if it is called as it will be called again: it takes no arguments.
+    One counts if it is called as it will be called again, without arguments.
     """
     for frame, _ in traceback.walk_stack(caller):
         code = frame.f_code
-        if code.co_name in _INITIALIZERS and code.co_argcount + code.co_kwonlyargcount == 1:
-            owner = frame.f_locals[code.co_varnames[0]]
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if code.co_name in _INITIALIZERS and names:
+            owner, *arguments = map(frame.f_locals.get, names)
             if isinstance(owner, nn.Module) and code.co_name == _initializer_of(owner):
-                return owner
+                method = inspect.signature(getattr(owner, code.co_name))
+                if repr(arguments) == repr([each.default for each in method.parameters.values()]):
+                    return owner
     return None

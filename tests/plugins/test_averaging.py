@@ -415,11 +415,17 @@ def test_names_are_those_without_compile() -> None:
     assert not torch.equal(plain[0].weight, net.net.get_parameter("_orig_mod.0.weight"))
 
 
-def test_the_decay_is_checked() -> None:
-    with pytest.raises(
-        ArgumentError, match=r"EMA\(decay=...\) must be a number in \(0, 1\), got 1.0"
-    ):
-        EMA(1.0)
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: EMA(1.0), r"EMA\(decay=...\) must be a number in \(0, 1\), got 1.0. Pass e.g."),
+        (lambda: EMA(every=0), r"EMA\(every=...\) must be a positive int, got 0"),
+        (lambda: SWA(0), r"SWA\(start=...\) must be a positive int, got 0"),
+    ],
+)
+def test_arguments_are_checked(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        make()
 
 
 def test_two_averages_are_not_swapped_into_one_network() -> None:

@@ -94,12 +94,12 @@ class Outer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first, self.second = Scaling(3, 3), Scaling(3, 3)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.xavier_uniform_(self.first.weight, 2.0)
-        nn.init.xavier_uniform_(self.second.weight, 3.0)
+        self.first.reset_parameters(2.0)
+        self.second.reset_parameters(3.0)
 
 
 class Inner(nn.Module):
@@ -356,7 +356,6 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (changed_template, "net.layers.0.linear2.weight"),
     (sharing_memory, "net.1.weight"),
     (with_gain, "net.weight"),
-    (lambda: Scaling(2, 2), "net.weight"),
     (hooked, "net.bias"),
     (lambda: nn.LazyLinear(3), "net.weight"),
     (lambda: nn.Linear(2, 2, device="cpu"), "net.weight"),
