@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, final
 
 from helios.counters import TrainingState
 from helios.errors import UsageError
@@ -34,12 +34,12 @@ class Iteration:
         state: the counters.
         loss_means: the sums of losses, to which those of the iteration were added.
         losses: the table of losses, after the last event that may change it.
-        means: the losses before the last events, as float64 means over replicas.
+        means: the losses before the last events, as float64 means over replicas, for recorders.
         weighted: of which sums and weights some of the losses are the means.
         beside: replicas of this process, and the numbers that their steps have returned beside the
             losses.
-        rates: the learning rates that the steps of Helios have used, by optimizer and group, if a
-            listener uses them.
+        rates: the learning rates of groups that steps have used, of optimizers whose schedulers
+            may have changed them since.
         norm: the norm of the gradients before ``clip_norm``; ``None`` if none was computed.
         totals: what listeners have returned of the batches, added over all processes.
         is_last: whether the iteration is the last one of its epoch.
@@ -62,13 +62,7 @@ class Iteration:
 
 
 class IterationListener:
-    """Listens to the iterations of a run; by default it does nothing.
-
-    Attributes:
-        uses_rates: whether it reads the learning rates of iterations, which cost some time.
-    """
-
-    uses_rates: ClassVar[bool] = False
+    """Listens to the iterations of a run; by default it does nothing."""
 
     def training_started(
         self,
@@ -147,12 +141,10 @@ class Listeners:
     Attributes:
         training_started: the methods of this name; the others likewise.
         batches_fetched: of one listener at most.
-        uses_rates: whether any of them reads learning rates.
     """
 
     def __init__(self, listeners: Iterable[IterationListener] = ()) -> None:
         known = tuple(listeners)
-        self.uses_rates = any(each.uses_rates for each in known)
 
         def find(name: str) -> tuple[Callable[..., Any], ...]:
             nothing = vars(IterationListener)[name]

@@ -99,7 +99,7 @@ class Session(LiveRun):
         recorders: what listens to the iterations, besides means of losses, logs and display.
         run_listeners: what listens to the run.
         listeners: all that listens to the iterations.
-        rates: the learning rates that the steps of this iteration have used.
+        rates: the learning rates that the steps of this iteration have used, before schedulers.
         sanity_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
         check_record: refuses a record that must not be saved, before hooks see it.
         note_last_safe_point: called before the save at a safe point that no batch follows.

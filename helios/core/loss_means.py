@@ -14,7 +14,6 @@ import enum
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -176,24 +175,10 @@ class LossMeans(IterationListener):
         """Add up for these viewers from now on. The others get nothing."""
         self._viewers = tuple(viewers)
 
-    def add(
-        self,
-        losses: Mapping[str, Any],
-        iteration: int,
-        *,
-        beside: Iterable[tuple[int, Mapping[str, Any]]] = (),
-        weighted: WeightedSums = MappingProxyType({}),
-    ) -> None:
-        """Add the losses of an iteration; what is not a single number is left out.
-
-        Args:
-            losses: by name, as means over replicas.
-            iteration: its number.
-            beside: replicas of this process, and what each shows beside its losses, by name.
-            weighted: of which sums and weights some of the losses are the means.
-        """
-        self._iteration = iteration
-        for name, number in losses.items():
+    def iteration_ended(self, iteration: Iteration) -> None:
+        """Add the losses of an iteration; what is not a single number is left out."""
+        self._iteration, weighted = iteration.state.global_iteration, iteration.weighted
+        for name, number in iteration.losses.items():
             weight: float = 1
             if name in weighted and weighted[name][0] is number:
                 _, number, weight = weighted[name]
@@ -214,19 +199,17 @@ class LossMeans(IterationListener):
                 sums[viewer] += value
             # Neither is the difference of two infinities.
             if value - value != 0:
-                self._report(name, value, iteration)
+                self._report(name, value, self._iteration)
+        if iteration.beside:
+            self._add_beside(iteration.beside)
+        if iteration.is_last:
+            self.report_nonfinite()
+
+    def _add_beside(self, beside: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
         for replica, numbers in beside:
             totals = self._beside.setdefault(replica, {})
             for name, number in numbers.items():
                 self._add_other(totals, name, _read(number))
-
-    def iteration_ended(self, iteration: Iteration) -> None:
-        """Add the losses of an iteration."""
-        number = iteration.state.global_iteration
-        beside, weighted = iteration.beside, iteration.weighted
-        self.add(iteration.losses, number, beside=beside, weighted=weighted)
-        if iteration.is_last:
-            self.report_nonfinite()
 
     def _add_other(
         self, totals: _Totals, name: str, number: float | Tensor | None, weight: float = 1

@@ -48,7 +48,7 @@ class _Line(NamedTuple):
     batches: tuple[Sequence[Content], Sequence[Any] | None]
     totals: Sequence[float]
     losses: dict[str, Any]
-    rates: Collection[Sequence[Any]]
+    rates: list[list[Any]]
     norm: Any
     rest: Mapping[str, Any]
     arrival: Any
@@ -70,8 +70,6 @@ class LedgerWriter(Recorder):
         unscored: names of scores that are left out.
         clock: returns seconds.
     """
-
-    uses_rates = True
 
     def __init__(
         self,
@@ -139,18 +137,15 @@ class LedgerWriter(Recorder):
     def iteration_ended(self, iteration: Iteration) -> None:
         """Note the line of an iteration; a collective call if the weights are sharded."""
         state, norm = iteration.state, iteration.norm
-        rates: Collection[list[Any]] = iteration.rates.values()
         rest = self._describe_update(state) if state.is_step_boundary else _NOTHING
         if self._book is None:
             return
-        if not rates and state.is_step_boundary:
-            rates = self._held_rates()
         line = _Line(
             (state.global_epoch, state.global_iteration, state.global_step),
             self._batches,
             iteration.totals,
             {name: self._read(loss) for name, loss in iteration.means.items()},
-            rates,
+            self._find_rates(iteration.rates),
             norm if norm is None else self._read(norm),
             rest,
             _mark_time() if self._is_far else None,
@@ -265,15 +260,15 @@ class LedgerWriter(Recorder):
         except Exception:
             return None
 
-    def _held_rates(self) -> Collection[list[Any]]:
-        """Return the rates that the optimizers hold, where Helios has made no step."""
+    def _find_rates(self, used: Mapping[Optimizer, list[Any]]) -> list[list[Any]]:
+        """Return the rates of each optimizer: those that its step has used, or that it holds."""
         attributes = self._attributes
         is_same = not self._is_nested
         for name, holder in self._holders:
             is_same = is_same and attributes.get(name) is holder
         if not is_same:
             self._search()
-        return [*map(read_rates, self._optimizers)]
+        return [used.get(each) or read_rates(each) for each in self._optimizers]
 
     def epoch_opened(self, epoch: int, num_batches: int | None, step: int) -> None:
         """Search for the optimizers again: one inside of an object may be another now."""

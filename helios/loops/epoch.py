@@ -416,7 +416,8 @@ class EpochLoop(Loop):
             session.end_window()
         iteration, turns = self._iteration, session.turns
         # Before events that may depend on what is logged.
-        iteration.means = turns.means or {**session.model.loss_items}
+        if session.recorders:
+            iteration.means = turns.means or {**session.model.loss_items}
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
         if "on_training_batch_end" in hooks.active:
             session.batch = session.raw_batch

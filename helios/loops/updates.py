@@ -102,11 +102,9 @@ class Updates:
             )
         session.is_optimizer_step_committed = is_committed
         schedulers = session.schedulers
-        if is_committed:
-            if session.listeners.uses_rates:
-                session.rates[optimizer] = read_rates(optimizer)
-            if schedulers is not None and not schedulers.is_empty:
-                schedulers.after_step(schedules_of)
+        if is_committed and schedulers is not None and not schedulers.is_empty:
+            session.rates[optimizer] = read_rates(optimizer)
+            schedulers.after_step(schedules_of)
         if "on_before_zero_grad" in active:
             hooks.emit("on_before_zero_grad", optimizer)
         engine.zero_grad(optimizer)

@@ -56,8 +56,6 @@ class ProgressDisplay(Display):
         clock: returns the time in seconds.
     """
 
-    uses_rates = True
-
     def __init__(
         self, has_bars: bool = True, stream: TextIO | None = None, clock: Clock = time.perf_counter
     ) -> None:

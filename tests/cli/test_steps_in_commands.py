@@ -66,7 +66,7 @@ def test_comparisons_show_the_step_beside_an_iteration(
     assert "they differ at the latest from iteration 4 (step 2) on" in say("diff", run, shifted)
     assert diff(run, shifted).steps["iteration"] == 2
     faster = train(tmp_path, Net(rate=0.2), store=STORE, **STEPS)
-    assert "different from iteration 2 (step 1) on" in say("diff", run, faster)
+    assert "different from iteration 1 (step 0) on" in say("diff", run, faster)
     short = train(tmp_path / "short", **STEPS | {"total_steps": 4})
     assert "equal up to iteration 8 (step 4)" in say("diff", run, short)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helios.core.loss_means import LossMeans, Viewer
+from helios.listeners import Iteration
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.resume import copy_checkpoint
@@ -97,6 +98,8 @@ def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
     means.serve([Viewer.FILES])
     for iteration in range(1, 4):
         # A tensor without values, which nobody can read.
-        means.add({"loss": torch.empty((), device="meta")}, iteration)
+        state = TrainingState(global_iteration=iteration)
+        table = {"loss": torch.empty((), device="meta")}
+        means.iteration_ended(Iteration(state, means, table))
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         means.pop_means(Viewer.FILES)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import helios
 from helios.core.loss_means import LossMeans, Viewer
 from helios.data import DataLoaderParams
+from helios.listeners import Iteration
 from helios.plugins import CSVLogger, Plugin
 from helios.state import TrainingState
 from tests.support.ranks import RankError, run_ranks
@@ -202,7 +203,9 @@ def test_a_bar_and_a_line_by_time_leave_what_is_logged_alone() -> None:
     seen: dict[Viewer, list[float]] = {viewer: [] for viewer in Viewer}
     every = {Viewer.FILES: 4, Viewer.VALIDATION: 6, Viewer.BAR: 1, Viewer.LINE: 3}
     for number, loss in enumerate(losses, start=1):
-        means.add({"loss": torch.tensor(loss, dtype=torch.float64)}, number)
+        state = TrainingState(global_iteration=number)
+        table = {"loss": torch.tensor(loss, dtype=torch.float64)}
+        means.iteration_ended(Iteration(state, means, table))
         for viewer, frequency in every.items():
             if number % frequency == 0:
                 seen[viewer].append(means.pop_means(viewer)["loss"])

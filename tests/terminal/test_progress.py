@@ -72,7 +72,8 @@ def advance(display: Display, time: Time, count: int, seconds: float, loss: floa
     losses = means_of(display)
     for _ in range(count):
         time.now += seconds
-        losses.add({"loss": torch.tensor(loss, requires_grad=True)}, 1)
+        table = {"loss": torch.tensor(loss, requires_grad=True)}
+        losses.iteration_ended(Iteration(TrainingState(global_iteration=1), losses, table))
         end_iteration(display, losses)
 
 
@@ -88,7 +89,7 @@ def means_of(display: Display, losses: dict[str, Any] | None = None) -> LossMean
     """Return losses for a display, to which those of an iteration were added."""
     means = LossMeans(lambda *_: None)
     means.serve(display.viewers)
-    means.add(losses or {}, 1)
+    means.iteration_ended(Iteration(TrainingState(global_iteration=1), means, losses or {}))
     return means
 
 

@@ -44,15 +44,15 @@ def sums_of_losses_are_not_saved(capture, means, gather):
 
 
 @fault(
-    "helios.core.loss_means:LossMeans.add",
+    "helios.core.loss_means:LossMeans.iteration_ended",
     f"{MEANS}::test_what_is_logged_are_means_since_the_last_point",
 )
-def what_is_logged_is_the_loss_of_the_last_iteration(add, means, losses, iteration, *, beside=()):
+def what_is_logged_is_the_loss_of_the_last_iteration(iteration_ended, means, iteration):
     from helios.core.loss_means import Viewer
 
     for viewer in Viewer:
         means.pop_means(viewer)
-    add(means, losses, iteration, beside=beside)
+    iteration_ended(means, iteration)
 
 
 @fault(
