@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
-import importlib
 import time
 import uuid
 from collections.abc import Iterator
@@ -110,9 +109,9 @@ def join_group(
             do not come.
     """
     if info.world_size > 1:
-        # Optimizers import it later. If it is first imported inside a group, it keeps a reference
-        # to the group, whose threads then abort the process when it exits.
-        importlib.import_module("torch._dynamo")
+        # The first optimizer imports PyTorch's compiler. If that is done inside a group, it keeps a
+        # reference to the group, whose threads then abort the process when it exits.
+        torch.optim.SGD([torch.zeros(1)])
     if store is None:
         store = _meet(info, meeting, timeout)
     dist.init_process_group(
