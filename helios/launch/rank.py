@@ -1,7 +1,7 @@
 """Runs the work of a rank in a process that :func:`helios.launch.spawning.spawn` has started.
 
 The rank ends with its launcher, even if its main thread is blocked, and its child processes end
-with it. Its result, or its error, is a file in the folder of the launch.
+with it. If it fails only because another rank has, it waits until the launcher has seen that one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from helios.distributed.process_groups import DistributedInfo, is_lost_peer, joi
 from helios.errors import UsageError
 
 RANK_NAME = "helios-rank-"
+# Set while ranks start, so that they know it when they import the script.
+STARTING = "HELIOS_RANK_IS_STARTING"
 # Exit code of a rank if importing the script starts training again; an unusual number.
 UNGUARDED_EXIT = 113
 # After a failure, ranks have this long to end by themselves, and again after SIGTERM. In total,
 # this is well below the ten seconds that a scheduler waits.
 GRACE_SECONDS = 3.0
-JOB, ERROR, RESULT = "job", "error-{}", "result-{}"
+JOB, CAUSE_IS_KNOWN, ERROR, RESULT = "job", "cause-is-known", "error-{}", "result-{}"
 """The files in the folder of a launch, the last two with the number of a rank."""
 _POLL_SECONDS = 1.0
+_SHORT_SECONDS = 0.02
 _WATCH_NAME = "helios-watch"
 
 
@@ -94,6 +97,8 @@ class Seat:
 def run_rank(seat: Seat, queue: RankQueue) -> None:
     """Run the job of one rank, and write its packed result."""
     end_with_launcher()
+    os.environ.pop(STARTING, None)
+    multiprocessing.current_process().name = f"{RANK_NAME}{seat.info.rank}"
     multiprocessing.set_start_method(seat.start_method, force=True)
     seat.loggers.adopt(partial(_send_line, queue, seat.info))
     done = threading.Event()
@@ -104,11 +109,18 @@ def run_rank(seat: Seat, queue: RankQueue) -> None:
         _work(seat, queue)
         done.set()
     except BaseException as error:
-        failure = (pack_error(error), traceback.format_exc(), is_lost_peer(error))
-        (seat.folder / ERROR.format(seat.info.rank)).write_bytes(pickle.dumps(failure))
+        failure = pickle.dumps((pack_error(error), traceback.format_exc()))
+        (seat.folder / ERROR.format(seat.info.rank)).write_bytes(failure)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while is_lost_peer(error) and time.monotonic() < deadline:
+            if (seat.folder / CAUSE_IS_KNOWN).exists():
+                break
+            time.sleep(_SHORT_SECONDS)
         leave_group(is_failing=True)
-        # The launcher shows the traceback.
-        raise SystemExit(1) from None
+        if not isinstance(error, Exception):
+            # PyTorch takes a KeyboardInterrupt for a regular end.
+            raise SystemExit(1) from None
+        raise
 
 
 def _end_late(done: threading.Event) -> None:
@@ -169,7 +181,7 @@ def refuse_nested_start() -> None:
     script = sys.modules.get("__mp_main__")
     if script is None or script.__name__ == "__main__" or script is sys.modules["__main__"]:
         return
-    if multiprocessing.current_process().name.startswith(RANK_NAME):
+    if STARTING in os.environ:
         raise SystemExit(UNGUARDED_EXIT)
     raise UsageError(describe_unguarded_script())
 

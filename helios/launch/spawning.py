@@ -1,7 +1,7 @@
-"""Starts ranks as processes of their own, and ends all of them when one of them fails.
+"""Starts ranks as PyTorch's processes, and ends all of them when one of them fails.
 
-They write their results and errors to files. Here they are watched, get the signals of the
-launcher, and are ended in time.
+PyTorch's library starts them, takes their results, and keeps the traceback of one that fails in a
+file. Here they are watched, get the signals of the launcher, and are ended in time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,6 +36,12 @@ from helios.launch import rank as ranks
 _LOGGER = logging.getLogger(__name__)
 # How long the loop waits for an end, and so the delay after which a signal is passed on.
 _IDLE_SECONDS = 0.1
+# PyTorch's library installs handlers for these.
+_TAKEN = tuple(
+    number
+    for name, number in signal.Signals.__members__.items()
+    if name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+)
 
 
 class RankTracebackError(Exception):
@@ -133,53 +139,55 @@ class _Launch:
         context = multiprocessing.get_context("spawn")
         reader, writer = context.Pipe(duplex=False)
         listener = threading.Thread(target=self._listen, args=(reader,), daemon=True)
-        listener.start()
         try:
-            with writer, held_back(self._signals.numbers):
-                queue = ranks.RankQueue(writer, context.Lock())
-                for rank, seat in enumerate(self._seats):
-                    name = f"{ranks.RANK_NAME}{rank}"
-                    process = context.Process(target=ranks.run_rank, args=(seat, queue), name=name)
-                    process.start()
-                    self._processes.append(process)
-            failed = self._wait()
-            self._end(signal.SIGTERM)
+            with writer:
+                self._start(ranks.RankQueue(writer, context.Lock()))
+            listener.start()
+            found = self._wait()
         except BaseException as error:
             first = [signal.SIGINT] if isinstance(error, KeyboardInterrupt) else []
             self._end(*first, signal.SIGTERM)
             raise
         finally:
             self._end()
-            listener.join(ranks.GRACE_SECONDS)
-        if failed is not None:
-            self._raise(failed)
-        files = (self._file(ranks.RESULT, rank) for rank in range(len(self._processes)))
+            if listener.ident is not None:
+                listener.join(ranks.GRACE_SECONDS)
+        if found is not None:
+            self._raise(found)
+        files = (seat.folder / ranks.RESULT.format(seat.info.rank) for seat in self._seats)
         return [loads(file.read_bytes()) for file in files]
 
-    def _file(self, name: str, rank: int) -> Path:
-        return self._seats[rank].folder / name.format(rank)
+    def _start(self, queue: ranks.RankQueue) -> None:
+        from torch.distributed.elastic import multiprocessing as elastic
+
+        before = set(multiprocessing.active_children())
+        with held_back(self._signals.numbers), _starting():
+            self._context = elastic.start_processes(
+                name="helios",
+                entrypoint=ranks.run_rank,
+                args={seat.info.rank: (seat, queue) for seat in self._seats},
+                envs={seat.info.rank: {} for seat in self._seats},
+                logs_specs=elastic.DefaultLogsSpecs(str(self._seats[0].folder / "errors")),
+            )
+        pids = {pid: rank for rank, pid in self._context.pids().items()}
+        started = set(multiprocessing.active_children()) - before
+        self._processes = sorted(started, key=lambda process: pids[process.pid or 0])
 
     def _wait(self) -> int | None:
-        """Wait until all ranks have ended, or one has failed; returns that one, if any."""
-        while not self._failed() and (alive := self._alive()):
-            # Loader workers of a rank may keep its sentinel open.
-            wait([process.sentinel for process in alive], _IDLE_SECONDS)
+        """Wait for the results of all ranks; returns the rank that has failed first."""
+        while True:
+            ready = wait([process.sentinel for process in self._processes], _IDLE_SECONDS)
+            for rank, process in enumerate(self._processes):
+                # Its loader workers may keep the sentinel open. A rank that has a result waits
+                # until all have one, so none may end before.
+                if process.sentinel in ready or process.exitcode is not None:
+                    (self._seats[0].folder / ranks.CAUSE_IS_KNOWN).touch()
+                    self._end(None, signal.SIGTERM)
+                    return rank
+            if (result := self._context.wait(0)) is not None:
+                return min(result.failures, default=None)
             for number in self._signals.take():
                 self._send(number)
-        failed = self._failed()
-        self._wait_for_ends()
-        # One that fails because another one has may be seen before that one.
-        return min([*failed, *self._failed()], key=self._has_lost_peer, default=None)
-
-    def _alive(self) -> list[BaseProcess]:
-        return [process for process in self._processes if process.exitcode is None]
-
-    def _failed(self) -> list[int]:
-        return [rank for rank, process in enumerate(self._processes) if process.exitcode]
-
-    def _has_lost_peer(self, rank: int) -> bool:
-        file = self._file(ranks.ERROR, rank)
-        return file.exists() and pickle.loads(file.read_bytes())[-1]
 
     def _listen(self, reader: Connection) -> None:
         """Receive items and lines in a thread until all ranks have ended."""
@@ -198,16 +206,16 @@ class _Launch:
         elif self._queue is not None:
             self._queue.put(loads(item))
 
-    def _wait_for_ends(self) -> None:
-        deadline = time.monotonic() + ranks.GRACE_SECONDS
-        while (alive := self._alive()) and time.monotonic() < deadline:
-            wait([process.sentinel for process in alive], _IDLE_SECONDS)
-
-    def _end(self, *numbers: int) -> None:
+    def _end(self, *numbers: int | None) -> None:
         """Wait for all ranks to end, after each of these signals; then kill them."""
         for number in numbers:
-            self._send(number)
-            self._wait_for_ends()
+            if number is not None:
+                self._send(number)
+            deadline = time.monotonic() + ranks.GRACE_SECONDS
+            while alive := [each for each in self._processes if each.exitcode is None]:
+                if time.monotonic() > deadline:
+                    break
+                wait([each.sentinel for each in alive], _IDLE_SECONDS)
         for process in self._processes:
             if process.exitcode == 0:
                 continue
@@ -220,17 +228,18 @@ class _Launch:
             process.join()
 
     def _send(self, number: int) -> None:
-        for process in self._alive():
-            assert process.pid is not None
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+        for process in self._processes:
+            if process.exitcode is None and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def _raise(self, rank: int) -> NoReturn:
         """Raise the error of a rank that has failed."""
-        code, count = self._processes[rank].exitcode or 0, len(self._processes)
-        file = self._file(ranks.ERROR, rank)
+        process, count = self._processes[rank], len(self._seats)
+        code = process.exitcode or 0
+        file = self._seats[0].folder / ranks.ERROR.format(rank)
         if file.exists():
-            packed, text, _ = pickle.loads(file.read_bytes())
+            packed, text = pickle.loads(file.read_bytes())
             shown = RankTracebackError(f"Raised by rank {rank} of {count}:\n{text}")
             if packed is None:
                 raise RankError(
@@ -246,3 +255,17 @@ class _Launch:
             raise Interrupted(code, f"rank {rank} {ended}")
         hint = " The system sends it if memory runs out." if code == -signal.SIGKILL else ""
         raise RankError(f"Rank {rank} of {count} {ended} before it returned its result.{hint}")
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Let processes know that they are ranks, and restore the handlers that PyTorch replaces."""
+    found = {number: signal.getsignal(number) for number in _TAKEN}
+    os.environ[ranks.STARTING] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[ranks.STARTING]
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in found.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
