@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+# PyTorch documents them under these names: https://docs.pytorch.org/docs/stable/torch.html
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "add": torch._foreach_add_,
+    "copy": torch._foreach_copy_,
+    "div": torch._foreach_div_,
+    "mul": torch._foreach_mul_,
+}
 
 
 def foreach(
@@ -22,6 +30,5 @@ def foreach(
         other: the other operands, one for each tensor or for all.
     """
     if tensors:
-        # PyTorch has no public names for these.
         with torch.no_grad():
-            getattr(torch, f"_foreach_{operation}_")(tensors, other)
+            _OPERATIONS[operation](tensors, other)
