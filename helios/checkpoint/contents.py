@@ -12,6 +12,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from helios.core.sharded_tensors import RowShare
+    from helios.storage.dcp_folder import TensorFolder
 
 RECORD_NAME = "record.pth"
 METADATA_NAME = ".metadata"
@@ -195,6 +197,12 @@ class ShardedFolder(Contents):
         names = self._facts or self._sizes
         return join_digests({name: FileFacts.of(self.path / name, hashes=True) for name in names})
 
+    @cached_property
+    def _rows(self) -> TensorFolder:
+        from helios.storage.dcp_folder import TensorFolder
+
+        return TensorFolder(self.path)
+
     def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
         """Compare the files with their digests; see the base.
 
@@ -216,10 +224,8 @@ class ShardedFolder(Contents):
                 )
         is_verified = bool(sidecar is not None and sidecar.digest)
         if not is_verified:
-            from helios.storage.dcp_folder import check_files
-
             check_container(self.record_path, self.watch)
-            check_files(self.path, rows, self.watch)
+            self._rows.check(rows, self.watch)
         return is_verified
 
     def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
@@ -238,9 +244,8 @@ class ShardedFolder(Contents):
     def _make_finder(self, deferred: tuple[str, ...]) -> Callable[[str], Tensor]:
         """Return what finds sharded tensors by name; those with a prefix are not read yet."""
         from helios.core.sharded_tensors import make_deferred_tensor, value_of
-        from helios.storage.dcp_folder import open_tensors
 
-        tensors = open_tensors(self.path)
+        tensors = self._rows.open_tensors()
         found: dict[Any, Tensor] = {}
 
         def find(name: str) -> Tensor:

@@ -64,8 +64,8 @@ class RowSource(Protocol):
 
     name: str
 
-    def read_rows(self, target: Tensor, first: int) -> None:
-        """Fill a contiguous tensor on the CPU with the rows that begin with the first one.
+    def read_rows(self, first: int, count: int) -> Tensor:
+        """Return rows on the CPU, in memory of their own.
 
         Raises:
             DamagedCheckpointError: if they are not those that were written.
@@ -189,9 +189,7 @@ def read_deferred(tensor: Tensor, share: RowShare | None = None) -> Tensor:
     """
     source: RowSource = vars(tensor)[_SOURCE]
     first, end = (0, len(tensor)) if share is None else share.rows(len(tensor))
-    found = torch.empty((end - first, *tensor.shape[1:]), dtype=tensor.dtype)
-    source.read_rows(found, first)
-    return found
+    return source.read_rows(first, end - first)
 
 
 def value_of(tensor: Tensor) -> Tensor:

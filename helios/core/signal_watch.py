@@ -42,6 +42,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def describe_exit(code: int) -> str:
+    """Return how a process has ended, as ``multiprocessing`` gives its exit code."""
+    return f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
 @final
 class SignalReceiver:
     """Records signals while it is installed; a second SIGINT raises ``KeyboardInterrupt``.

@@ -188,8 +188,7 @@ class ExternalSource(Source):
     def close(self) -> None:
         """End persistent workers."""
         if isinstance(self.loader, DataLoader):
-            end_workers(self.loader._iterator)  # noqa: SLF001 - PyTorch has no public way
-            self.loader._iterator = None  # noqa: SLF001
+            end_workers(self.loader)
 
 
 def _find_stateful(loader: Any) -> Stateful | None:

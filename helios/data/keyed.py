@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from helios.core import rng
 from helios.data.order import Order, Position
-from helios.data.workers import ReadBatch, as_parcel
-from helios.storage.content_hash import read_safely
+from helios.data.workers import Parcel
+from helios.storage.content_hash import Content, read_safely
 
 _Found = TypeVar("_Found")
 
@@ -82,6 +82,18 @@ class KeyedDataset(Dataset[Any]):
         return [self.dataset[index] for index in indices]
 
 
+class ReadBatch(NamedTuple):
+    """What a worker sends.
+
+    Attributes:
+        batch: the batch.
+        content: what was read of it.
+    """
+
+    batch: Any
+    content: Content
+
+
 @final
 class ReadingCollate:
     """Collates a batch in a worker, and reads its content if the key of the batch demands it.
@@ -99,8 +111,8 @@ class ReadingCollate:
         """Return the batch, with its content if demanded."""
         batch = self._collate(samples)
         if not self._dataset.reads_content:
-            return as_parcel(batch)
-        return ReadBatch(as_parcel(batch), read_safely(batch))
+            return Parcel(batch)
+        return Parcel(ReadBatch(batch, read_safely(batch)))
 
 
 def data_sets_of(loader: object) -> list[Any]:

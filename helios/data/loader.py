@@ -165,8 +165,7 @@ class KeyedLoader(DataLoader[Any]):
 
     def end_workers(self) -> None:
         """End persistent workers; the next iteration starts new ones."""
-        end_workers(self._iterator)
-        self._iterator = None
+        end_workers(self)
 
     def _iterate_here(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:

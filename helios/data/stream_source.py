@@ -25,7 +25,7 @@ from helios.data.source import (
     run_on_one_thread,
 )
 from helios.data.stream import Read, StreamLoader, StreamPlan, StreamReader
-from helios.data.workers import REMEDY, Failures, WorkerItems, WorkersLost, as_parcel
+from helios.data.workers import REMEDY, Failures, Parcel, WorkerItems, WorkersLost
 from helios.errors import ArgumentError, StateError
 from helios.protocols import Stateful
 
@@ -276,7 +276,7 @@ class _StreamBatches(BatchIterator):
             return iter(reader)
         options = {**loader.options, "num_workers": self._num_workers, "persistent_workers": False}
         workers: DataLoader[Any] = DataLoader(
-            reader, batch_size=None, **{**options, "collate_fn": as_parcel}
+            reader, batch_size=None, **{**options, "collate_fn": Parcel}
         )
         timeout = loader.params.worker_timeout
         return WorkerItems(lambda: iter(workers), workers, timeout, self._failures)

@@ -23,26 +23,21 @@ from multiprocessing.context import Process
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
 
 from helios.core import rng
-from helios.core.signal_watch import ignore_signals, noted_signals, signal_name
+from helios.core.signal_watch import describe_exit, ignore_signals, noted_signals
 from helios.distributed.collectives import get_global_rank
 from helios.errors import WorkerError
-from helios.storage.content_hash import Content
 from helios.text import size_text
 
 _LOGGER = logging.getLogger(__name__)
 _INTERVAL = 0.5
 """Seconds between two looks at the workers of a pass."""
-_GRACE = 5.0
-_PAUSE = 0.01
+_GRACE, _PAUSE = 5.0, 0.01
 _ZEROS = bytes(512)
 """As many as a pipe that has room always takes."""
 _MOST_FAILURES = 3
@@ -68,28 +63,11 @@ class _HasWorkers(Protocol):
     def _shutdown_workers(self) -> None: ...
 
 
-def as_parcel(item: Any) -> Any:
-    """Return what a worker sends: the item, in a parcel unless it surely can be pickled."""
-    return item if _is_plain(item) else Parcel(item)
-
-
-_PLAIN = frozenset((type(None), bool, int, float, str, bytes, Tensor))
-
-
-def _is_plain(item: Any) -> bool:
-    kind = type(item)
-    if kind is dict:
-        return _PLAIN.issuperset(map(type, item)) and all(map(_is_plain, item.values()))
-    if kind is np.ndarray:
-        return not item.dtype.hasobject
-    return kind in _PLAIN or (kind in (list, tuple) and all(map(_is_plain, item)))
-
-
 @final
 class Parcel:
-    """Sends an item from a worker, or the reason why it cannot be pickled.
+    """Sends an item from a worker, or an error if it cannot be pickled.
 
-    A queue of Python only prints that reason, and the training process would wait for the item.
+    A queue of Python only prints that error, and the training process would wait for the item.
     """
 
     def __init__(self, item: Any) -> None:
@@ -99,26 +77,10 @@ class Parcel:
         try:
             return pickle.loads, (bytes(ForkingPickler.dumps(self._item)),)
         except Exception as error:
-            return _Unsent, (str(error),)
-
-
-@final
-class _Unsent(NamedTuple):
-    """What arrives in place of an item that cannot be pickled."""
-
-    reason: str
-
-
-class ReadBatch(NamedTuple):
-    """What a worker sends.
-
-    Attributes:
-        batch: the batch.
-        content: what was read of it.
-    """
-
-    batch: Any
-    content: Content
+            return WorkerError, (
+                f"Workers send batches by pickle, but for this one it failed: {error}. Return "
+                "something else from the data set or collate_fn, or pass num_workers=0.",
+            )
 
 
 @final
@@ -136,7 +98,6 @@ class WorkerItems(Iterator[Any]):
 
     Attributes:
         timeout: as given; it may be changed.
-        current_wait: an object of its own for each time that workers are waited for, if they are.
     """
 
     def __init__(
@@ -148,22 +109,23 @@ class WorkerItems(Iterator[Any]):
     ) -> None:
         self.timeout = timeout
         self._loader = loader
-        self.current_wait: object = None
+        # How often it was looked since workers are waited for, an own list for each time.
+        self._looks: list[int] | None = None
         self._lost = ""
-        self._items: Any = loader._iterator  # noqa: SLF001 - that of persistent workers
+        self._items: Any = _kept_by(loader)
         self._is_over = threading.Event()
         weakref.finalize(self, self._is_over.set)
         args = (weakref.ref(self), self._is_over)
         watch = threading.Thread(target=_watch, args=args, name="helios-workers", daemon=True)
         if _workers_of(self._items):
             watch.start()
-        _leave_watch()
         try:
-            self._items = self._wait(begin)
+            self._items = self._wait(lambda: _begin(begin))
         except WorkersLost as loss:
-            self._end_workers()
+            # Persistent ones, before this pass.
+            end_workers(loader, self._items)
             failures.add(loss, "New workers take their place.", remedy=REMEDY)
-            self._lost, self._items = "", begin()
+            self._lost, self._items = "", _begin(begin)
         # Not before: Python warns of a fork beside threads.
         if not watch.is_alive() and _workers_of(self._items):
             watch.start()
@@ -176,16 +138,12 @@ class WorkerItems(Iterator[Any]):
             WorkerError: if it cannot be pickled.
         """
         item = self._wait(self._items.__next__)
-        sent = item.batch if isinstance(item, ReadBatch) else item
-        if isinstance(sent, _Unsent):
-            raise WorkerError(
-                f"Workers send batches by pickle, but for this one it failed: {sent.reason}. "
-                "Return something else from the data set or collate_fn, or pass num_workers=0."
-            )
+        if isinstance(item, WorkerError):
+            raise item
         return item
 
     def _wait(self, call: Callable[[], Any]) -> Any:
-        self.current_wait = object()
+        self._looks = [0]
         try:
             return call()
         except Exception as error:
@@ -193,7 +151,7 @@ class WorkerItems(Iterator[Any]):
             if not loss:
                 raise
         finally:
-            self.current_wait = None
+            self._looks = None
         # Not from PyTorch's error, whose frames would keep the iterator.
         raise WorkersLost(loss)
 
@@ -202,30 +160,33 @@ class WorkerItems(Iterator[Any]):
         text = str(error)
         if isinstance(error, StopIteration) or "in DataLoader worker process" in text:
             return ""
-        if self._lost or text.startswith("DataLoader timed out"):
-            return self._lost or text
-        if isinstance(error, _OF_DEATH) or "exited unexpectedly" in text:
+        if self._lost:
+            return self._lost
+        is_loss = text.startswith("DataLoader ")
+        if is_loss or isinstance(error, _OF_DEATH):
             # Its end may not be known to the system yet.
             for _ in range(int(_GRACE / _PAUSE)):
                 if deaths := _describe_deaths(self._items):
                     return deaths
                 time.sleep(_PAUSE)
-        return ""
+        return text if is_loss else ""
 
-    def check(self, seconds: float) -> None:
-        """Kill the workers if one has died, or if they did not answer for too long.
-
-        Args:
-            seconds: how long they have been waited for.
-        """
-        loss = _describe_deaths(self._items, failed_only=True)
+    def look(self) -> None:
+        """Kill the workers if they are waited for, and one has died or no batch comes in time."""
+        looks = self._looks
+        if looks is None:
+            return
+        # Looks are counted, not seconds, which go on while the whole job is suspended.
+        seconds = looks[0] * _INTERVAL
+        looks[0] += 1
+        loss = _describe_deaths(self._items, failed_only=True) if seconds else ""
         if not loss and self.timeout is not None and seconds >= self.timeout:
             loss = f"No batch came from the loader workers for {seconds:g} s"
-        if loss and isinstance(self._items, _HasWorkers):
-            self._lost, here = loss, self.current_wait
-            # A thread that pins receives what they send; this one is woken by PyTorch.
-            delay = 2 * _GRACE if self._loader.pin_memory else 0
-            _kill(self._items, lambda: self.current_wait is not here, delay)
+        if loss:
+            self._lost = loss
+            # A thread that pins receives what they send; then PyTorch wakes this one.
+            pins = self._loader.pin_memory
+            _kill(self._items, lambda: pins or self._looks is not looks)
 
     def close(self, *, keeps_workers: bool = False) -> None:
         """End the pass.
@@ -235,38 +196,35 @@ class WorkerItems(Iterator[Any]):
         """
         self._is_over.set()
         if not (keeps_workers and self._loader.persistent_workers):
-            self._end_workers()
-
-    def _end_workers(self) -> None:
-        end_workers(self._items)
-        if self._loader._iterator is self._items:  # noqa: SLF001
-            self._loader._iterator = None  # noqa: SLF001
+            end_workers(self._loader, self._items)
 
 
-def _leave_watch() -> None:
-    """Keep PyTorch's handler of SIGCHLD out.
+def _begin(begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Start PyTorch's iterator, and keep its handler of SIGCHLD out.
 
     It raises wherever the process is, even while a queue starts its thread, or in a collective.
     """
-    if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
-        signal_handling._SIGCHLD_handler_set = True  # noqa: SLF001
-        found = signal.getsignal(signal.SIGCHLD)
-        if getattr(found, "__module__", "") == signal_handling.__name__:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        return begin()
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        return begin()
+    finally:
+        is_kept = before is not None and not _is_of_pytorch(before)
+        if _is_of_pytorch(signal.getsignal(signal.SIGCHLD)):
+            signal.signal(signal.SIGCHLD, before if is_kept else signal.SIG_DFL)
+
+
+def _is_of_pytorch(handler: object) -> bool:
+    return getattr(handler, "__module__", "").startswith("torch.utils.data")
 
 
 def _watch(found: weakref.ref[WorkerItems], is_over: threading.Event) -> None:
-    # Looks are counted, not seconds, which go on while the whole job is suspended.
-    before, looks = None, 0
     while not is_over.wait(_INTERVAL):
         items = found()
         if items is None:
             return
-        now = items.current_wait
-        looks = looks + 1 if now is not None and now is before else 0
-        before = now
-        if looks:
-            items.check(looks * _INTERVAL)
+        items.look()
         del items
 
 
@@ -274,21 +232,17 @@ def _workers_of(items: object) -> Sequence[BaseProcess]:
     return items._workers if isinstance(items, _HasWorkers) else ()  # noqa: SLF001
 
 
-def _kill(items: _HasWorkers, is_free: Callable[[], bool], delay: float = 0) -> None:
+def _kill(items: _HasWorkers, is_free: Callable[[], bool]) -> None:
     """Kill the workers, and free whoever reads half a message of theirs.
 
     Args:
         items: PyTorch's iterator.
         is_free: whether nobody does.
-        delay: seconds to wait for that before.
     """
-    for worker in items._workers:  # noqa: SLF001
+    for worker in _workers_of(items):
         worker.kill()
-    for worker in items._workers:  # noqa: SLF001
+    for worker in _workers_of(items):
         worker.join(_GRACE)
-    while delay > 0 and not is_free():
-        delay -= _PAUSE
-        time.sleep(_PAUSE)
     # Closing this end would not do if a process that was forked later has it, too. No message ends
     # with zeros, so the one that is completed is an error.
     patience = _GRACE
@@ -305,17 +259,29 @@ def _kill(items: _HasWorkers, is_free: Callable[[], bool], delay: float = 0) -> 
                 patience -= _PAUSE
 
 
-def end_workers(items: object) -> None:
-    """End the workers of PyTorch's iterator and wait for them; does nothing for other objects.
+def end_workers(loader: DataLoader[Any], items: object = None) -> None:
+    """End the workers of a loader and wait for them.
 
     Those that hang are killed, and PyTorch's own way to end is left to a thread: it may wait
     forever for what a worker held that was killed.
+
+    Args:
+        loader: PyTorch's loader.
+        items: its iterator; ``None`` for the one that has persistent workers.
     """
+    items = _kept_by(loader) if items is None else items
     if isinstance(items, _HasWorkers):
         thread = threading.Thread(target=items._shutdown_workers, daemon=True)  # noqa: SLF001
         thread.start()
         thread.join(_GRACE)
         _kill(items, lambda: not thread.is_alive())
+    if items is _kept_by(loader):
+        loader._iterator = None  # noqa: SLF001
+
+
+def _kept_by(loader: DataLoader[Any]) -> Any:
+    """Return the iterator that has the persistent workers of a loader, if there are any."""
+    return loader._iterator  # noqa: SLF001 - PyTorch has no public way
 
 
 def _describe_deaths(items: object, *, failed_only: bool = False) -> str:
@@ -326,24 +292,20 @@ def _describe_deaths(items: object, *, failed_only: bool = False) -> str:
         failed_only: whether those do not count that ended with code 0, as those of a stream do when
             it is over.
     """
-    codes = {each.pid: each.exitcode for each in _workers_of(items) if each.exitcode is not None}
     ends = [
-        f"process {pid} "
-        + (f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}")
-        for pid, code in codes.items()
-        if code or not failed_only
+        f"process {each.pid} {describe_exit(each.exitcode)}"
+        for each in _workers_of(items)
+        if each.exitcode is not None and (each.exitcode or not failed_only)
     ]
     who = "A loader worker" if len(ends) == 1 else "Loader workers"
     return f"{who} died: {'; '.join(ends)}{_describe_memory()}" if ends else ""
 
 
 def _describe_memory() -> str:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found = next(line for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return ""
-    return f" ({size_text(int(found.split()[1]) * 1024)} of memory is available)"
+    file = Path("/proc/meminfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return f" ({size_text(int(found[0]) * 1024)} of memory is available)" if found else ""
 
 
 @final

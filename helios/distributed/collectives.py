@@ -67,35 +67,33 @@ def init_dist(
         ArgumentError: if only one of ``rank`` and ``world_size`` is given (a ``ValueError``).
         UsageError: if a required environment variable is not set (a ``RuntimeError``).
     """
-    meeting = "env://"
-    if rank is None and world_size is None:
-        _require_variables("init_dist()", ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    elif rank is None or world_size is None:
+    if (rank is None) != (world_size is None):
         raise ArgumentError(
             "init_dist(rank=..., world_size=...) needs both or neither, got "
             f"rank={rank}, world_size={world_size}. Pass both, or neither under torchrun."
         )
+    meeting = "env://"
+    if rank is None or world_size is None:
+        rank, world_size = int(_read("RANK")), int(_read("WORLD_SIZE"))
     elif world_size > 1:
-        _require_variables(f"init_dist(world_size={world_size})", ("MASTER_PORT",))
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        meeting = f"tcp://{host}:{os.environ['MASTER_PORT']}"
-    info = _read_place(rank, world_size)
+        meeting = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{_read('MASTER_PORT')}"
+    info = read_place(rank, world_size)
     device = torch.device("cuda", info.local_rank) if backend == "nccl" else None
     join_group(info, backend=backend, meeting=meeting, device=device)
 
 
-def _require_variables(caller: str, names: tuple[str, ...]) -> None:
-    missing = [name for name in names if not os.environ.get(name)]
-    if missing:
+def _read(name: str) -> str:
+    if name not in os.environ:
         raise UsageError(
-            f"{caller} needs the environment variables {', '.join(missing)}, which are not set. "
-            "Start the script with torchrun, or set MASTER_PORT to a free port on the machine of "
-            "rank 0, and MASTER_ADDR to that machine if there are several, for all processes."
+            f"init_dist(...) needs the environment variable {name}, which is not set. Start the "
+            "script with torchrun, or pass rank and world_size, and set MASTER_PORT to a free port "
+            "on the machine of rank 0, and MASTER_ADDR to that machine, for all processes."
         )
+    return os.environ[name]
 
 
-def _read_place(rank: int, world_size: int) -> DistributedInfo:
+def read_place(rank: int, world_size: int) -> DistributedInfo:
+    """Return the place of a process; on this machine, torchrun's variables know it."""
     return DistributedInfo(
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         rank=rank,
@@ -121,7 +119,7 @@ def get_dist_info() -> DistributedInfo:
     known = own_membership()
     if known is not None:
         return known.info
-    return _read_place(dist.get_rank(), dist.get_world_size())
+    return read_place(dist.get_rank(), dist.get_world_size())
 
 
 def describe_rank() -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
+from helios.distributed.deadlines import in_time
 from helios.distributed.process_groups import DistributedInfo, open_store
 
 _TOPIC = "helios/waiting"
@@ -42,10 +42,7 @@ class Heartbeats:
         self._info = info
         self._fresh = fresh
         self._store: Any = None
-        self._is_alone = info.world_size == 1
-        self._has_answered = False
         self._count = 0
-        self._talking: threading.Thread | None = None
         # The last text of each rank, and when it was new.
         self._last: dict[int, tuple[bytes, float]] = {}
 
@@ -57,21 +54,15 @@ class Heartbeats:
             reads: whether to look for what the others say.
         """
         own = self._info.rank
-        if not self._is_alone and not (self._talking and self._talking.is_alive()):
-            # A store that is stopped answers nobody, and may wait forever.
-            self._has_answered = False
-            self._count += 1
-            text = json.dumps({**words, "count": self._count})
-            self._talking = threading.Thread(
-                target=self._talk, args=(text, reads), name="helios-heartbeat", daemon=True
-            )
-            self._talking.start()
-            self._talking.join(_STORE_SECONDS)
-        if self._is_alone:
-            return Heard({own: words}, [], own)
-        if not self._has_answered:
+        self._count += 1
+        text = json.dumps({**words, "count": self._count})
+        # A store that is stopped answers nobody, and may wait forever.
+        has_store = in_time(lambda: self._talk(text, reads), _STORE_SECONDS)
+        if has_store is None:
             # Rank 0 has the store, or is beside it. Who else answers is not known.
             return Heard({own: words}, [0] if own else [], 1 if own else 0)
+        if not has_store:
+            return Heard({own: words}, [], own)
         found = {own: words}
         for rank, (said, when) in self._last.items():
             if time.monotonic() - when < self._fresh:
@@ -79,24 +70,22 @@ class Heartbeats:
         mute = [rank for rank in range(self._info.world_size) if rank not in found]
         return Heard(dict(sorted(found.items())), mute, min(found))
 
-    def _talk(self, text: str, reads: bool) -> None:
-        try:
-            self._store = store = self._store or open_store()
-            if store is None:
-                self._is_alone = True
-                return
-            store.set(f"{_TOPIC}/{self._info.rank}", text)
-            for rank in range(self._info.world_size) if reads else ():
-                key = f"{_TOPIC}/{rank}"
-                if rank == self._info.rank or not store.check([key]):
-                    continue
-                said, before = store.get(key), self._last.get(rank)
-                if before is None:
-                    # It may be of an earlier call, or of ranks that torchrun has started before.
-                    self._last[rank] = said, -math.inf
-                elif before[0] != said:
-                    self._last[rank] = said, time.monotonic()
-            self._has_answered = True
-        except RuntimeError:
-            # The store is gone, or refuses connections; it may come back.
-            self._store = None
+    def _talk(self, text: str, reads: bool) -> bool:
+        """Write the words of this rank and read those of others; False if there is no store."""
+        # After an error it is opened again: it may come back.
+        store, self._store = self._store or open_store(), None
+        if store is None:
+            return False
+        store.set(f"{_TOPIC}/{self._info.rank}", text)
+        for rank in range(self._info.world_size) if reads else ():
+            key = f"{_TOPIC}/{rank}"
+            if rank == self._info.rank or not store.check([key]):
+                continue
+            said, before = store.get(key), self._last.get(rank)
+            if before is None:
+                # It may be of an earlier call, or of ranks that torchrun has started before.
+                self._last[rank] = said, -math.inf
+            elif before[0] != said:
+                self._last[rank] = said, time.monotonic()
+        self._store = store
+        return True

@@ -11,11 +11,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
-import importlib
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -24,6 +22,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from helios.distributed.deadlines import in_time
 from helios.errors import RankError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -106,13 +105,13 @@ def join_group(
         device: the GPU of this process, for NCCL.
 
     Raises:
-        UsageError: if the port of rank 0 is in use (a ``RuntimeError``).
-        RuntimeError: if this process is in a group, or other ranks do not come.
+        RuntimeError: if this process is in a group, the port of rank 0 is in use, or other ranks
+            do not come.
     """
     if info.world_size > 1:
-        # Optimizers import it later. If it is first imported inside a group, it keeps a reference
-        # to the group, whose threads then abort the process when it exits.
-        importlib.import_module("torch._dynamo")
+        # The first optimizer imports PyTorch's compiler. If that is done inside a group, it keeps a
+        # reference to the group, whose threads then abort the process when it exits.
+        torch.optim.SGD([torch.zeros(1)])
     if store is None:
         store = _meet(info, meeting, timeout)
     dist.init_process_group(
@@ -141,28 +140,13 @@ def _meet(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
         return dist.HashStore()  # type: ignore[attr-defined]
     store = _Process.stores.get(meeting)
     if store is None:
-        store = _open_store(info, meeting, timeout)
+        found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=timeout)  # type: ignore[attr-defined]
+        store, _, _ = next(found)
         is_torchrun = meeting == _TORCHRUN_MEETING
         name = _name_start(store, info, timeout) if is_torchrun else urlsplit(meeting).path
         store = _Process.stores[meeting] = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     _Process.num_joins += 1
     return dist.PrefixStore(f"helios/{_Process.num_joins}", store)  # type: ignore[attr-defined]
-
-
-def _open_store(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
-    try:
-        found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=timeout)  # type: ignore[attr-defined]
-        store, _, _ = next(found)
-    except RuntimeError as error:  # PyTorch 2.6 has no class of its own for it
-        if "EADDRINUSE" not in str(error):
-            raise
-        place = urlsplit(meeting)
-        raise UsageError(
-            f"Rank 0 must listen at port {place.port} of {place.hostname}, where the other ranks "
-            "find it, but another process uses this port. Start all ranks with the environment "
-            "variable MASTER_PORT set to a free one, such as 23456."
-        ) from error
-    return store
 
 
 def _name_start(store: Any, info: DistributedInfo, timeout: timedelta) -> str:
@@ -238,9 +222,7 @@ def _abandon_group() -> None:
         groups.append(known.world)
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    closing = threading.Thread(target=destroy_group, name="helios-leave", daemon=True)
-    closing.start()
-    closing.join(_DESTROY_SECONDS)
+    in_time(destroy_group, _DESTROY_SECONDS)
 
 
 def destroy_group() -> None:
@@ -258,36 +240,21 @@ def membership(info: DistributedInfo, **options: Any) -> Iterator[None]:
     Args:
         info: the ranks of this process and the number of processes.
         **options: further arguments of :func:`join_group`.
-
-    Raises:
-        UsageError: if the user's group has another rank or world size (a ``RuntimeError``).
     """
     if is_dist_active():
-        _take_over(info)
+        if own_membership() is None:
+            _adopt_group(info)
         yield
         return
     join_group(info, **options)
     try:
         yield
     except BaseException as error:
-        known = own_membership()
-        if isinstance(error, Exception) and known is not None and known.store is not None:
-            note_failure(known.store)
+        if isinstance(error, Exception) and (store := _find_store()) is not None:
+            note_failure(store)
         leave_group(is_failing=True)
         raise
     leave_group()
-
-
-def _take_over(info: DistributedInfo) -> None:
-    found, expected = (dist.get_rank(), dist.get_world_size()), (info.rank, info.world_size)
-    if found != expected:
-        raise UsageError(
-            "The process group of this process must be the one that its launcher describes, rank "
-            f"{expected[0]} of {expected[1]}, got rank {found[0]} of {found[1]}. Leave it before "
-            "training starts, or do not create one: Helios joins by itself."
-        )
-    if own_membership() is None:
-        _adopt_group(info)
 
 
 def own_membership() -> _Membership | None:
@@ -298,38 +265,28 @@ def own_membership() -> _Membership | None:
     return known
 
 
-def control_group() -> dist.ProcessGroup:
-    """Return the control group, for flags, barriers and small CPU tensors.
+def _find_store() -> Any:
+    known = own_membership()
+    return None if known is None else known.store
 
-    Raises:
-        UsageError: if Helios has not joined a group (a ``RuntimeError``).
-    """
-    return _require_membership("control_group").control
+
+def control_group() -> dist.ProcessGroup:
+    """Return the control group, for flags, barriers and small CPU tensors."""
+    known = own_membership()
+    assert known is not None
+    return known.control
 
 
 def saving_group() -> dist.ProcessGroup:
-    """Return a group on the CPU for a thread that saves; the first call is a collective one.
-
-    Raises:
-        UsageError: if Helios has not joined a group (a ``RuntimeError``).
-    """
-    known = _require_membership("saving_group")
+    """Return a group on the CPU for a thread that saves; the first call is a collective one."""
+    known = own_membership()
+    assert known is not None
     if known.saves is None:
         with collective("saving_group"):
             # A rank that is gone is noticed here at once, and not while a group forms.
             dist.barrier(group=known.control)
             known.saves = dist.new_group(backend="gloo", timeout=DEFAULT_TIMEOUT)
     return known.saves
-
-
-def _require_membership(caller: str) -> _Membership:
-    known = own_membership()
-    if known is None:
-        raise UsageError(
-            f"{caller}() needs a process group that Helios has joined, but this process is in "
-            "none. Call join_group(...) or init_dist(...) first."
-        )
-    return known
 
 
 def has_failed() -> bool:
@@ -343,10 +300,16 @@ def has_lost_rank() -> bool:
 
     Unlike a collective, it may be called in any thread, and whatever the other ranks do.
     """
-    known = own_membership()
-    store = None if known is None else known.store
-    # Rank 0 may be the server of the store, and be the rank that has failed.
-    return store is not None and _ask(lambda: store.check([_KEY]))
+    store = _find_store()
+
+    def look() -> bool:
+        try:
+            return bool(store.check([_KEY]))
+        except RuntimeError:
+            # Rank 0 may be the server of the store, and be the rank that has failed.
+            return True
+
+    return store is not None and bool(in_time(look, _STORE_SECONDS))
 
 
 def open_store() -> Any:
@@ -357,8 +320,7 @@ def open_store() -> Any:
     Returns:
         The store; ``None`` in a group of the user, and for another kind of store than TCP.
     """
-    known = own_membership()
-    store = None if known is None else known.store
+    store = _find_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
@@ -379,7 +341,11 @@ def collective(name: str) -> Iterator[None]:
     Raises:
         UsageError: without a process group, or after a collective has failed (a ``RuntimeError``).
     """
-    _require_group(name)
+    if not is_dist_active():
+        raise UsageError(
+            f"{name}(...) needs a process group, but this process is in none. Train on several "
+            "processes, call init_dist(...) first, or check is_dist_active()."
+        )
     known = own_membership()
     if known is not None and known.failure is not None:
         raise UsageError(
@@ -393,14 +359,6 @@ def collective(name: str) -> Iterator[None]:
         if known is not None:
             known.failure = error
         raise
-
-
-def _require_group(caller: str) -> None:
-    if not is_dist_active():
-        raise UsageError(
-            f"{caller}(...) needs a process group, but this process is in none. Train on several "
-            "processes, call init_dist(...) first, or check is_dist_active()."
-        )
 
 
 _KEY = "failed"
@@ -426,20 +384,4 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def note_failure(store: Any) -> None:
     """Tell the ranks that share a store that this one ends with an error."""
-    _ask(lambda: store.set(_KEY, ""))
-
-
-def _ask(work: Callable[[], bool | None]) -> bool:
-    """Return the answer of a store; True if it is gone, False if it does not answer in time."""
-    found = []
-
-    def ask() -> None:
-        try:
-            found.append(bool(work()))
-        except RuntimeError:
-            found.append(True)
-
-    thread = threading.Thread(target=ask, name="helios-store", daemon=True)
-    thread.start()
-    thread.join(_STORE_SECONDS)
-    return any(found)
+    in_time(lambda: store.set(_KEY, ""), _STORE_SECONDS)

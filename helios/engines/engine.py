@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
+from helios.core.foreach import foreach
 from helios.core.sharded_tensors import local_of
 from helios.core.utils import parameters_of
 from helios.engines.device import device_of_rank, select_gpus
@@ -103,8 +104,7 @@ class Clipping:
         total = norm(gradients)
         # As PyTorch's function does, also where nothing is clipped.
         factor = torch.clamp(self.clip_norm / (total + 1e-6), max=1.0)
-        with torch.no_grad():
-            torch._foreach_mul_([local_of(gradient) for gradient in gradients], factor)
+        foreach("mul", [local_of(gradient) for gradient in gradients], factor)
         return total
 
 

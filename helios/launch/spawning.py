@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from helios.core.logger_settings import LoggerSettings, hand_in
-from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, held_back, signal_name
+from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, describe_exit, held_back
 from helios.distributed.pickling import loads, pack_by_value
 from helios.distributed.process_groups import DistributedInfo
 from helios.errors import Interrupted, RankError, UsageError
@@ -249,7 +249,7 @@ class _Launch:
             raise pickle.loads(packed) from shown
         if code == ranks.UNGUARDED_EXIT:
             raise UsageError(ranks.describe_unguarded_script())
-        ended = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        ended = describe_exit(code)
         if code in (TRY_AGAIN, *(128 + number for number in self._signals.numbers)):
             # The rank has logged the reason, as a single process does.
             raise Interrupted(code, f"rank {rank} {ended}")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from helios.core.foreach import foreach
 from helios.core.memory import fills_its_reach
 from helios.errors import UsageError
 from helios.replicas.tree_reducer import TreeReducer
@@ -120,11 +121,8 @@ class FlatGradients:
         is_first = buffer is None
         if buffer is None:
             buffer = self._reserve()
-        if found:
-            views = [buffer.views[number] for number in found]
-            move = torch._foreach_copy_ if is_first else torch._foreach_add_
-            with torch.no_grad():
-                move(views, list(found.values()))
+        views = [buffer.views[number] for number in found]
+        foreach("copy" if is_first else "add", views, list(found.values()))
         self.mark(buffer, missing, is_first=is_first)
         for number in found:
             parameters[number].grad = None

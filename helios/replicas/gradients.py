@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
+from helios.core.foreach import foreach
 from helios.core.sharded_tensors import is_sharded, local_of
 from helios.core.utils import parameters_of
 from helios.distributed.process_groups import collective
@@ -487,8 +488,7 @@ def make_mixed_error() -> UsageError:
 def divide(optimizer: Optimizer, count: float) -> None:
     """Divide the gradients of an optimizer by a number, in place."""
     gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    if gradients:
-        torch._foreach_div_(gradients, float(count))
+    foreach("div", gradients, float(count))
 
 
 def norm_by_rows(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from helios.core.foreach import foreach
 from helios.replicas.replicas import NOTHING, Replicas, join_bytes, split_bytes
 
 Values: TypeAlias = list[Tensor | None]
@@ -167,10 +168,7 @@ def _target_for(value: Tensor | None, present: Tensor | None) -> Tensor | None:
 
 
 def _copy(sources: Values, targets: Values) -> None:
-    tensors = _tensors_in(targets)
-    if tensors:
-        with torch.no_grad():
-            torch._foreach_copy_(tensors, _tensors_in(sources))
+    foreach("copy", _tensors_in(targets), _tensors_in(sources))
 
 
 def _tensors_in(values: Values) -> list[Tensor]:

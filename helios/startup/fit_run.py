@@ -46,7 +46,6 @@ from helios.startup.changed_start import (
 from helios.startup.data_check import DataCheck
 from helios.startup.model_in_hand import ModelInHand
 from helios.startup.objects import check_training_source, log_order
-from helios.startup.processes import describe_processes
 from helios.startup.recorders import make_recorders
 from helios.startup.reproducibility_level import (
     Reproducibility,
@@ -67,7 +66,7 @@ from helios.startup.run_setup import LOOP_PATH, Run
 from helios.startup.state_owners import find_stranded_generators
 from helios.startup.trainer_options import ROWS, allows
 from helios.terminal import root_logger as log
-from helios.text import with_step
+from helios.text import count_text, with_step
 from helios.version import __version__
 
 _LOGGER = logging.getLogger(__name__)
@@ -463,6 +462,8 @@ class Training:
         run.settings.callback(saves.writer.close)
         loaded = self._start.loaded
         options = run.options
+        processes = count_text(run.replicas.num_processes, "process")
+        replicas = count_text(run.replicas.num_replicas, "replica")
         if loaded is None and options.random_seed is None:
             run_log.say_what_does_not_seed(run.call.torch_seed, options.seed)
         run_log.show_banner(
@@ -471,7 +472,7 @@ class Training:
                 "run": self._name,
                 "seed": options.describe_seed(),
                 **describe_run(run.model, run.sources, options, run.engine),
-                "processes": describe_processes(run.replicas),
+                "processes": f"{processes}, {replicas}",
                 **reproducibility.describe_shortfall(),
             },
             where=None if loaded is None else loaded.path.name,

@@ -18,16 +18,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar, final
+from typing import NamedTuple, NoReturn, final
 
 from helios.core.signal_watch import TRY_AGAIN
 from helios.core.utils import flush_outputs
+from helios.distributed.deadlines import in_time
 from helios.distributed.heartbeats import Heard, Heartbeats
 from helios.distributed.process_groups import DistributedInfo
 from helios.ledger.run_file import host, now
 
 _LOGGER = logging.getLogger(__name__)
-_Value = TypeVar("_Value")
 _STDERR = 2
 _PRINT_SECONDS = 2.0
 # The disk may be what the run waits for.
@@ -35,27 +35,6 @@ _FILE_SECONDS = 5.0
 # So often a rank looks in the time after which it warns.
 _LOOKS = 6
 _END_SECONDS, _POLL_SECONDS = 5.0, 0.05
-
-
-def in_time(work: Callable[[], _Value], seconds: float) -> _Value | None:
-    """Return what some work returns; ``None`` if it takes longer, or fails with an ``OSError``.
-
-    Args:
-        work: done in a thread, which is left alone if it waits forever.
-        seconds: how long this waits.
-    """
-    found: list[_Value] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except OSError as error:
-            _LOGGER.debug("It failed.", exc_info=error)
-
-    thread = threading.Thread(target=run, name="helios-end", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
 
 
 def say(text: str, *, level: int = logging.ERROR) -> None:

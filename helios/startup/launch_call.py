@@ -15,8 +15,6 @@ from functools import partial
 from queue import Queue
 from typing import Any
 
-import torch
-
 from helios.checkpoint.capture import Trained
 from helios.checkpoint.file_names import list_checkpoints
 from helios.checkpoint.record import Record
@@ -25,14 +23,22 @@ from helios.counters import Phase
 from helios.distributed.pickling import loads
 from helios.engines.device import as_current
 from helios.errors import Interrupted, RankError
+from helios.launch.launcher import Launch
 from helios.launch.rank import RankQueue, end_with_launcher
 from helios.launch.spawning import RankTracebackError, spawn
 from helios.replicas.on_all_ranks import on_first
+from helios.replicas.replicas import Replicas
 from helios.startup.checkpoint_search import require_present
 from helios.startup.evaluation_run import evaluate
 from helios.startup.fit_run import fit
 from helios.startup.model_in_hand import ModelInHand
-from helios.startup.processes import Plan, Stored, ThisProcess, choose_processes, choose_replicas
+from helios.startup.processes import (
+    Stored,
+    choose_processes,
+    choose_replicas,
+    device_for,
+    joined,
+)
 from helios.startup.replay_run import replay
 from helios.startup.resume_point import find_replicas, find_stored, require_writable
 from helios.startup.run_setup import Run
@@ -93,24 +99,21 @@ def _listening(call: Call, find_code: Callable[[int], int]) -> Iterator[None]:
 
 
 def _carry_out(call: Call) -> Any:
-    process = ThisProcess.find()
-    if process.is_given:
-        return _take_part(call, process)
+    launch = Launch.read()
+    if launch.is_given:
+        return _take_part(call, launch)
     if call.phase is Phase.PREDICTION:
         # Every process would predict everything.
-        return _run_here(call, Plan(0, 1), process)
-    stored = _find_stored(call)
-    plan = _plan(call, process, stored)
-    if plan.num_processes == 1:
-        return _run_here(call, plan, process)
+        return _run_here(call, launch, 0)
+    num_processes, num_replicas = _choose_numbers(call, launch, _find_stored(call))
+    if num_processes == 1:
+        return _run_here(call, launch, num_replicas)
     if call.phase is not Phase.TRAINING:
         # An error here is raised once, and before any process is started.
         name = call.model.save_name
         require_present(call.choice, call.options, name, call.options.name_for(name))
-    gpus = call.options.gpu_ids
-    device = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
-    run = Run(call, Plan(plan.num_replicas, 1), device, is_shown=False)
-    return run.execute(partial(_run_in_ranks, plan=plan))
+    run = Run(call, launch, num_replicas, is_shown=False)
+    return run.execute(partial(_run_in_ranks, num_processes=num_processes))
 
 
 def _find_stored(call: Call) -> Stored | None:
@@ -128,34 +131,29 @@ def _find_stored(call: Call) -> Stored | None:
     return stored
 
 
-def _plan(call: Call, process: ThisProcess, stored: Stored | None) -> Plan:
+def _choose_numbers(call: Call, launch: Launch, stored: Stored | None) -> tuple[int, int]:
+    """Return the numbers of processes and of replicas."""
     if call.is_in_hand and call.in_hand is not None and call.in_hand.record is not None:
-        return Plan(call.in_hand.record.num_replicas, 1, process.info)
-    options = call.options
-    num_processes = choose_processes(options, process, stored)
-    num_replicas = choose_replicas(options, process, stored, num_processes)
-    return Plan(num_replicas, num_processes, process.info)
+        return 1, call.in_hand.record.num_replicas
+    num_processes = choose_processes(call.options, launch, stored)
+    return num_processes, choose_replicas(call.options, launch, stored, num_processes)
 
 
-def _take_part(call: Call, process: ThisProcess) -> Any:
+def _take_part(call: Call, launch: Launch) -> Any:
     """Run a call as one of the processes that a launcher has started."""
-    if process.launch.is_external:
+    if launch.is_external:
         end_with_launcher()
-    with process.joined(process.device_for(call.options)):
+    with joined(launch, device_for(call.options, launch)):
         if call.phase is Phase.PREDICTION:
-            return _run_here(call, Plan(0, process.info.world_size, process.info), process)
-        team = Plan(0, process.info.world_size, process.info).make_team()
+            return _run_here(call, launch, 0)
+        team = Replicas(launch.info.world_size, launch.info)
         stored = on_first(team, lambda: _find_stored(call))
         team.close()
-        result = _run_here(call, _plan(call, process, stored), process)
-        if isinstance(result, Interrupted) and process.launch.is_external:
+        _, num_replicas = _choose_numbers(call, launch, stored)
+        result = _run_here(call, launch, num_replicas)
+        if isinstance(result, Interrupted) and launch.is_external:
             call.runtime.listener.ignore_the_rest()
         return result
-
-
-def _make_run(call: Call, plan: Plan, process: ThisProcess) -> Run:
-    call.runtime.info = plan.info
-    return Run(call, plan, process.device_for(call.options))
 
 
 def _choose_work(call: Call) -> Callable[[Run], Any]:
@@ -164,8 +162,8 @@ def _choose_work(call: Call) -> Callable[[Run], Any]:
     return fit if call.replay is None else replay
 
 
-def _run_here(call: Call, plan: Plan, process: ThisProcess) -> Any:
-    run = _make_run(call, plan, process)
+def _run_here(call: Call, launch: Launch, num_replicas: int) -> Any:
+    run = Run(call, launch, num_replicas)
     with as_current(run.engine.device):
         return run.execute(_choose_work(call))
 
@@ -190,22 +188,20 @@ def run_in_rank(
 ) -> Outcome:
     """Run a call in a process that :func:`run_call` has started."""
     call.runtime.queue = queue
-    process = ThisProcess.find()
-    plan = Plan(num_replicas, process.info.world_size, process.info, has_prepared=True)
-    run = _make_run(call, plan, process)
-    run.collects = True
+    run = Run(call, Launch.read(), num_replicas)
+    run.has_prepared = run.collects = True
     # Not 75, with which a rank ends that stands still: that is a failure, a signal is none.
     with only_call(), call.plugins.used(), _listening(call, find_signal_code):
         value = run.execute(_choose_work(call))
     return Outcome(value, run.collected, None if run.in_hand is None else run.in_hand.record)
 
 
-def _run_in_ranks(run: Run, *, plan: Plan) -> Any:
+def _run_in_ranks(run: Run, *, num_processes: int) -> Any:
     """Let ranks run a call, and set up what rank 0 has made of the model.
 
     Args:
         run: the call, in the process that starts them.
-        plan: how many processes run how many replicas.
+        num_processes: how many ranks.
     """
     call = run.call
     run.datamodule.prepare_data()
@@ -214,15 +210,15 @@ def _run_in_ranks(run: Run, *, plan: Plan) -> Any:
         call.handed = _hand_over(run, call.in_hand.record)
     # A rank logs its error and emits on_exception.
     run.is_reported = True
-    outcome = _spawn(run, plan)
+    outcome = _spawn(run, num_processes)
     call.handed = None
     if outcome.state is not None:
         with call.runtime.footprint.taking(call.owners):
             run.restore(loads(outcome.state))
     if call.phase is Phase.TRAINING and call.replay is None:
-        is_interrupted = isinstance(outcome.value, Interrupted)
-        count = plan.num_processes
-        obstacle = "fit was interrupted" if is_interrupted else f"{count} processes trained it"
+        obstacle = f"{num_processes} processes trained it"
+        if isinstance(outcome.value, Interrupted):
+            obstacle = "fit was interrupted"
         run.in_hand = ModelInHand(run.model, obstacle, outcome.end, dict(run.plugins), run.owners)
     return outcome.value
 
@@ -241,7 +237,7 @@ def _hand_over(run: Run, end: Record | None) -> Trained:
     return replace(trained, end=end)
 
 
-def _spawn(run: Run, plan: Plan) -> Outcome:
+def _spawn(run: Run, num_processes: int) -> Outcome:
     call, options = run.call, run.options
     runtime = call.runtime
     # From here on, the ranks supervise themselves.
@@ -258,9 +254,9 @@ def _spawn(run: Run, plan: Plan) -> Outcome:
             with runtime.footprint.removed(call.owners):
                 outcomes = spawn(
                     run_in_rank,
-                    plan.num_processes,
-                    (call, plan.num_replicas),
-                    devices=gpus[: plan.num_processes] or None,
+                    num_processes,
+                    (call, run.replicas.num_replicas),
+                    devices=gpus[:num_processes] or None,
                     queue=runtime.queue,
                     signals=runtime.listener.receiver,
                 )

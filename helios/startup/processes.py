@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,13 +23,12 @@ from helios.counters import Phase
 from helios.data.fingerprint import count_samples, describe_content, describe_values
 from helios.data.loader import KeyedLoader
 from helios.data.source import Source
-from helios.distributed.collectives import get_dist_info
-from helios.distributed.process_groups import DistributedInfo, is_dist_active, membership
+from helios.distributed.process_groups import membership
 from helios.engines.device import device_of_rank
 from helios.errors import ArgumentError, RankError, RunMismatchError, UsageError
 from helios.hooks.bus import Bus
 from helios.hooks.events import EVENTS, Verb
-from helios.launch.launcher import Launch, LaunchKind
+from helios.launch.launcher import Launch
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
 from helios.startup.state_owners import find_data_sets
@@ -54,148 +53,71 @@ class Stored:
     origin: str | None = None
 
 
-@dataclass(frozen=True)
-class ThisProcess:
-    """How this process was started, and its rank, before a call of the trainer.
+def device_for(options: Options, launch: Launch) -> torch.device:
+    """Return the device of this process.
 
-    Attributes:
-        launch: how it was started.
-        info: its rank among all processes.
-        is_given: whether the number of processes is already fixed.
+    Raises:
+        UsageError: if there is none for it.
     """
-
-    launch: Launch
-    info: DistributedInfo
-    is_given: bool
-
-    @classmethod
-    def find(cls) -> ThisProcess:
-        """Detect it; a process group that the script has joined counts as a launcher."""
-        launch = Launch.read()
-        if is_dist_active():
-            return cls(launch, get_dist_info(), is_given=True)
-        return cls(launch, launch.info, is_given=launch.kind is not LaunchKind.PYTHON)
-
-    @property
-    def text(self) -> str:
-        """A text that says what has started the processes, and how many."""
-        kind, count = self.launch.kind, self.info.world_size
-        if self.launch.is_external:
-            return f"{kind.value} has started {count_text(count, 'process')}"
-        return f"the script has joined a group of {count_text(count, 'process')}"
-
-    def device_for(self, options: Options) -> torch.device:
-        """Return the device of this process.
-
-        Raises:
-            UsageError: if there is none for it.
-        """
-        if options.engine is not None:
-            return options.engine.device
-        return device_of_rank(options.gpu_ids, self.info.local_rank)
-
-    @contextmanager
-    def joined(self, device: torch.device) -> Iterator[None]:
-        """Join the group of all processes for a block; does nothing with a single process."""
-        if self.info.world_size == 1:
-            yield
-            return
-        is_gpu = device.type == "cuda"
-        if is_gpu:
-            index = self.info.local_rank if device.index is None else device.index
-            device = torch.device("cuda", index)
-            torch.cuda.set_device(device)
-        with membership(
-            self.info,
-            backend="nccl" if is_gpu else "gloo",
-            meeting=self.launch.meeting,
-            device=device if is_gpu else None,
-        ):
-            yield
+    if options.engine is not None:
+        return options.engine.device
+    return device_of_rank(options.gpu_ids, launch.info.local_rank)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Which processes run which replicas.
-
-    Attributes:
-        num_replicas: V; 0 if every process works on its own.
-        num_processes: P.
-        info: the rank of this process.
-        has_prepared: whether the process that started this one has already prepared the data.
-    """
-
-    num_replicas: int
-    num_processes: int
-    info: DistributedInfo = field(default_factory=DistributedInfo)
-    has_prepared: bool = False
-
-    def make_team(self) -> Replicas:
-        """Return all processes, for what they do together."""
-        return Replicas(self.info.world_size, self.info)
-
-    def make_replicas(self, device: torch.device, *, is_sharded: bool) -> Replicas:
-        """Return the replicas of the run, assigned as planned.
-
-        Args:
-            device: the device of this process.
-            is_sharded: whether models are sharded over the processes.
-        """
-        if self.num_replicas == 0:
-            return Replicas()
-        return Replicas(self.num_replicas, self.info, device=device, is_sharded=is_sharded)
+@contextmanager
+def joined(launch: Launch, device: torch.device) -> Iterator[None]:
+    """Join the group of all processes for a block; does nothing with a single process."""
+    info, gpu = launch.info, None
+    if info.world_size == 1:
+        yield
+        return
+    if device.type == "cuda":
+        gpu = torch.device("cuda", info.local_rank if device.index is None else device.index)
+        torch.cuda.set_device(gpu)
+    with membership(info, backend="nccl" if gpu else "gloo", meeting=launch.meeting, device=gpu):
+        yield
 
 
-def choose_processes(options: Options, process: ThisProcess, stored: Stored | None) -> int:
+def choose_processes(options: Options, launch: Launch, stored: Stored | None) -> int:
     """Return the number of processes, P.
 
     Raises:
         ArgumentError: if ``nproc`` contradicts the launcher or the GPUs.
     """
-    nproc = options.nproc
-    if process.is_given:
-        if nproc not in (None, process.info.world_size):
+    nproc, num_gpus = options.nproc, len(options.gpu_ids)
+    if launch.is_given:
+        if nproc not in (None, launch.info.world_size):
             raise ArgumentError(
                 f"Trainer(nproc=...) must be None or the number of processes that exist, but "
-                f"{process.text}, and nproc is {nproc}. Omit it."
+                f"{_describe(launch)}, and nproc is {nproc}. Omit it."
             )
-        if options.gpus is not None and len(options.gpus) < process.info.local_world_size:
-            raise ArgumentError(
-                "Trainer(gpus=...) must name a GPU for each process of this machine, of which "
-                f"there are {process.info.local_world_size}, got {options.gpus}. Name more, or "
-                "start fewer processes."
-            )
-        return process.info.world_size
-    num_gpus = len(options.gpu_ids)
+        return launch.info.world_size
     if nproc is not None:
-        _check_gpus(options, nproc)
+        if 0 < num_gpus < nproc:
+            raise ArgumentError(
+                "Trainer(nproc=...) must be at most the number of GPUs, or 1 with an engine of "
+                f"your own on one, got {nproc}. Start fewer processes, each of which runs several "
+                "replicas, or pass use_cpu=True. With torchrun, each process creates its engine."
+            )
         return nproc
     limit = options.num_replicas if stored is None else stored.num_replicas
-    count = max(1, num_gpus if options.engine is None else 1)
+    count = max(1, num_gpus)
     if limit is not None and limit < count:
         _LOGGER.info("Of %d GPUs, %d are used: the run has %d replicas.", count, limit, limit)
         return limit
     return count
 
 
-def _check_gpus(options: Options, nproc: int) -> None:
-    num_gpus = len(options.gpu_ids)
-    if num_gpus == 0 or nproc <= num_gpus:
-        return
-    if options.engine is not None:
-        raise ArgumentError(
-            f"Trainer(nproc=...) must be 1 with an engine on {options.engine.device}, since each "
-            f"process needs its own GPU, got {nproc}. Omit engine, or start the processes with "
-            "torchrun, where each creates its engine."
-        )
-    raise ArgumentError(
-        f"Trainer(nproc=...) must be at most the number of GPUs, {num_gpus}, got {nproc}. Start "
-        "fewer processes, each of which runs several replicas, or pass use_cpu=True."
-    )
+def _describe(launch: Launch) -> str:
+    """Say what has started the processes, and how many."""
+    count = count_text(launch.info.world_size, "process")
+    if launch.is_external:
+        return f"{launch.kind.value} has started {count}"
+    return f"the script has joined a group of {count}"
 
 
 def choose_replicas(
-    options: Options, process: ThisProcess, stored: Stored | None, num_processes: int
+    options: Options, launch: Launch, stored: Stored | None, num_processes: int
 ) -> int:
     """Return the number of replicas, V.
 
@@ -215,7 +137,11 @@ def choose_replicas(
     if count is None:
         return num_processes
     if num_processes > count:
-        who = process.text if process.is_given else f"Trainer(nproc={num_processes}) requests more"
+        who = (
+            _describe(launch)
+            if launch.is_given
+            else f"Trainer(nproc={num_processes}) requests more"
+        )
         where = f"num_replicas is {count}" if stored is None else f"as started: {stored.path}"
         raise UsageError(
             f"A run of {count_text(count, 'replica')} ({where}) can use at most "
@@ -223,12 +149,6 @@ def choose_replicas(
             "replicas."
         )
     return count
-
-
-def describe_processes(replicas: Replicas) -> str:
-    """Return how many processes run how many replicas, for the banner."""
-    carriers = count_text(replicas.num_processes, "process")
-    return f"{carriers}, {count_text(replicas.num_replicas, 'replica')}"
 
 
 _NOTHING = "nothing"

@@ -30,6 +30,7 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError, Interrupted
 from helios.hooks.bus import Bus
+from helios.launch.launcher import Launch
 from helios.listeners import RunListener
 from helios.loops.loop import Loop, LoopStates
 from helios.model.model import Model
@@ -53,9 +54,9 @@ from helios.startup.objects import (
 )
 from helios.startup.processes import (
     SAME_DATA,
-    Plan,
     describe_data_sets,
     describe_setup,
+    device_for,
     options_that_must_match,
     require_alike,
 )
@@ -97,8 +98,8 @@ class Run:
 
     Args:
         call: the call.
-        plan: which processes run which replicas.
-        device: the device of this process, if the user passes no engine.
+        launch: how this process was started, and its rank.
+        num_replicas: V; 0 if every process works on its own.
         is_shown: whether this process does the work itself, so that its progress is shown.
 
     Attributes:
@@ -111,20 +112,23 @@ class Run:
         listeners: what hears of an error that ends the call.
         describe_rescue: returns what an error leaves to the user, as sentences.
         fresh: what a training starts with, before anything is loaded.
+        info: the rank of this process.
+        has_prepared: whether the process that started this one has already prepared the data.
         collects: whether to keep the state at the end of the call for another process.
         collected: that state, packed; ``None`` before the regular end.
         in_hand: how a training leaves the model, for the evaluations that follow.
     """
 
     def __init__(
-        self, call: Call, plan: Plan, device: torch.device, *, is_shown: bool = True
+        self, call: Call, launch: Launch, num_replicas: int, *, is_shown: bool = True
     ) -> None:
         self.call = call
-        self.plan = plan
+        self.info = call.runtime.info = launch.info
         self.options = call.options
         self.plugins: Mapping[str, Plugin] = call.plugins
         self.model: Model = call.model
         self.datamodule: DataModule = call.datamodule
+        self.has_prepared = False
         self.collects = False
         self.collected: bytes | None = None
         self.in_hand: ModelInHand | None = None
@@ -134,10 +138,16 @@ class Run:
         self.describe_rescue: Callable[[], str] = str
         check_plugins(self.plugins)
         check_model_state(self.model)
-        self.team = plan.make_team()
-        self.engine = _make_engine(self.options, device)
-        is_sharded = self.options.sharding == "full"
-        self.engine.replicas = plan.make_replicas(self.engine.device, is_sharded=is_sharded)
+        self.team = Replicas(self.info.world_size, self.info)
+        self.engine = _make_engine(self.options, device_for(self.options, launch))
+        self.engine.replicas = Replicas()
+        if num_replicas:
+            self.engine.replicas = Replicas(
+                num_replicas,
+                self.info,
+                device=self.engine.device,
+                is_sharded=self.options.sharding == "full",
+            )
         self.hooks = self._make_bus()
         self.display = Display()
         self._is_shown = is_shown
@@ -201,7 +211,7 @@ class Run:
             return
         writes = self.options.can_save and self.call.replay is None
         watch = HangWatch(
-            self.plan.info,
+            self.info,
             self._find_place,
             warning=self.options.hang_warning,
             timeout=self.options.hang_timeout,
@@ -301,7 +311,7 @@ class Run:
         """
         assert self.session is not None
         trained = capture_trained(self.session)
-        if self.plan.info.rank != 0:
+        if self.info.rank != 0:
             return
         on_cpu = move_to_device(trained, torch.device("cpu"))
         self.collected = pack_by_value(on_cpu, "The state of model and plugins")
@@ -318,10 +328,10 @@ class Run:
         require_alike(self.replicas, own)
 
         def prepare() -> None:
-            if self.plan.info.local_rank == 0:
+            if self.info.local_rank == 0:
                 self.datamodule.prepare_data()
 
-        if not self.plan.has_prepared:
+        if not self.has_prepared:
             on_each(self.team, prepare)
 
     def restore(self, trained: Trained) -> None:
@@ -384,7 +394,7 @@ class Run:
     def _set_places(self) -> None:
         """Set ranks and devices of the user's objects."""
         is_distributed = not self.replicas.has_single_replica
-        info = self.plan.info
+        info = self.info
         owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
         for owner in owners:
             owner.device = self.engine.device

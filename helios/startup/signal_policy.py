@@ -18,9 +18,10 @@ from functools import partial
 from typing import ClassVar, Literal, NoReturn
 
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
+from helios.distributed.deadlines import in_time
 from helios.distributed.process_groups import has_lost_rank
 from helios.errors import ArgumentError, Interrupted
-from helios.startup.hangs import HangWatch, end_process, in_time, say
+from helios.startup.hangs import HangWatch, end_process, say
 
 _LOGGER = logging.getLogger(__name__)
 _DEFAULTS = tuple(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from helios.errors import DamagedCheckpointError
+from helios.storage.file_part import FilePart
 
 _CHUNK_BYTES = 1 << 20
 _FOLDER_FLAG = 0x10
@@ -63,20 +64,17 @@ def check_container(
 @contextlib.contextmanager
 def _container(path: Path, part: tuple[int, int] | None = None) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(path if part is None else _read_part(path, *part)) as container:
-            yield container
+        with contextlib.ExitStack() as stack:
+            opened: Any = path
+            if part is not None:
+                opened = stack.enter_context(io.BufferedReader(FilePart(path, *part)))
+            yield stack.enter_context(zipfile.ZipFile(opened))
     except Exception as error:
         reraise_os_error(error)
         raise DamagedCheckpointError(
             f"{path} is not a complete archive: {reason_of(error)}. Remove it, or use another "
             "checkpoint."
         ) from error
-
-
-def _read_part(path: Path, offset: int, length: int) -> IO[bytes]:
-    with path.open("rb") as file:
-        file.seek(offset)
-        return io.BytesIO(file.read(length))
 
 
 def _check_form(record: zipfile.ZipInfo) -> None:

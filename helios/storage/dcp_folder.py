@@ -7,6 +7,7 @@ tensors is read by :mod:`helios.storage.dcp_metadata`, never by PyTorch.
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -17,9 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import metadata as md
 from torch.distributed.checkpoint import planner as planning
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -28,8 +28,9 @@ from helios.core.sharded_tensors import OwnRows
 from helios.errors import DamagedCheckpointError, SaveError
 from helios.storage.codec import find_cause
 from helios.storage.container_checks import check_container, reason_of, reraise_os_error
-from helios.storage.dcp_metadata import METADATA_NAME, read_metadata
+from helios.storage.dcp_metadata import METADATA_NAME, StoredChunk, read_metadata
 from helios.storage.digest import FileFacts
+from helios.storage.file_part import FilePart
 
 
 def save_rows(
@@ -183,71 +184,78 @@ class StoredTensor:
         place: what it has in common with tied tensors only.
     """
 
-    def __init__(self, name: str, form: md.TensorStorageMetadata, reader: FileSystemReader) -> None:
+    def __init__(self, folder: Path, name: str, metadata: md.Metadata) -> None:
+        form: Any = metadata.state_dict_metadata[name]
         self.name = name
         self.shape, self.dtype = form.size, form.properties.dtype
-        self.place: object = name
-        if form.chunks:
-            self.place = reader.storage_data[md.MetadataIndex(name, form.chunks[0].offsets)]
-        self._form = form
-        self._reader = reader
+        self._folder = folder
+        self._chunks = [
+            (chunk, metadata.storage_data[md.MetadataIndex(name, chunk.offsets)])
+            for chunk in form.chunks
+        ]
+        self.place: object = self._chunks[0][1] if self._chunks else name
 
-    def read_rows(self, target: Tensor, first: int) -> None:
-        """Fill a tensor on the CPU with the rows that begin with the first one.
+    def read_rows(self, first: int, count: int) -> Tensor:
+        """Return rows of the tensor on the CPU, in memory of their own.
 
         Raises:
             DamagedCheckpointError: if they cannot be read.
             OSError: if the file system cannot read a file.
         """
-        if not target.numel():
-            return
-        rows = md.ChunkStorageMetadata(_row(first, target.shape), target.shape)
-        items = create_read_items_for_chunk_list(self.name, self._form, [rows])
+        found = [torch.empty((0, *self.shape[1:]), dtype=self.dtype)]
+        for chunk, place in self._chunks:
+            before = chunk.offsets[0]
+            begin, end = max(first - before, 0), min(first + count - before, chunk.sizes[0])
+            if begin < end:
+                found.append(self._read(chunk, place)[begin:end])
+                if end - begin == count == chunk.sizes[0]:
+                    return found[-1].contiguous()
+        return torch.cat(found)
+
+    def _read(self, chunk: md.ChunkStorageMetadata, place: StoredChunk) -> Tensor:
         try:
-            self._reader.read_data(planning.LoadPlan(items), _IntoRows(target)).wait()
+            with io.BufferedReader(
+                FilePart(self._folder / place.name, place.offset, place.length)
+            ) as file:
+                found = torch.load(file, map_location="cpu", weights_only=True)
+            if found.shape != chunk.sizes or found.dtype is not self.dtype:
+                raise ValueError("it has another form")
         except Exception as error:
             reraise_os_error(error)
             raise DamagedCheckpointError(
-                f"{self._reader.path} is damaged: {self.name} cannot be read ({reason_of(error)}). "
+                f"{self._folder} is damaged: {self.name} cannot be read ({reason_of(error)}). "
                 "Remove the checkpoint, or use another one."
             ) from error
+        tensor: Tensor = found
+        return tensor
 
 
 @final
-class _IntoRows(DefaultLoadPlanner):
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: planning.ReadItem) -> Tensor:
-        return self._target.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
-
-
-def check_files(
-    folder: Path, names: Collection[str], watch: Callable[[int], object] | None
-) -> None:
-    """Verify the checksums of what files of a folder hold; see ``check_container``.
-
-    Raises:
-        CheckpointError: as :func:`helios.storage.dcp_metadata.read_metadata`.
-        DamagedCheckpointError: if a part is damaged.
-        OSError: if the file system cannot read one.
-    """
-    for chunk in read_metadata(folder).storage_data.values():
-        if chunk.relative_path in names:
-            part = chunk.offset, chunk.length
-            check_container(folder / chunk.relative_path, watch, part=part)
-
-
-def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a folder by name; its metadata is read once, and not by PyTorch.
+class TensorFolder:
+    """A folder of tensors. Its metadata is read once, and not by PyTorch.
 
     Raises:
         CheckpointError: as :func:`helios.storage.dcp_metadata.read_metadata`.
         OSError: if the file system cannot read it.
     """
-    metadata = read_metadata(folder)
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    tensors: Any = metadata.state_dict_metadata
-    return {name: StoredTensor(name, form, reader) for name, form in tensors.items()}
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metadata = read_metadata(folder)
+
+    def check(self, names: Collection[str], watch: Callable[[int], object] | None) -> None:
+        """Verify the checksums of what files hold; see ``check_container``.
+
+        Raises:
+            DamagedCheckpointError: if a part is damaged.
+            OSError: if the file system cannot read one.
+        """
+        for place in self._metadata.storage_data.values():
+            if place.name in names:
+                part = place.offset, place.length
+                check_container(self._folder / place.name, watch, part=part)
+
+    def open_tensors(self) -> dict[str, StoredTensor]:
+        """Return the tensors by name."""
+        names = self._metadata.state_dict_metadata
+        return {name: StoredTensor(self._folder, name, self._metadata) for name in names}

@@ -36,19 +36,17 @@ _CLASSES: Mapping[str, Collection[str]] = {
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Where a part of a tensor is, under the names that ``FileSystemReader`` reads.
+    """Where a part of a tensor is.
 
     Attributes:
-        relative_path: the name of the file.
+        name: the name of the file.
         offset: where the part begins in it.
         length: its number of bytes there.
-        transform_descriptors: no transformations.
     """
 
-    relative_path: str
+    name: str
     offset: int
     length: int
-    transform_descriptors: tuple[str, ...] = ()
 
 
 def read_metadata(folder: Path) -> md.Metadata:

@@ -26,7 +26,7 @@ from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.core.sharded_tensors import OwnRows, RowShare, is_deferred, read_deferred
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.storage import files
-from helios.storage.dcp_folder import open_tensors
+from helios.storage.dcp_folder import TensorFolder
 from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import make_payload, names, save
 from tests.checkpoint.sharded_helpers import (
@@ -363,11 +363,9 @@ def test_metadata_that_changes_after_the_check_is_not_read_again(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     path = save_sharded(folder, 1, 4)
-    tensors = open_tensors(path)
+    tensors = TensorFolder(path).open_tensors()
     (path / METADATA_NAME).write_bytes(pickle.dumps(Bomb(tmp_path / "executed")))
-    found = torch.empty(7, 5)
-    tensors[WEIGHT].read_rows(found, 0)
-    assert found.equal(tensor_of(WEIGHT, 4))
+    assert tensors[WEIGHT].read_rows(0, 7).equal(tensor_of(WEIGHT, 4))
     assert not (tmp_path / "executed").exists()
 
 
@@ -395,7 +393,7 @@ def test_what_training_changes_after_the_copy_is_not_in_the_file(folder: RunFold
     path = commit(folder, make_sharded_payload(1, 4), copies)
     assert is_whole(loading.load(path).payload, 4)
     # A tied tensor is in the files once.
-    tensors = open_tensors(path)
+    tensors = TensorFolder(path).open_tensors()
     assert tensors["tied"].place == tensors[WEIGHT].place
     assert tensors["plugins.ema.weight"].place != tensors[WEIGHT].place
 

@@ -209,7 +209,7 @@ def test_workers_that_stand_still_are_ended(monkeypatch: pytest.MonkeyPatch) -> 
         )
         iterator = iter(loader)
         assert dataset.has_begun.wait(120)
-        end_workers(iterator)
+        end_workers(loader, iterator)
         (worker,) = iterator._workers
         worker.join(120)
         assert worker.exitcode == -signal.SIGKILL

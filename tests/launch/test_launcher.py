@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -49,7 +50,6 @@ _SRUN = {
     "SLURM_NODEID": "1",
     "SLURM_STEP_ID": "0",
     "SLURM_JOB_ID": "77",
-    "SLURM_NTASKS": "16",
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_STEP_NUM_NODES": "3",
     "SLURM_STEP_TASKS_PER_NODE": "4,2(x2)",
@@ -244,29 +244,41 @@ def test_an_interrupted_launcher_lets_ranks_tear_down_and_ends_them() -> None:
     assert launcher.returncode == -signal.SIGINT
 
 
-def test_torchrun_tells_who_is_who() -> None:
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launch]:
+    """Read how a process was started that has these environment variables."""
+
+    def read(variables: dict[str, str]) -> Launch:
+        for name in (*_TORCHRUN, *_SRUN, "SLURM_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return Launch.read()
+
+    return read
+
+
+def test_torchrun_tells_who_is_who(read: Callable[..., Launch]) -> None:
     place = process_groups.DistributedInfo(1, 5, 4, 8)
-    assert Launch.read(_TORCHRUN) == Launch(LaunchKind.TORCHRUN, place, "env://")
+    assert read(_TORCHRUN) == Launch(LaunchKind.TORCHRUN, place, "env://")
 
 
-def test_srun_tells_who_is_who_by_its_step() -> None:
+def test_srun_tells_who_is_who_by_its_step(read: Callable[..., Launch]) -> None:
     meeting = "tcp://node1:4711/77.0.0"
     place = process_groups.DistributedInfo(1, 5, 2, 8)
-    assert Launch.read(_SRUN) == Launch(LaunchKind.SRUN, place, meeting)
-    old = {name: value for name, value in _SRUN.items() if not name.startswith("SLURM_STEP_N")}
-    old = {**old, "SLURM_NNODES": "3", "SLURM_RESTART_COUNT": "2"}
-    place = process_groups.DistributedInfo(1, 5, 2, 16)
-    assert Launch.read(old) == Launch(LaunchKind.SRUN, place, f"{meeting[:-1]}2")
+    assert read(_SRUN) == Launch(LaunchKind.SRUN, place, meeting)
+    again = {**_SRUN, "SLURM_RESTART_COUNT": "2"}
+    assert read(again) == Launch(LaunchKind.SRUN, place, f"{meeting[:-1]}2")
 
 
 @pytest.mark.shows("P83")
-def test_no_two_jobs_of_an_array_have_one_port() -> None:
+def test_no_two_jobs_of_an_array_have_one_port(read: Callable[..., Launch]) -> None:
     jobs = range(990, 3000)
     here = {**_SRUN, "MASTER_PORT": ""}
     places = set()
     for job in jobs:
         own = {"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(job % 5)}
-        places.add(Launch.read({**here, **own}).meeting.split("/")[2])
+        places.add(read({**here, **own}).meeting.split("/")[2])
     assert len(places) == len(jobs)
 
 
@@ -279,16 +291,15 @@ def test_no_two_jobs_of_an_array_have_one_port() -> None:
         ("a.example.org,b.example.org", "a.example.org"),
     ],
 )
-def test_rank_0_is_on_the_first_machine_of_the_step(nodes: str, first: str) -> None:
-    several = {**_SRUN, "MASTER_ADDR": ""}
-    own = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_NODELIST": "others[1-9]"}
-    assert Launch.read({**several, **own}).meeting == f"tcp://{first}:4711/77.0.0"
-    of_job = {"SLURM_JOB_NODELIST": nodes}
-    assert Launch.read({**several, **of_job}).meeting == f"tcp://{first}:4711/77.0.0"
+def test_rank_0_is_on_the_first_machine_of_the_step(
+    nodes: str, first: str, read: Callable[..., Launch]
+) -> None:
+    own = {"MASTER_ADDR": "", "SLURM_STEP_NODELIST": nodes}
+    assert read({**_SRUN, **own}).meeting == f"tcp://{first}:4711/77.0.0"
 
 
-def test_half_a_launcher_is_refused() -> None:
+def test_half_a_launcher_is_refused(read: Callable[..., Launch]) -> None:
     half = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     with pytest.raises(UsageError, match=r"WORLD_SIZE=2 .* LOCAL_RANK, GROUP_RANK, .* not set"):
-        Launch.read(half)
-    assert Launch.read({**half, "WORLD_SIZE": "1"}) == Launch()
+        read(half)
+    assert read({**half, "WORLD_SIZE": "1"}) == Launch()

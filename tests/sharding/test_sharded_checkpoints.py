@@ -19,7 +19,7 @@ from helios.core import sharded_tensors
 from helios.errors import SaveError
 from helios.plugins import Plugin
 from helios.storage import files
-from helios.storage.dcp_folder import open_tensors
+from helios.storage.dcp_folder import TensorFolder
 from tests.checkpoint.test_sharded_folders import damage
 from tests.support.kills import kill_self
 from tests.support.ranks import RankError, run_ranks
@@ -71,7 +71,7 @@ def test_each_process_writes_its_rows_and_nobody_gathers(
     sizes = [each.stat().st_size for each in sorted(path.glob("*.distcp"))]
     assert len(sizes) == 2
     assert max(sizes) < 0.6 * sum(sizes)
-    tensors, net = open_tensors(path), "model.objects.net"
+    tensors, net = TensorFolder(path).open_tensors(), "model.objects.net"
     # The tied weight is in the files once.
     assert tensors[f"{net}.embedding.weight"].place == tensors[f"{net}.head.weight"].place
     states = [helios.load_checkpoint(each)["model"]["objects"] for each in (path, whole)]

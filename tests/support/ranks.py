@@ -119,9 +119,10 @@ def spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_
 
 
 def _run_joined(rank: int, fn: Callable[..., Any], call: Any, num_replicas: int) -> Any:
-    from helios.startup.processes import ThisProcess
+    from helios.launch.launcher import Launch
+    from helios.startup.processes import joined
 
-    with ThisProcess.find().joined(torch.device("cpu")):
+    with joined(Launch.read(), torch.device("cpu")):
         return fn(rank, call, num_replicas)
 
 
