@@ -138,6 +138,8 @@ class Rules:
         outside: what other owners save.
         lost: paths of values that are too large, or of a class that loading does not know.
         data_types: the only types that count, besides generators; empty for all.
+        is_strict: whether what was created after setup is an anchor too; otherwise only what has
+            taken the place of one.
     """
 
     exclude: frozenset[str] = frozenset()
@@ -147,6 +149,7 @@ class Rules:
     outside: Outside = field(default_factory=Outside)
     data_types: tuple[type, ...] = ()
     lost: frozenset[str] = frozenset()
+    is_strict: bool = True
 
     def is_declared(self, path: str) -> bool:
         """Return whether a path, or one above it, is declared as unsaved."""
@@ -222,11 +225,16 @@ class Anchors:
             path, part = self._late.popleft()
             if isinstance(part, dict):
                 self._search(path, [(self.name_key(key), each) for key, each in part.items()])
-            elif id(unwrap(part)) not in self.names:
+            elif id(unwrap(part)) not in self.names and self._admits(path):
                 self.add(path, part)
         self._name_loose()
         for path, part in [*self.objects.items()]:
             self._add_inner(path, part)
+
+    def _admits(self, path: str) -> bool:
+        """Return whether an object that setup has not put there may be an anchor."""
+        tops = self.rules.tops
+        return self.rules.is_strict or tops is None or path in tops - self.parts.keys()
 
     # ---- what was found
 
@@ -421,7 +429,8 @@ class Anchors:
         for path, optimizer in self.of_kind(Optimizer).items():
             self.name_updated(path, optimizer, paths)
         for path, leaf in self.leaves.items():
-            if isinstance(leaf, nn.Parameter) and self.name_of(leaf) is None:
+            is_free = isinstance(leaf, nn.Parameter) and self.name_of(leaf) is None
+            if is_free and self._admits(path):
                 self.loose[self.add_any(path, leaf)] = leaf
         self.leaves = {
             path: leaf

@@ -48,28 +48,9 @@ class Coverage:
             self._mark(each) == self._mark(value) for each in known
         )
 
-    def has_state(self, path: str, state: Any) -> bool:
-        """Return whether the state holds that of an object with a path in it, in any form."""
-        if state and all(map(self._has_all_of, _parts_of(state))):
-            return True
-        mark = self._mark(state)
-        found = self._state
-        for key in path.split("."):
-            found = _member(found, key)
-        if found is not None and self._mark(found) == mark:
-            return True
-        alike = (each for each in self._parts.values() if isinstance(each, dict))
-        return any(each.keys() == state.keys() and self._mark(each) == mark for each in alike)
-
     @cached_property
     def _parts(self) -> dict[int, Any]:
         return {id(part): part for part in _parts_of(self._state)}
-
-    def _has_all_of(self, part: Any) -> bool:
-        """Return whether a part of another state needs nothing but tensors of this one."""
-        if not isinstance(part, dict | list | tuple):
-            return self._has_tensor(part)
-        return ATOMS.isdisjoint(map(type, part.values() if isinstance(part, dict) else part))
 
     def _has_tensor(self, value: Any) -> bool:
         """Return whether a value is a tensor of which the state has all elements."""
@@ -112,23 +93,6 @@ def coverages(
                 place = f"{path}.{name.removesuffix(_EXTRA)}".rstrip(".")
                 found[place] = Coverage(state[name], mark)
     return found
-
-
-def contains(found: Mapping[str, Coverage], path: str, state: Any) -> bool:
-    """Return whether the state of an object above holds that of the object with a path."""
-    above = ["", *(path[:end] for end, mark in enumerate(path) if mark == ".")]
-    return any(
-        found[holder].has_state(path[len(holder) :].lstrip("."), state)
-        for holder in above
-        if holder in found
-    )
-
-
-def _member(value: Any, key: str) -> Any:
-    if isinstance(value, Mapping):
-        return value.get(key, value.get(key.lstrip("_")))
-    is_number = isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value)
-    return value[int(key)] if is_number else None
 
 
 def _parts_of(value: Any) -> Iterator[Any]:

@@ -7,9 +7,9 @@ that after ``setup``; what cannot be saved and has changed is named.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -22,11 +22,10 @@ from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Outside, References, Rules, as_written, path_of
-from helios.state.coverage import Coverage, contains, coverages
+from helios.state.coverage import Coverage, coverages
 from helios.state.data_members import OversizedMembers, large_members
 from helios.state.digests import Identities, digest_of
-from helios.state.holders import GONE, types_in
-from helios.state.links import Links, links_in, names_in
+from helios.state.links import Links, links_in, names_in, types_in
 from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
 from helios.state.optimizers import (
@@ -41,6 +40,7 @@ from helios.state.restoring import Prepared, Restoring, made_by_loading
 from helios.state.snapshot import Form, Snapshot, kind_of
 from helios.state.steps import StepWatch
 from helios.state.values import LIMIT, PLAIN
+from helios.state.walk import GONE
 from helios.storage.codes import HOLE, Codes
 from helios.storage.plain_objects import attributes_of
 from helios.storage.type_converters import in_every_process, type_name
@@ -64,12 +64,10 @@ class Baseline:
         forms: types, shapes and strides of tensors, by name.
         members: the names of the parameters of optimizers.
         drivers: the optimizers of schedulers.
-        states: marks of objects that a state may leave out.
         pieces: marks of the tensors of networks whose ``state_dict`` is the user's.
         types: classes that a resume may build.
         classes: classes of the user, whose attributes are compared.
         links: codes of what refers to others by name.
-        late: marks of what start events have created.
     """
 
     digests: dict[str, dict[Any, Any]]
@@ -81,29 +79,20 @@ class Baseline:
     forms: dict[str, Form]
     members: dict[str, Any]
     drivers: dict[str, str]
-    states: dict[str, bytes]
     pieces: dict[str, dict[str, bytes]]
     types: set[type]
     classes: list[type]
     links: Links
-    late: dict[str, bytes] = field(default_factory=dict)
 
     def known(self) -> dict[int, str]:
         """Return the names of the anchors of setup that are still alive, by id."""
         return {number: name for number, refer, name in self.references if refer() is not None}
-
-    def late_in(self, now: Snapshot) -> dict[str, Any]:
-        """Return the objects and loose parameters that were created after setup, by path."""
-        parts = {**now.objects, **now.anchors.loose}
-        return {p: part for p, part in parts.items() if p not in self.tops | self.inner}
 
     def mark_as_changed(self, state: Mapping[str, Any]) -> None:
         """Treat what was restored as changed: the next checkpoint needs it too."""
         for name, table in state["values"].items():
             for key in table:
                 self.digests.setdefault(name, {})[key] = None
-        for path in state["inner"]:
-            self.states.pop(path, None)
         for path, each in state["omitted"].items():
             for name in each["values"]:
                 self.pieces.get(path, {}).pop(name, None)
@@ -244,6 +233,7 @@ class Discovery:
             None if base is None else base.tops,
             Outside() if is_alone else self._outside(),
             PLAIN if self._is_data else (),
+            is_strict=self._is_strict,
         )
 
     def _look(self, unsaved: frozenset[str] | None = None, lost: Iterable[str] = ()) -> Snapshot:
@@ -253,13 +243,8 @@ class Discovery:
     # ---- setup and start
 
     @collector_at_rest()
-    def take_baseline(self, *, states_too: bool = False) -> None:
-        """Record what setup made; call it right after setup.
-
-        Args:
-            states_too: whether the owner has its own ``state_dict``, which may leave out objects;
-                then their states are compared too.
-        """
+    def take_baseline(self) -> None:
+        """Record what setup made; call it right after setup."""
         self._named.clear()
         self.baseline, self.unrestored = None, {}
         now = self._look()
@@ -267,7 +252,6 @@ class Discovery:
             # Their attributes are others now.
             now = self._look()
         anchors = now.anchors
-        marked = now.objects if states_too else anchors.inner
         classes = classes_of(self._owner, now)
         self.baseline = Baseline(
             digests={
@@ -282,7 +266,6 @@ class Discovery:
             forms=now.forms(),
             members=members_of(anchors),
             drivers=drivers_of(anchors),
-            states={path: now.mark_of_state(part) for path, part in marked.items()},
             pieces={
                 path: {name: now.mark(tensor.detach()) for name, tensor in pieces_of(net).items()}
                 for path, net in now.odd_networks()
@@ -303,8 +286,6 @@ class Discovery:
         self._last = now = self._look()
         base.classes = classes_of(self._owner, now)
         base.marks = marks_of(now, base.classes)
-        for name, part in base.late_in(now).items():
-            base.late[name] = now.mark_of_state(part)
         for name, table in now.walk.codes.items():
             for key, code in table.items():
                 if code == HOLE:
@@ -354,25 +335,23 @@ class Discovery:
             state = unchanged.capture()
             return state if state["objects"] or state["parameters"] else {}
         base, now = self.baseline, self._look()
-        anchors, late = now.anchors, {}
-        if not self._is_strict:
-            late = base.late_in(now)
-        objects = {p: _state_of(p, o) for p, o in anchors.objects.items() if p not in late}
+        anchors = now.anchors
+        objects = {p: _state_of(p, o) for p, o in anchors.objects.items()}
         inner = {p: _state_of(p, o) for p, o in anchors.inner.items() if p in base.inner}
         states = objects | inner
         covers = coverages(now.objects, states, own, now.mark_of_content)
-        values, lost = self._changed_values(now, covers, late)
+        values, lost = self._changed_values(now, covers)
         while not lost.keys() <= now.anchors.rules.lost:
             # What else refers to their members is saved on its own.
             now = self._look(lost=lost)
-            values, more = self._changed_values(now, covers, late)
+            values, more = self._changed_values(now, covers)
             lost = dict(sorted((lost | more).items()))
         self._last = now
         lost |= self._unlinked
         misfits = self._misfits(now) if self._is_strict else {}
-        for path, part in late.items():
-            if now.mark_of_state(part) != base.late.get(path):
-                lost[as_written(path, anchors.objects)] = reasons.LATE
+        stray = (anchors.loose.keys() - base.tops) | (anchors.inner.keys() - base.inner)
+        stray = set() if self._is_strict else stray
+        lost |= {as_written(path, anchors.objects): reasons.LATE for path in stray}
         if self._is_data:
             lost |= self._oversized.losses(large_members(self._owner) - self._unsaved)
             self._oversized.note(values.get("", {}))
@@ -380,17 +359,16 @@ class Discovery:
             named = lost_since(base.marks, marks_of(now, base.classes))
             lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
         self._named.report(lost, misfits)
-        left_out = partial(self._left_out, now, covers)
         members = members_of(anchors)
         return {
-            "objects": objects if own is None else left_out(objects),
-            "inner": left_out(inner),
+            "objects": objects,
+            "inner": inner,
             "kinds": {path: kind_of(part) for path, part in anchors.objects.items()},
             "members": members,
             "built": built_differently(base.members, members),
             "drivers": drivers_of(anchors),
             "omitted": self._omitted(now, states),
-            "parameters": {n: p.detach() for n, p in anchors.loose.items() if n not in late},
+            "parameters": {n: p.detach() for n, p in anchors.loose.items() if n not in stray},
             "flags": flags_of(anchors),
             "grads": grads_of(anchors),
             "forms": {n: form for n, form in now.forms().items() if form != base.forms.get(n)},
@@ -400,23 +378,12 @@ class Discovery:
             "is_partial": own is not None or not self._is_strict,
         }
 
-    def _left_out(
-        self, now: Snapshot, covers: Mapping[str, Coverage], states: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the states that training has changed and that no other state contains."""
-        before = self._require_baseline().states
-        return {
-            path: state
-            for path, state in states.items()
-            if not contains(covers, path, state) and now.mark_of_content(state) != before.get(path)
-        }
-
     def _changed_values(
-        self, now: Snapshot, covers: Mapping[str, Coverage], late: Collection[str]
+        self, now: Snapshot, covers: Mapping[str, Coverage]
     ) -> tuple[Codes, dict[str, str]]:
         """Return the codes of changed values, and what is too large or of an unknown class."""
         codes, base = now.walk.codes, self._require_baseline()
-        changed = self._find_changes(now, late)
+        changed = self._find_changes(now)
         covered = self._find_covered(now, covers, [place for _, place in changed])
         types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
         odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
@@ -449,15 +416,11 @@ class Discovery:
         ]
         return Codes(values, tensors), dict(sorted(lost.items()))
 
-    def _find_changes(
-        self, now: Snapshot, late: Collection[str]
-    ) -> list[tuple[int, tuple[str, Any]]]:
+    def _find_changes(self, now: Snapshot) -> list[tuple[int, tuple[str, Any]]]:
         """Return the sizes of the values that training has changed, with holder and key."""
-        base, codes = self._require_baseline(), now.walk.codes
+        base = self._require_baseline()
         changed: list[tuple[int, tuple[str, Any]]] = []
         for name, table in now.digests().items():
-            if late and not {name, *_above(name)}.isdisjoint(late):
-                continue
             known = base.digests.get(name, {})
             # The state of an optimizer does not count as plain values, however it is saved.
             for key, (digest, size) in table.items():
@@ -468,8 +431,7 @@ class Discovery:
                 # What no longer counts is still there: a member of a data set that has grown.
                 gone = known.keys() - table.keys() - now.attributes_of(name).keys()
                 changed += [(0, (name, key)) for key in gone]
-        # What start events have made is made again, with all that refers to it.
-        return [each for each in changed if not late or not _leads_into(codes, *each[1], late)]
+        return changed
 
     def _find_covered(
         self, now: Snapshot, covers: Mapping[str, Coverage], changed: Iterable[tuple[str, Any]]
@@ -601,12 +563,6 @@ class Discovery:
             links=None if base is None else base.links,
             is_data=self._is_data,
         )
-
-
-def _leads_into(codes: Links, name: str, key: Any, paths: Collection[str]) -> bool:
-    """Return whether a value refers to one of some paths, or to something below it."""
-    names = names_in(codes.get(name, {}).get(key))
-    return any(not {each, *_above(each)}.isdisjoint(paths) for each in names)
 
 
 def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the values that refer to others by name, to link them again once those were replaced.
+"""Reads codes: finds the values that refer to others by name, and those of users' classes.
 
 A ``load_state_dict`` may replace a tensor, a list or a dict that somebody else holds as well. What
 ``setup`` made of references is therefore made again after everything is loaded.
@@ -61,6 +61,19 @@ def names_in(code: Any) -> set[str]:
         is_flat = _NESTED.isdisjoint(map(type, chain.from_iterable(held)))
         level = [] if is_flat else [x for x in chain.from_iterable(held) if type(x) in _NESTED]
     return names
+
+
+def types_in(code: Any) -> Iterator[str]:
+    """Yield the names of the classes in a code."""
+    waiting = [code]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            if each.get(TAG) in ("object", "enum", "flag", "tuple"):
+                yield each["type"]
+            waiting += each.values()
+        elif type(each) in (list, tuple):
+            waiting += each
 
 
 def _references(code: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,6 +28,14 @@ Members: TypeAlias = list[list[str]]
 
 TABLES = ("param_groups", "state")
 """The attributes in which an optimizer keeps settings and moments."""
+
+TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
+"""Objects that weights do without, and that an evaluation may lack."""
+
+FINE_TUNING = (
+    " To fine-tune with other sizes, in a run with another save_name, build it as it was, call "
+    "helios.load_weights() in setup(), replace the layer then, and create optimizers after that."
+)
 
 _SHOWN = 6
 
@@ -134,7 +143,6 @@ def arrange(
     unfit: dict[str, str] | None = None,
     *,
     is_loaded_next: bool = False,
-    loaded: Collection[str] = (),
 ) -> None:
     """Bring the parameters of optimizers into the saved groups and order.
 
@@ -143,7 +151,6 @@ def arrange(
         state: the saved state.
         unfit: what is passed over, by path; receives more, with the reason, instead of an error.
         is_loaded_next: whether user code is to load optimizers, which may add groups itself.
-        loaded: paths of optimizers that user code may have loaded, by position.
 
     Raises:
         StateError: if an optimizer has other parameters; then nothing is changed.
@@ -158,8 +165,6 @@ def arrange(
         with collecting(unfit, path):
             plan = _plan(path, part, [saved, state["built"].get(path, saved)], tensors)
             groups = [group["params"] for group in part.param_groups]
-            if path in loaded and list(map(_ids, groups)) != list(map(_ids, plan)):
-                _refuse(path, part, saved, tensors)
             if not is_loaded_next or _keys(groups) == _keys(plan):
                 _check_functions(path, part, plan, anchors)
                 plans[path] = plan
@@ -221,6 +226,30 @@ def _regroup(optimizer: Optimizer, plan: list[list[Tensor]]) -> None:
         if names:
             group["param_names"] = [names.get(id(tensor), "") for tensor in tensors]
     groups[:] = ordered
+
+
+def load_into(
+    path: str, part: Any, state: dict[str, Any], absent: Mapping[str, Any] | None = None
+) -> None:
+    """Load the state of an object.
+
+    Args:
+        path: its path.
+        part: the object.
+        state: its state.
+        absent: what the state of a network lacks; see :func:`load_network`.
+
+    Raises:
+        StateError: if ``load_state_dict`` fails.
+    """
+    try:
+        load_state(part, state, absent)
+    except Exception as error:
+        fine_tuning = FINE_TUNING if isinstance(part, nn.Module) else ""
+        raise StateError(
+            f"{path} ({type(part).__name__}) rejected its saved state: {error} Build it in setup() "
+            f"as it was when the state was saved.{fine_tuning}"
+        ) from error
 
 
 def load_state(part: Any, state: dict[str, Any], absent: Mapping[str, Any] | None) -> None:
@@ -330,12 +359,8 @@ def _typed(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-def _ids(group: Iterable[Tensor]) -> list[int]:
-    return [*map(id, group)]
-
-
 def _keys(groups: Iterable[Iterable[Tensor]]) -> list[list[int]]:
-    return sorted(sorted(_ids(group)) for group in groups)
+    return sorted(sorted(map(id, group)) for group in groups)
 
 
 def _some(names: list[str]) -> str:
@@ -354,8 +379,7 @@ def _refuse(path: str, part: Optimizer, known: Members, tensors: Mapping[str, Te
         f"Saved, but not in it now: {_some(missing) or 'nothing'}. In it now, but not saved: "
         f"{_some(left_over) or 'nothing'}."
         if missing or left_over
-        else f"The saved groups were {known}, and the same parameters are in other groups now, or "
-        "in another order."
+        else f"The saved groups were {known}, and the same parameters are in other groups now."
     )
     raise StateError(
         f"{path} must have the parameters that it had when the state was saved, since its state "

@@ -132,7 +132,7 @@ class Owners:
         """Record what the owners hold right after setup."""
         with self._round() as share:
             for name, found in self._found.items():
-                found.take_baseline(states_too=self._owners[name].has_own_state)
+                found.take_baseline()
                 share(name)
 
     def begin_training(self) -> None:

@@ -6,25 +6,33 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
+from types import MethodType
 from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Rules, as_written, each_named, name_of_group, path_of
-from helios.state.holders import GONE, set_values, without_declared
 from helios.state.links import Links, links_in, names_in, severed
-from helios.state.loading import TRAINING_ONLY, check_sizes, load_into
-from helios.state.networks import fill, load_flags, load_grads, pieces_of
-from helios.state.optimizers import Tables, arrange, collecting
+from helios.state.networks import Network, fill, is_odd, load_flags, load_grads, pieces_of
+from helios.state.optimizers import (
+    FINE_TUNING,
+    TRAINING_ONLY,
+    Tables,
+    arrange,
+    collecting,
+    load_into,
+)
 from helios.state.snapshot import Snapshot, form_of, kind_of
-from helios.state.walk import PARTS, Walk
+from helios.state.walk import GONE, PARTS, Walk
 from helios.storage.building import Builder
-from helios.storage.codes import HOLE
+from helios.storage.codes import HOLE, TAG, path_to
+from helios.storage.plain_objects import delete_attribute, refill, set_attribute, table_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -98,7 +106,7 @@ class Restoring:
     def _put_back(self, prepared: Prepared) -> None:
         """Undo that the owner's own ``load_state_dict`` has assigned other tensors and tables."""
         prepared.tables.put_back()
-        optimizers = self._look().anchors.of_kind(torch.optim.Optimizer).values()
+        optimizers = self._look().anchors.of_kind(Optimizer).values()
         moved = {id(tensor) for part in optimizers for tensor in parameters_of(part)}
         _put_back(
             prepared.registered, lambda now, tensor: id(now) not in moved and id(tensor) in moved
@@ -125,9 +133,7 @@ class Restoring:
         if is_inference:
             self._warn_of_untrained(now.anchors.objects, state["objects"])
             unfit = self.unrestored = self._find_unfit(now, state)
-        states = {**state["objects"], **state["inner"]}
-        by_owner = () if prepared is None else now.objects.keys() - states.keys()
-        arrange(now.anchors, state, unfit, loaded=by_owner)
+        arrange(now.anchors, state, unfit)
         self._load(now, state, unfit)
         now = self._look()
         if is_inference or self._is_data:
@@ -196,7 +202,7 @@ class Restoring:
 
     def _values_to_set(self, state: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
         """Return the codes of values, without those that are declared by now."""
-        leave_out = partial(without_declared, is_declared=self._rules.is_declared)
+        leave_out = partial(_without_declared, is_declared=self._rules.is_declared)
         return {
             name: {
                 key: leave_out(path_of(name, key), code) if self._rules.unsaved else code
@@ -228,7 +234,7 @@ class Restoring:
             if isinstance(part, TRAINING_ONLY):
                 _check_kind(path, part, state)
             elif isinstance(part, nn.Module) and path in states:
-                check_sizes(path, part, states[path], state["forms"])
+                _check_sizes(path, part, states[path], state["forms"])
         present = {*anchors.objects, *anchors.loose}
         saved = {*state["objects"], *state["parameters"]}
         lacking = state["inner"].keys() - anchors.inner.keys() - present
@@ -339,6 +345,22 @@ def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
         )
 
 
+def _check_sizes(
+    path: str, module: nn.Module, state: Mapping[str, Any], forms: Mapping[str, Any]
+) -> None:
+    """Refuse tensors of other sizes, unless user code loads them, or ``forms`` come first."""
+    network = Network(module)
+    for name, tensor in {} if is_odd(network) else pieces_of(network).items():
+        saved = state.get(name)
+        is_same = not isinstance(saved, Tensor) or saved.shape == tensor.shape
+        if not is_same and f"{path}.{name}" not in forms:
+            raise StateError(
+                f"{path} ({type(module).__name__}) rejected its saved state: size mismatch for "
+                f"{name}: {tuple(state[name].shape)} was saved, and it is {tuple(tensor.shape)} "
+                f"now. Build it in setup() as it was when the state was saved.{FINE_TUNING}"
+            )
+
+
 def made_by_loading(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what does not exist before objects have loaded their states, by name."""
     made: dict[str, Any] = {
@@ -403,3 +425,61 @@ def _restore_omitted(anchors: Anchors, omitted: Mapping[str, Any]) -> None:
                     "no such part now. Build it in setup() as it was when the state was saved."
                 )
             fill(f"{path}.{name}", pieces[name], saved)
+
+
+# ---- values
+
+
+def set_values(walk: Walk, values: Mapping[str, Mapping[Any, Any]], builder: Builder) -> None:
+    """Set what was saved, attribute by attribute.
+
+    Args:
+        walk: what is there now.
+        values: codes by holder and key.
+        builder: builds their values.
+    """
+    for name, table in values.items():
+        holder = walk.holders.get(name)
+        holder = walk.find(name) if holder is None else holder
+        for key, code in table.items():
+            if key == PARTS or code == HOLE:
+                continue
+            if code == GONE:
+                delete_attribute(holder, key)
+            else:
+                _set(holder, key, builder.build(path_of(name, key), code))
+
+
+def _set(holder: Any, key: Any, value: Any) -> None:
+    """Set what a holder has under a key, without running a method of its class."""
+    table = table_of(holder)
+    if isinstance(holder, nn.Module):
+        buffers = table.get("_buffers", {})
+        (buffers if key in buffers else table)[key] = value
+    elif isinstance(holder, Optimizer) and key == "state":
+        refill(holder.state, list(value.items()))
+    elif isinstance(holder, Optimizer) and key == "param_groups":
+        for group, saved in zip(holder.param_groups, value, strict=True):
+            refill(group, list(saved.items()))
+    elif type(holder) is partial and key in ("func", "args", "keywords"):
+        called = {"func": holder.func, "args": holder.args, "keywords": holder.keywords}
+        holder.__setstate__((*(called | {key: value}).values(), table))  # type: ignore[attr-defined]
+    elif isinstance(holder, Tensor) or key in table or not isinstance(holder, MethodType):
+        # What a method is bound to was filled in place.
+        set_attribute(holder, key, value)
+
+
+def _without_declared(path: str, code: Any, is_declared: Callable[[str], bool]) -> Any:
+    """Return a code in which members that are declared as unsaved by now are left as they are."""
+    if type(code) is not dict:
+        return code
+    held = code["fields"] if code.get(TAG) == "object" else code
+    if TAG in held:
+        return code
+    members = {
+        key: HOLE
+        if is_declared(path_to(path, key))
+        else _without_declared(path_to(path, key), each, is_declared)
+        for key, each in held.items()
+    }
+    return members if held is code else code | {"fields": members}

@@ -14,7 +14,7 @@ from helios.core.sharded_tensors import is_sharded
 from helios.core.wrappers import class_of, unwrap
 from helios.state.anchors import Anchors, Rules, path_of
 from helios.state.digests import Identities, digest_of, mark_of
-from helios.state.networks import Network, is_odd, pieces_of, state_of
+from helios.state.networks import Network, is_odd, pieces_of
 from helios.state.walk import PARTS, Walk
 from helios.storage.plain_objects import attributes_of
 
@@ -84,15 +84,6 @@ class Snapshot:
                 if not isinstance(part, dict | list | Tensor)
             }
         return mark_of(value, self._identities, self._names_of_objects)
-
-    def mark_of_state(self, part: Any) -> bytes:
-        """Return the mark of an object's state; empty if it cannot return one yet."""
-        if isinstance(part, Tensor):
-            return self.mark(part.detach())
-        try:
-            return self.mark_of_content(state_of(part))
-        except Exception:  # user code, which may need a first step
-            return b""
 
     @property
     def objects(self) -> dict[str, Any]:

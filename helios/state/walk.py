@@ -27,6 +27,9 @@ from helios.storage.plain_objects import attributes_of, is_plain_object, table_o
 PARTS: Final = "<parts>"
 """The key of a module under which the names of its parts stand."""
 
+GONE: Final[dict[str, Any]] = {TAG: "gone"}
+"""The code of an attribute that training has deleted."""
+
 _OF_OTHERS = (
     *("_dynamo", "_fsdp", "_inductor", "_aot", "_is_param", "_helios", "cls_to_become"),
     "gauss_next",

@@ -189,7 +189,7 @@ def tensors_keep_the_form_that_setup_gave_them(restore_parts, anchors, state):
 
 
 @fault(
-    "helios.state.holders:set_values",
+    "helios.state.restoring:set_values",
     "tests/state/test_changes.py::test_every_plain_kind_comes_back_through_a_file",
 )
 def plain_values_are_not_restored(set_values, *args):
