@@ -153,10 +153,7 @@ class Rules:
 
     def is_declared(self, path: str) -> bool:
         """Return whether a path, or one above it, is declared as unsaved."""
-        if not self.unsaved:
-            return False
-        ends = [end for end, mark in enumerate(path) if mark == "."]
-        return not self.unsaved.isdisjoint([path, *(path[:end] for end in ends)])
+        return bool(self.unsaved) and not self.unsaved.isdisjoint((path, *above(path)))
 
     def members_of(self, owner: object) -> list[tuple[str, Any]]:
         """Return the attributes of the owner that count, in the order of their names."""
@@ -179,6 +176,11 @@ def has_state(value: object) -> bool:
 def path_of(parent: str, key: Any) -> str:
     """Return the path of a member, as in messages."""
     return f"{parent}.{key}" if parent else str(key)
+
+
+def above(path: str) -> Iterator[str]:
+    """Yield the paths above a path."""
+    return (path[:end] for end, mark in enumerate(path) if mark in ".[")
 
 
 def as_written(path: str, objects: Mapping[str, object]) -> str:

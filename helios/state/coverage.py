@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from helios.core.memory import storage_of
-from helios.state.values import ATOMS
+from helios.state.networks import size_of, sizes_by_storage
+from helios.state.values import ATOMS, parts_of
 
 _EXTRA = "_extra_state"
 
@@ -34,7 +35,7 @@ class Coverage:
             key: the attribute.
             attributes: all attributes of the object.
         """
-        value = attributes.get(key)
+        value: Any = attributes.get(key)
         table = self._state if isinstance(self._state, dict) else {}
         # An equal value under another key, or that of another attribute, may be a coincidence.
         public = key.lstrip("_") if isinstance(key, str) else key
@@ -42,31 +43,18 @@ class Coverage:
         known = [table[name] for name in names if name in table]
         if type(value) in ATOMS:
             return any(each is value for each in known)
-        if self._has_tensor(value):
+        home = storage_of(value) if isinstance(value, Tensor) else 0
+        if id(value) in self._ids or (home and size_of(value) <= self._sizes[home]):
             return True
-        return id(value) in self._parts or any(
-            self._mark(each) == self._mark(value) for each in known
-        )
+        return any(self._mark(each) == self._mark(value) for each in known)
 
     @cached_property
-    def _parts(self) -> dict[int, Any]:
-        return {id(part): part for part in _parts_of(self._state)}
-
-    def _has_tensor(self, value: Any) -> bool:
-        """Return whether a value is a tensor of which the state has all elements."""
-        if not isinstance(value, Tensor) or not storage_of(value):
-            return False
-        # A slice does not contain the whole tensor that it was taken from.
-        return value.nbytes <= self._sizes.get(storage_of(value), 0)
+    def _ids(self) -> set[int]:
+        return {id(part) for part in parts_of(self._state)}
 
     @cached_property
-    def _sizes(self) -> dict[int, int]:
-        """The bytes that the tensors of the state have of each storage."""
-        found = Counter[int]()
-        for part in self._parts.values():
-            if isinstance(part, Tensor) and storage_of(part):
-                found[storage_of(part)] += part.nbytes
-        return found
+    def _sizes(self) -> Counter[int]:
+        return sizes_by_storage(self._state)
 
 
 def coverages(
@@ -93,19 +81,3 @@ def coverages(
                 place = f"{path}.{name.removesuffix(_EXTRA)}".rstrip(".")
                 found[place] = Coverage(state[name], mark)
     return found
-
-
-def _parts_of(value: Any) -> Iterator[Any]:
-    """Yield every object in a state."""
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        if type(part) in ATOMS or id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        if isinstance(part, dict):
-            waiting += part.values()
-        elif isinstance(part, list | tuple) and not ATOMS.issuperset(map(type, part)):
-            waiting += part

@@ -21,12 +21,12 @@ from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.state import reasons
-from helios.state.anchors import Anchors, Outside, References, Rules, as_written, path_of
+from helios.state.anchors import Anchors, Outside, References, Rules, above, as_written, path_of
 from helios.state.coverage import Coverage, coverages
-from helios.state.data_members import OversizedMembers, large_members
+from helios.state.data_members import large_members
 from helios.state.digests import Identities, digest_of
 from helios.state.links import Links, links_in, names_in, types_in
-from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
+from helios.state.named import Marks, classes_of, lost_since, marks_of, report
 from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
 from helios.state.optimizers import (
     TABLES,
@@ -149,8 +149,8 @@ class Discovery:
         self.baseline: Baseline | None = None
         self.unrestored: dict[str, str] = {}
         self._unlinked: dict[str, str] = {}
-        self._named = Named(name)
-        self._oversized = OversizedMembers()
+        self._named: set[str] = set()
+        self._saved_members: set[str] = set()
         self._last: Snapshot | None = None
         self._prepared: Prepared | None = None
         self._keeps_last = False
@@ -294,8 +294,8 @@ class Discovery:
     def note_named(self, places: Iterable[str]) -> None:
         """Treat paths as already reported to the user in this start."""
         places = set(places)
-        self._named.known |= places
-        self._oversized.note(places)
+        self._named |= places
+        self._saved_members |= {place.partition(".")[0] for place in places}
 
     def _require_baseline(self) -> Baseline:
         if self.baseline is None:
@@ -330,7 +330,7 @@ class Discovery:
         """
         if self.baseline is None:
             unchanged = copy.copy(self)
-            vars(unchanged)["_named"] = Named(self._name)
+            vars(unchanged)["_named"] = set()
             unchanged.take_baseline()
             state = unchanged.capture()
             return state if state["objects"] or state["parameters"] else {}
@@ -353,12 +353,14 @@ class Discovery:
         stray = set() if self._is_strict else stray
         lost |= {as_written(path, anchors.objects): reasons.LATE for path in stray}
         if self._is_data:
-            lost |= self._oversized.losses(large_members(self._owner) - self._unsaved)
-            self._oversized.note(values.get("", {}))
+            grown = self._saved_members & (large_members(self._owner) - self._unsaved)
+            lost |= dict.fromkeys(sorted(grown), reasons.GROWN)
+            self._saved_members |= values.get("", {}).keys()
         else:
             named = lost_since(base.marks, marks_of(now, base.classes))
             lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
-        self._named.report(lost, misfits)
+        lost |= {p: reasons.MISFIT.format(t and f"{t}: ") for p, t in misfits.items()}
+        report(self._name, lost, self._named)
         members = members_of(anchors)
         return {
             "objects": objects,
@@ -373,7 +375,7 @@ class Discovery:
             "grads": grads_of(anchors),
             "forms": {n: form for n, form in now.forms().items() if form != base.forms.get(n)},
             "values": values,
-            "missing": lost | Named.reasons_of(misfits),
+            "missing": lost,
             "misfits": misfits if own is None else {},
             "is_partial": own is not None or not self._is_strict,
         }
@@ -385,7 +387,8 @@ class Discovery:
         codes, base = now.walk.codes, self._require_baseline()
         changed = self._find_changes(now)
         covered = self._find_covered(now, covers, [place for _, place in changed])
-        types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
+        known = (kind for kind in (*base.types, *self.safe_types) if isinstance(kind, type))
+        types = set(map(type_name, known))
         odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
         lost: dict[str, str] = {}
         total, chosen = 0, set[tuple[str, Any]]()
@@ -411,7 +414,7 @@ class Discovery:
         tensors = [
             each
             for path, held in now.walk.tensors.items()
-            if not paths.isdisjoint((path, *_above(path)))
+            if not paths.isdisjoint((path, *above(path)))
             for each in held
         ]
         return Codes(values, tensors), dict(sorted(lost.items()))
@@ -454,9 +457,6 @@ class Discovery:
             covered -= {place for place in covered if _leads_to(path_of(*place), wanted)}
         return covered
 
-    def _safe_types(self) -> list[type]:
-        return [kind for kind in self.safe_types if isinstance(kind, type)]
-
     def _misfits(self, now: Snapshot) -> dict[str, str]:
         """Return what no resume can rebuild, by path, with what differs from setup."""
         base, anchors = self._require_baseline(), now.anchors
@@ -465,7 +465,7 @@ class Discovery:
         changed = {**before, **kinds} if before != kinds else ()
         for name in sorted(changed):
             was, found = before.get(name, "nothing"), kinds.get(name, "nothing")
-            if was and found and was != found and not any(map(misfits.__contains__, _above(name))):
+            if was and found and was != found and not any(map(misfits.__contains__, above(name))):
                 misfits.setdefault(name, f"{was} after setup, {found} now")
         for path in _strangers(now):
             if before.get(path, "nothing") == kinds.get(path):
@@ -546,7 +546,7 @@ class Discovery:
         self.unrestored, self._unlinked = restoring.unrestored, restoring.unlinked
         if is_inference or self.baseline is None:
             return
-        self._oversized.note(state["values"].get("", {}))
+        self._saved_members |= state["values"].get("", {}).keys()
         if _TRAINED.knows(self._owner):
             # setup() may have found what that training has left. A new process would not have it.
             self.baseline.mark_as_changed(state)
@@ -558,7 +558,7 @@ class Discovery:
             name=self._name,
             exclude=self._exclude,
             unsaved=self._unsaved,
-            types=[*(() if base is None else base.types), *self._safe_types()],
+            types=[*(() if base is None else base.types), *self.safe_types],
             of_setup={} if base is None else {name: refer() for _, refer, name in base.references},
             links=None if base is None else base.links,
             is_data=self._is_data,
@@ -567,7 +567,7 @@ class Discovery:
 
 def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> bool:
     """Return whether the state of an object holds the attribute that a path leads into."""
-    for name in ("", *_above(path)):
+    for name in ("", *above(path)):
         key = path[len(name) :].lstrip(".").partition(".")[0]
         if name in covers and covers[name].has(key, now.attributes_of(name)):
             return True
@@ -577,11 +577,6 @@ def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> boo
 def _leads_to(path: str, names: Iterable[str]) -> bool:
     """Return whether one of the names is a path, or below it."""
     return any(name == path or name.startswith(f"{path}.") for name in names)
-
-
-def _above(name: str) -> Iterator[str]:
-    """Yield the paths above a path."""
-    return (name[:end] for end, mark in enumerate(name) if mark in ".[")
 
 
 def _strangers(now: Snapshot) -> Iterator[str]:

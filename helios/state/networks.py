@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from helios.core.memory import storage_of
 from helios.core.sharded_tensors import cut_like, is_sharded
 from helios.core.wrappers import BareNames, bare_state_dict, class_of
 from helios.errors import StateError
-from helios.state.values import each_in, elements_of
-from helios.storage.plain_objects import attributes_of, table_of
+from helios.state.values import parts_of
+from helios.storage.plain_objects import attributes_of, by_class, table_of
 
 
 class NamedTensor(NamedTuple):
@@ -123,10 +123,10 @@ _HOUSE = (
 
 def is_of_the_house(value: object) -> bool:
     """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
-    return _is_class_of_the_house(cast("Hashable", type(value)))
+    return _is_class_of_the_house(type(value))
 
 
-@cache
+@by_class
 def _is_class_of_the_house(kind: Any) -> bool:
     return any(base.__module__.startswith(_HOUSE) for base in kind.__mro__)
 
@@ -166,17 +166,12 @@ _HOOKS_OF_TENSORS = tuple(name for name in dir(Tensor) if name.endswith("_hooks"
 def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
     """Return the hooks of user code on a module, an optimizer or a tensor, by table."""
     if isinstance(part, Tensor):
-        found = {name: held for name in _HOOKS_OF_TENSORS if (held := getattr(part, name))}
+        found = {name: getattr(part, name) for name in _HOOKS_OF_TENSORS}
     else:
         table = table_of(part)
-        is_optimizer = isinstance(part, Optimizer)
-        names = _HOOKS if isinstance(part, nn.Module) else ()
-        names = hook_tables_of_optimizers() if is_optimizer else names
-        if not any(map(table.get, names)):
-            return {}
+        of_optimizer = hook_tables_of_optimizers() if isinstance(part, Optimizer) else ()
+        names = _HOOKS if isinstance(part, nn.Module) else of_optimizer
         found = {name: table[name] for name in names if table.get(name)}
-    if not found:
-        return {}
     own = {
         name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
         for name, hooks in found.items()
@@ -284,18 +279,32 @@ def lacking_in(network: Network, state: Mapping[str, Any]) -> tuple[dict[str, Te
     """
     pieces, is_translated = pieces_of(network), _is_translated(network)
     extras = {f"{place}._extra_state".lstrip(".") for place, _ in network.modules}
-    sizes = Counter[int]()
-    for part in each_in(state, elements_of):
-        if isinstance(part, Tensor):
-            # A slice does not contain the whole tensor that it was taken from.
-            sizes[storage_of(part)] += part.numel()
+    sizes = sizes_by_storage(state)
     lacked = {
         name: tensor
         for name, tensor in pieces.items()
         if not (is_translated or name in state)
-        or (not is_sharded(tensor) and sizes[storage_of(tensor)] < tensor.numel())
+        or (not is_sharded(tensor) and sizes[storage_of(tensor)] < size_of(tensor))
     }
     return lacked, sorted(state.keys() - pieces.keys() - extras)
+
+
+def sizes_by_storage(state: Any) -> Counter[int]:
+    """Return the bytes that the tensors in a state have of each storage, by address.
+
+    A slice does not contain the whole tensor that it was taken from.
+    """
+    sizes = Counter[int]()
+    for part in parts_of(state):
+        if isinstance(part, Tensor):
+            sizes[storage_of(part)] += size_of(part)
+    return sizes
+
+
+def size_of(tensor: Tensor) -> int:
+    """Return the bytes of all elements."""
+    # Sparse ones have no ``nbytes``.
+    return tensor.numel() * tensor.element_size()
 
 
 def _is_translated(network: Network) -> bool:
@@ -340,17 +349,15 @@ def tensors_by_network(anchors: Any) -> dict[str, dict[str, Tensor]]:
 
 def flags_of(anchors: Any) -> dict[str, dict[str, list[str]]]:
     """Return the names of frozen parameters and of submodules in evaluation mode."""
-    networks = anchors.of_kind(nn.Module, with_inner=True)
-    return {
-        path: {
-            "frozen": [n for n, t in table.items() if path and not t.requires_grad]
-            or [n for n, t in anchors.loose.items() if not path and not t.requires_grad],
-            "eval": [n for n, part in anchors.network(networks[path]).modules if not part.training]
-            if path
-            else [],
+    networks, found = anchors.of_kind(nn.Module, with_inner=True), {}
+    for path, table in tensors_by_network(anchors).items():
+        parameters = table if path else anchors.loose
+        modules = anchors.network(networks[path]).modules if path else ()
+        found[path] = {
+            "frozen": [name for name, each in parameters.items() if not each.requires_grad],
+            "eval": [name for name, part in modules if not part.training],
         }
-        for path, table in tensors_by_network(anchors).items()
-    }
+    return found
 
 
 def _by_place(anchors: Any) -> dict[tuple[str, str], Tensor]:

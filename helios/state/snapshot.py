@@ -18,8 +18,6 @@ from helios.state.networks import Network, is_odd, pieces_of
 from helios.state.walk import PARTS, Walk
 from helios.storage.plain_objects import attributes_of
 
-_PLAINEST = frozenset((int, bool, type(None)))
-
 Form = list[Any]
 """The type, the shape and the strides of a tensor."""
 
@@ -53,12 +51,7 @@ class Snapshot:
         """Return the digest and the size of each value, by holder and key."""
         return {
             name: {
-                # Most modules hold nothing else.
-                key: ((kind, code), 8)
-                if (kind := type(code)) in _PLAINEST
-                else (_order_of(code), 0)
-                if key == PARTS
-                else digest_of(code)
+                key: (_order_of(code), 0) if key == PARTS else digest_of(code)
                 for key, code in table.items()
             }
             for name, table in self.walk.codes.items()

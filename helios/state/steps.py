@@ -21,7 +21,7 @@ from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import version_of
 from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings
-from helios.state.anchors import path_of
+from helios.state.anchors import above, path_of
 from helios.state.named import class_marks
 from helios.state.networks import name_tensors, state_of
 from helios.state.walk import PARTS
@@ -64,7 +64,7 @@ class StepWatch:
             if before.get(path) != after.get(path)
         }
         # The path of an attribute is more precise than that of its object.
-        return sorted(found - {path[:e] for path in found for e, m in enumerate(path) if m == "."})
+        return sorted(found - {holder for path in found for holder in above(path)})
 
     def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return marks of values, and of what updates move, by path."""
@@ -89,16 +89,12 @@ class StepWatch:
                 if key not in buffers and key != PARTS:
                     target[path_of(name, key)] = digest
                 elif key == PARTS:
-                    target[name or PARTS] = digest_without_buffers(walk.codes[name][PARTS])
+                    target[name or PARTS] = repr(walk.codes[name][PARTS][:2])
         for name, (part, _) in walk.opaque.items():
             # The position of an iterator is unknown: it would differ at every comparison.
             if not isinstance(part, Iterator):
                 marks[name] = look.mark(part)
         return marks, moved
-
-
-def digest_without_buffers(parts: Any) -> str:
-    return repr(parts[:2])
 
 
 def _parameters(anchors: Any) -> Iterator[tuple[str, Tensor]]:
@@ -302,7 +298,6 @@ class TurnWatch:
         owners: the attributes of all others.
         note: receives the findings and the hook that made them.
         reads_weights: whether to notice writes to ``parameter.data`` too.
-        sees_unsaved: whether to notice changes of what is declared as unsaved.
     """
 
     def __init__(
@@ -312,11 +307,10 @@ class TurnWatch:
         note: Callable[..., None],
         *,
         reads_weights: bool,
-        sees_unsaved: bool = False,
     ) -> None:
         self._note = note
-        self._watch = discovery.watch(reads_weights=reads_weights, sees_unsaved=sees_unsaved)
-        self._others = owners.watch(sees_unsaved=sees_unsaved)
+        self._watch = discovery.watch(reads_weights=reads_weights)
+        self._others = owners.watch()
 
     def conclude(self, hook: str = STEP, *, is_manual: bool = False) -> None:
         """Record what has changed since the last call, and who did it.

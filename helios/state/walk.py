@@ -200,7 +200,7 @@ class Walk(Coder):
         if has_state(value) and not isinstance(value, Tensor):
             return self._stateful(path, value)
         if is_generator(value):
-            return self._generator_with_attributes(path, value)
+            return self._with_attributes(path, value)
         is_tuple = isinstance(value, tuple) and getattr(type(value), "_fields", None) is not None
         if isinstance(value, Tensor) or is_tuple or is_plain_object(type(value)):
             return super().code_other(path, value)
@@ -230,14 +230,8 @@ class Walk(Coder):
             if (is_dense(part) if isinstance(part, Tensor) else isinstance(part, np.ndarray))
         }
 
-    def _generator_with_attributes(self, path: str, value: Any) -> Any:
+    def _with_attributes(self, path: str, value: Any) -> Any:
         code = super().code_other(path, value)
-        if code[TAG] != "ref" and (own := _own_attributes(value)):
-            self._queue.append((path, value, own))
-        return code
-
-    def _tensor_with_attributes(self, path: str, value: Any) -> Any:
-        code = self._tensor(path, value)
         if code[TAG] != "ref" and (own := _own_attributes(value)):
             self._queue.append((path, value, own))
         return code
@@ -283,7 +277,7 @@ class Walk(Coder):
 
     makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
         **Coder.makers,
-        Tensor: _tensor_with_attributes,
+        Tensor: _with_attributes,
     }
 
 

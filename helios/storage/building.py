@@ -331,7 +331,7 @@ class Builder:
         view = self._views.get(name)
         if name in self._in_place and view is not None:
             begin = address_of(view.part) - view.code.get("offset", 0)
-            return memory_in((begin, begin + _length(view.code)), [view.part])
+            return memory_in((begin, begin + len(view.code["memory"])), [view.part])
         home = self._find(name)
         if not isinstance(home, Tensor | np.ndarray):
             raise StateError(f"{path} lies in the memory of {name}, which does not exist now.")
@@ -378,11 +378,6 @@ def _form(part: Tensor) -> tuple[Any, ...]:
     return part.dtype, part.shape, part.stride()
 
 
-def _length(code: Mapping[str, Any]) -> int:
-    memory = code.get("memory", "")
-    return len(memory)
-
-
 def _place(code: Mapping[str, Any]) -> list[str]:
     keys = (TAG, "dtype", "shape", "strides", "offset", "of", "read-only")
-    return [str(code.get(key)) for key in keys] + [str(_length(code))]
+    return [str(code.get(key)) for key in keys] + [str(len(code.get("memory", "")))]

@@ -62,7 +62,7 @@ def place(coder: Coder) -> None:
         if id(part) not in own and (not isinstance(part, Tensor) or has_plain_bytes(part))
     ]
     shared: set[int] = set()
-    if homes or any(may_share(view.part) for view in views):
+    if homes or any(isinstance(v.part, Tensor) or v.part.base is not None for v in views):
         spans = [span_of(part) for _, part in homes] + [span_of(view.part) for view in views]
         devices = [_device_of(part) for _, part in homes] + [_device_of(v.part) for v in views]
         for device in set(devices):
@@ -76,11 +76,6 @@ def place(coder: Coder) -> None:
         if number in shared or (isinstance(view.part, Tensor) and coder.keep_plain([view])):
             continue
         _place_alone(coder, view)
-
-
-def may_share(part: Any) -> bool:
-    """Return whether a tensor or array may use memory that something else uses as well."""
-    return isinstance(part, Tensor) or part.base is not None
 
 
 def overlapping(numbers: Sequence[int], spans: Sequence[Extent]) -> list[list[int]]:

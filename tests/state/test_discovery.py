@@ -122,7 +122,11 @@ def test_objects_that_came_or_went_after_setup_are_named_when_they_are_saved(
     discovery.capture()
     discovery.capture()
     assert len(said) == 1
-    for path in ("bias", "new (nothing after setup, Counter now)", "old (Counter after setup"):
+    for path in (
+        "bias (added",
+        "new (nothing after setup, Counter now",
+        "old (Counter after setup",
+    ):
         assert path in said[0]
 
 
