@@ -296,7 +296,7 @@ class Anchors:
 
     # ---- naming
 
-    def add(self, path: str, part: Any, *, is_inner: bool = False) -> str:
+    def add(self, path: str, part: Any, *, is_inner: bool = False, names_parts: bool = True) -> str:
         """Name an object with a state, and its parts; a wrapper has the name of what is inside."""
         inside = unwrap(part)
         name = self.names.get(id(inside))
@@ -307,7 +307,7 @@ class Anchors:
             self.parts[name] = part
             if isinstance(part, Optimizer):
                 self._add_tables(name, part)
-            if self.rules.tops is not None or is_inner:
+            if names_parts:
                 self.name_parts(name, part)
             if is_inner and isinstance(part, Optimizer):
                 self.name_updated(name, part)
@@ -381,13 +381,7 @@ class Anchors:
             return
         tops = self.rules.tops
         if tops is None or self.rules.known.get(id(unwrap(value))) in tops:
-            inside = unwrap(value)
-            if id(inside) not in self.names:
-                name = self.add_any(path, inside)
-                self.objects[name] = self.parts[name] = value
-                if isinstance(value, Optimizer):
-                    self._add_tables(name, value)
-            self.names[id(value)] = self.names[id(inside)]
+            self.add(path, value, names_parts=False)
         else:
             # It may be part of a network, and has a name once all networks have one.
             self._late.append((path, value))

@@ -27,7 +27,7 @@ from helios.state.data_members import large_members
 from helios.state.digests import Identities, digest_of
 from helios.state.links import Links, links_in, names_in, types_in
 from helios.state.named import Marks, classes_of, lost_since, marks_of, report
-from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
+from helios.state.networks import flags_of, grads_of, pieces_of, state_of
 from helios.state.optimizers import (
     TABLES,
     built_differently,
@@ -94,7 +94,7 @@ class Baseline:
             for key in table:
                 self.digests.setdefault(name, {})[key] = None
         for path, each in state["omitted"].items():
-            for name in each["values"]:
+            for name in each:
                 self.pieces.get(path, {}).pop(name, None)
 
 
@@ -467,9 +467,6 @@ class Discovery:
             was, found = before.get(name, "nothing"), kinds.get(name, "nothing")
             if was and found and was != found and not any(map(misfits.__contains__, above(name))):
                 misfits.setdefault(name, f"{was} after setup, {found} now")
-        for path in _strangers(now):
-            if before.get(path, "nothing") == kinds.get(path):
-                misfits.setdefault(path, f"another {kinds[path]} than that of setup")
         shown = " ".join(misfits.values())
         for path in base.tops ^ frozenset((*anchors.objects, *anchors.loose)):
             written = as_written(path, anchors.objects)
@@ -478,21 +475,21 @@ class Discovery:
         return misfits
 
     def _omitted(self, now: Snapshot, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what training changed of networks and their own ``state_dict`` leaves out."""
+        """Return what training changed of networks whose ``state_dict`` may leave it out."""
         omitted: dict[str, Any] = {}
         for path, network in now.odd_networks():
-            if path not in states:
-                continue
-            lacked, unknown = lacking_in(network, states[path])
             before = self._require_baseline().pieces.get(path, {})
             values = {
                 name: tensor.detach()
-                for name, tensor in lacked.items()
-                if is_sharded(tensor) or now.mark(tensor.detach()) != before.get(name)
+                for name, tensor in pieces_of(network).items()
+                if (
+                    name not in states.get(path, {})
+                    if is_sharded(tensor)
+                    else now.mark(tensor.detach()) != before.get(name)
+                )
             }
-            absent = sorted(name for name in lacked if name not in states[path])
-            if values or absent or unknown:
-                omitted[path] = {"values": values, "lacked": absent, "unknown": unknown}
+            if values and path in states:
+                omitted[path] = values
         return omitted
 
     # ---- restore
@@ -577,17 +574,6 @@ def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> boo
 def _leads_to(path: str, names: Iterable[str]) -> bool:
     """Return whether one of the names is a path, or below it."""
     return any(name == path or name.startswith(f"{path}.") for name in names)
-
-
-def _strangers(now: Snapshot) -> Iterator[str]:
-    """Yield the paths of modules and parameters that setup has not made."""
-    known = now.anchors.rules.known
-    for name, module in now.modules():
-        if id(module) not in known:
-            yield name
-        for key, part in vars(module)["_parameters"].items():
-            if part is not None and id(part) not in known:
-                yield path_of(name, key)
 
 
 def _state_of(path: str, part: Any) -> dict[str, Any]:

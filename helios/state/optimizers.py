@@ -228,22 +228,19 @@ def _regroup(optimizer: Optimizer, plan: list[list[Tensor]]) -> None:
     groups[:] = ordered
 
 
-def load_into(
-    path: str, part: Any, state: dict[str, Any], absent: Mapping[str, Any] | None = None
-) -> None:
+def load_into(path: str, part: Any, state: dict[str, Any]) -> None:
     """Load the state of an object.
 
     Args:
         path: its path.
         part: the object.
         state: its state.
-        absent: what the state of a network lacks; see :func:`load_network`.
 
     Raises:
         StateError: if ``load_state_dict`` fails.
     """
     try:
-        load_state(part, state, absent)
+        load_state(part, state)
     except Exception as error:
         fine_tuning = FINE_TUNING if isinstance(part, nn.Module) else ""
         raise StateError(
@@ -252,10 +249,10 @@ def load_into(
         ) from error
 
 
-def load_state(part: Any, state: dict[str, Any], absent: Mapping[str, Any] | None) -> None:
+def load_state(part: Any, state: dict[str, Any]) -> None:
     """Load the state of an object, which keeps no part of it: the state is not changed."""
     if isinstance(part, nn.Module):
-        load_network(part, state, absent)
+        load_network(part, state)
         return
     if isinstance(part, Optimizer):
         complete([part])

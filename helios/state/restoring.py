@@ -180,7 +180,7 @@ class Restoring:
                 is_network = isinstance(part, nn.Module)
                 registered = _registrations(now.anchors, part) if is_network else []
                 with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
-                    load_into(path, part, states[path], state["omitted"].get(path))
+                    load_into(path, part, states[path])
                 tables.put_back()
                 _put_back(registered)
         anchors = now.anchors
@@ -416,7 +416,7 @@ def _register(
 
 def _restore_omitted(anchors: Anchors, omitted: Mapping[str, Any]) -> None:
     for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
-        values = omitted.get(path, {"values": {}})["values"]
+        values = omitted.get(path, {})
         pieces = pieces_of(anchors.network(module)) if values else {}
         for name, saved in values.items():
             if name not in pieces:

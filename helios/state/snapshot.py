@@ -119,11 +119,18 @@ class Snapshot:
         found = {path: kind_of(part) for path, part in self.anchors.objects.items()}
         for name, module in self.modules():
             kind = class_of(module)
-            found[name] = "" if issubclass(kind, LazyModuleMixin) else kind.__name__
+            text = "" if issubclass(kind, LazyModuleMixin) else kind.__name__
+            found[name] = self._kind_after_setup(text, module)
             for key, part in self.walk.codes[name][PARTS][1].items():
                 if part is not None:
-                    found[path_of(name, key)] = "parameter"
+                    tensor = vars(module)["_parameters"][key]
+                    found[path_of(name, key)] = self._kind_after_setup("parameter", tensor)
         return found
+
+    def _kind_after_setup(self, kind: str, part: object) -> str:
+        rules = self.anchors.rules
+        is_new = rules.tops is not None and id(part) not in rules.known
+        return f"a new {kind}" if is_new and kind else kind
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of which the parts are saved, by name."""

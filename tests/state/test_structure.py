@@ -40,8 +40,8 @@ def _add_strangers(owner: Any) -> None:
 _REBUILT = {
     "another optimizer": (_swap_optimizer, "optimizer (Adam after setup, SGD now)", "saved by SGD"),
     "pruning": (_prune, "net.0.weight (parameter after setup, nothing now)", None),
-    "a layer more": (_append, "net.4 (nothing after setup, Linear now)", "net"),
-    "another activation": (_activate, "net.2 (ReLU after setup, GELU now)", None),
+    "a layer more": (_append, "net.4 (nothing after setup, a new Linear now)", "net"),
+    "another activation": (_activate, "net.2 (ReLU after setup, a new GELU now)", None),
     "another size": (
         _widen,
         "optimizer (updates what no attribute of the model holds: net.3.bias (old), "
