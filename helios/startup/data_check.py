@@ -31,7 +31,7 @@ from helios.ledger.writer import SeenBatches, describe_batches
 from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.state_owners import find_data_sets
-from helios.state.data_members import is_large
+from helios.state.values import is_large
 from helios.storage.content_hash import pack_indices
 
 _LOGGER = logging.getLogger(__name__)

@@ -7,27 +7,27 @@ that after ``setup``; what cannot be saved and has changed is named.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.memory import storage_of
 from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import collector_at_rest
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Outside, References, Rules, above, as_written, path_of
-from helios.state.coverage import Coverage, coverages
-from helios.state.data_members import large_members
 from helios.state.digests import Identities, digest_of
 from helios.state.links import Links, links_in, names_in, types_in
 from helios.state.named import Marks, classes_of, lost_since, marks_of, report
-from helios.state.networks import flags_of, grads_of, pieces_of, state_of
+from helios.state.networks import flags_of, grads_of, pieces_of, size_of, sizes_by_storage, state_of
 from helios.state.optimizers import (
     TABLES,
     built_differently,
@@ -36,13 +36,11 @@ from helios.state.optimizers import (
     members_of,
     misfits_of,
 )
-from helios.state.restoring import Prepared, Restoring, made_by_loading
-from helios.state.snapshot import Form, Snapshot, kind_of
+from helios.state.restoring import Restoring, made_by_loading
 from helios.state.steps import StepWatch
-from helios.state.values import LIMIT, PLAIN
-from helios.state.walk import GONE
+from helios.state.values import ATOMS, LIMIT, PLAIN, large_members, parts_of
+from helios.state.walk import GONE, Form, Snapshot, kind_of
 from helios.storage.codes import HOLE, Codes
-from helios.storage.plain_objects import attributes_of
 from helios.storage.type_converters import in_every_process, type_name
 from helios.text import size_text
 
@@ -152,7 +150,7 @@ class Discovery:
         self._named: set[str] = set()
         self._saved_members: set[str] = set()
         self._last: Snapshot | None = None
-        self._prepared: Prepared | None = None
+        self._prepared: Restoring | None = None
         self._keeps_last = False
         self._checked: Mapping[str, Any] | None = None
 
@@ -207,12 +205,7 @@ class Discovery:
         last = self._last
         if not self._keeps_last:
             self._last = None
-        return {} if last is None else last.values
-
-    @property
-    def has_attributes(self) -> bool:
-        """Whether there are attributes that count."""
-        return bool(attributes_of(self._owner).keys() - self._exclude)
+        return {} if last is None else last.walk.parts
 
     def watch(self, *, reads_weights: bool = True, sees_unsaved: bool = False) -> StepWatch:
         """Begin to watch what a step changes, in attributes declared as unsaved only if asked."""
@@ -500,7 +493,8 @@ class Discovery:
         Call it before the owner's own ``load_state_dict``, which loads optimizers by position and
         may assign other tensors to networks.
         """
-        self._prepared = self._restoring().prepare(state)
+        self._prepared = self._restoring()
+        self._prepared.prepare(state)
 
     def check(
         self, state: Mapping[str, Any], later: Mapping[str, Any] | None = None
@@ -537,9 +531,8 @@ class Discovery:
         if not is_inference and self._checked is not state:
             self.check(state)
         self._checked = None
-        restoring = self._restoring()
-        prepared, self._prepared = self._prepared, None
-        self._last = restoring.run(state, is_inference=is_inference, prepared=prepared)
+        restoring, self._prepared = self._prepared or self._restoring(), None
+        self._last = restoring.run(state, is_inference=is_inference)
         self.unrestored, self._unlinked = restoring.unrestored, restoring.unlinked
         if is_inference or self.baseline is None:
             return
@@ -553,8 +546,7 @@ class Discovery:
         return Restoring(
             self._look,
             name=self._name,
-            exclude=self._exclude,
-            unsaved=self._unsaved,
+            rules=Rules(self._exclude, self._unsaved),
             types=[*(() if base is None else base.types), *self.safe_types],
             of_setup={} if base is None else {name: refer() for _, refer, name in base.references},
             links=None if base is None else base.links,
@@ -584,3 +576,75 @@ def _state_of(path: str, part: Any) -> dict[str, Any]:
             f"{path} ({type(part).__name__}) failed to return its state: {error!r}. Correct its "
             "state_dict()."
         ) from error
+
+
+# ---- what a ``state_dict`` of a user holds already
+
+_EXTRA = "_extra_state"
+
+
+@final
+class Coverage:
+    """The content of a state: the objects in it, and copies of attributes under the same key.
+
+    Args:
+        state: what ``state_dict`` returned.
+        mark: returns marks that are equal for equal values.
+    """
+
+    def __init__(self, state: Any, mark: Callable[[Any], bytes]) -> None:
+        self._state, self._mark = state, mark
+
+    def has(self, key: Any, attributes: Mapping[Any, Any]) -> bool:
+        """Return whether the state holds the value of an attribute, or an equal one as its own.
+
+        Args:
+            key: the attribute.
+            attributes: all attributes of the object.
+        """
+        value: Any = attributes.get(key)
+        table = self._state if isinstance(self._state, dict) else {}
+        # An equal value under another key, or that of another attribute, may be a coincidence.
+        public = key.lstrip("_") if isinstance(key, str) else key
+        names = {key} if public in attributes else {key, public}
+        known = [table[name] for name in names if name in table]
+        if type(value) in ATOMS:
+            return any(each is value for each in known)
+        home = storage_of(value) if isinstance(value, Tensor) else 0
+        if id(value) in self._ids or (home and size_of(value) <= self._sizes[home]):
+            return True
+        return any(self._mark(each) == self._mark(value) for each in known)
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return {id(part) for part in parts_of(self._state)}
+
+    @cached_property
+    def _sizes(self) -> Counter[int]:
+        return sizes_by_storage(self._state)
+
+
+def coverages(
+    objects: Mapping[str, Any],
+    states: Mapping[str, dict[str, Any]],
+    own: dict[str, Any] | None,
+    mark: Callable[[Any], bytes],
+) -> dict[str, Coverage]:
+    """Return what the states of objects hold, by the path of the object or module.
+
+    Args:
+        objects: the objects, by path.
+        states: what their ``state_dict`` returned; of networks, only extra states count.
+        own: what the owner's own ``state_dict`` returned; ``None`` for an owner without one.
+        mark: returns marks that are equal for equal values.
+    """
+    found = {} if own is None else {"": Coverage(own, mark)}
+    for path, state in states.items():
+        if not isinstance(objects[path], nn.Module):
+            found[path] = Coverage(state, mark)
+            continue
+        for name in state:
+            if name.endswith(_EXTRA):
+                place = f"{path}.{name.removesuffix(_EXTRA)}".rstrip(".")
+                found[place] = Coverage(state[name], mark)
+    return found

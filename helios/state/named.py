@@ -18,8 +18,8 @@ from torch.jit import ScriptModule
 from helios.core.generators import is_generator
 from helios.core.memory import has_plain_bytes, span_of, storage_of
 from helios.state import reasons
-from helios.state.snapshot import Snapshot
 from helios.state.values import PLAIN
+from helios.state.walk import Snapshot
 from helios.storage.plain_objects import attributes_of, is_plain_object
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def marks_of(now: Snapshot, classes: Iterable[type]) -> Marks:
     marks |= {name: (mark, reasons.OF_CLASS) for name, mark in class_marks(classes, now).items()}
     for (name, table), hooks in walk.hooks.items():
         shown = f"{name} ({table.strip('_').replace('_', ' ').rstrip('s')})"
-        marks[shown] = tuple(map(now.number, hooks)), reasons.HOOK
+        marks[shown] = tuple(map(now.identities.number, hooks)), reasons.HOOK
     for name, (other, where) in walk.overlaps.items():
         marks[f"{name} (memory)"] = (other, where), reasons.SHARED.format(other)
     for name, (other, where) in _storages_of_networks(now).items():

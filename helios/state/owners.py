@@ -214,7 +214,7 @@ class Owners:
         return [
             (name, found.watch(reads_weights=False, sees_unsaved=sees_unsaved))
             for name, found in self._found.items()
-            if (sees_data or not self._owners[name].is_data) and found.has_attributes
+            if (sees_data or not self._owners[name].is_data)
         ]
 
     def has_own_state(self, name: str) -> bool:

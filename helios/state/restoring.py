@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from types import MethodType
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,9 @@ from helios.state.optimizers import (
     collecting,
     load_into,
 )
-from helios.state.snapshot import Snapshot, form_of, kind_of
-from helios.state.walk import GONE, PARTS, Walk
+from helios.state.walk import GONE, PARTS, Snapshot, Walk, form_of, kind_of
 from helios.storage.building import Builder
-from helios.storage.codes import HOLE, TAG, path_to
+from helios.storage.codes import HOLE
 from helios.storage.plain_objects import delete_attribute, refill, set_attribute, table_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -44,18 +43,6 @@ Registered: TypeAlias = list[tuple[dict[str, Any], str, Tensor]]
 """Tables of parameters and buffers, each with a key and the tensor under it."""
 
 
-class Prepared(NamedTuple):
-    """What the owner's own ``load_state_dict`` may replace.
-
-    Attributes:
-        registered: where tensors of networks are.
-        tables: those of optimizers.
-    """
-
-    registered: Registered
-    tables: Tables
-
-
 @final
 class Restoring:
     """Restores a captured state.
@@ -63,8 +50,7 @@ class Restoring:
     Args:
         look: returns what the owner holds now.
         name: the name of the owner in messages.
-        exclude: attributes of the owner that never count.
-        unsaved: names and paths that are declared as not to be saved.
+        rules: which attributes of the owner never count, and what is declared.
         types: classes that may be built besides those of the values that are there.
         of_setup: the anchors that setup made, by name, also those that nothing leads to now.
         links: codes of what refers to others after setup; ``None`` for those of now.
@@ -80,50 +66,50 @@ class Restoring:
         look: Callable[[], Snapshot],
         *,
         name: str,
-        exclude: frozenset[str],
-        unsaved: frozenset[str],
+        rules: Rules,
         types: Iterable[type],
         of_setup: Mapping[str, Any],
         links: Links | None,
         is_data: bool,
     ) -> None:
-        self._look, self._name = look, name
-        self._exclude, self._rules = exclude, Rules(unsaved=unsaved)
+        self._look, self._name, self._rules = look, name, rules
         self._types, self._of_setup, self._is_data = types, of_setup, is_data
         self._links = links
+        self._registered: Registered = []
+        self._tables: Tables | None = None
         self.unrestored: dict[str, str] = {}
         self.unlinked: dict[str, str] = {}
 
-    def prepare(self, state: Mapping[str, Any]) -> Prepared:
-        """Reorder the parameters of optimizers as saved, and return what is where."""
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Reorder the parameters of optimizers as saved, and note what is where.
+
+        The owner's own ``load_state_dict`` may replace it.
+        """
         now = self._look()
         anchors = now.anchors
         arrange(anchors, state, is_loaded_next=True)
         networks = anchors.of_kind(nn.Module).values()
-        registered = [each for module in networks for each in _registrations(anchors, module)]
-        return Prepared(registered, Tables(now.optimizers))
+        self._registered = [each for part in networks for each in _registrations(anchors, part)]
+        self._tables = Tables(now.optimizers)
 
-    def _put_back(self, prepared: Prepared) -> None:
+    def _put_back(self, tables: Tables) -> None:
         """Undo that the owner's own ``load_state_dict`` has assigned other tensors and tables."""
-        prepared.tables.put_back()
+        tables.put_back()
         optimizers = self._look().anchors.of_kind(Optimizer).values()
         moved = {id(tensor) for part in optimizers for tensor in parameters_of(part)}
         _put_back(
-            prepared.registered, lambda now, tensor: id(now) not in moved and id(tensor) in moved
+            self._registered, lambda now, tensor: id(now) not in moved and id(tensor) in moved
         )
 
-    def run(
-        self, state: Mapping[str, Any], *, is_inference: bool, prepared: Prepared | None = None
-    ) -> Snapshot:
+    def run(self, state: Mapping[str, Any], *, is_inference: bool) -> Snapshot:
         """Restore everything, and return what the owner holds then.
 
         Args:
             state: the saved state.
             is_inference: whether to restore what exists on both sides.
-            prepared: what :meth:`prepare` returned, if the owner has loaded a state of its own.
         """
-        if prepared is not None:
-            self._put_back(prepared)
+        if self._tables is not None:
+            self._put_back(self._tables)
         now = self._look()
         links = links_in(now.walk.codes) if self._links is None else self._links
         values = self._values_to_set(state)
@@ -202,13 +188,12 @@ class Restoring:
 
     def _values_to_set(self, state: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
         """Return the codes of values, without those that are declared by now."""
-        leave_out = partial(_without_declared, is_declared=self._rules.is_declared)
         return {
             name: {
-                key: leave_out(path_of(name, key), code) if self._rules.unsaved else code
+                key: code
                 for key, code in table.items()
                 if not self._rules.is_declared(path_of(name, key))
-                and not (name == "" and key in self._exclude)
+                and not (name == "" and key in self._rules.exclude)
             }
             for name, table in state["values"].items()
         }
@@ -467,19 +452,3 @@ def _set(holder: Any, key: Any, value: Any) -> None:
     elif isinstance(holder, Tensor) or key in table or not isinstance(holder, MethodType):
         # What a method is bound to was filled in place.
         set_attribute(holder, key, value)
-
-
-def _without_declared(path: str, code: Any, is_declared: Callable[[str], bool]) -> Any:
-    """Return a code in which members that are declared as unsaved by now are left as they are."""
-    if type(code) is not dict:
-        return code
-    held = code["fields"] if code.get(TAG) == "object" else code
-    if TAG in held:
-        return code
-    members = {
-        key: HOLE
-        if is_declared(path_to(path, key))
-        else _without_declared(path_to(path, key), each, is_declared)
-        for key, each in held.items()
-    }
-    return members if held is code else code | {"fields": members}

@@ -144,12 +144,21 @@ def check_alike(
     refuse_lazy_layers(discovery)
     loose, members = discovery.moved()
     orders = {path: list(chain.from_iterable(groups)) for path, groups in members.items()}
-    own = {**(marks or {}), **_marks_of(discovery, loose)}
-    gathered = gather((orders, own))
-    first, *others = gathered
+    first, *others = gather((orders, {**(marks or {}), **_marks_of(discovery, loose)}))
     for rank, found in enumerate(others, 1):
         _compare_orders(rank, found[0], first[0])
-        _compare_marks(rank, found[1], first[1], ignored)
+        names = [
+            name
+            for name in first[1] | found[1]
+            if first[1].get(name) != found[1].get(name) and name not in ignored
+        ]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UsageError(
+                f"All processes must have the same weights, but {', '.join(names[:3])}{more} "
+                f"of rank {rank} differ from rank 0's. Load weights on every rank, do the same in "
+                "hooks on all ranks, and in manual steps wrap networks with engine.wrap(...)."
+            )
 
 
 def find_lazy(discovery: Discovery) -> list[str]:
@@ -187,21 +196,6 @@ def _compare_orders(
                     "a fixed order: sort what comes from a set, whose order differs between "
                     "processes."
                 )
-
-
-def _compare_marks(
-    rank: int, found: dict[str, Any], first: dict[str, Any], ignored: Collection[str]
-) -> None:
-    names = [
-        name for name in first | found if first.get(name) != found.get(name) and name not in ignored
-    ]
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise UsageError(
-            f"All processes must have the same weights, but {', '.join(names[:3])}{more} "
-            f"of rank {rank} differ from rank 0's. Load weights on every rank, do the same in "
-            "hooks on all ranks, and in manual steps wrap networks with engine.wrap(...)."
-        )
 
 
 def _marks_of(discovery: Discovery, loose: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -252,17 +246,29 @@ class ReplicaWatch:
         self._has_reported = False
         self._found: set[tuple[str, str]] = set()
         self._is_manual = False
+        self._watches: list[tuple[str, StepWatch]] = []
 
-    def begin(self, iteration: int) -> TurnWatch | None:
+    def begin(self, iteration: int) -> ReplicaWatch | None:
         """Begin to watch the turn of a replica; returns ``None`` for an unwatched iteration."""
         if self._has_reported and iteration & (iteration - 1):
             return None
         refuse_lazy_layers(self._discovery)
-        return TurnWatch(self._discovery, self._owners, self._note, reads_weights=iteration == 1)
+        model = self._discovery.watch(reads_weights=iteration == 1)
+        self._watches = [("", model), *self._owners.watch()]
+        return self
 
-    def _note(self, found: list[str], hook: str, *, is_manual: bool) -> None:
-        self._found.update((hook, path) for path in found)
+    def conclude(self, hook: str = STEP, *, is_manual: bool = False) -> None:
+        """Record what has changed since the last call, and who did it.
+
+        Args:
+            hook: what has run since then.
+            is_manual: whether the step makes its updates itself, so that changed weights are
+                intended.
+        """
         self._is_manual |= is_manual
+        for name, watch in self._watches:
+            found = watch.changed(counts_parameters=bool(name) or not is_manual)
+            self._found.update((hook, f"{name}: {path}" if name else path) for path in found)
 
     def report(self, iteration: int) -> None:
         """Report once what the turns of an iteration have changed; the same on all processes."""
@@ -287,40 +293,3 @@ class ReplicaWatch:
                 f"{self._name}.{hook}" if hook == STEP else hook,
                 names,
             )
-
-
-@final
-class TurnWatch:
-    """Watches what the turn of one replica changes besides gradients and buffers.
-
-    Args:
-        discovery: finds the model's state, before the turn.
-        owners: the attributes of all others.
-        note: receives the findings and the hook that made them.
-        reads_weights: whether to notice writes to ``parameter.data`` too.
-    """
-
-    def __init__(
-        self,
-        discovery: Discovery,
-        owners: Owners,
-        note: Callable[..., None],
-        *,
-        reads_weights: bool,
-    ) -> None:
-        self._note = note
-        self._watch = discovery.watch(reads_weights=reads_weights)
-        self._others = owners.watch()
-
-    def conclude(self, hook: str = STEP, *, is_manual: bool = False) -> None:
-        """Record what has changed since the last call, and who did it.
-
-        Args:
-            hook: what has run since then.
-            is_manual: whether the step makes its updates itself, so that changed weights are
-                intended.
-        """
-        found = list(self._watch.changed(counts_parameters=not is_manual))
-        for name, watch in self._others:
-            found += (f"{name}: {path}" for path in watch.changed())
-        self._note(found, hook, is_manual=is_manual)

@@ -287,7 +287,8 @@ def test_no_part_of_the_state_could_be_left_out(kind: str, name: str) -> None:
     lacking = states[5]
     fresh = started(Trained()).capture()
     del lacking[kind][name]
-    lacking[kind] |= {name: each for each in [fresh[kind].get(name)] if each is not None}
+    if name in fresh[kind]:
+        lacking[kind][name] = fresh[kind][name]
     again = Trained()
     other = started(again)
     other.restore(lacking)
