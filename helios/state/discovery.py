@@ -389,7 +389,7 @@ class Discovery:
             if (name, key) in covered:
                 continue
             named = types_in(codes.get(name, {}).get(key)) if odd else ()
-            unknown = [each for each in named if in_every_process(each) not in types]
+            unknown = sorted(each for each in named if in_every_process(each) not in types)
             total += size
             if unknown:
                 lost[path_of(name, key)] = reasons.UNKNOWN.format(unknown[0])

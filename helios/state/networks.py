@@ -299,7 +299,7 @@ def _modules_in(anchors: Any) -> Iterator[tuple[str, nn.Module]]:
             yield f"{path}.{name}" if name else path, part
 
 
-def _leaves_of(anchors: Any) -> dict[str, Tensor]:
+def leaves_of(anchors: Any) -> dict[str, Tensor]:
     """Return what may have a gradient and is saved without it."""
     named = {n: p for n, p in anchors.parts.items() if isinstance(p, nn.Parameter)}
     return named | {n: p for n, p in anchors.loose.items() if p.is_leaf}
@@ -308,7 +308,7 @@ def _leaves_of(anchors: Any) -> dict[str, Tensor]:
 def flags_of(anchors: Any) -> dict[str, bool]:
     """Return which tensors require gradients, and which modules are in training mode."""
     flags = {name: part.training for name, part in _modules_in(anchors)}
-    return flags | {name: part.requires_grad for name, part in _leaves_of(anchors).items()}
+    return flags | {name: part.requires_grad for name, part in leaves_of(anchors).items()}
 
 
 def load_flags(flags: Mapping[str, bool], anchors: Any) -> None:
@@ -323,14 +323,14 @@ def load_flags(flags: Mapping[str, bool], anchors: Any) -> None:
 
 def grads_of(anchors: Any) -> dict[str, Tensor]:
     """Return the gradients of an open window, if there are any."""
-    leaves = {**anchors.leaves, **_leaves_of(anchors)}
+    leaves = {**anchors.leaves, **leaves_of(anchors)}
     return {name: each.grad for name, each in leaves.items() if each.grad is not None}
 
 
 def load_grads(grads: Mapping[str, Tensor], anchors: Any) -> None:
     """Set gradients as recorded; other parameters get none."""
     saved = {id(anchors.leaves.get(n, anchors.find(n))): grad for n, grad in grads.items()}
-    for tensor in {**anchors.leaves, **_leaves_of(anchors)}.values():
+    for tensor in {**anchors.leaves, **leaves_of(anchors)}.values():
         grad = saved.get(id(tensor))
         tensor.grad = None if grad is None else grad.detach().to(tensor.device, copy=True)
 
@@ -352,13 +352,6 @@ def is_simple(value: Any) -> bool:
     if isinstance(value, dict | list | tuple):
         return all(map(is_simple, value.values() if isinstance(value, dict) else value))
     return isinstance(value, Tensor | str | int | float | complex | type(None))
-
-
-def name_tensors(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters and buffers by name."""
-    for path, network in networks.items():
-        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-            yield f"{path}.{name}", tensor
 
 
 def name_buffers(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:

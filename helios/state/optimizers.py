@@ -21,7 +21,7 @@ from helios.core.memory import has_plain_bytes, is_expanded, storage_of
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state.anchors import Anchors, as_written
-from helios.state.networks import hook_tables_of_optimizers, is_odd_optimizer, load_network
+from helios.state.networks import hook_tables_of_optimizers, load_network
 
 Members: TypeAlias = list[list[str]]
 """The names of an optimizer's parameters by group, in order."""
@@ -91,38 +91,22 @@ def tables_of(optimizer: Optimizer) -> list[tuple[str, Any]]:
 def misfits_of(
     anchors: Anchors, built: Mapping[str, Members], drivers: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what a resume could not rebuild of optimizers and schedulers, by path.
-
-    Raises:
-        StateError: if an optimizer has state that its ``state_dict`` cannot return.
-    """
+    """Return what a resume could not rebuild of optimizers and schedulers, by path."""
     misfits: dict[str, str] = {}
     objects = anchors.objects
     now = drivers_of(anchors)
-    for path, part in anchors.of_kind(Optimizer).items():
-        moved = {*map(id, parameters_of(part))}
-        stale = [each for each in part.state if isinstance(each, Tensor) and id(each) not in moved]
-        if stale and not is_odd_optimizer(part):
-            names = sorted(anchors.name_of(each) or "an unnamed one" for each in stale)
-            raise StateError(
-                f"{path} must have all parameters in its groups that it has state of, to return "
-                f"its state_dict, but it has none of these: {_some(names)}. Delete their state "
-                "when they leave a group: del optimizer.state[parameter]."
-            )
+    for path in anchors.of_kind(Optimizer):
         members = {name for group in members_of(anchors)[path] for name in group}
         known = {*anchors.leaves, *(anchors.rules.tops or ())}
         lost = (members & anchors.loose.keys()) - known
         stray = sorted(as_written(name, objects) for name in lost)
         if stray and path in built:
             misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
-    for path in sorted(drivers.keys() & anchors.objects.keys()):
-        if drivers[path] != now.get(path, "another optimizer"):
-            misfits[path] = (
-                f"set the learning rates of {drivers[path]}, now "
-                f"{now.get(path, 'another optimizer')}"
-            )
-        elif id(anchors.objects[path]) not in anchors.rules.known:
-            misfits[path] = "another object than that of setup(), which goes on stepping"
+    for path in sorted(drivers.keys() & objects.keys()):
+        driver, is_known = now.get(path), id(objects[path]) in anchors.rules.known
+        if driver != drivers[path] or not is_known:
+            by = f"{'' if is_known else 'a new scheduler, of '}{driver or 'another optimizer'}"
+            misfits[path] = f"set the learning rates of {drivers[path]} after setup, now {by}"
     return misfits
 
 

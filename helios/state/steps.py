@@ -23,7 +23,7 @@ from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings
 from helios.state.anchors import above, path_of
 from helios.state.named import class_marks
-from helios.state.networks import name_tensors, state_of
+from helios.state.networks import leaves_of, state_of
 from helios.state.walk import PARTS
 from helios.storage.checksums import bit_sum
 
@@ -73,7 +73,7 @@ class StepWatch:
         marks: dict[str, Any] = dict(class_marks(self._classes, look))
         moved: dict[str, Any] = {
             name: mark_of_tensor(part, reads_bits=self._reads_weights)
-            for name, part in _parameters(anchors)
+            for name, part in leaves_of(anchors).items()
         }
         for path, part in {**anchors.objects, **anchors.inner}.items():
             # The state of an optimizer results from its updates.
@@ -95,13 +95,6 @@ class StepWatch:
             if not isinstance(part, Iterator):
                 marks[name] = look.mark(part)
         return marks, moved
-
-
-def _parameters(anchors: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
-        for name, tensor in anchors.network(module).parameters:
-            yield f"{path}.{name}", tensor
-    yield from anchors.loose.items()
 
 
 def _try_state(part: Any) -> dict[str, Any]:
@@ -200,7 +193,10 @@ def _compare_orders(
 
 def _marks_of(discovery: Discovery, loose: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return marks by name that differ if the numbers differ."""
-    tensors = {**loose, **dict(name_tensors(discovery.modules()))}
+    tensors = dict(loose)
+    for path, network in discovery.modules().items():
+        for name, part in (*network.named_parameters(), *network.named_buffers()):
+            tensors[f"{path}.{name}"] = part
     # Processes have different shards; they were compared before they were cut.
     sums = {name: bit_sum(part) for name, part in tensors.items() if not is_sharded(part)}
     marks: dict[str, Any] = {name: int(total) for name, total in sums.items()}
