@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from helios.core.generators import is_generator
 from helios.core.wrappers import unwrap
-from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.state.networks import Network, is_odd_optimizer, is_of_the_house, left_out
 from helios.state.values import LEAVES, are_atoms, refer_to
@@ -318,11 +317,6 @@ class Anchors:
     def add_any(self, path: str, part: Any) -> str:
         """Name an anchor: as after setup, or by its path, which no other anchor has."""
         name = self.rules.known.get(id(part), path)
-        if name in self.parts and self.rules.tops is None and has_state(part):
-            raise StateError(
-                f"The path {name!r} refers to two objects with a state_dict: the keys of a dict "
-                "must differ as text too. Rename one of the keys."
-            )
         while name in self.parts:
             name += " (old)" if id(part) in self.rules.known else " (new)"
         self.names[id(part)], self.parts[name] = name, part

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.core.memory import storage_of
 from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import collector_at_rest
-from helios.errors import ArgumentTypeError, StateError, UsageError
+from helios.errors import ArgumentTypeError, UsageError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Outside, References, Rules, above, as_written, path_of
 from helios.state.digests import Identities, digest_of
@@ -317,9 +317,6 @@ class Discovery:
             changed and this state lacks, with the reason, by path; ``misfits``: what a resume
             cannot rebuild; ``is_partial``: whether objects may be absent. Before
             :meth:`take_baseline` there are no values; ``{}`` if nothing else is there.
-
-        Raises:
-            StateError: if an object fails to return its state.
         """
         if self.baseline is None:
             unchanged = copy.copy(self)
@@ -329,8 +326,8 @@ class Discovery:
             return state if state["objects"] or state["parameters"] else {}
         base, now = self.baseline, self._look()
         anchors = now.anchors
-        objects = {p: _state_of(p, o) for p, o in anchors.objects.items()}
-        inner = {p: _state_of(p, o) for p, o in anchors.inner.items() if p in base.inner}
+        objects = {p: state_of(o) for p, o in anchors.objects.items()}
+        inner = {p: state_of(o) for p, o in anchors.inner.items() if p in base.inner}
         states = objects | inner
         covers = coverages(now.objects, states, own, now.mark_of_content)
         values, lost = self._changed_values(now, covers)
@@ -566,16 +563,6 @@ def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> boo
 def _leads_to(path: str, names: Iterable[str]) -> bool:
     """Return whether one of the names is a path, or below it."""
     return any(name == path or name.startswith(f"{path}.") for name in names)
-
-
-def _state_of(path: str, part: Any) -> dict[str, Any]:
-    try:
-        return state_of(part)
-    except Exception as error:
-        raise StateError(
-            f"{path} ({type(part).__name__}) failed to return its state: {error!r}. Correct its "
-            "state_dict()."
-        ) from error
 
 
 # ---- what a ``state_dict`` of a user holds already
