@@ -290,6 +290,19 @@ def test_unsaved_attributes_and_paths_are_neither_saved_nor_named(said: list[str
     assert "late" not in vars(again)
 
 
+def test_a_declared_attribute_of_an_object_is_neither_saved_nor_named(said: list[str]) -> None:
+    def make() -> Any:
+        owner = Owner(stuff=Holder(0))
+        owner.stuff.best = 0
+        return owner, started(owner, unsaved=("stuff.content",))
+
+    owner, discovery = make()
+    owner.stuff.content, owner.stuff.best = 5, 6
+    again, other = make()
+    other.restore(discovery.capture())
+    assert (again.stuff.content, again.stuff.best, said) == (0, 6, [])
+
+
 def test_restored_values_are_copies() -> None:
     owner = Owner(history=[], tensor=torch.zeros(1))
     discovery = started(owner)

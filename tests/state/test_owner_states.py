@@ -321,6 +321,15 @@ def test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once(
     assert (saved_attributes(states["data set"])["hard"], missing) == ([1, 0], {})
 
 
+def test_a_member_that_had_outgrown_before_a_resume_is_missing_after_it(said: list[str]) -> None:
+    mined = Mined()
+    owners = _started(Owner("data set", mined, is_data=True))
+    owners.note_named(["data set: hard"])
+    _grow(mined)
+    assert list(owners.capture({})[1]) == ["data set: hard"]
+    assert not said, "the last start has named it"
+
+
 @pytest.mark.shows("S74")
 def test_what_the_class_of_a_data_set_declares_is_neither_saved_nor_named() -> None:
     mined = Declaring()
