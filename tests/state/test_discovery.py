@@ -111,6 +111,22 @@ def test_a_refused_state_is_an_error_that_names_the_path() -> None:
     assert "helios.load_weights()" in str(error.value)
 
 
+def test_a_state_before_a_baseline_has_networks_and_no_values() -> None:
+    owner = Owner(net=nn.Linear(2, 2), best=1)
+    state = Discovery(owner).capture()
+    assert (list(state["objects"]), dict(state["values"])) == (["net"], {})
+    assert Discovery(Owner(best=1)).capture() == {}
+
+
+def test_another_size_is_refused_before_anything_changes() -> None:
+    saved = _state_with(first=nn.Linear(2, 2), second=nn.Linear(2, 2))
+    owner = Owner(first=nn.Linear(2, 2), second=nn.Linear(3, 2))
+    before = bits(owner.first.state_dict())
+    with pytest.raises(StateError, match=r"second .*size mismatch"):
+        started(owner).restore(saved)
+    assert bits(owner.first.state_dict()) == before
+
+
 def test_objects_that_came_or_went_after_setup_are_named_when_they_are_saved(
     said: list[str],
 ) -> None:

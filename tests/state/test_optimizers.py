@@ -266,6 +266,17 @@ def test_groups_that_an_optimizer_got_in_training_are_resumed(
     assert not said
 
 
+def test_a_group_that_training_added_and_an_attribute_holds_is_held_again() -> None:
+    owner = _two()
+    discovery = started(owner)
+    owner.optimizer.add_param_group({"params": owner.backbone.parameters(), "lr": 0.01})
+    owner.added = owner.optimizer.param_groups[1]
+    again = _two()
+    started(again).restore(copy.deepcopy(discovery.capture()))
+    assert again.added is again.optimizer.param_groups[1]
+    assert again.added["lr"] == 0.01
+
+
 def _moments(nets: Any, optimizer: torch.optim.Optimizer) -> Any:
     return {name: bits(optimizer.state[part]) for name, part in sorted(nets.named_parameters())}
 
