@@ -61,16 +61,6 @@ class Network:
             ]
         return found
 
-    @cached_property
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        """All parameters, each once."""
-        first: dict[int, tuple[str, Tensor]] = {}
-        for place, part in self.modules:
-            for key, tensor in _parameters_of(part).items():
-                if tensor is not None:
-                    first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
-        return list(first.values())
-
 
 def _parameters_of(part: nn.Module) -> dict[str, Any]:
     """Return the table of a module's own parameters."""
@@ -378,6 +368,11 @@ def name_weights(
     """Return all parameters by name, those of a network under its path."""
     found = dict(loose)
     for path, module in networks.items():
-        for name, parameter in Network(module).parameters:
-            found[f"{path}.{name}"] = parameter
+        # Each once, under the first of its names.
+        seen = {id(None)}
+        for place, part in Network(module).modules:
+            for key, tensor in _parameters_of(part).items():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{path}.{place}.{key}" if place else f"{path}.{key}"] = tensor
     return found
