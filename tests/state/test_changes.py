@@ -443,6 +443,14 @@ class Helper:
         self.trainer, self.count = trainer, 0
 
 
+def test_a_part_of_helios_that_training_assigns_is_neither_saved_nor_named(said: list[str]) -> None:
+    owner = Owner(trainer=None, helper=Helper(None))
+    discovery = started(owner)
+    owner.trainer = owner.helper.trainer = helios.Trainer(use_cpu=True)
+    state = discovery.capture()
+    assert (list(state["values"][""]), state["missing"], said) == (["helper"], {}, [])
+
+
 def test_an_object_keeps_the_part_of_helios_to_which_it_refers(tmp_path: Path) -> None:
     trainer = helios.Trainer(use_cpu=True)
     owner = Owner(helper=Helper(trainer))

@@ -128,6 +128,34 @@ def test_values_that_a_state_dict_holds_are_not_saved_twice() -> None:
     assert state["values"] == {}
 
 
+class Keeper:
+    """An object with a state that keeps a group of somebody's optimizer."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_group_of_an_inner_optimizer_is_held_by_what_is_found_before_it() -> None:
+    def make() -> Any:
+        net = _net()
+        outer = Lookahead(torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5))
+        return Owner(net=net, keeper=Keeper(outer.inner.param_groups[0]), optimizer=outer)
+
+    owner = make()
+    discovery = started(owner)
+    _train(owner, 1)
+    owner.keeper.group["lr"] = 0.25
+    again = resumed(make, copy.deepcopy(discovery.capture()))
+    assert again.keeper.group is again.optimizer.inner.param_groups[0]
+    assert again.keeper.group["lr"] == 0.25
+
+
 # PyTorch 2.6 warns of what its own SequentialLR does.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 def test_the_stock_sequence_of_schedulers_resumes(said: list[str]) -> None:
