@@ -118,7 +118,6 @@ def _part_memory(net: Any) -> None:
     net[3].running_mean = net[3].running_mean.clone()
 
 
-@pytest.mark.shows("S56")
 def test_tied_weights_have_their_moments_whichever_network_comes_first() -> None:
     def make(order: str) -> Any:
         torch.manual_seed(1)
@@ -135,6 +134,7 @@ def test_tied_weights_have_their_moments_whichever_network_comes_first() -> None
     assert moments[0] == moments[1]
 
 
+@pytest.mark.shows("S56")
 @pytest.mark.parametrize("begins_tied", [True, False])
 def test_memory_that_training_shares_or_parts_is_named(begins_tied: bool, said: list[str]) -> None:
     owner = Owner(net=_net(is_tied=False))
