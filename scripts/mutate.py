@@ -134,7 +134,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 ROOMS["state"] = {
     f"helios.state.{name}": STATE
-    for name in ("walk", "anchors", "discovery", "restoring", "holders", "links", "digests")
+    for name in ("walk", "anchors", "discovery", "restoring", "networks", "links", "digests")
 }
 # What each mutant of a room must survive in the end.
 LAST: dict[str, tuple[str, ...]] = {

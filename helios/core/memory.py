@@ -11,9 +11,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from helios.core.sharded_tensors import is_sharded
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Extent: TypeAlias = tuple[int, int]
@@ -41,25 +38,11 @@ def root_of(array: Array) -> Any:
     return base
 
 
-def address_of(array: Array) -> int:
-    """Return the address of an array's first element."""
-    return int(array.__array_interface__["data"][0])
-
-
-def extent_of(part: Array | Tensor) -> Extent:
-    """Return the begin and end addresses of an array, or of a tensor's storage."""
+def address_of(part: Array | Tensor) -> int:
+    """Return the address of the first element of an array or a dense tensor."""
     if isinstance(part, Tensor):
-        begin = storage_of(part)
-        return begin, begin + (part.untyped_storage().nbytes() if begin else 0)
-    begin = end = address_of(part)
-    if part.size == 0:
-        return begin, begin
-    for length, stride in zip(part.shape, part.strides, strict=True):
-        if stride < 0:
-            begin += (length - 1) * stride
-        else:
-            end += (length - 1) * stride
-    return begin, end + part.itemsize
+        return part.data_ptr()
+    return int(part.__array_interface__["data"][0])
 
 
 def span_of(part: Array | Tensor) -> Extent:
@@ -70,14 +53,16 @@ def span_of(part: Array | Tensor) -> Extent:
         >>> end - begin
         20
     """
-    if not isinstance(part, Tensor):
-        return extent_of(part)
-    begin = part.data_ptr()
-    if not part.numel():
-        return begin, begin
-    steps = zip(part.shape, part.stride(), strict=True)
-    reach = sum((length - 1) * step for length, step in steps) + 1
-    return begin, begin + reach * part.element_size()
+    first = address_of(part)
+    if not all(part.shape):
+        return first, first
+    if isinstance(part, Tensor):
+        steps = tuple(step * part.itemsize for step in part.stride())
+    else:
+        steps = part.strides
+    reaches = [(length - 1) * step for length, step in zip(part.shape, steps, strict=True)]
+    begin = first + sum(each for each in reaches if each < 0)
+    return begin, first + sum(each for each in reaches if each > 0) + part.itemsize
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -93,14 +78,9 @@ def fills_its_reach(tensor: Tensor) -> bool:
         >>> fills_its_reach(torch.zeros(2, 3).t()), fills_its_reach(torch.zeros(8)[::2])
         (True, False)
     """
-    if tensor.is_contiguous():
-        return True
-    size = 1
-    for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length != 1 and step != size:
-            return False
-        size *= length
-    return True
+    begin, end = span_of(tensor)
+    is_packed = end - begin == tensor.nbytes and not is_expanded(tensor)
+    return tensor.is_contiguous() or is_packed
 
 
 class _Lent:
@@ -117,13 +97,20 @@ class _Lent:
         }
 
 
-def bytes_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
-    """Return the memory of an extent as a tensor of bytes, without a copy.
+def memory_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
+    """Return memory as a tensor of bytes, without a copy.
 
     Args:
-        extent: begin and end address on the host.
+        extent: begin and end address.
         owners: the arrays and tensors that own the memory.
     """
+    begin, end = extent
+    for part in owners:
+        if isinstance(part, Tensor):
+            storage = part.untyped_storage()
+            first = storage.data_ptr()
+            if first <= begin and end <= first + storage.nbytes():
+                return tensor_on(storage, torch.uint8, (end - begin,), (1,), begin - first)
     return torch.from_numpy(np.asarray(_Lent(extent, owners)))
 
 
@@ -133,18 +120,6 @@ def storage_bytes(tensor: Tensor) -> Tensor:
     return tensor_on(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
 
 
-def array_on(
-    memory: Any, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int], offset: int
-) -> Array:
-    """Return an array that is a view of a buffer.
-
-    Raises:
-        ValueError: if it would exceed the buffer.
-    """
-    array: Array = np.ndarray(tuple(shape), dtype, memory, offset, tuple(strides))
-    return array
-
-
 def tensor_on(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
@@ -152,14 +127,7 @@ def tensor_on(
     strides: Sequence[int],
     offset: int,
 ) -> Tensor:
-    """Return a tensor that is a view of a storage.
-
-    Args:
-        storage: the storage.
-        dtype: type of the elements.
-        shape: shape of the tensor.
-        strides: in elements.
-        offset: in elements.
+    """Return a tensor that is a view of a storage, with strides and offset in elements.
 
     Raises:
         RuntimeError: if it would exceed the storage.
@@ -168,80 +136,30 @@ def tensor_on(
     return empty.set_(storage, offset, tuple(shape), tuple(strides))
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The type as which elements are compared, by their size in bytes."""
-
-
 def same(one: Any, other: Any) -> bool:
     """Return whether two values have the same bits.
 
-    Tensors need the same dtype, shape and bytes of elements, on whatever devices, in whatever order
-    in memory. So a NaN equals itself, and 0.0 does not equal -0.0; numbers and arrays likewise. Of
-    sharded tensors, the shards of this process are compared, of other wrappers the tensors inside.
-    Sparse and quantized tensors, and those without values, are the same only as one object.
-
-    Lists, tuples and mappings are compared by their members, in order; anything else by type and
-    ``==``.
+    Dense tensors need the same dtype, shape and bytes of elements, on whatever devices, in whatever
+    order in memory. So a NaN equals itself, and 0.0 does not equal -0.0; numbers and arrays
+    likewise. Lists, tuples and mappings are compared by their members, in order; anything else by
+    type and ``==``.
     """
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _are_same_tensors(one, other)
     if type(one) is not type(other):
         return False
     if isinstance(one, Mapping):
         return same([*one.items()], [*other.items()])
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, np.ma.MaskedArray):
-        masks = (np.ma.getmaskarray(each) for each in (one, other))
-        return same(one.data, other.data) and same(*masks)
+    if isinstance(one, Tensor):
+        is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return is_alike and torch.equal(_bytes_of(one), _bytes_of(other).to(one.device))
     if isinstance(one, np.ndarray | np.generic | float | complex):
-        return _are_same_arrays(np.asarray(one), np.asarray(other))
+        left, right = np.asarray(one), np.asarray(other)
+        is_alike = (left.dtype, left.shape) == (right.dtype, right.shape)
+        return is_alike and left.tobytes() == right.tobytes()
     return bool(one == other)
 
 
-def _are_same_tensors(one: Tensor, other: Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    if is_traceable_wrapper_subclass(one) or is_traceable_wrapper_subclass(other):
-        return (
-            type(one) is type(other)
-            and _cut_of(one) == _cut_of(other)
-            and same(*map(_inside, (one, other)))
-        )
-    if not has_plain_bytes(one) or not has_plain_bytes(other):
-        return False
-    if _place(one) == _place(other):
-        # Reading large networks takes its time.
-        return True
-    return torch.equal(_bits(one), _bits(other.to(one.device)))
-
-
-def _cut_of(tensor: Any) -> Any:
-    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
-
-
-def _inside(tensor: Any) -> list[Tensor]:
-    names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    marks = tensor.is_conj(), tensor.is_neg()
-    return tensor.device, tensor.data_ptr(), tensor.stride(), *marks
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain)
-    return plain.view(_INTEGERS[plain.element_size()])
-
-
-def _are_same_arrays(one: Any, other: Any) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    if one.dtype.hasobject:
-        return same(one.tolist(), other.tolist())
-    return bool(one.tobytes() == other.tobytes())
+def _bytes_of(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

@@ -19,8 +19,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from helios.core.utils import unsaved_of
 from helios.data.mixture import Mixture
-from helios.state.digests import is_dense
-from helios.state.values import ATOMS
+from helios.state.values import ATOMS, is_dense
 from helios.storage.content_hash import fingerprint
 from helios.storage.plain_objects import attributes_of
 

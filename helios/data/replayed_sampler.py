@@ -36,8 +36,8 @@ from helios.core.utils import unsaved_of
 from helios.data.order import BlocksAndHead, Order, Position, prepare
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.state.digests import Identities, is_dense, mark_of
-from helios.state.values import CONTAINERS, LEAVES, LIMIT, are_atoms, each_in, elements_of
+from helios.state.digests import Identities, mark_of
+from helios.state.values import CONTAINERS, LEAVES, LIMIT, are_atoms, each_in, elements_of, is_dense
 from helios.storage.plain_objects import attributes_of
 
 _LOGGER = logging.getLogger(__name__)

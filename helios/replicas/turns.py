@@ -24,7 +24,7 @@ from helios.replicas.replicas import Replicas
 from helios.replicas.window_exchange import WindowExchange, make_loss_error
 from helios.requests import Agreement
 from helios.state.discovery import Discovery
-from helios.state.steps import ReplicaWatch, TurnWatch
+from helios.state.steps import ReplicaWatch
 
 Seed = Callable[[int | None], None]
 
@@ -81,7 +81,7 @@ class Turns:
     weighted: WeightedSums = MappingProxyType({})
     sums_gradients: bool = False
     keeps_batches: bool = False
-    watch: TurnWatch | None = None
+    watch: ReplicaWatch | None = None
 
     def __init__(self, seed: int, before: int | str = 0) -> None:
         self._before = rng.KeySeries(seed, "train", suffix=(before,))
@@ -109,7 +109,7 @@ class Turns:
             opens_window: whether this iteration is the first of an accumulation window.
         """
 
-    def begin_step(self) -> TurnWatch | None:
+    def begin_step(self) -> ReplicaWatch | None:
         """Begin a step of the current turn. A batch may have several steps.
 
         Returns:
@@ -284,7 +284,7 @@ class SharedTurns(Turns):
         self._model.loss_items.clear()
         self.watch = self._watch.begin(self._iteration)
 
-    def begin_step(self) -> TurnWatch | None:
+    def begin_step(self) -> ReplicaWatch | None:
         """Seed again for a further step, which must not repeat what the last one has drawn."""
         if self._has_stepped and self._first != self._last:
             raise UsageError(

@@ -31,7 +31,7 @@ from helios.ledger.writer import add_up, as_numbers, from_numbers
 from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.state_owners import find_data_sets
-from helios.state.data_members import is_large
+from helios.state.values import is_large
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_SHOWN = 8

@@ -28,7 +28,7 @@ from helios.sharding.units import Unit, find_in_networks, find_units
 from helios.startup.keyed_init import set_up_keyed
 from helios.startup.objects import check_made
 from helios.startup.trainer_options import Options
-from helios.state.loading import TRAINING_ONLY, load_into
+from helios.state.optimizers import TRAINING_ONLY, load_into
 from helios.state.steps import check_alike
 from helios.storage.local_paths import as_local_path
 
@@ -282,7 +282,7 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
                 "self, or call it in on_training_start if state.global_iteration is 0."
             )
         state = _find_fitting(load_checkpoint(path)["model"], model, path)
-        load_into("network", model, state, holder="network")
+        load_into("network", model, state)
     else:
         raise ArgumentTypeError(
             f"load_weights(model=...) must be a Model or an nn.Module, got {model!r}."

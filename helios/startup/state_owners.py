@@ -25,8 +25,8 @@ from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import keeps_state
 from helios.plugins.plugin import Plugin
 from helios.protocols import Stateful
-from helios.state.data_members import generators_in
 from helios.state.owners import Owner, Owners
+from helios.state.values import generators_in
 from helios.storage.plain_objects import attributes_of
 
 _LOGGER = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from helios.core.generators import is_generator
 from helios.core.wrappers import unwrap
-from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.state.networks import Network, is_odd_optimizer, is_of_the_house, left_out
 from helios.state.values import LEAVES, are_atoms, refer_to
@@ -138,6 +137,8 @@ class Rules:
         outside: what other owners save.
         lost: paths of values that are too large, or of a class that loading does not know.
         data_types: the only types that count, besides generators; empty for all.
+        is_strict: whether what was created after setup is an anchor too; otherwise only what has
+            taken the place of one.
     """
 
     exclude: frozenset[str] = frozenset()
@@ -147,13 +148,11 @@ class Rules:
     outside: Outside = field(default_factory=Outside)
     data_types: tuple[type, ...] = ()
     lost: frozenset[str] = frozenset()
+    is_strict: bool = True
 
     def is_declared(self, path: str) -> bool:
         """Return whether a path, or one above it, is declared as unsaved."""
-        if not self.unsaved:
-            return False
-        ends = [end for end, mark in enumerate(path) if mark == "."]
-        return not self.unsaved.isdisjoint([path, *(path[:end] for end in ends)])
+        return bool(self.unsaved) and not self.unsaved.isdisjoint((path, *above(path)))
 
     def members_of(self, owner: object) -> list[tuple[str, Any]]:
         """Return the attributes of the owner that count, in the order of their names."""
@@ -176,6 +175,11 @@ def has_state(value: object) -> bool:
 def path_of(parent: str, key: Any) -> str:
     """Return the path of a member, as in messages."""
     return f"{parent}.{key}" if parent else str(key)
+
+
+def above(path: str) -> Iterator[str]:
+    """Yield the paths above a path."""
+    return (path[:end] for end, mark in enumerate(path) if mark in ".[")
 
 
 def as_written(path: str, objects: Mapping[str, object]) -> str:
@@ -222,11 +226,16 @@ class Anchors:
             path, part = self._late.popleft()
             if isinstance(part, dict):
                 self._search(path, [(self.name_key(key), each) for key, each in part.items()])
-            elif id(unwrap(part)) not in self.names:
+            elif id(unwrap(part)) not in self.names and self._admits(path):
                 self.add(path, part)
         self._name_loose()
         for path, part in [*self.objects.items()]:
             self._add_inner(path, part)
+
+    def _admits(self, path: str) -> bool:
+        """Return whether an object that setup has not put there may be an anchor."""
+        tops = self.rules.tops
+        return self.rules.is_strict or tops is None or path in tops - self.parts.keys()
 
     # ---- what was found
 
@@ -286,7 +295,7 @@ class Anchors:
 
     # ---- naming
 
-    def add(self, path: str, part: Any, *, is_inner: bool = False) -> str:
+    def add(self, path: str, part: Any, *, is_inner: bool = False, names_parts: bool = True) -> str:
         """Name an object with a state, and its parts; a wrapper has the name of what is inside."""
         inside = unwrap(part)
         name = self.names.get(id(inside))
@@ -297,7 +306,7 @@ class Anchors:
             self.parts[name] = part
             if isinstance(part, Optimizer):
                 self._add_tables(name, part)
-            if self.rules.tops is not None or is_inner:
+            if names_parts:
                 self.name_parts(name, part)
             if is_inner and isinstance(part, Optimizer):
                 self.name_updated(name, part)
@@ -308,11 +317,6 @@ class Anchors:
     def add_any(self, path: str, part: Any) -> str:
         """Name an anchor: as after setup, or by its path, which no other anchor has."""
         name = self.rules.known.get(id(part), path)
-        if name in self.parts and self.rules.tops is None and has_state(part):
-            raise StateError(
-                f"The path {name!r} refers to two objects with a state_dict: the keys of a dict "
-                "must differ as text too. Rename one of the keys."
-            )
         while name in self.parts:
             name += " (old)" if id(part) in self.rules.known else " (new)"
         self.names[id(part)], self.parts[name] = name, part
@@ -371,13 +375,7 @@ class Anchors:
             return
         tops = self.rules.tops
         if tops is None or self.rules.known.get(id(unwrap(value))) in tops:
-            inside = unwrap(value)
-            if id(inside) not in self.names:
-                name = self.add_any(path, inside)
-                self.objects[name] = self.parts[name] = value
-                if isinstance(value, Optimizer):
-                    self._add_tables(name, value)
-            self.names[id(value)] = self.names[id(inside)]
+            self.add(path, value, names_parts=False)
         else:
             # It may be part of a network, and has a name once all networks have one.
             self._late.append((path, value))
@@ -421,7 +419,8 @@ class Anchors:
         for path, optimizer in self.of_kind(Optimizer).items():
             self.name_updated(path, optimizer, paths)
         for path, leaf in self.leaves.items():
-            if isinstance(leaf, nn.Parameter) and self.name_of(leaf) is None:
+            is_free = isinstance(leaf, nn.Parameter) and self.name_of(leaf) is None
+            if is_free and self._admits(path):
                 self.loose[self.add_any(path, leaf)] = leaf
         self.leaves = {
             path: leaf

@@ -17,14 +17,11 @@ from typing import Any, ClassVar, Final, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.generators import is_generator
-from helios.core.memory import has_plain_bytes
-from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import version_of
-from helios.state.values import ATOMS, children_of, each_in, refer_to
+from helios.state.values import ATOMS, children_of, each_in, is_dense, refer_to
 from helios.storage.checksums import array_sum, tensor_sum
 from helios.storage.codes import FACTORIES, NATIVE, TAG, Coder, Unsavable
 from helios.storage.plain_objects import OUTSIDE, attributes_of, comes_from, table_of
@@ -33,11 +30,6 @@ CODE: Final = (type, FunctionType, BuiltinFunctionType, ModuleType)
 """What is compared by identity: it is made when modules are imported, and never changes."""
 
 _LONG_WRITE = 1 << 14
-
-
-def is_dense(part: Tensor) -> bool:
-    """Return whether the elements of a tensor can be read as bytes in this process."""
-    return has_plain_bytes(part) and not is_sharded(part) and not is_lazy(part)
 
 
 class _Sink:

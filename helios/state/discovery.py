@@ -7,28 +7,27 @@ that after ``setup``; what cannot be saved and has changed is named.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.memory import storage_of
 from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import collector_at_rest
-from helios.errors import ArgumentTypeError, StateError, UsageError
+from helios.errors import ArgumentTypeError, UsageError
 from helios.state import reasons
-from helios.state.anchors import Anchors, Outside, References, Rules, as_written, path_of
-from helios.state.coverage import Coverage, contains, coverages
-from helios.state.data_members import OversizedMembers, large_members
+from helios.state.anchors import Anchors, Outside, References, Rules, above, as_written, path_of
 from helios.state.digests import Identities, digest_of
-from helios.state.holders import GONE, types_in
-from helios.state.links import Links, links_in, names_in
-from helios.state.named import Marks, Named, classes_of, lost_since, marks_of
-from helios.state.networks import flags_of, grads_of, lacking_in, pieces_of, state_of
+from helios.state.links import Links, links_in, names_in, types_in
+from helios.state.named import Marks, classes_of, lost_since, marks_of, report
+from helios.state.networks import flags_of, grads_of, pieces_of, size_of, sizes_by_storage, state_of
 from helios.state.optimizers import (
     TABLES,
     built_differently,
@@ -37,12 +36,11 @@ from helios.state.optimizers import (
     members_of,
     misfits_of,
 )
-from helios.state.restoring import Prepared, Restoring, made_by_loading
-from helios.state.snapshot import Form, Snapshot, kind_of
+from helios.state.restoring import Restoring, made_by_loading
 from helios.state.steps import StepWatch
-from helios.state.values import LIMIT, PLAIN
+from helios.state.values import ATOMS, LIMIT, PLAIN, large_members, parts_of
+from helios.state.walk import GONE, Form, Snapshot, kind_of
 from helios.storage.codes import HOLE, Codes
-from helios.storage.plain_objects import attributes_of
 from helios.storage.type_converters import in_every_process, type_name
 from helios.text import size_text
 
@@ -64,12 +62,10 @@ class Baseline:
         forms: types, shapes and strides of tensors, by name.
         members: the names of the parameters of optimizers.
         drivers: the optimizers of schedulers.
-        states: marks of objects that a state may leave out.
         pieces: marks of the tensors of networks whose ``state_dict`` is the user's.
         types: classes that a resume may build.
         classes: classes of the user, whose attributes are compared.
         links: codes of what refers to others by name.
-        late: marks of what start events have created.
     """
 
     digests: dict[str, dict[Any, Any]]
@@ -81,31 +77,22 @@ class Baseline:
     forms: dict[str, Form]
     members: dict[str, Any]
     drivers: dict[str, str]
-    states: dict[str, bytes]
     pieces: dict[str, dict[str, bytes]]
     types: set[type]
     classes: list[type]
     links: Links
-    late: dict[str, bytes] = field(default_factory=dict)
 
     def known(self) -> dict[int, str]:
         """Return the names of the anchors of setup that are still alive, by id."""
         return {number: name for number, refer, name in self.references if refer() is not None}
-
-    def late_in(self, now: Snapshot) -> dict[str, Any]:
-        """Return the objects and loose parameters that were created after setup, by path."""
-        parts = {**now.objects, **now.anchors.loose}
-        return {p: part for p, part in parts.items() if p not in self.tops | self.inner}
 
     def mark_as_changed(self, state: Mapping[str, Any]) -> None:
         """Treat what was restored as changed: the next checkpoint needs it too."""
         for name, table in state["values"].items():
             for key in table:
                 self.digests.setdefault(name, {})[key] = None
-        for path in state["inner"]:
-            self.states.pop(path, None)
         for path, each in state["omitted"].items():
-            for name in each["values"]:
+            for name in each:
                 self.pieces.get(path, {}).pop(name, None)
 
 
@@ -160,10 +147,10 @@ class Discovery:
         self.baseline: Baseline | None = None
         self.unrestored: dict[str, str] = {}
         self._unlinked: dict[str, str] = {}
-        self._named = Named(name)
-        self._oversized = OversizedMembers()
+        self._named: set[str] = set()
+        self._saved_members: set[str] = set()
         self._last: Snapshot | None = None
-        self._prepared: Prepared | None = None
+        self._prepared: Restoring | None = None
         self._keeps_last = False
         self._checked: Mapping[str, Any] | None = None
 
@@ -218,12 +205,7 @@ class Discovery:
         last = self._last
         if not self._keeps_last:
             self._last = None
-        return {} if last is None else last.values
-
-    @property
-    def has_attributes(self) -> bool:
-        """Whether there are attributes that count."""
-        return bool(attributes_of(self._owner).keys() - self._exclude)
+        return {} if last is None else last.walk.parts
 
     def watch(self, *, reads_weights: bool = True, sees_unsaved: bool = False) -> StepWatch:
         """Begin to watch what a step changes, in attributes declared as unsaved only if asked."""
@@ -244,6 +226,7 @@ class Discovery:
             None if base is None else base.tops,
             Outside() if is_alone else self._outside(),
             PLAIN if self._is_data else (),
+            is_strict=self._is_strict,
         )
 
     def _look(self, unsaved: frozenset[str] | None = None, lost: Iterable[str] = ()) -> Snapshot:
@@ -253,13 +236,8 @@ class Discovery:
     # ---- setup and start
 
     @collector_at_rest()
-    def take_baseline(self, *, states_too: bool = False) -> None:
-        """Record what setup made; call it right after setup.
-
-        Args:
-            states_too: whether the owner has its own ``state_dict``, which may leave out objects;
-                then their states are compared too.
-        """
+    def take_baseline(self) -> None:
+        """Record what setup made; call it right after setup."""
         self._named.clear()
         self.baseline, self.unrestored = None, {}
         now = self._look()
@@ -267,7 +245,6 @@ class Discovery:
             # Their attributes are others now.
             now = self._look()
         anchors = now.anchors
-        marked = now.objects if states_too else anchors.inner
         classes = classes_of(self._owner, now)
         self.baseline = Baseline(
             digests={
@@ -282,7 +259,6 @@ class Discovery:
             forms=now.forms(),
             members=members_of(anchors),
             drivers=drivers_of(anchors),
-            states={path: now.mark_of_state(part) for path, part in marked.items()},
             pieces={
                 path: {name: now.mark(tensor.detach()) for name, tensor in pieces_of(net).items()}
                 for path, net in now.odd_networks()
@@ -303,8 +279,6 @@ class Discovery:
         self._last = now = self._look()
         base.classes = classes_of(self._owner, now)
         base.marks = marks_of(now, base.classes)
-        for name, part in base.late_in(now).items():
-            base.late[name] = now.mark_of_state(part)
         for name, table in now.walk.codes.items():
             for key, code in table.items():
                 if code == HOLE:
@@ -313,8 +287,8 @@ class Discovery:
     def note_named(self, places: Iterable[str]) -> None:
         """Treat paths as already reported to the user in this start."""
         places = set(places)
-        self._named.known |= places
-        self._oversized.note(places)
+        self._named |= places
+        self._saved_members |= {place.partition(".")[0] for place in places}
 
     def _require_baseline(self) -> Baseline:
         if self.baseline is None:
@@ -343,82 +317,68 @@ class Discovery:
             changed and this state lacks, with the reason, by path; ``misfits``: what a resume
             cannot rebuild; ``is_partial``: whether objects may be absent. Before
             :meth:`take_baseline` there are no values; ``{}`` if nothing else is there.
-
-        Raises:
-            StateError: if an object fails to return its state.
         """
         if self.baseline is None:
             unchanged = copy.copy(self)
-            vars(unchanged)["_named"] = Named(self._name)
+            vars(unchanged)["_named"] = set()
             unchanged.take_baseline()
             state = unchanged.capture()
             return state if state["objects"] or state["parameters"] else {}
         base, now = self.baseline, self._look()
-        anchors, late = now.anchors, {}
-        if not self._is_strict:
-            late = base.late_in(now)
-        objects = {p: _state_of(p, o) for p, o in anchors.objects.items() if p not in late}
-        inner = {p: _state_of(p, o) for p, o in anchors.inner.items() if p in base.inner}
+        anchors = now.anchors
+        objects = {p: state_of(o) for p, o in anchors.objects.items()}
+        inner = {p: state_of(o) for p, o in anchors.inner.items() if p in base.inner}
         states = objects | inner
         covers = coverages(now.objects, states, own, now.mark_of_content)
-        values, lost = self._changed_values(now, covers, late)
+        values, lost = self._changed_values(now, covers)
         while not lost.keys() <= now.anchors.rules.lost:
             # What else refers to their members is saved on its own.
             now = self._look(lost=lost)
-            values, more = self._changed_values(now, covers, late)
+            values, more = self._changed_values(now, covers)
             lost = dict(sorted((lost | more).items()))
         self._last = now
         lost |= self._unlinked
         misfits = self._misfits(now) if self._is_strict else {}
-        for path, part in late.items():
-            if now.mark_of_state(part) != base.late.get(path):
-                lost[as_written(path, anchors.objects)] = reasons.LATE
+        stray = (anchors.loose.keys() - base.tops) | (anchors.inner.keys() - base.inner)
+        stray = set() if self._is_strict else stray
+        lost |= {as_written(path, anchors.objects): reasons.LATE for path in stray}
         if self._is_data:
-            lost |= self._oversized.losses(large_members(self._owner) - self._unsaved)
-            self._oversized.note(values.get("", {}))
+            grown = self._saved_members & (large_members(self._owner) - self._unsaved)
+            lost |= dict.fromkeys(sorted(grown), reasons.GROWN)
+            self._saved_members |= values.get("", {}).keys()
         else:
             named = lost_since(base.marks, marks_of(now, base.classes))
             lost |= {path: why for path, why in named.items() if not _is_covered(path, now, covers)}
-        self._named.report(lost, misfits)
-        left_out = partial(self._left_out, now, covers)
+        lost |= {p: reasons.MISFIT.format(t and f"{t}: ") for p, t in misfits.items()}
+        report(self._name, lost, self._named)
         members = members_of(anchors)
         return {
-            "objects": objects if own is None else left_out(objects),
-            "inner": left_out(inner),
+            "objects": objects,
+            "inner": inner,
             "kinds": {path: kind_of(part) for path, part in anchors.objects.items()},
             "members": members,
             "built": built_differently(base.members, members),
             "drivers": drivers_of(anchors),
             "omitted": self._omitted(now, states),
-            "parameters": {n: p.detach() for n, p in anchors.loose.items() if n not in late},
+            "parameters": {n: p.detach() for n, p in anchors.loose.items() if n not in stray},
             "flags": flags_of(anchors),
             "grads": grads_of(anchors),
             "forms": {n: form for n, form in now.forms().items() if form != base.forms.get(n)},
             "values": values,
-            "missing": lost | Named.reasons_of(misfits),
+            "missing": lost,
             "misfits": misfits if own is None else {},
             "is_partial": own is not None or not self._is_strict,
         }
 
-    def _left_out(
-        self, now: Snapshot, covers: Mapping[str, Coverage], states: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the states that training has changed and that no other state contains."""
-        before = self._require_baseline().states
-        return {
-            path: state
-            for path, state in states.items()
-            if not contains(covers, path, state) and now.mark_of_content(state) != before.get(path)
-        }
-
     def _changed_values(
-        self, now: Snapshot, covers: Mapping[str, Coverage], late: Collection[str]
+        self, now: Snapshot, covers: Mapping[str, Coverage]
     ) -> tuple[Codes, dict[str, str]]:
         """Return the codes of changed values, and what is too large or of an unknown class."""
         codes, base = now.walk.codes, self._require_baseline()
-        changed = self._find_changes(now, late)
+        changed = self._find_changes(now)
         covered = self._find_covered(now, covers, [place for _, place in changed])
-        types = {type_name(kind) for kind in (*base.types, *self._safe_types())}
+        known = (kind for kind in (*base.types, *self.safe_types) if isinstance(kind, type))
+        types = set(map(type_name, known))
         odd = [kind for kind in now.walk.kinds if type_name(kind) not in types]
         lost: dict[str, str] = {}
         total, chosen = 0, set[tuple[str, Any]]()
@@ -426,7 +386,7 @@ class Discovery:
             if (name, key) in covered:
                 continue
             named = types_in(codes.get(name, {}).get(key)) if odd else ()
-            unknown = [each for each in named if in_every_process(each) not in types]
+            unknown = sorted(each for each in named if in_every_process(each) not in types)
             total += size
             if unknown:
                 lost[path_of(name, key)] = reasons.UNKNOWN.format(unknown[0])
@@ -444,20 +404,16 @@ class Discovery:
         tensors = [
             each
             for path, held in now.walk.tensors.items()
-            if not paths.isdisjoint((path, *_above(path)))
+            if not paths.isdisjoint((path, *above(path)))
             for each in held
         ]
         return Codes(values, tensors), dict(sorted(lost.items()))
 
-    def _find_changes(
-        self, now: Snapshot, late: Collection[str]
-    ) -> list[tuple[int, tuple[str, Any]]]:
+    def _find_changes(self, now: Snapshot) -> list[tuple[int, tuple[str, Any]]]:
         """Return the sizes of the values that training has changed, with holder and key."""
-        base, codes = self._require_baseline(), now.walk.codes
+        base = self._require_baseline()
         changed: list[tuple[int, tuple[str, Any]]] = []
         for name, table in now.digests().items():
-            if late and not {name, *_above(name)}.isdisjoint(late):
-                continue
             known = base.digests.get(name, {})
             # The state of an optimizer does not count as plain values, however it is saved.
             for key, (digest, size) in table.items():
@@ -468,8 +424,7 @@ class Discovery:
                 # What no longer counts is still there: a member of a data set that has grown.
                 gone = known.keys() - table.keys() - now.attributes_of(name).keys()
                 changed += [(0, (name, key)) for key in gone]
-        # What start events have made is made again, with all that refers to it.
-        return [each for each in changed if not late or not _leads_into(codes, *each[1], late)]
+        return changed
 
     def _find_covered(
         self, now: Snapshot, covers: Mapping[str, Coverage], changed: Iterable[tuple[str, Any]]
@@ -492,9 +447,6 @@ class Discovery:
             covered -= {place for place in covered if _leads_to(path_of(*place), wanted)}
         return covered
 
-    def _safe_types(self) -> list[type]:
-        return [kind for kind in self.safe_types if isinstance(kind, type)]
-
     def _misfits(self, now: Snapshot) -> dict[str, str]:
         """Return what no resume can rebuild, by path, with what differs from setup."""
         base, anchors = self._require_baseline(), now.anchors
@@ -503,11 +455,8 @@ class Discovery:
         changed = {**before, **kinds} if before != kinds else ()
         for name in sorted(changed):
             was, found = before.get(name, "nothing"), kinds.get(name, "nothing")
-            if was and found and was != found and not any(map(misfits.__contains__, _above(name))):
+            if was and found and was != found and not any(map(misfits.__contains__, above(name))):
                 misfits.setdefault(name, f"{was} after setup, {found} now")
-        for path in _strangers(now):
-            if before.get(path, "nothing") == kinds.get(path):
-                misfits.setdefault(path, f"another {kinds[path]} than that of setup")
         shown = " ".join(misfits.values())
         for path in base.tops ^ frozenset((*anchors.objects, *anchors.loose)):
             written = as_written(path, anchors.objects)
@@ -516,21 +465,21 @@ class Discovery:
         return misfits
 
     def _omitted(self, now: Snapshot, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what training changed of networks and their own ``state_dict`` leaves out."""
+        """Return what training changed of networks whose ``state_dict`` may leave it out."""
         omitted: dict[str, Any] = {}
         for path, network in now.odd_networks():
-            if path not in states:
-                continue
-            lacked, unknown = lacking_in(network, states[path])
             before = self._require_baseline().pieces.get(path, {})
             values = {
                 name: tensor.detach()
-                for name, tensor in lacked.items()
-                if is_sharded(tensor) or now.mark(tensor.detach()) != before.get(name)
+                for name, tensor in pieces_of(network).items()
+                if (
+                    name not in states.get(path, {})
+                    if is_sharded(tensor)
+                    else now.mark(tensor.detach()) != before.get(name)
+                )
             }
-            absent = sorted(name for name in lacked if name not in states[path])
-            if values or absent or unknown:
-                omitted[path] = {"values": values, "lacked": absent, "unknown": unknown}
+            if values and path in states:
+                omitted[path] = values
         return omitted
 
     # ---- restore
@@ -541,7 +490,8 @@ class Discovery:
         Call it before the owner's own ``load_state_dict``, which loads optimizers by position and
         may assign other tensors to networks.
         """
-        self._prepared = self._restoring().prepare(state)
+        self._prepared = self._restoring()
+        self._prepared.prepare(state)
 
     def check(
         self, state: Mapping[str, Any], later: Mapping[str, Any] | None = None
@@ -578,13 +528,12 @@ class Discovery:
         if not is_inference and self._checked is not state:
             self.check(state)
         self._checked = None
-        restoring = self._restoring()
-        prepared, self._prepared = self._prepared, None
-        self._last = restoring.run(state, is_inference=is_inference, prepared=prepared)
+        restoring, self._prepared = self._prepared or self._restoring(), None
+        self._last = restoring.run(state, is_inference=is_inference)
         self.unrestored, self._unlinked = restoring.unrestored, restoring.unlinked
         if is_inference or self.baseline is None:
             return
-        self._oversized.note(state["values"].get("", {}))
+        self._saved_members |= state["values"].get("", {}).keys()
         if _TRAINED.knows(self._owner):
             # setup() may have found what that training has left. A new process would not have it.
             self.baseline.mark_as_changed(state)
@@ -594,24 +543,17 @@ class Discovery:
         return Restoring(
             self._look,
             name=self._name,
-            exclude=self._exclude,
-            unsaved=self._unsaved,
-            types=[*(() if base is None else base.types), *self._safe_types()],
+            rules=Rules(self._exclude, self._unsaved),
+            types=[*(() if base is None else base.types), *self.safe_types],
             of_setup={} if base is None else {name: refer() for _, refer, name in base.references},
             links=None if base is None else base.links,
             is_data=self._is_data,
         )
 
 
-def _leads_into(codes: Links, name: str, key: Any, paths: Collection[str]) -> bool:
-    """Return whether a value refers to one of some paths, or to something below it."""
-    names = names_in(codes.get(name, {}).get(key))
-    return any(not {each, *_above(each)}.isdisjoint(paths) for each in names)
-
-
 def _is_covered(path: str, now: Snapshot, covers: Mapping[str, Coverage]) -> bool:
     """Return whether the state of an object holds the attribute that a path leads into."""
-    for name in ("", *_above(path)):
+    for name in ("", *above(path)):
         key = path[len(name) :].lstrip(".").partition(".")[0]
         if name in covers and covers[name].has(key, now.attributes_of(name)):
             return True
@@ -623,27 +565,73 @@ def _leads_to(path: str, names: Iterable[str]) -> bool:
     return any(name == path or name.startswith(f"{path}.") for name in names)
 
 
-def _above(name: str) -> Iterator[str]:
-    """Yield the paths above a path."""
-    return (name[:end] for end, mark in enumerate(name) if mark in ".[")
+# ---- what a ``state_dict`` of a user holds already
+
+_EXTRA = "_extra_state"
 
 
-def _strangers(now: Snapshot) -> Iterator[str]:
-    """Yield the paths of modules and parameters that setup has not made."""
-    known = now.anchors.rules.known
-    for name, module in now.modules():
-        if id(module) not in known:
-            yield name
-        for key, part in vars(module)["_parameters"].items():
-            if part is not None and id(part) not in known:
-                yield path_of(name, key)
+@final
+class Coverage:
+    """The content of a state: the objects in it, and copies of attributes under the same key.
+
+    Args:
+        state: what ``state_dict`` returned.
+        mark: returns marks that are equal for equal values.
+    """
+
+    def __init__(self, state: Any, mark: Callable[[Any], bytes]) -> None:
+        self._state, self._mark = state, mark
+
+    def has(self, key: Any, attributes: Mapping[Any, Any]) -> bool:
+        """Return whether the state holds the value of an attribute, or an equal one as its own.
+
+        Args:
+            key: the attribute.
+            attributes: all attributes of the object.
+        """
+        value: Any = attributes.get(key)
+        table = self._state if isinstance(self._state, dict) else {}
+        # An equal value under another key, or that of another attribute, may be a coincidence.
+        public = key.lstrip("_") if isinstance(key, str) else key
+        names = {key} if public in attributes else {key, public}
+        known = [table[name] for name in names if name in table]
+        if type(value) in ATOMS:
+            return any(each is value for each in known)
+        home = storage_of(value) if isinstance(value, Tensor) else 0
+        if id(value) in self._ids or (home and size_of(value) <= self._sizes[home]):
+            return True
+        return any(self._mark(each) == self._mark(value) for each in known)
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return {id(part) for part in parts_of(self._state)}
+
+    @cached_property
+    def _sizes(self) -> Counter[int]:
+        return sizes_by_storage(self._state)
 
 
-def _state_of(path: str, part: Any) -> dict[str, Any]:
-    try:
-        return state_of(part)
-    except Exception as error:
-        raise StateError(
-            f"{path} ({type(part).__name__}) failed to return its state: {error!r}. Correct its "
-            "state_dict()."
-        ) from error
+def coverages(
+    objects: Mapping[str, Any],
+    states: Mapping[str, dict[str, Any]],
+    own: dict[str, Any] | None,
+    mark: Callable[[Any], bytes],
+) -> dict[str, Coverage]:
+    """Return what the states of objects hold, by the path of the object or module.
+
+    Args:
+        objects: the objects, by path.
+        states: what their ``state_dict`` returned; of networks, only extra states count.
+        own: what the owner's own ``state_dict`` returned; ``None`` for an owner without one.
+        mark: returns marks that are equal for equal values.
+    """
+    found = {} if own is None else {"": Coverage(own, mark)}
+    for path, state in states.items():
+        if not isinstance(objects[path], nn.Module):
+            found[path] = Coverage(state, mark)
+            continue
+        for name in state:
+            if name.endswith(_EXTRA):
+                place = f"{path}.{name.removesuffix(_EXTRA)}".rstrip(".")
+                found[place] = Coverage(state[name], mark)
+    return found

@@ -1,4 +1,4 @@
-"""Finds the values that refer to others by name, to link them again once those were replaced.
+"""Reads codes: finds the values that refer to others by name, and those of users' classes.
 
 A ``load_state_dict`` may replace a tensor, a list or a dict that somebody else holds as well. What
 ``setup`` made of references is therefore made again after everything is loaded.
@@ -6,10 +6,11 @@ A ``load_state_dict`` may replace a tensor, a list or a dict that somebody else 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, TypeAlias
 
+from helios.state.values import parts_of
 from helios.state.walk import PARTS
 from helios.storage.codes import TAG
 
@@ -43,7 +44,7 @@ def severed(links: Links, codes: Links, saved: Links) -> dict[str, dict[Any, Any
         for key, code in table.items():
             if key not in now or key in saved.get(name, {}):
                 continue
-            if not {*_references(code)} <= {*_references(now[key])}:
+            if not names_in(code) <= names_in(now[key]):
                 found.setdefault(name, {})[key] = code
     return found
 
@@ -63,17 +64,10 @@ def names_in(code: Any) -> set[str]:
     return names
 
 
-def _references(code: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield the references in a code, each with its place."""
-    if type(code) in (list, tuple):
-        for number, each in enumerate(code):
-            yield from _references(each, (*place, number))
-    elif type(code) is dict:
-        if (name := _name_in(code)) is not None:
-            yield place, name
-        else:
-            for key, each in code.items():
-                yield from _references(each, (*place, key))
+def types_in(code: Any) -> set[str]:
+    """Return the names of the classes in a code."""
+    tables = (each for each in parts_of(code) if type(each) is dict)
+    return {each["type"] for each in tables if each.get(TAG) in ("object", "enum", "flag", "tuple")}
 
 
 def _name_in(code: dict[Any, Any]) -> str | None:

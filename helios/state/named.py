@@ -9,9 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from types import GetSetDescriptorType, MemberDescriptorType
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
-import numpy as np
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.jit import ScriptModule
@@ -19,8 +18,8 @@ from torch.jit import ScriptModule
 from helios.core.generators import is_generator
 from helios.core.memory import has_plain_bytes, span_of, storage_of
 from helios.state import reasons
-from helios.state.snapshot import Snapshot
-from helios.state.values import ATOMS
+from helios.state.values import PLAIN
+from helios.state.walk import Snapshot
 from helios.storage.plain_objects import attributes_of, is_plain_object
 
 _LOGGER = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ def marks_of(now: Snapshot, classes: Iterable[type]) -> Marks:
     marks |= {name: (mark, reasons.OF_CLASS) for name, mark in class_marks(classes, now).items()}
     for (name, table), hooks in walk.hooks.items():
         shown = f"{name} ({table.strip('_').replace('_', ' ').rstrip('s')})"
-        marks[shown] = tuple(map(now.number, hooks)), reasons.HOOK
+        marks[shown] = tuple(map(now.identities.number, hooks)), reasons.HOOK
     for name, (other, where) in walk.overlaps.items():
         marks[f"{name} (memory)"] = (other, where), reasons.SHARED.format(other)
     for name, (other, where) in _storages_of_networks(now).items():
@@ -106,62 +105,26 @@ def lost_since(before: Marks, now: Marks) -> dict[str, str]:
     return {name.removesuffix(" (memory)"): why for name, why in sorted((lost | gone).items())}
 
 
-@final
-class Named:
-    """Reports what a resumed run will lack; each path once in a start.
+def report(owner: str, missing: Mapping[str, str], known: set[str]) -> None:
+    """Warn of what a resumed run will lack.
 
     Args:
-        name: the name of the owner.
-
-    Attributes:
-        known: the paths that were reported.
+        owner: the name of the owner.
+        missing: the reasons, by path.
+        known: the paths that were reported in this start; receives these.
     """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.known: set[str] = set()
-
-    def clear(self) -> None:
-        """Report everything again: setup has run."""
-        self.known = set()
-
-    @staticmethod
-    def reasons_of(misfits: Mapping[str, str]) -> dict[str, str]:
-        """Return why no resume can rebuild something, by path."""
-        return {
-            path: "was added, removed or changed in structure after "
-            f"setup(){text and f', {text}'}: create it there"
-            for path, text in misfits.items()
-        }
-
-    def report(self, lost: Mapping[str, str], misfits: Mapping[str, str]) -> None:
-        """Warn of what was not reported yet.
-
-        Args:
-            lost: the reasons why values are not saved, by path.
-            misfits: what differs of objects that no resume can rebuild, by path.
-        """
-        new = {path: why for path, why in lost.items() if path not in self.known}
-        odd = {path: text for path, text in misfits.items() if path not in self.known}
-        self.known |= lost.keys() | misfits.keys()
-        texts = []
-        if new:
-            names = ", ".join(f'"{path}"' for path in new)
-            each = "; ".join(f"{path} ({why})" for path, why in new.items())
-            texts.append(
-                f"Training changed what cannot be saved: {each}. A resumed run starts with what "
-                f"setup() makes. Declare what need not be saved: unsaved = ({names},) of the "
-                f"{self._name}."
-            )
-        if odd:
-            each = ", ".join(f"{p}{text and f' ({text})'}" for p, text in sorted(odd.items()))
-            texts.append(
-                "Networks, optimizers or parameters were added, removed or changed in structure "
-                f"after setup(): {each}. A resume from this state fails, or starts with what "
-                "setup() makes: create all of them in setup()."
-            )
-        if texts:
-            _LOGGER.warning("The state of the %s is incomplete. %s", self._name, " ".join(texts))
+    new = {path: why for path, why in missing.items() if path not in known}
+    known.update(missing)
+    if new:
+        _LOGGER.warning(
+            "The state of the %s is incomplete. Training changed what cannot be saved: %s. A "
+            "resumed run starts with what setup() makes. Declare what need not be saved: "
+            "unsaved = (%s,) of the %s.",
+            owner,
+            "; ".join(f"{path} ({why})" for path, why in new.items()),
+            ", ".join(f'"{path}"' for path in new),
+            owner,
+        )
 
 
 _COUNT_IF_GONE = (reasons.HOOK, reasons.OF_CLASS)
@@ -171,17 +134,6 @@ _COUNT_IF_GONE = (reasons.HOOK, reasons.OF_CLASS)
 _INSTALLED = ("site-packages", "dist-packages")
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _OF_MEMBERS = frozenset(("_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"))
-_DATA = (
-    *(each for each in ATOMS if each is not type(None)),
-    list,
-    tuple,
-    dict,
-    set,
-    frozenset,
-    deque,
-    np.ndarray,
-    Tensor,
-)
 _LARGEST = 1 << 16
 """Maximum members of a container, or elements of a tensor, that is compared."""
 
@@ -227,7 +179,7 @@ def _is_data(name: str, value: Any) -> bool:
         value, GetSetDescriptorType | MemberDescriptorType
     ):
         return False
-    if not isinstance(value, _DATA):
+    if value is None or not isinstance(value, PLAIN):
         # A descriptor may hold values for all instances.
         return is_plain_object(type(value)) and _is_of_the_user(type(value))
     size = value.numel() if isinstance(value, Tensor) else getattr(value, "size", None)

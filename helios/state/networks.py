@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 from helios.core.memory import storage_of
-from helios.core.sharded_tensors import cut_like, is_sharded
+from helios.core.sharded_tensors import cut_like
 from helios.core.wrappers import BareNames, bare_state_dict, class_of
 from helios.errors import StateError
-from helios.state.values import each_in, elements_of
-from helios.storage.plain_objects import attributes_of, table_of
+from helios.state.values import parts_of
+from helios.storage.plain_objects import attributes_of, by_class, table_of
 
 
 class NamedTensor(NamedTuple):
@@ -60,16 +60,6 @@ class Network:
                 if isinstance(tensor, Tensor)
             ]
         return found
-
-    @cached_property
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        """All parameters, each once."""
-        first: dict[int, tuple[str, Tensor]] = {}
-        for place, part in self.modules:
-            for key, tensor in _parameters_of(part).items():
-                if tensor is not None:
-                    first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
-        return list(first.values())
 
 
 def _parameters_of(part: nn.Module) -> dict[str, Any]:
@@ -123,10 +113,10 @@ _HOUSE = (
 
 def is_of_the_house(value: object) -> bool:
     """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
-    return _is_class_of_the_house(cast("Hashable", type(value)))
+    return _is_class_of_the_house(type(value))
 
 
-@cache
+@by_class
 def _is_class_of_the_house(kind: Any) -> bool:
     return any(base.__module__.startswith(_HOUSE) for base in kind.__mro__)
 
@@ -166,17 +156,12 @@ _HOOKS_OF_TENSORS = tuple(name for name in dir(Tensor) if name.endswith("_hooks"
 def hooks_of(part: Any) -> dict[str, list[Callable[..., Any]]]:
     """Return the hooks of user code on a module, an optimizer or a tensor, by table."""
     if isinstance(part, Tensor):
-        found = {name: held for name in _HOOKS_OF_TENSORS if (held := getattr(part, name))}
+        found = {name: getattr(part, name) for name in _HOOKS_OF_TENSORS}
     else:
         table = table_of(part)
-        is_optimizer = isinstance(part, Optimizer)
-        names = _HOOKS if isinstance(part, nn.Module) else ()
-        names = hook_tables_of_optimizers() if is_optimizer else names
-        if not any(map(table.get, names)):
-            return {}
+        of_optimizer = hook_tables_of_optimizers() if isinstance(part, Optimizer) else ()
+        names = _HOOKS if isinstance(part, nn.Module) else of_optimizer
         found = {name: table[name] for name in names if table.get(name)}
-    if not found:
-        return {}
     own = {
         name: [hook for hook in hooks.values() if callable(hook) and not is_known(hook)]
         for name, hooks in found.items()
@@ -212,39 +197,26 @@ def is_odd_optimizer(optimizer: Optimizer) -> bool:
 # ---- state_dict of networks
 
 
-def load_network(
-    module: nn.Module, state: dict[str, Any], absent: Mapping[str, Any] | None = None
-) -> None:
-    """Load the state of a network under bare names; no part of it is kept.
-
-    Args:
-        module: the network.
-        state: its state.
-        absent: the names that its ``state_dict`` ``lacked`` when it was saved, and those that
-            loading will not know (``unknown``).
-    """
+def load_network(module: nn.Module, state: dict[str, Any]) -> None:
+    """Load the state of a network under bare names; no part of it is kept."""
     bare = BareNames(module)
     names = {bare.of(name): name for name in module.state_dict()}
     saved = dict(getattr(state, "_metadata", {}))
     versions = {
         name: saved[bare.of(name)] for name, _ in module.named_modules() if bare.of(name) in saved
     }
+    # What user code leaves out of the state is saved beside it.
+    options = {"strict": False} if is_odd(Network(module)) else {}
+    if not is_known(method_of(module, "load_state_dict")):
+        options = {}
+    if options and (differing := sorted(names.keys() ^ state.keys())):
+        raise StateError(f"either it or the state has no parts {', '.join(differing)}.")
 
     def load(entries: dict[str, Any]) -> None:
         tree = OrderedDict(entries)
         if versions:
             vars(tree)["_metadata"] = OrderedDict(versions)
-        if absent is None or not is_known(method_of(module, "load_state_dict")):
-            module.load_state_dict(tree)
-            return
-        missing, unexpected = module.load_state_dict(tree, strict=False)
-        lacking = sorted({*map(bare.of, missing)} - {*absent["lacked"]})
-        unknown = sorted({*map(bare.of, unexpected)} - {*absent["unknown"]})
-        if lacking or unknown:
-            raise StateError(
-                f"its parts {', '.join(lacking) or 'none'} are not in the state, and it has no "
-                f"parts {', '.join(unknown) or 'that are lacking'} for what is there."
-            )
+        module.load_state_dict(tree, **options)
 
     entries = {
         names.get(name, name): part if isinstance(part, Tensor) else copy.deepcopy(part)
@@ -277,38 +249,22 @@ def pieces_of(network: Network) -> dict[str, Tensor]:
     return {name: tensor for name, _, _, tensor in network.tensors if not is_lazy(tensor)}
 
 
-def lacking_in(network: Network, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the parts of a network that are not in its state as they are, and unknown names.
+def sizes_by_storage(state: Any) -> Counter[int]:
+    """Return the bytes that the tensors in a state have of each storage, by address.
 
-    User code may load from other names: then a part counts wherever it is.
+    A slice does not contain the whole tensor that it was taken from.
     """
-    pieces, is_translated = pieces_of(network), _is_translated(network)
-    extras = {f"{place}._extra_state".lstrip(".") for place, _ in network.modules}
     sizes = Counter[int]()
-    for part in each_in(state, elements_of):
+    for part in parts_of(state):
         if isinstance(part, Tensor):
-            # A slice does not contain the whole tensor that it was taken from.
-            sizes[storage_of(part)] += part.numel()
-    lacked = {
-        name: tensor
-        for name, tensor in pieces.items()
-        if not (is_translated or name in state)
-        or (not is_sharded(tensor) and sizes[storage_of(tensor)] < tensor.numel())
-    }
-    return lacked, sorted(state.keys() - pieces.keys() - extras)
+            sizes[storage_of(part)] += size_of(part)
+    return sizes
 
 
-def _is_translated(network: Network) -> bool:
-    """Return whether user code decides under which names a network is loaded."""
-    names = [name for name in _HOOKS if "load_state_dict_pre" in name]
-    hooks = (
-        hook
-        for _, part in network.modules
-        for name in names
-        for hook in vars(part).get(name, {}).values()
-    )
-    loaders = [method_of(part, "load_state_dict") for _, part in network.modules[:1]]
-    return not all(map(is_known, (*loaders, *hooks)))
+def size_of(tensor: Tensor) -> int:
+    """Return the bytes of all elements."""
+    # Sparse ones have no ``nbytes``.
+    return tensor.numel() * tensor.element_size()
 
 
 def fill(name: str, tensor: Tensor, saved: Tensor) -> None:
@@ -326,78 +282,47 @@ def fill(name: str, tensor: Tensor, saved: Tensor) -> None:
 # ---- flags and gradients
 
 
-def tensors_by_network(anchors: Any) -> dict[str, dict[str, Tensor]]:
-    """Return the parameters by network and name, each once; loose ones under ``""``."""
-    seen, outside = set[int](), anchors.rules.outside.names
-    found: dict[str, dict[str, Tensor]] = {}
+def _modules_in(anchors: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules, also wrappers, which have the name of what they wrap."""
     for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
-        own = [(n, p) for n, p in anchors.network(module).parameters if id(p) not in seen]
-        found[path] = {name: part for name, part in own if id(part) not in outside}
-        seen.update(id(part) for _, part in own)
-    found[""] = {**{n: p for n, p in anchors.leaves.items() if id(p) not in seen}, **anchors.loose}
-    return found
+        for name, part in anchors.network(module).modules:
+            yield f"{path}.{name}" if name else path, part
 
 
-def flags_of(anchors: Any) -> dict[str, dict[str, list[str]]]:
-    """Return the names of frozen parameters and of submodules in evaluation mode."""
-    networks = anchors.of_kind(nn.Module, with_inner=True)
-    return {
-        path: {
-            "frozen": [n for n, t in table.items() if path and not t.requires_grad]
-            or [n for n, t in anchors.loose.items() if not path and not t.requires_grad],
-            "eval": [n for n, part in anchors.network(networks[path]).modules if not part.training]
-            if path
-            else [],
-        }
-        for path, table in tensors_by_network(anchors).items()
-    }
+def leaves_of(anchors: Any) -> dict[str, Tensor]:
+    """Return what may have a gradient and is saved without it."""
+    named = {n: p for n, p in anchors.parts.items() if isinstance(p, nn.Parameter)}
+    return named | {n: p for n, p in anchors.loose.items() if p.is_leaf}
 
 
-def _by_place(anchors: Any) -> dict[tuple[str, str], Tensor]:
-    """Return tensors by network and name; a shared one may be saved under any of its names."""
-    places = {("", name): tensor for name, tensor in tensors_by_network(anchors)[""].items()}
-    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
-        bare = BareNames(module)
-        for name, tensor in module.named_parameters(remove_duplicate=False):
-            places[path, bare.of(name)] = tensor
-    return places
+def flags_of(anchors: Any) -> dict[str, bool]:
+    """Return which tensors require gradients, and which modules are in training mode."""
+    flags = {name: part.training for name, part in _modules_in(anchors)}
+    return flags | {name: part.requires_grad for name, part in leaves_of(anchors).items()}
 
 
-def load_flags(flags: Mapping[str, Any], anchors: Any) -> None:
+def load_flags(flags: Mapping[str, bool], anchors: Any) -> None:
     """Freeze and unfreeze parameters and set modes as recorded."""
-    places = _by_place(anchors)
-    frozen = {id(places.get((p, n))) for p, table in flags.items() for n in table["frozen"]}
-    tables = tensors_by_network(anchors)
-    tables[""] = anchors.loose
-    for path, table in tables.items():
-        for tensor in table.values() if path in flags else ():
-            if tensor.requires_grad == (id(tensor) in frozen):
-                tensor.requires_grad_(id(tensor) not in frozen)
-    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
-        resting = set(flags.get(path, {"eval": ()})["eval"])
-        for name, part in anchors.network(module).modules if path in flags else ():
-            part.training = name not in resting
+    for name, part in _modules_in(anchors):
+        part.training = flags.get(name, part.training)
+    for name, is_trained in flags.items():
+        part = anchors.find(name)
+        if isinstance(part, Tensor) and part.requires_grad is not is_trained:
+            part.requires_grad_(is_trained)
 
 
-def grads_of(anchors: Any) -> dict[str, dict[str, Tensor]]:
+def grads_of(anchors: Any) -> dict[str, Tensor]:
     """Return the gradients of an open window, if there are any."""
-    grads = {
-        path: {name: part.grad for name, part in table.items() if part.grad is not None}
-        for path, table in tensors_by_network(anchors).items()
-    }
-    return {path: table for path, table in grads.items() if table}
+    leaves = {**anchors.leaves, **leaves_of(anchors)}
+    return {name: each.grad for name, each in leaves.items() if each.grad is not None}
 
 
-def load_grads(grads: Mapping[str, Mapping[str, Tensor]], anchors: Any) -> None:
+def load_grads(grads: Mapping[str, Tensor], anchors: Any) -> None:
     """Set gradients as recorded; other parameters get none."""
-    places = _by_place(anchors)
-    saved = {
-        id(places.get((p, n))): grad for p, table in grads.items() for n, grad in table.items()
-    }
-    for table in tensors_by_network(anchors).values():
-        for tensor in table.values():
-            grad = saved.get(id(tensor))
-            tensor.grad = None if grad is None else grad.detach().to(tensor.device, copy=True)
+    saved = {id(anchors.leaves.get(n, anchors.find(n))): grad for n, grad in grads.items()}
+    for tensor in {**anchors.leaves, **leaves_of(anchors)}.values():
+        grad = saved.get(id(tensor))
+        tensor.grad = None if grad is None else grad.detach().to(tensor.device, copy=True)
 
 
 def state_of(value: Any) -> dict[str, Any]:
@@ -417,13 +342,6 @@ def is_simple(value: Any) -> bool:
     if isinstance(value, dict | list | tuple):
         return all(map(is_simple, value.values() if isinstance(value, dict) else value))
     return isinstance(value, Tensor | str | int | float | complex | type(None))
-
-
-def name_tensors(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters and buffers by name."""
-    for path, network in networks.items():
-        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-            yield f"{path}.{name}", tensor
 
 
 def name_buffers(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -450,6 +368,11 @@ def name_weights(
     """Return all parameters by name, those of a network under its path."""
     found = dict(loose)
     for path, module in networks.items():
-        for name, parameter in Network(module).parameters:
-            found[f"{path}.{name}"] = parameter
+        # Each once, under the first of its names.
+        seen = {id(None)}
+        for place, part in Network(module).modules:
+            for key, tensor in _parameters_of(part).items():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{path}.{place}.{key}" if place else f"{path}.{key}"] = tensor
     return found

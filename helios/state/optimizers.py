@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,13 +21,21 @@ from helios.core.memory import has_plain_bytes, is_expanded, storage_of
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state.anchors import Anchors, as_written
-from helios.state.networks import hook_tables_of_optimizers, is_odd_optimizer, load_network
+from helios.state.networks import hook_tables_of_optimizers, load_network
 
 Members: TypeAlias = list[list[str]]
 """The names of an optimizer's parameters by group, in order."""
 
 TABLES = ("param_groups", "state")
 """The attributes in which an optimizer keeps settings and moments."""
+
+TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
+"""Objects that weights do without, and that an evaluation may lack."""
+
+FINE_TUNING = (
+    " To fine-tune with other sizes, in a run with another save_name, build it as it was, call "
+    "helios.load_weights() in setup(), replace the layer then, and create optimizers after that."
+)
 
 _SHOWN = 6
 
@@ -82,38 +91,22 @@ def tables_of(optimizer: Optimizer) -> list[tuple[str, Any]]:
 def misfits_of(
     anchors: Anchors, built: Mapping[str, Members], drivers: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return what a resume could not rebuild of optimizers and schedulers, by path.
-
-    Raises:
-        StateError: if an optimizer has state that its ``state_dict`` cannot return.
-    """
+    """Return what a resume could not rebuild of optimizers and schedulers, by path."""
     misfits: dict[str, str] = {}
     objects = anchors.objects
     now = drivers_of(anchors)
-    for path, part in anchors.of_kind(Optimizer).items():
-        moved = {*map(id, parameters_of(part))}
-        stale = [each for each in part.state if isinstance(each, Tensor) and id(each) not in moved]
-        if stale and not is_odd_optimizer(part):
-            names = sorted(anchors.name_of(each) or "an unnamed one" for each in stale)
-            raise StateError(
-                f"{path} must have all parameters in its groups that it has state of, to return "
-                f"its state_dict, but it has none of these: {_some(names)}. Delete their state "
-                "when they leave a group: del optimizer.state[parameter]."
-            )
+    for path in anchors.of_kind(Optimizer):
         members = {name for group in members_of(anchors)[path] for name in group}
         known = {*anchors.leaves, *(anchors.rules.tops or ())}
         lost = (members & anchors.loose.keys()) - known
         stray = sorted(as_written(name, objects) for name in lost)
         if stray and path in built:
             misfits[path] = f"updates what no attribute of the model holds: {_some(stray)}"
-    for path in sorted(drivers.keys() & anchors.objects.keys()):
-        if drivers[path] != now.get(path, "another optimizer"):
-            misfits[path] = (
-                f"set the learning rates of {drivers[path]}, now "
-                f"{now.get(path, 'another optimizer')}"
-            )
-        elif id(anchors.objects[path]) not in anchors.rules.known:
-            misfits[path] = "another object than that of setup(), which goes on stepping"
+    for path in sorted(drivers.keys() & objects.keys()):
+        driver, is_known = now.get(path), id(objects[path]) in anchors.rules.known
+        if driver != drivers[path] or not is_known:
+            by = f"{'' if is_known else 'a new scheduler, of '}{driver or 'another optimizer'}"
+            misfits[path] = f"set the learning rates of {drivers[path]} after setup, now {by}"
     return misfits
 
 
@@ -134,7 +127,6 @@ def arrange(
     unfit: dict[str, str] | None = None,
     *,
     is_loaded_next: bool = False,
-    loaded: Collection[str] = (),
 ) -> None:
     """Bring the parameters of optimizers into the saved groups and order.
 
@@ -143,7 +135,6 @@ def arrange(
         state: the saved state.
         unfit: what is passed over, by path; receives more, with the reason, instead of an error.
         is_loaded_next: whether user code is to load optimizers, which may add groups itself.
-        loaded: paths of optimizers that user code may have loaded, by position.
 
     Raises:
         StateError: if an optimizer has other parameters; then nothing is changed.
@@ -158,8 +149,6 @@ def arrange(
         with collecting(unfit, path):
             plan = _plan(path, part, [saved, state["built"].get(path, saved)], tensors)
             groups = [group["params"] for group in part.param_groups]
-            if path in loaded and list(map(_ids, groups)) != list(map(_ids, plan)):
-                _refuse(path, part, saved, tensors)
             if not is_loaded_next or _keys(groups) == _keys(plan):
                 _check_functions(path, part, plan, anchors)
                 plans[path] = plan
@@ -223,10 +212,31 @@ def _regroup(optimizer: Optimizer, plan: list[list[Tensor]]) -> None:
     groups[:] = ordered
 
 
-def load_state(part: Any, state: dict[str, Any], absent: Mapping[str, Any] | None) -> None:
+def load_into(path: str, part: Any, state: dict[str, Any]) -> None:
+    """Load the state of an object.
+
+    Args:
+        path: its path.
+        part: the object.
+        state: its state.
+
+    Raises:
+        StateError: if ``load_state_dict`` fails.
+    """
+    try:
+        load_state(part, state)
+    except Exception as error:
+        fine_tuning = FINE_TUNING if isinstance(part, nn.Module) else ""
+        raise StateError(
+            f"{path} ({type(part).__name__}) rejected its saved state: {error} Build it in setup() "
+            f"as it was when the state was saved.{fine_tuning}"
+        ) from error
+
+
+def load_state(part: Any, state: dict[str, Any]) -> None:
     """Load the state of an object, which keeps no part of it: the state is not changed."""
     if isinstance(part, nn.Module):
-        load_network(part, state, absent)
+        load_network(part, state)
         return
     if isinstance(part, Optimizer):
         complete([part])
@@ -330,12 +340,8 @@ def _typed(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-def _ids(group: Iterable[Tensor]) -> list[int]:
-    return [*map(id, group)]
-
-
 def _keys(groups: Iterable[Iterable[Tensor]]) -> list[list[int]]:
-    return sorted(sorted(_ids(group)) for group in groups)
+    return sorted(sorted(map(id, group)) for group in groups)
 
 
 def _some(names: list[str]) -> str:
@@ -354,8 +360,7 @@ def _refuse(path: str, part: Optimizer, known: Members, tensors: Mapping[str, Te
         f"Saved, but not in it now: {_some(missing) or 'nothing'}. In it now, but not saved: "
         f"{_some(left_over) or 'nothing'}."
         if missing or left_over
-        else f"The saved groups were {known}, and the same parameters are in other groups now, or "
-        "in another order."
+        else f"The saved groups were {known}, and the same parameters are in other groups now."
     )
     raise StateError(
         f"{path} must have the parameters that it had when the state was saved, since its state "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -109,38 +108,27 @@ class Owners:
             self._outside = Outside({**self._find_outside(), **parts})
         return self._outside
 
-    @contextmanager
-    def _round(self) -> Iterator[Callable[[str], None]]:
-        """Go over the owners once; what several of them hold belongs to the first.
-
-        Yields:
-            What is called after each owner, with its name.
-        """
+    def _each(self) -> Iterator[tuple[str, Discovery]]:
+        """Go over the owners once; what several of them hold belongs to the first."""
         self._outside = None
-
-        def pass_on(name: str) -> None:
-            values = self._found[name].pop_values()
-            self._others().add({f"<{name}>.{path}": part for path, part in values.items()})
-
         try:
-            yield pass_on
+            for name, found in self._found.items():
+                yield name, found
+                values = found.pop_values()
+                self._others().add({f"<{name}>.{path}": part for path, part in values.items()})
         finally:
             # Values are not kept alive any longer.
             self._outside = None
 
     def take_baseline(self) -> None:
         """Record what the owners hold right after setup."""
-        with self._round() as share:
-            for name, found in self._found.items():
-                found.take_baseline(states_too=self._owners[name].has_own_state)
-                share(name)
+        for _, found in self._each():
+            found.take_baseline()
 
     def begin_training(self) -> None:
         """Forget changes of start events that no checkpoint can hold: every start repeats them."""
-        with self._round() as share:
-            for name, found in self._found.items():
-                found.begin_training()
-                share(name)
+        for _, found in self._each():
+            found.begin_training()
 
     def note_named(self, places: Iterable[str]) -> None:
         """Treat paths, as named by :meth:`capture`, as already reported to the user."""
@@ -162,27 +150,25 @@ class Owners:
         """
         states = dict(self._carried)
         missing: dict[str, str] = {}
-        with self._round() as share:
-            for name, found in self._found.items():
-                has_own = self._owners[name].has_own_state
-                state = found.capture(own.get(name, {}) if has_own else None)
-                share(name)
-                missing |= {f"{name}: {path}": text for path, text in state.pop("missing").items()}
-                if is_any(state):
-                    states[name] = state
+        for name, found in self._each():
+            has_own = self._owners[name].has_own_state
+            state = found.capture(own.get(name, {}) if has_own else None)
+            missing |= {f"{name}: {path}": text for path, text in state.pop("missing").items()}
+            if is_any(state):
+                states[name] = state
         return states, missing
 
     def capture_one(self, name: str) -> dict[str, dict[str, Any]]:
         """Return a copy of what training has changed of one owner, as :meth:`capture` does."""
-        with self._round():
-            state = self._found[name].capture()
+        self._outside = None
+        state = self._found[name].capture()
         return {name: copy.deepcopy(state)} if is_any(state) else {}
 
     def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Prepare for the ``load_state_dict`` of owners; see :meth:`Discovery.prepare`."""
-        with self._round():
-            for name in states.keys() & self._found.keys():
-                self._found[name].prepare(states[name])
+        for name, found in self._each():
+            if name in states:
+                found.prepare(states[name])
 
     def check(self, states: Mapping[str, dict[str, Any]], made: Mapping[str, Any]) -> None:
         """Check that states fit, before anything is changed.
@@ -195,24 +181,20 @@ class Owners:
             StateError: naming what does not fit.
         """
         later = {f"<model>/{name}": part for name, part in made.items()}
-        with self._round() as share:
-            for name, found in self._found.items():
-                if name in states:
-                    found.check(states[name], later)
-                else:
-                    found.look_at_values()
-                share(name)
+        for name, found in self._each():
+            if name in states:
+                found.check(states[name], later)
+            else:
+                found.look_at_values()
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Restore what :meth:`capture` returned; in a training, keep that of missing owners."""
-        with self._round() as share:
-            for name, found in self._found.items():
-                if name in states:
-                    found.restore(states[name], is_inference=is_inference)
-                else:
-                    found.look_at_values()
-                share(name)
-                self.unrestored |= {f"{name}: {p}": text for p, text in found.unrestored.items()}
+        for name, found in self._each():
+            if name in states:
+                found.restore(states[name], is_inference=is_inference)
+            else:
+                found.look_at_values()
+            self.unrestored |= {f"{name}: {p}": text for p, text in found.unrestored.items()}
         gone = [name for name in states if name not in self._found]
         if not is_inference:
             # Their tensors may be mapped from the file.
@@ -232,7 +214,7 @@ class Owners:
         return [
             (name, found.watch(reads_weights=False, sees_unsaved=sees_unsaved))
             for name, found in self._found.items()
-            if (sees_data or not self._owners[name].is_data) and found.has_attributes
+            if (sees_data or not self._owners[name].is_data)
         ]
 
     def has_own_state(self, name: str) -> bool:

@@ -6,25 +6,32 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias, final
+from types import MethodType
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from helios.core.utils import parameters_of
 from helios.errors import StateError
 from helios.state import reasons
 from helios.state.anchors import Anchors, Rules, as_written, each_named, name_of_group, path_of
-from helios.state.holders import GONE, set_values, without_declared
 from helios.state.links import Links, links_in, names_in, severed
-from helios.state.loading import TRAINING_ONLY, check_sizes, load_into
-from helios.state.networks import fill, load_flags, load_grads, pieces_of
-from helios.state.optimizers import Tables, arrange, collecting
-from helios.state.snapshot import Snapshot, form_of, kind_of
-from helios.state.walk import PARTS, Walk
+from helios.state.networks import Network, fill, is_odd, load_flags, load_grads, pieces_of
+from helios.state.optimizers import (
+    FINE_TUNING,
+    TRAINING_ONLY,
+    Tables,
+    arrange,
+    collecting,
+    load_into,
+)
+from helios.state.walk import GONE, PARTS, Snapshot, Walk, form_of, kind_of
 from helios.storage.building import Builder
 from helios.storage.codes import HOLE
+from helios.storage.plain_objects import delete_attribute, refill, set_attribute, table_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,18 +43,6 @@ Registered: TypeAlias = list[tuple[dict[str, Any], str, Tensor]]
 """Tables of parameters and buffers, each with a key and the tensor under it."""
 
 
-class Prepared(NamedTuple):
-    """What the owner's own ``load_state_dict`` may replace.
-
-    Attributes:
-        registered: where tensors of networks are.
-        tables: those of optimizers.
-    """
-
-    registered: Registered
-    tables: Tables
-
-
 @final
 class Restoring:
     """Restores a captured state.
@@ -55,8 +50,7 @@ class Restoring:
     Args:
         look: returns what the owner holds now.
         name: the name of the owner in messages.
-        exclude: attributes of the owner that never count.
-        unsaved: names and paths that are declared as not to be saved.
+        rules: which attributes of the owner never count, and what is declared.
         types: classes that may be built besides those of the values that are there.
         of_setup: the anchors that setup made, by name, also those that nothing leads to now.
         links: codes of what refers to others after setup; ``None`` for those of now.
@@ -72,50 +66,50 @@ class Restoring:
         look: Callable[[], Snapshot],
         *,
         name: str,
-        exclude: frozenset[str],
-        unsaved: frozenset[str],
+        rules: Rules,
         types: Iterable[type],
         of_setup: Mapping[str, Any],
         links: Links | None,
         is_data: bool,
     ) -> None:
-        self._look, self._name = look, name
-        self._exclude, self._rules = exclude, Rules(unsaved=unsaved)
+        self._look, self._name, self._rules = look, name, rules
         self._types, self._of_setup, self._is_data = types, of_setup, is_data
         self._links = links
+        self._registered: Registered = []
+        self._tables: Tables | None = None
         self.unrestored: dict[str, str] = {}
         self.unlinked: dict[str, str] = {}
 
-    def prepare(self, state: Mapping[str, Any]) -> Prepared:
-        """Reorder the parameters of optimizers as saved, and return what is where."""
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Reorder the parameters of optimizers as saved, and note what is where.
+
+        The owner's own ``load_state_dict`` may replace it.
+        """
         now = self._look()
         anchors = now.anchors
         arrange(anchors, state, is_loaded_next=True)
         networks = anchors.of_kind(nn.Module).values()
-        registered = [each for module in networks for each in _registrations(anchors, module)]
-        return Prepared(registered, Tables(now.optimizers))
+        self._registered = [each for part in networks for each in _registrations(anchors, part)]
+        self._tables = Tables(now.optimizers)
 
-    def _put_back(self, prepared: Prepared) -> None:
+    def _put_back(self, tables: Tables) -> None:
         """Undo that the owner's own ``load_state_dict`` has assigned other tensors and tables."""
-        prepared.tables.put_back()
-        optimizers = self._look().anchors.of_kind(torch.optim.Optimizer).values()
+        tables.put_back()
+        optimizers = self._look().anchors.of_kind(Optimizer).values()
         moved = {id(tensor) for part in optimizers for tensor in parameters_of(part)}
         _put_back(
-            prepared.registered, lambda now, tensor: id(now) not in moved and id(tensor) in moved
+            self._registered, lambda now, tensor: id(now) not in moved and id(tensor) in moved
         )
 
-    def run(
-        self, state: Mapping[str, Any], *, is_inference: bool, prepared: Prepared | None = None
-    ) -> Snapshot:
+    def run(self, state: Mapping[str, Any], *, is_inference: bool) -> Snapshot:
         """Restore everything, and return what the owner holds then.
 
         Args:
             state: the saved state.
             is_inference: whether to restore what exists on both sides.
-            prepared: what :meth:`prepare` returned, if the owner has loaded a state of its own.
         """
-        if prepared is not None:
-            self._put_back(prepared)
+        if self._tables is not None:
+            self._put_back(self._tables)
         now = self._look()
         links = links_in(now.walk.codes) if self._links is None else self._links
         values = self._values_to_set(state)
@@ -125,9 +119,7 @@ class Restoring:
         if is_inference:
             self._warn_of_untrained(now.anchors.objects, state["objects"])
             unfit = self.unrestored = self._find_unfit(now, state)
-        states = {**state["objects"], **state["inner"]}
-        by_owner = () if prepared is None else now.objects.keys() - states.keys()
-        arrange(now.anchors, state, unfit, loaded=by_owner)
+        arrange(now.anchors, state, unfit)
         self._load(now, state, unfit)
         now = self._look()
         if is_inference or self._is_data:
@@ -174,7 +166,7 @@ class Restoring:
                 is_network = isinstance(part, nn.Module)
                 registered = _registrations(now.anchors, part) if is_network else []
                 with collecting(unfit if isinstance(part, TRAINING_ONLY) else None, path):
-                    load_into(path, part, states[path], state["omitted"].get(path))
+                    load_into(path, part, states[path])
                 tables.put_back()
                 _put_back(registered)
         anchors = now.anchors
@@ -196,13 +188,12 @@ class Restoring:
 
     def _values_to_set(self, state: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
         """Return the codes of values, without those that are declared by now."""
-        leave_out = partial(without_declared, is_declared=self._rules.is_declared)
         return {
             name: {
-                key: leave_out(path_of(name, key), code) if self._rules.unsaved else code
+                key: code
                 for key, code in table.items()
                 if not self._rules.is_declared(path_of(name, key))
-                and not (name == "" and key in self._exclude)
+                and not (name == "" and key in self._rules.exclude)
             }
             for name, table in state["values"].items()
         }
@@ -228,7 +219,7 @@ class Restoring:
             if isinstance(part, TRAINING_ONLY):
                 _check_kind(path, part, state)
             elif isinstance(part, nn.Module) and path in states:
-                check_sizes(path, part, states[path], state["forms"])
+                _check_sizes(path, part, states[path], state["forms"])
         present = {*anchors.objects, *anchors.loose}
         saved = {*state["objects"], *state["parameters"]}
         lacking = state["inner"].keys() - anchors.inner.keys() - present
@@ -339,6 +330,22 @@ def _check_kind(path: str, part: object, state: Mapping[str, Any]) -> None:
         )
 
 
+def _check_sizes(
+    path: str, module: nn.Module, state: Mapping[str, Any], forms: Mapping[str, Any]
+) -> None:
+    """Refuse tensors of other sizes, unless user code loads them, or ``forms`` come first."""
+    network = Network(module)
+    for name, tensor in {} if is_odd(network) else pieces_of(network).items():
+        saved = state.get(name)
+        is_same = not isinstance(saved, Tensor) or saved.shape == tensor.shape
+        if not is_same and f"{path}.{name}" not in forms:
+            raise StateError(
+                f"{path} ({type(module).__name__}) rejected its saved state: size mismatch for "
+                f"{name}: {tuple(state[name].shape)} was saved, and it is {tuple(tensor.shape)} "
+                f"now. Build it in setup() as it was when the state was saved.{FINE_TUNING}"
+            )
+
+
 def made_by_loading(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what does not exist before objects have loaded their states, by name."""
     made: dict[str, Any] = {
@@ -394,7 +401,7 @@ def _register(
 
 def _restore_omitted(anchors: Anchors, omitted: Mapping[str, Any]) -> None:
     for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
-        values = omitted.get(path, {"values": {}})["values"]
+        values = omitted.get(path, {})
         pieces = pieces_of(anchors.network(module)) if values else {}
         for name, saved in values.items():
             if name not in pieces:
@@ -403,3 +410,45 @@ def _restore_omitted(anchors: Anchors, omitted: Mapping[str, Any]) -> None:
                     "no such part now. Build it in setup() as it was when the state was saved."
                 )
             fill(f"{path}.{name}", pieces[name], saved)
+
+
+# ---- values
+
+
+def set_values(walk: Walk, values: Mapping[str, Mapping[Any, Any]], builder: Builder) -> None:
+    """Set what was saved, attribute by attribute.
+
+    Args:
+        walk: what is there now.
+        values: codes by holder and key.
+        builder: builds their values.
+    """
+    for name, table in values.items():
+        holder = walk.holders.get(name)
+        holder = walk.find(name) if holder is None else holder
+        for key, code in table.items():
+            if key == PARTS or code == HOLE:
+                continue
+            if code == GONE:
+                delete_attribute(holder, key)
+            else:
+                _set(holder, key, builder.build(path_of(name, key), code))
+
+
+def _set(holder: Any, key: Any, value: Any) -> None:
+    """Set what a holder has under a key, without running a method of its class."""
+    table = table_of(holder)
+    if isinstance(holder, nn.Module):
+        buffers = table.get("_buffers", {})
+        (buffers if key in buffers else table)[key] = value
+    elif isinstance(holder, Optimizer) and key == "state":
+        refill(holder.state, list(value.items()))
+    elif isinstance(holder, Optimizer) and key == "param_groups":
+        for group, saved in zip(holder.param_groups, value, strict=True):
+            refill(group, list(saved.items()))
+    elif type(holder) is partial and key in ("func", "args", "keywords"):
+        called = {"func": holder.func, "args": holder.args, "keywords": holder.keywords}
+        holder.__setstate__((*(called | {key: value}).values(), table))  # type: ignore[attr-defined]
+    elif isinstance(holder, Tensor) or key in table or not isinstance(holder, MethodType):
+        # What a method is bound to was filled in place.
+        set_attribute(holder, key, value)

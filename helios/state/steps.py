@@ -21,9 +21,9 @@ from helios.core.sharded_tensors import is_sharded
 from helios.core.utils import version_of
 from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings
-from helios.state.anchors import path_of
+from helios.state.anchors import above, path_of
 from helios.state.named import class_marks
-from helios.state.networks import name_tensors, state_of
+from helios.state.networks import leaves_of, state_of
 from helios.state.walk import PARTS
 from helios.storage.checksums import bit_sum
 
@@ -64,7 +64,7 @@ class StepWatch:
             if before.get(path) != after.get(path)
         }
         # The path of an attribute is more precise than that of its object.
-        return sorted(found - {path[:e] for path in found for e, m in enumerate(path) if m == "."})
+        return sorted(found - {holder for path in found for holder in above(path)})
 
     def _take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return marks of values, and of what updates move, by path."""
@@ -73,7 +73,7 @@ class StepWatch:
         marks: dict[str, Any] = dict(class_marks(self._classes, look))
         moved: dict[str, Any] = {
             name: mark_of_tensor(part, reads_bits=self._reads_weights)
-            for name, part in _parameters(anchors)
+            for name, part in leaves_of(anchors).items()
         }
         for path, part in {**anchors.objects, **anchors.inner}.items():
             # The state of an optimizer results from its updates.
@@ -89,23 +89,12 @@ class StepWatch:
                 if key not in buffers and key != PARTS:
                     target[path_of(name, key)] = digest
                 elif key == PARTS:
-                    target[name or PARTS] = digest_without_buffers(walk.codes[name][PARTS])
+                    target[name or PARTS] = repr(walk.codes[name][PARTS][:2])
         for name, (part, _) in walk.opaque.items():
             # The position of an iterator is unknown: it would differ at every comparison.
             if not isinstance(part, Iterator):
                 marks[name] = look.mark(part)
         return marks, moved
-
-
-def digest_without_buffers(parts: Any) -> str:
-    return repr(parts[:2])
-
-
-def _parameters(anchors: Any) -> Iterator[tuple[str, Tensor]]:
-    for path, module in anchors.of_kind(nn.Module, with_inner=True).items():
-        for name, tensor in anchors.network(module).parameters:
-            yield f"{path}.{name}", tensor
-    yield from anchors.loose.items()
 
 
 def _try_state(part: Any) -> dict[str, Any]:
@@ -148,12 +137,21 @@ def check_alike(
     refuse_lazy_layers(discovery)
     loose, members = discovery.moved()
     orders = {path: list(chain.from_iterable(groups)) for path, groups in members.items()}
-    own = {**(marks or {}), **_marks_of(discovery, loose)}
-    gathered = gather((orders, own))
-    first, *others = gathered
+    first, *others = gather((orders, {**(marks or {}), **_marks_of(discovery, loose)}))
     for rank, found in enumerate(others, 1):
         _compare_orders(rank, found[0], first[0])
-        _compare_marks(rank, found[1], first[1], ignored)
+        names = [
+            name
+            for name in first[1] | found[1]
+            if first[1].get(name) != found[1].get(name) and name not in ignored
+        ]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UsageError(
+                f"All processes must have the same weights, but {', '.join(names[:3])}{more} "
+                f"of rank {rank} differ from rank 0's. Load weights on every rank, do the same in "
+                "hooks on all ranks, and in manual steps wrap networks with engine.wrap(...)."
+            )
 
 
 def find_lazy(discovery: Discovery) -> list[str]:
@@ -193,24 +191,12 @@ def _compare_orders(
                 )
 
 
-def _compare_marks(
-    rank: int, found: dict[str, Any], first: dict[str, Any], ignored: Collection[str]
-) -> None:
-    names = [
-        name for name in first | found if first.get(name) != found.get(name) and name not in ignored
-    ]
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise UsageError(
-            f"All processes must have the same weights, but {', '.join(names[:3])}{more} "
-            f"of rank {rank} differ from rank 0's. Load weights on every rank, do the same in "
-            "hooks on all ranks, and in manual steps wrap networks with engine.wrap(...)."
-        )
-
-
 def _marks_of(discovery: Discovery, loose: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return marks by name that differ if the numbers differ."""
-    tensors = {**loose, **dict(name_tensors(discovery.modules()))}
+    tensors = dict(loose)
+    for path, network in discovery.modules().items():
+        for name, part in (*network.named_parameters(), *network.named_buffers()):
+            tensors[f"{path}.{name}"] = part
     # Processes have different shards; they were compared before they were cut.
     sums = {name: bit_sum(part) for name, part in tensors.items() if not is_sharded(part)}
     marks: dict[str, Any] = {name: int(total) for name, total in sums.items()}
@@ -256,17 +242,29 @@ class ReplicaWatch:
         self._has_reported = False
         self._found: set[tuple[str, str]] = set()
         self._is_manual = False
+        self._watches: list[tuple[str, StepWatch]] = []
 
-    def begin(self, iteration: int) -> TurnWatch | None:
+    def begin(self, iteration: int) -> ReplicaWatch | None:
         """Begin to watch the turn of a replica; returns ``None`` for an unwatched iteration."""
         if self._has_reported and iteration & (iteration - 1):
             return None
         refuse_lazy_layers(self._discovery)
-        return TurnWatch(self._discovery, self._owners, self._note, reads_weights=iteration == 1)
+        model = self._discovery.watch(reads_weights=iteration == 1)
+        self._watches = [("", model), *self._owners.watch()]
+        return self
 
-    def _note(self, found: list[str], hook: str, *, is_manual: bool) -> None:
-        self._found.update((hook, path) for path in found)
+    def conclude(self, hook: str = STEP, *, is_manual: bool = False) -> None:
+        """Record what has changed since the last call, and who did it.
+
+        Args:
+            hook: what has run since then.
+            is_manual: whether the step makes its updates itself, so that changed weights are
+                intended.
+        """
         self._is_manual |= is_manual
+        for name, watch in self._watches:
+            found = watch.changed(counts_parameters=bool(name) or not is_manual)
+            self._found.update((hook, f"{name}: {path}" if name else path) for path in found)
 
     def report(self, iteration: int) -> None:
         """Report once what the turns of an iteration have changed; the same on all processes."""
@@ -291,42 +289,3 @@ class ReplicaWatch:
                 f"{self._name}.{hook}" if hook == STEP else hook,
                 names,
             )
-
-
-@final
-class TurnWatch:
-    """Watches what the turn of one replica changes besides gradients and buffers.
-
-    Args:
-        discovery: finds the model's state, before the turn.
-        owners: the attributes of all others.
-        note: receives the findings and the hook that made them.
-        reads_weights: whether to notice writes to ``parameter.data`` too.
-        sees_unsaved: whether to notice changes of what is declared as unsaved.
-    """
-
-    def __init__(
-        self,
-        discovery: Discovery,
-        owners: Owners,
-        note: Callable[..., None],
-        *,
-        reads_weights: bool,
-        sees_unsaved: bool = False,
-    ) -> None:
-        self._note = note
-        self._watch = discovery.watch(reads_weights=reads_weights, sees_unsaved=sees_unsaved)
-        self._others = owners.watch(sees_unsaved=sees_unsaved)
-
-    def conclude(self, hook: str = STEP, *, is_manual: bool = False) -> None:
-        """Record what has changed since the last call, and who did it.
-
-        Args:
-            hook: what has run since then.
-            is_manual: whether the step makes its updates itself, so that changed weights are
-                intended.
-        """
-        found = list(self._watch.changed(counts_parameters=not is_manual))
-        for name, watch in self._others:
-            found += (f"{name}: {path}" for path in watch.changed())
-        self._note(found, hook, is_manual=is_manual)

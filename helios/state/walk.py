@@ -1,4 +1,4 @@
-"""Writes down what an owner holds beside objects with a state: one walk, a code of each value."""
+"""Writes down what an owner holds at one time: one walk, the code of each value, and marks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,36 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar, Final, final
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
 from helios.core.generators import is_generator
-from helios.core.wrappers import unwrap
+from helios.core.sharded_tensors import is_sharded
+from helios.core.wrappers import class_of, unwrap
 from helios.state import reasons
-from helios.state.anchors import Anchors, has_state, path_of
-from helios.state.digests import CODE, is_dense
-from helios.state.networks import hooks_of, is_odd_optimizer, is_of_the_house, left_out
+from helios.state.anchors import Anchors, Rules, has_state, path_of
+from helios.state.digests import CODE, Identities, digest_of, mark_of
+from helios.state.networks import (
+    Network,
+    hooks_of,
+    is_odd,
+    is_odd_optimizer,
+    is_of_the_house,
+    left_out,
+    pieces_of,
+)
 from helios.state.optimizers import tables_of
+from helios.state.values import is_dense
 from helios.storage.codes import HOLE, NATIVE, TAG, Coder, Unsavable, are_native
 from helios.storage.plain_objects import attributes_of, is_plain_object, table_of
 
 PARTS: Final = "<parts>"
 """The key of a module under which the names of its parts stand."""
+
+GONE: Final[dict[str, Any]] = {TAG: "gone"}
+"""The code of an attribute that training has deleted."""
 
 _OF_OTHERS = (
     *("_dynamo", "_fsdp", "_inductor", "_aot", "_is_param", "_helios", "cls_to_become"),
@@ -197,7 +212,7 @@ class Walk(Coder):
         if has_state(value) and not isinstance(value, Tensor):
             return self._stateful(path, value)
         if is_generator(value):
-            return self._generator_with_attributes(path, value)
+            return self._with_attributes(path, value)
         is_tuple = isinstance(value, tuple) and getattr(type(value), "_fields", None) is not None
         if isinstance(value, Tensor) or is_tuple or is_plain_object(type(value)):
             return super().code_other(path, value)
@@ -227,14 +242,8 @@ class Walk(Coder):
             if (is_dense(part) if isinstance(part, Tensor) else isinstance(part, np.ndarray))
         }
 
-    def _generator_with_attributes(self, path: str, value: Any) -> Any:
+    def _with_attributes(self, path: str, value: Any) -> Any:
         code = super().code_other(path, value)
-        if code[TAG] != "ref" and (own := _own_attributes(value)):
-            self._queue.append((path, value, own))
-        return code
-
-    def _tensor_with_attributes(self, path: str, value: Any) -> Any:
-        code = self._tensor(path, value)
         if code[TAG] != "ref" and (own := _own_attributes(value)):
             self._queue.append((path, value, own))
         return code
@@ -280,7 +289,7 @@ class Walk(Coder):
 
     makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
         **Coder.makers,
-        Tensor: _tensor_with_attributes,
+        Tensor: _with_attributes,
     }
 
 
@@ -301,3 +310,137 @@ def _fields_of(function: Any) -> Iterator[tuple[str, Any]]:
 def _comes_from_library(part: Any) -> bool:
     """Return whether a function belongs to torch or Helios."""
     return (getattr(part, "__module__", None) or "").startswith(("torch.", "helios.", "numpy."))
+
+
+# ---- with marks
+
+Form = list[Any]
+"""The type, the shape and the strides of a tensor."""
+
+
+@final
+class Snapshot:
+    """What an owner holds at one time.
+
+    Args:
+        owner: the object.
+        rules: what counts of it.
+        identities: numbers for what is compared by identity.
+
+    Attributes:
+        anchors: the objects with a state.
+        walk: the values beside them.
+        identities: numbers for what is compared by identity.
+    """
+
+    def __init__(self, owner: object, rules: Rules, identities: Identities) -> None:
+        self.anchors = Anchors(owner, rules)
+        self.walk = Walk(owner, self.anchors)
+        self.identities = identities
+        self._names: dict[int, str] | None = None
+        self._names_of_objects: dict[int, str] | None = None
+
+    def digests(self) -> dict[str, dict[Any, tuple[Any, int]]]:
+        """Return the digest and the size of each value, by holder and key."""
+        return {
+            name: {
+                key: (_order_of(code), 0) if key == PARTS else digest_of(code)
+                for key, code in table.items()
+            }
+            for name, table in self.walk.codes.items()
+        }
+
+    def mark(self, value: Any) -> bytes:
+        """Return what is equal for equal content, with anchors and values by their names."""
+        if self._names is None:
+            self._names = {**self.walk.names, **self.anchors.names}
+        # A name says nothing of the content of what has it.
+        own = self._names.pop(id(value), None)
+        mark = mark_of(value, self.identities, self._names)
+        if own is not None:
+            self._names[id(value)] = own
+        return mark
+
+    def mark_of_content(self, value: Any) -> bytes:
+        """Return what is equal for equal content, with all elements of tensors and containers."""
+        if self._names_of_objects is None:
+            self._names_of_objects = {
+                id(part): name
+                for name, part in self.anchors.parts.items()
+                if not isinstance(part, dict | list | Tensor)
+            }
+        return mark_of(value, self.identities, self._names_of_objects)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The objects with a state by path, also those that only other objects hold."""
+        return {**self.anchors.objects, **self.anchors.inner}
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All optimizers that a loader may reach, also those of other owners."""
+        parts = {**self.anchors.rules.outside.parts, **self.objects}
+        return [part for part in reversed(parts.values()) if isinstance(part, Optimizer)]
+
+    def attributes_of(self, name: str) -> dict[str, Any]:
+        """Return the attributes of a holder; none if there is no such holder."""
+        return attributes_of(self.walk.holders.get(name))
+
+    def forms(self) -> dict[str, Form]:
+        """Return the forms of parameters and persistent buffers, by name."""
+        named = [
+            (self.anchors.names.get(id(tensor)), tensor)
+            for module in self.anchors.of_kind(nn.Module, with_inner=True).values()
+            for tensor in pieces_of(self.anchors.network(module)).values()
+        ]
+        return {
+            name: form_of(tensor)
+            for name, tensor in (*named, *self.anchors.loose.items())
+            if name and not is_sharded(tensor) and tensor.layout is torch.strided
+        }
+
+    def kinds(self) -> dict[str, str]:
+        """Return the classes of objects and modules by name, and where modules have parameters.
+
+        The kind of a lazy module is empty, since it gets another class from its first batch.
+        """
+        found = {path: kind_of(part) for path, part in self.anchors.objects.items()}
+        modules = {
+            n: self.walk.holders[n] for n, table in self.walk.codes.items() if PARTS in table
+        }
+        for name, module in modules.items():
+            kind = class_of(module)
+            text = "" if issubclass(kind, LazyModuleMixin) else kind.__name__
+            found[name] = self._kind_after_setup(text, module)
+            for key, part in self.walk.codes[name][PARTS][1].items():
+                if part is not None:
+                    tensor = vars(module)["_parameters"][key]
+                    found[path_of(name, key)] = self._kind_after_setup("parameter", tensor)
+        return found
+
+    def _kind_after_setup(self, kind: str, part: object) -> str:
+        rules = self.anchors.rules
+        is_new = rules.tops is not None and id(part) not in rules.known
+        return f"a new {kind}" if is_new and kind else kind
+
+    def odd_networks(self) -> Iterator[tuple[str, Network]]:
+        """Yield the networks of which user code says what their ``state_dict`` holds."""
+        for path, module in self.anchors.of_kind(nn.Module, with_inner=True).items():
+            network = self.anchors.network(module)
+            if is_odd(network):
+                yield path, network
+
+
+def _order_of(parts: list[Any]) -> list[Any]:
+    """Return what is equal for equal parts of a module in the same order."""
+    return [tuple(held.items()) if isinstance(held, dict) else held for held in parts]
+
+
+def kind_of(part: object) -> str:
+    """Return the name of an object's class; of a wrapper, that of what is inside."""
+    return type(unwrap(part)).__name__
+
+
+def form_of(tensor: Tensor) -> Form:
+    """Return the type, the shape and the strides of a tensor."""
+    return [tensor.dtype, [*tensor.shape], [*tensor.stride()]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from enum import Enum, Flag
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,17 +17,10 @@ from helios.core.generators import (
     load_generator,
     make_generator,
 )
-from helios.core.memory import array_on, root_of, span_of
+from helios.core.memory import address_of, memory_in, root_of, span_of
 from helios.errors import StateError
-from helios.storage.codes import FACTORIES, HOLE, TAG, path_of_pair, path_to
-from helios.storage.memory_layout import (
-    View,
-    as_tensor,
-    first_address,
-    lay,
-    memory_in,
-    unpacked,
-)
+from helios.storage.codes import FACTORIES, HOLE, TAG, Coder, path_of_pair, path_to
+from helios.storage.memory_layout import View, as_tensor, lay, unpacked
 from helios.storage.plain_objects import (
     attributes_of,
     delete_attribute,
@@ -48,26 +41,6 @@ _CONTAINERS = frozenset((list, tuple, dict, OrderedDict))
 _MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "defaultdict": defaultdict}
 
 
-class Live(Protocol):
-    """What is there now, of :class:`helios.storage.codes.Coder`."""
-
-    @property
-    def parts(self) -> Mapping[str, Any]:
-        """Values with an identity, by path."""
-
-    @property
-    def views(self) -> Mapping[str, View]:
-        """Tensors and arrays, by path."""
-
-
-def _no_part(_: str) -> Any:
-    return None
-
-
-def _no_name(_: Any) -> Hashable:
-    return None
-
-
 class Builder:
     """Builds values, within which the same references lead to the same object.
 
@@ -83,9 +56,9 @@ class Builder:
     def __init__(
         self,
         types: Iterable[Any] = (),
-        live: Live | None = None,
-        find: Callable[[str], Any] = _no_part,
-        name_of_key: Callable[[Any], Hashable] = _no_name,
+        live: Coder | None = None,
+        find: Callable[[str], Any] = lambda name: None,
+        name_of_key: Callable[[Any], Hashable] = lambda key: None,
     ) -> None:
         self._types = {type_name(kind): kind for kind in types if isinstance(kind, type)}
         self._live, self._find, self._name_of_key = live, find, name_of_key
@@ -159,21 +132,13 @@ class Builder:
         part = self._parts.get(path)
         return self._enter(path, part if type(part) is kind else kind())
 
-    # Loops, not comprehensions: what a coder can write must not be too deep to be built.
-
     def _members(self, path: str, codes: Collection[Any]) -> list[Any]:
-        members = []
-        for number, code in enumerate(codes):
-            members.append(self.build(f"{path}.{number}", code))
-        return members
+        return [self.build(f"{path}.{number}", code) for number, code in enumerate(codes)]
 
     def _list(self, path: str, code: list[Any]) -> list[Any]:
         part: list[Any] = self._present(path, list)
         self._done[id(code)] = code, part
-        members = []
-        for number, each in enumerate(code):
-            members.append(self.build(f"{path}.{number}", each))
-        part[:] = members
+        part[:] = self._members(path, code)
         return part
 
     def _dict(self, path: str, code: Any) -> Any:
@@ -224,17 +189,11 @@ class Builder:
     def _set(self, path: str, code: dict[str, Any]) -> Any:
         items = code["items"]
         order = code.get("order", range(len(items)))
-        part = self._present(path, set)
+        is_frozen = code[TAG] == "frozenset"
+        part: set[Any] = set() if is_frozen else self._present(path, set)
         members = [self.build(f"{path}.{n}", each) for n, each in zip(order, items, strict=True)]
         refill(part, members)
-        return part
-
-    def _frozenset(self, path: str, code: dict[str, Any]) -> Any:
-        items = code["items"]
-        order = code.get("order", range(len(items)))
-        return frozenset(
-            self.build(f"{path}.{n}", each) for n, each in zip(order, items, strict=True)
-        )
+        return frozenset(part) if is_frozen else part
 
     def _mapping(self, path: str, code: dict[str, Any]) -> Any:
         kind: Any = _MAPPINGS[code[TAG]]
@@ -358,12 +317,11 @@ class Builder:
             # One that shares no memory, and was saved without gaps.
             begin, end = span_of(part)
             whole = memory_in((begin, end), [part]).numpy()
-            first = first_address(part) - begin
-            np.copyto(
-                array_on(whole, part.dtype, part.shape, part.strides, first), lay(code, memory)
-            )
+            first = address_of(part) - begin
+            there = np.ndarray(part.shape, part.dtype, whole, first, part.strides)
+            np.copyto(there, lay(code, memory))
             return
-        begin = first_address(part) - code.get("offset", 0)
+        begin = address_of(part) - code.get("offset", 0)
         source = as_tensor(memory)
         with torch.no_grad():
             memory_in((begin, begin + len(source)), [part]).copy_(source)
@@ -372,8 +330,8 @@ class Builder:
         """Return the memory of a neighbour, or of a view that was restored in place."""
         view = self._views.get(name)
         if name in self._in_place and view is not None:
-            begin = first_address(view.part) - view.code.get("offset", 0)
-            return memory_in((begin, begin + _length(view.code)), [view.part])
+            begin = address_of(view.part) - view.code.get("offset", 0)
+            return memory_in((begin, begin + len(view.code["memory"])), [view.part])
         home = self._find(name)
         if not isinstance(home, Tensor | np.ndarray):
             raise StateError(f"{path} lies in the memory of {name}, which does not exist now.")
@@ -384,8 +342,7 @@ class Builder:
         "int": _int,
         "scalar": _scalar,
         "deque": _deque,
-        "set": _set,
-        "frozenset": _frozenset,
+        **dict.fromkeys(("set", "frozenset"), _set),
         **dict.fromkeys(_MAPPINGS, _mapping),
         "objects": _objects,
         "tuple": _tuple,
@@ -421,11 +378,6 @@ def _form(part: Tensor) -> tuple[Any, ...]:
     return part.dtype, part.shape, part.stride()
 
 
-def _length(code: Mapping[str, Any]) -> int:
-    memory = code.get("memory", "")
-    return len(memory)
-
-
 def _place(code: Mapping[str, Any]) -> list[str]:
     keys = (TAG, "dtype", "shape", "strides", "offset", "of", "read-only")
-    return [str(code.get(key)) for key in keys] + [str(_length(code))]
+    return [str(code.get(key)) for key in keys] + [str(len(code.get("memory", "")))]

@@ -63,7 +63,7 @@ _BIG = 1 << 2000
 _LONG = 1 << 12
 _BY_ADDRESS: Any = object.__hash__
 _PLAIN = NATIVE - {int}
-_SCALARS = frozenset({*np.sctypeDict.values()} - {np.object_})
+SCALARS = frozenset({*np.sctypeDict.values()} - {np.object_})
 _MAPPINGS: dict[type, str] = {
     OrderedDict: "ordered",
     Counter: "counter",
@@ -375,7 +375,7 @@ class Coder:
 
     makers: ClassVar[dict[type, Callable[[Any, str, Any], Any]]] = {
         **dict.fromkeys(BY_TYPE, _converted),
-        **dict.fromkeys(_SCALARS, _scalar),
+        **dict.fromkeys(SCALARS, _scalar),
         **dict.fromkeys((set, frozenset), _set),
         **dict.fromkeys(_MAPPINGS, _mapping),
         tuple: _tuple,

@@ -8,15 +8,27 @@ elsewhere, such as a parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from helios.core.memory import Array, Extent, bytes_in, has_plain_bytes, is_expanded, span_of
+from helios.core.memory import (
+    Array,
+    Extent,
+    address_of,
+    has_plain_bytes,
+    is_expanded,
+    memory_in,
+    span_of,
+    tensor_on,
+)
 from helios.errors import StateError
 from helios.storage.type_converters import describe, dtype_of
+
+if TYPE_CHECKING:
+    from helios.storage.codes import Coder
 
 INLINE_BYTES = 4096
 """Longer memory is a tensor of bytes: in a pickle, bytes would be escaped as text."""
@@ -38,33 +50,19 @@ class View(NamedTuple):
     code: dict[str, Any]
 
 
-class Layout(Protocol):
-    """What :func:`place` reads and fills, of :class:`helios.storage.codes.Coder`."""
-
-    views: dict[str, View]
-    tensors: dict[str, list[Tensor]]
-    overlaps: dict[str, tuple[str, Extent]]
-
-    def neighbours(self) -> Any:
-        """Return tensors and arrays that views may lie in, by name."""
-
-    def keep_plain(self, views: Sequence[View]) -> bool:
-        """Return whether views that overlap need no code, since torch keeps what they share."""
-
-
-def place(layout: Layout) -> None:
+def place(coder: Coder) -> None:
     """Complete the codes of all views."""
-    views = [*layout.views.values()]
+    views = [*coder.views.values()]
     if not views:
         return
     own = {id(view.part) for view in views}
     homes = [
         (name, part)
-        for name, part in layout.neighbours().items()
+        for name, part in coder.neighbours().items()
         if id(part) not in own and (not isinstance(part, Tensor) or has_plain_bytes(part))
     ]
     shared: set[int] = set()
-    if homes or any(may_share(view.part) for view in views):
+    if homes or any(isinstance(v.part, Tensor) or v.part.base is not None for v in views):
         spans = [span_of(part) for _, part in homes] + [span_of(view.part) for view in views]
         devices = [_device_of(part) for _, part in homes] + [_device_of(v.part) for v in views]
         for device in set(devices):
@@ -72,17 +70,12 @@ def place(layout: Layout) -> None:
             for members in overlapping(numbers, spans):
                 together = [views[n - len(homes)] for n in members if n >= len(homes)]
                 shared.update(members)
-                if together and not layout.keep_plain(together):
-                    _place_together(layout, members, homes, views, spans)
+                if together and not coder.keep_plain(together):
+                    _place_together(coder, members, homes, views, spans)
     for number, view in enumerate(views, len(homes)):
-        if number in shared or (isinstance(view.part, Tensor) and layout.keep_plain([view])):
+        if number in shared or (isinstance(view.part, Tensor) and coder.keep_plain([view])):
             continue
-        _place_alone(layout, view)
-
-
-def may_share(part: Any) -> bool:
-    """Return whether a tensor or array may use memory that something else uses as well."""
-    return isinstance(part, Tensor) or part.base is not None
+        _place_alone(coder, view)
 
 
 def overlapping(numbers: Sequence[int], spans: Sequence[Extent]) -> list[list[int]]:
@@ -109,13 +102,8 @@ def _device_of(part: Array | Tensor) -> torch.device:
     return part.device if isinstance(part, Tensor) else _HOST
 
 
-def first_address(part: Array | Tensor) -> int:
-    """Return the address of the first element."""
-    return part.data_ptr() if isinstance(part, Tensor) else part.__array_interface__["data"][0]
-
-
 def _place_together(
-    layout: Layout,
+    coder: Coder,
     members: Sequence[int],
     homes: Sequence[tuple[str, Any]],
     views: Sequence[View],
@@ -136,7 +124,7 @@ def _place_together(
         for other in around:
             if spans[other][0] < end and begin < spans[other][1]:
                 where = spans[other][0] - begin, spans[other][1] - begin
-                layout.overlaps[view.path] = (homes[other][0], where)
+                coder.overlaps[view.path] = (homes[other][0], where)
     if not free:
         return
     owners = [view.part for view in free]
@@ -151,16 +139,16 @@ def _place_together(
         view.code.update(_geometry(view, begin), of=free[0].path)
     del free[0].code["of"]
     memory = memory_in((begin, end), owners)
-    free[0].code["memory"] = _packed(layout, free[0].path, memory)
+    free[0].code["memory"] = _packed(coder, free[0].path, memory)
 
 
-def _place_alone(layout: Layout, view: View) -> None:
+def _place_alone(coder: Coder, view: View) -> None:
     part, code = view.part, view.code
     if isinstance(part, Tensor) and not is_expanded(part):
         code["value"] = part.detach()
         if not part.is_cpu:
             code["device"] = part.device.type
-        layout.tensors[view.path] = [code["value"]]
+        coder.tensors[view.path] = [code["value"]]
         return
     if isinstance(part, np.ndarray):
         if not part.flags.c_contiguous and part.nbytes < int(np.subtract(*span_of(part)[::-1])):
@@ -175,11 +163,11 @@ def _place_alone(layout: Layout, view: View) -> None:
     code.update(_geometry(View(view.path, part, code), span[0]))
     if isinstance(part, np.ndarray) and part.flags.c_contiguous:
         del code["strides"], code["offset"]
-    code["memory"] = _packed(layout, view.path, memory_in(span, [part]))
+    code["memory"] = _packed(coder, view.path, memory_in(span, [part]))
 
 
 def _geometry(view: View, begin: int) -> dict[str, Any]:
-    part, offset = view.part, first_address(view.part) - begin
+    part, offset = view.part, address_of(view.part) - begin
     if isinstance(part, Tensor):
         if offset % part.element_size():
             raise StateError(
@@ -200,28 +188,10 @@ def _form(part: Array | Tensor) -> dict[str, Any]:
     return found if part.flags.writeable else found | {"read-only": True}
 
 
-def memory_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
-    """Return memory as a tensor of bytes, without a copy.
-
-    Args:
-        extent: begin and end address.
-        owners: the arrays and tensors that own the memory.
-    """
-    begin, end = extent
-    for part in owners:
-        if isinstance(part, Tensor):
-            storage = part.untyped_storage()
-            first = storage.data_ptr()
-            if first <= begin and end <= first + storage.nbytes():
-                empty = torch.empty(0, dtype=torch.uint8, device=part.device)
-                return empty.set_(storage, begin - first, (end - begin,), (1,))
-    return bytes_in(extent, owners)
-
-
-def _packed(layout: Layout, path: str, memory: Tensor) -> Any:
+def _packed(coder: Coder, path: str, memory: Tensor) -> Any:
     if memory.is_cpu and memory.numel() <= INLINE_BYTES:
         return memory.numpy().tobytes().decode("latin-1")
-    layout.tensors[path] = [memory]
+    coder.tensors[path] = [memory]
     return memory
 
 
@@ -266,5 +236,4 @@ def lay(code: Mapping[str, Any], memory: bytearray | Tensor) -> Any:
     first = whole.storage_offset() + offset
     if min((0, offset, *shape, *strides)) < 0 or end > len(whole) or first % dtype.itemsize:
         raise ValueError("a tensor must lie in its memory")
-    empty = torch.empty(0, dtype=dtype, device=whole.device)
-    return empty.set_(whole.untyped_storage(), first // dtype.itemsize, shape, strides)
+    return tensor_on(whole.untyped_storage(), dtype, shape, strides, first // dtype.itemsize)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from helios.core.generators import is_generator
-from helios.core.memory import has_plain_bytes, span_of
+from helios.core.memory import has_plain_bytes, memory_in, span_of, tensor_on
 from helios.storage.building import Builder
 from helios.storage.codes import NO_VALUE, TAG, Coder, Codes, Unsavable
-from helios.storage.memory_layout import View, memory_in
+from helios.storage.memory_layout import View
 from helios.storage.type_converters import ShardedValue, type_name
 
 FindSharded: TypeAlias = Callable[[str], Any]
@@ -153,8 +153,7 @@ def _move(group: Sequence[Tensor]) -> None:
     storage = memory_in((begin, end), group).clone().untyped_storage()
     for part in group:
         first = (part.data_ptr() - begin) // part.element_size()
-        empty = torch.empty(0, dtype=part.dtype, device=part.device)
-        part.data = empty.set_(storage, first, part.shape, part.stride())
+        part.data = tensor_on(storage, part.dtype, part.shape, part.stride(), first)
 
 
 class PayloadBuilder(Builder):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from functools import cache
 from types import CellType, FunctionType, MemberDescriptorType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -28,17 +28,21 @@ _MUTABLE = (OrderedDict, dict, list, bytearray, set, deque)
 _CONTAINERS = (*_MUTABLE, tuple, frozenset)
 
 
+_T = TypeVar("_T")
+
+
+def by_class(function: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """Compute what is asked of a class once."""
+    return cache(function)
+
+
+@by_class
 def is_plain_object(kind: type) -> bool:
     """Return whether instances of a class consist of attributes alone.
 
     These can be read and set without running a method of the class. Samplers, data sets and
     iterators are not among them: what they hold may have been read ahead.
     """
-    return _is_plain_object(cast("Hashable", kind))
-
-
-@cache
-def _is_plain_object(kind: type) -> bool:
     if issubclass(kind, Dataset | DataLoader | Sampler | Iterator | type | Enum | BaseException):
         return False
     if comes_from(kind, OUTSIDE):
@@ -65,20 +69,16 @@ def make_bare(kind: type) -> Any:
     return base.__new__(kind)
 
 
-@cache
-def _slots_of(kind: type) -> tuple[tuple[str, MemberDescriptorType], ...]:
-    return tuple(
-        (name, guard)
-        for base in kind.__mro__
+@by_class
+def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    """Return the members that a class and its bases declare in ``__slots__``."""
+    return {
+        name: guard
+        for base in reversed(kind.__mro__)
         if "__slots__" in vars(base)
         for name, guard in vars(base).items()
         if isinstance(guard, MemberDescriptorType)
-    )
-
-
-def slots_of(kind: type) -> dict[str, MemberDescriptorType]:
-    """Return the members that a class and its bases declare in ``__slots__``."""
-    return dict(reversed(_slots_of(cast("Hashable", kind))))
+    }
 
 
 def table_of(part: Any) -> dict[str, Any]:
@@ -134,11 +134,11 @@ def content_of(part: Any) -> Collection[Any]:
 
 def find_base(value: Any) -> Any:
     """Return the built-in type of a container or of an instance of its subclass, or ``None``."""
-    return _find_base(cast("Hashable", type(value)))
+    return _base_of(type(value))
 
 
-@cache
-def _find_base(kind: type) -> Any:
+@by_class
+def _base_of(kind: type) -> Any:
     return next((base for base in _CONTAINERS if issubclass(kind, base)), None)
 
 

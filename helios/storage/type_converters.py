@@ -26,9 +26,6 @@ import torch
 
 # Larger byte strings are stored as tensors: in a pickle, they would be escaped as text.
 _MAX_INLINE_BYTES = 4096
-_NATIVE = frozenset((type(None), bool, float, str, torch.dtype, torch.device, torch.Size))
-# ``weights_only`` reads integers of up to 255 bytes.
-_MAX_INT_BITS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +95,11 @@ def objects_to_array(shape: Sequence[int], items: Collection[Any]) -> np.ndarray
     return cast("np.ndarray[Any, Any]", flat.reshape(tuple(shape)))
 
 
-def _datetime_to_parts(value: datetime.datetime) -> list[Any]:
-    clock = [value.hour, value.minute, value.second, value.microsecond]
-    return [value.year, value.month, value.day, *clock, value.tzinfo, value.fold]
-
-
-def _time_to_parts(value: datetime.time) -> list[Any]:
-    clock = [value.hour, value.minute, value.second, value.microsecond]
-    return [*clock, value.tzinfo, value.fold]
+def _timezone_to_parts(value: datetime.timezone) -> list[Any]:
+    # The name is stored only if it was given explicitly and not derived from the offset.
+    offset = value.utcoffset(None)
+    name = value.tzname(None)
+    return [offset] if name == datetime.timezone(offset).tzname(None) else [offset, name]
 
 
 def _zone_to_key(value: zoneinfo.ZoneInfo) -> str:
@@ -114,27 +108,30 @@ def _zone_to_key(value: zoneinfo.ZoneInfo) -> str:
     return value.key
 
 
-def _timezone_to_parts(value: datetime.timezone) -> list[Any]:
-    # The name is stored only if it was given explicitly and not derived from the offset.
-    offset = value.utcoffset(None)
-    name = value.tzname(None)
-    return [offset] if name == datetime.timezone(offset).tzname(None) else [offset, name]
+def _by_fields(tag: str, kind: Any, fields: str) -> Converter:
+    names = fields.split()
+
+    def build(parts: Sequence[Any]) -> Any:
+        is_folded = names[-1] == "fold"
+        return kind(*parts[:-1], fold=parts[-1]) if is_folded else kind(*parts)
+
+    return Converter(tag, (kind,), lambda v: [getattr(v, name) for name in names], build)
 
 
+_CLOCK = "hour minute second microsecond tzinfo fold"
 _CONVERTERS = (
     Converter("bytes", (bytes,), _pack, _unpack),
     Converter(
         "bytearray", (bytearray,), lambda v: _pack(bytes(v)), lambda p: bytearray(_unpack(p))
     ),
-    Converter("complex", (complex,), lambda v: [v.real, v.imag], lambda p: complex(*p)),
-    Converter("range", (range,), lambda v: [v.start, v.stop, v.step], lambda p: range(*p)),
-    Converter("slice", (slice,), lambda v: [v.start, v.stop, v.step], lambda p: slice(*p)),
-    Converter(
-        "fraction",
-        (fractions.Fraction,),
-        lambda v: [v.numerator, v.denominator],
-        lambda p: fractions.Fraction(*p),
-    ),
+    _by_fields("complex", complex, "real imag"),
+    _by_fields("range", range, "start stop step"),
+    _by_fields("slice", slice, "start stop step"),
+    _by_fields("fraction", fractions.Fraction, "numerator denominator"),
+    _by_fields("timedelta", datetime.timedelta, "days seconds microseconds"),
+    _by_fields("date", datetime.date, "year month day"),
+    _by_fields("datetime", datetime.datetime, f"year month day {_CLOCK}"),
+    _by_fields("time", datetime.time, _CLOCK),
     Converter("decimal", (Decimal,), str, Decimal),
     Converter("uuid", (uuid.UUID,), str, uuid.UUID),
     # Concrete paths are loaded as paths of the system that loads the file.
@@ -142,34 +139,7 @@ _CONVERTERS = (
     Converter("posixpath", (PurePosixPath,), str, PurePosixPath),
     Converter("windowspath", (PureWindowsPath,), str, PureWindowsPath),
     Converter(
-        "timedelta",
-        (datetime.timedelta,),
-        lambda v: [v.days, v.seconds, v.microseconds],
-        lambda p: datetime.timedelta(*p),
-    ),
-    Converter(
-        "date",
-        (datetime.date,),
-        lambda v: [v.year, v.month, v.day],
-        lambda p: datetime.date(*p),
-    ),
-    Converter(
-        "datetime",
-        (datetime.datetime,),
-        _datetime_to_parts,
-        lambda p: datetime.datetime(*p[:-1], fold=p[-1]),
-    ),
-    Converter(
-        "time",
-        (datetime.time,),
-        _time_to_parts,
-        lambda p: datetime.time(*p[:-1], fold=p[-1]),
-    ),
-    Converter(
-        "timezone",
-        (datetime.timezone,),
-        _timezone_to_parts,
-        lambda p: datetime.timezone(*p),
+        "timezone", (datetime.timezone,), _timezone_to_parts, lambda p: datetime.timezone(*p)
     ),
     Converter("zoneinfo", (zoneinfo.ZoneInfo,), _zone_to_key, zoneinfo.ZoneInfo),
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from helios.state.anchors import path_of
 from helios.state.discovery import Discovery
-from helios.state.holders import GONE
+from helios.state.walk import GONE
 from helios.storage import codec
 from helios.storage.codes import TAG
 

@@ -284,11 +284,23 @@ def test_unsaved_attributes_and_paths_are_neither_saved_nor_named(said: list[str
     assert (not state["objects"], said) == (True, [])
     again, other = make()
     state["values"][""]["late"] = 1
-    state["values"][""]["stuff"]["count"] = 2
     other.restore(state)
     assert again.stuff["count"] == 0
     assert again.stuff["best"] == 6
     assert "late" not in vars(again)
+
+
+def test_a_declared_attribute_of_an_object_is_neither_saved_nor_named(said: list[str]) -> None:
+    def make() -> Any:
+        owner = Owner(stuff=Holder(0))
+        owner.stuff.best = 0
+        return owner, started(owner, unsaved=("stuff.content",))
+
+    owner, discovery = make()
+    owner.stuff.content, owner.stuff.best = 5, 6
+    again, other = make()
+    other.restore(discovery.capture())
+    assert (again.stuff.content, again.stuff.best, said) == (0, 6, [])
 
 
 def test_restored_values_are_copies() -> None:
@@ -429,6 +441,14 @@ class Helper:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.count = trainer, 0
+
+
+def test_a_part_of_helios_that_training_assigns_is_neither_saved_nor_named(said: list[str]) -> None:
+    owner = Owner(trainer=None, helper=Helper(None))
+    discovery = started(owner)
+    owner.trainer = owner.helper.trainer = helios.Trainer(use_cpu=True)
+    state = discovery.capture()
+    assert (list(state["values"][""]), state["missing"], said) == (["helper"], {}, [])
 
 
 def test_an_object_keeps_the_part_of_helios_to_which_it_refers(tmp_path: Path) -> None:

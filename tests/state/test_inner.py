@@ -109,7 +109,7 @@ def test_optimizers_that_share_their_groups_share_them_after_a_resume() -> None:
 
 
 @pytest.mark.shows("S54")
-def test_what_a_state_dict_holds_is_not_saved_twice() -> None:
+def test_values_that_a_state_dict_holds_are_not_saved_twice() -> None:
     class Whole(Lookahead):
         def state_dict(self) -> dict[str, Any]:
             slow = [part.clone() for part in self.slow]
@@ -125,21 +125,55 @@ def test_what_a_state_dict_holds_is_not_saved_twice() -> None:
     discovery = started(owner)
     _train(owner, 1)
     state = discovery.capture()
-    assert state["inner"] == state["values"] == {}
+    assert state["values"] == {}
+
+
+class Keeper:
+    """An object with a state that keeps a group of somebody's optimizer."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_group_of_an_inner_optimizer_is_held_by_what_is_found_before_it() -> None:
+    def make() -> Any:
+        net = _net()
+        outer = Lookahead(torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.5))
+        return Owner(net=net, keeper=Keeper(outer.inner.param_groups[0]), optimizer=outer)
+
+    owner = make()
+    discovery = started(owner)
+    _train(owner, 1)
+    owner.keeper.group["lr"] = 0.25
+    again = resumed(make, copy.deepcopy(discovery.capture()))
+    assert again.keeper.group is again.optimizer.inner.param_groups[0]
+    assert again.keeper.group["lr"] == 0.25
 
 
 # PyTorch 2.6 warns of what its own SequentialLR does.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
-def test_the_stock_sequence_of_schedulers_is_saved_once(said: list[str]) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    parts = [StepLR(optimizer, 1), StepLR(optimizer, 2)]
-    owner = Owner(net=net, optimizer=optimizer, schedule=SequentialLR(optimizer, parts, [2]))
+def test_the_stock_sequence_of_schedulers_resumes(said: list[str]) -> None:
+    def make() -> Any:
+        net = _net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        parts = [StepLR(optimizer, 1), StepLR(optimizer, 2)]
+        return Owner(net=net, optimizer=optimizer, schedule=SequentialLR(optimizer, parts, [2]))
+
+    owner = make()
     discovery = started(owner)
-    for number in range(4):
+    for number in range(3):
         _train(owner, number)
-    state = discovery.capture()
-    assert state["inner"] == {}
+    again = resumed(make, copy.deepcopy(discovery.capture()))
+    for each in (owner, again):
+        _train(each, 3)
+    assert bits(again.net.state_dict()) == bits(owner.net.state_dict())
+    assert again.optimizer.param_groups[0]["lr"] == owner.optimizer.param_groups[0]["lr"]
     assert not said
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helios.state.networks import state_of
+from helios.state.networks import name_weights, state_of
 from tests.state.owners import Owner, bits, network, resumed, started, through_a_file
 
 
@@ -48,8 +48,8 @@ def test_a_checkpoint_of_a_compiled_module_is_that_of_the_module(make: Any, rema
     state = started(owner).capture()
     assert "_orig_mod" not in repr(state)
     assert list(state["objects"]["net"]) == list(network().state_dict())
-    assert state["flags"]["net"] == {"frozen": ["1.weight"], "eval": ["3"]}
-    assert list(state["grads"]["net"]) == ["0.weight"]
+    assert [name for name, flag in state["flags"].items() if not flag] == ["net.3", "net.1.weight"]
+    assert list(state["grads"]) == ["net.0.weight"]
 
     again = resumed(remake, state)
     assert bits(state_of(again.net)) == bits(state["objects"]["net"])
@@ -70,6 +70,12 @@ def test_a_layer_unfrozen_in_training_resumes_unfrozen() -> None:
     again = resumed(make, discovery.capture())
     assert all(parameter.requires_grad for parameter in again.net.parameters())
     assert all(part.training for part in again.net.modules())
+
+
+def test_weights_are_named_once_and_without_those_that_are_none() -> None:
+    net = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2)))
+    net[1].weight = net[0].weight
+    assert list(name_weights({"net": net}, {})) == ["net.0.weight"]
 
 
 class Helper:

@@ -139,6 +139,48 @@ def test_networks_of_the_model_are_named_and_not_saved_again() -> None:
     assert vars(again)["net"] is nets[1]
 
 
+def _with_late_parts() -> tuple[Part, Owners]:
+    """Return a part to which a start event has given a network, an optimizer and a parameter."""
+    part = Part(count=0)
+    owners = _started(Owner("plugin 'a'", part))
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    vars(part).update(net=net, optimizer=optimizer, bias=nn.Parameter(torch.zeros(1)))
+    vars(part)["nets"] = [net]
+    owners.begin_training()
+    return part, owners
+
+
+@pytest.mark.shows("S55")
+def test_what_start_events_make_is_named_once_training_has_changed_it() -> None:
+    part, owners = _with_late_parts()
+    vars(part)["count"] = 1
+    states, missing = owners.capture({})
+    assert missing == {}
+    again = Part(count=0)
+    _started(Owner("plugin 'a'", again)).restore(copy.deepcopy(states))
+    assert vars(again)["count"] == 1
+    assert "net" not in vars(again), "a start event makes it again"
+    with torch.no_grad():
+        for changed in (vars(part)["net"].weight, vars(part)["bias"]):
+            changed.add_(1)
+    missing = owners.capture({})[1]
+    assert {"plugin 'a': net", "plugin 'a': bias"} <= missing.keys()
+    assert "created after setup()" in missing["plugin 'a': net"]
+
+
+def test_an_object_that_takes_the_place_of_another_has_its_state() -> None:
+    part = Part(average=Average(nn.Linear(1, 1)))
+    owners = _started(Owner("plugin 'a'", part))
+    vars(part)["average"] = Average(nn.Linear(1, 1))
+    vars(part)["average"].count = 3
+    states, missing = owners.capture({})
+    assert missing == {}
+    again = Part(average=Average(nn.Linear(1, 1)))
+    _started(Owner("plugin 'a'", again)).restore(copy.deepcopy(states))
+    assert vars(again)["average"].count == 3
+
+
 def _look_at_a_part(model: Part, plugin: Part) -> None:
     vars(plugin)["part"] = vars(model)["whole"][2:4]
 
@@ -277,6 +319,15 @@ def test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once(
     del mined.hard[2:]
     states, missing = owners.capture({})
     assert (saved_attributes(states["data set"])["hard"], missing) == ([1, 0], {})
+
+
+def test_a_member_that_had_outgrown_before_a_resume_is_missing_after_it(said: list[str]) -> None:
+    mined = Mined()
+    owners = _started(Owner("data set", mined, is_data=True))
+    owners.note_named(["data set: hard"])
+    _grow(mined)
+    assert list(owners.capture({})[1]) == ["data set: hard"]
+    assert not said, "the last start has named it"
 
 
 @pytest.mark.shows("S74")

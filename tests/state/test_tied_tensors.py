@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,22 @@ def _share_memory(net: Any) -> None:
 def _part_memory(net: Any) -> None:
     net[1].weight.data = net[1].weight.data.clone()
     net[3].running_mean = net[3].running_mean.clone()
+
+
+def test_tied_weights_have_their_moments_whichever_network_comes_first() -> None:
+    def make(order: str) -> Any:
+        torch.manual_seed(1)
+        nets = {name: nn.Linear(2, 2) for name in order}
+        nets[order[1]].weight = nets[order[0]].weight
+        return Owner(nets=nets, optimizer=torch.optim.Adam(nets["a"].parameters(), lr=0.1))
+
+    owner, again = make("ab"), make("ba")
+    discovery, other = started(owner), started(again)
+    owner.nets["a"](torch.ones(1, 2)).sum().backward()
+    owner.optimizer.step()
+    other.restore(copy.deepcopy(discovery.capture()))
+    moments = [bits(each.optimizer.state[each.nets["b"].weight]) for each in (owner, again)]
+    assert moments[0] == moments[1]
 
 
 @pytest.mark.shows("S56")

@@ -189,7 +189,7 @@ def tensors_keep_the_form_that_setup_gave_them(restore_parts, anchors, state):
 
 
 @fault(
-    "helios.state.holders:set_values",
+    "helios.state.restoring:set_values",
     "tests/state/test_changes.py::test_every_plain_kind_comes_back_through_a_file",
 )
 def plain_values_are_not_restored(set_values, *args):
@@ -261,7 +261,7 @@ def references_are_not_checked_before_a_restore(check, builder, codes):
 
 
 @fault(
-    "helios.state.coverage:Coverage.has",
+    "helios.state.discovery:Coverage.has",
     "tests/state/test_owner_states.py::test_what_a_state_dict_of_its_own_leaves_out_is_saved",
 )
 def an_own_state_dict_counts_as_complete(has, coverage, key, value):
