@@ -67,7 +67,7 @@ class OptimizerLoop(Loop):
 
     _internals: ClassVar[str] = (
         "_apart _has_begun _has_own_losses _holders _is_committed _is_done _optimizers "
-        "_order _own_backward _padding _reads_gradients _shown _skips _trained _unreached "
+        "_order _own_backward _padding _reads_gradients _shown _skips _unreached "
         "_updated_in _updates _weights"
     )
 
@@ -76,8 +76,12 @@ class OptimizerLoop(Loop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_done = False
-        self._has_begun = False
+        self._order: tuple[str, ...] = ()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be as before a training run."""
+        self._is_done = self._has_begun = False
         self._has_own_losses = self._reads_gradients = False
         self._own_backward: Callable[[Mapping[str, Tensor]], None] | None = None
         # In a process that has a turn without a replica.
@@ -85,19 +89,18 @@ class OptimizerLoop(Loop):
         # By path, in the order of the yields; and the attributes of the model that hold them.
         self._optimizers: dict[str, Optimizer] = {}
         self._holders: dict[str, Any] = {}
-        self._order: tuple[str, ...] = ()
         # Helios' own losses in the model's table.
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
         self._unreached: set[str] = set()
         # Why the updates of optimizers are skipped at the end of the window.
         self._skips: dict[Optimizer, str] = {}
-        # Of the micro-batch: losses of single optimizers and the parameters that they have trained,
-        # the weights of the other losses, and whether an update was made.
+        # Of the micro-batch: losses of single optimizers by path, the weights of the others, and
+        # whether an update was made.
         self._apart: dict[str, Any] = {}
         self._weights: list[float | None] = []
-        self._trained: set[int] = set()
         self._is_committed = False
+        vars(self).pop("_updates", None)
 
     @property
     def done(self) -> bool:
@@ -329,8 +332,7 @@ class OptimizerLoop(Loop):
             drops: whether gradients of earlier micro-batches are dropped, if their optimizers have
                 no loss in the last one of the window.
         """
-        optimizers, found = self._find_optimizers(), self._apart
-        self._apart, self._trained = {}, set()
+        optimizers, found, self._apart = self._find_optimizers(), self._apart, {}
         names = {path: f"loss_{path}" if len(optimizers) > 1 else "loss" for path in found}
         self._show({names[path]: loss for path, loss in found.items() if loss is not None})
         for path, optimizer in optimizers.items() if drops else ():
@@ -410,14 +412,14 @@ class OptimizerLoop(Loop):
                 f"{type(session.model).__name__}.backward must not be overridden if each loss has "
                 "an optimizer of its own. Remove the method, or return the losses in a dict."
             )
-        members = set(map(id, parameters_of(optimizer)))
-        if session.schedule.accumulation_steps > 1 and not members.isdisjoint(self._trained):
-            raise UsageError(
-                "With accumulation_steps > 1 a parameter must be trained by one loss of a batch, "
-                f"but another one has trained some of {path!r}: both would be summed up. Train "
-                "without accumulation, and let no optimizers share parameters."
-            )
-        self._trained |= members
+        if session.schedule.accumulation_steps > 1:
+            trained = {id(x) for known in self._apart for x in parameters_of(optimizers[known])}
+            if any(id(each) in trained for each in parameters_of(optimizer)):
+                raise UsageError(
+                    "With accumulation_steps > 1 a parameter must be trained by one loss of a "
+                    f"batch, but another one has trained some of {path!r}: both would be summed "
+                    "up. Train without accumulation, and let no optimizers share parameters."
+                )
         return path
 
     def _hold_skip(self, *optimizers: Optimizer) -> None:
@@ -490,17 +492,14 @@ class OptimizerLoop(Loop):
             UsageError: if a later step is of the other mode.
         """
         session = self._session
-        if not self._has_begun:
-            self._begin(is_manual=is_manual)
-        if session.is_manual is not is_manual:
+        if session.is_manual not in (None, is_manual):
             before, now = ("None", "a loss")[:: 1 if session.is_manual else -1]
             raise UsageError(
                 f"{type(session.model).__name__}.train_step returned {now} after it had returned "
                 f"{before}; it must always return the same. To skip a batch, return a loss of zero."
             )
-
-    def _begin(self, *, is_manual: bool) -> None:
-        session = self._session
+        if self._has_begun:
+            return
         self._has_begun = True
         self._updates = Updates(session)
         if session.is_manual is None:
@@ -572,13 +571,7 @@ class OptimizerLoop(Loop):
 
     def teardown(self) -> None:
         """Release the optimizers of this training."""
-        self._has_begun = False
-        self._optimizers, self._holders, self._skips = {}, {}, {}
-        self._shown, self._apart, self._weights = {}, {}, []
-        self._unreached, self._trained = set(), set()
-        self._updated_in = 0
-        self._padding = self._own_backward = None
-        vars(self).pop("_updates", None)
+        self._forget()
         super().teardown()
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD
 
 from helios.engines.engine import Engine
 from helios.loops.optimizer import OptimizerLoop
@@ -134,23 +132,6 @@ def test_after_a_loss_with_its_optimizer_the_update_is_made() -> None:
 
     run(apart, batches=(4.0, 2.0))
     assert weights == [-4.0, -6.0, -6.5, -6.75]
-
-
-@pytest.mark.shows("L43")
-def test_gradients_of_an_optimizer_without_a_loss_at_the_end_of_a_window_are_dropped() -> None:
-    """They would count in the next window, and not after a resume from the point between."""
-    bias = nn.Parameter(torch.zeros(()))
-    model = Stepper(lambda weight, batch: ((weight + bias) * batch).sum())
-    model.parts = [bias, SGD([bias], lr=1.0)]  # type: ignore[attr-defined]
-
-    def alternating(loop: Any, batch: Any) -> Iterator[Any]:
-        optimizers = [loop.session.model.optimizer, model.parts[1]]  # type: ignore[attr-defined]
-        for optimizer in optimizers[: 1 if batch > 2.0 else 2]:
-            for loss in OptimizerLoop.losses(loop, batch):
-                yield loss, optimizer
-
-    run(alternating, model, batches=(1.0, 4.0, 1.0, 2.0), accumulation=2)
-    assert bias.item() == -1.5
 
 
 class Surgeon(Stepper):

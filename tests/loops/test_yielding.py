@@ -357,6 +357,25 @@ def test_a_skip_leaves_out_one_optimizers_update(
 
 
 @pytest.mark.shows("L45")
+@pytest.mark.parametrize(
+    ("event", "weights"),
+    [
+        ("on_forward_start", (0.0, 0.0)),
+        ("on_backward_end", (-2.0, 0.0)),
+    ],
+)
+def test_a_skip_inside_of_a_window_is_kept_for_the_updates_that_it_is_meant_for(
+    event: str, weights: tuple[float, float]
+) -> None:
+    """Before the first loss it is for all; in the events of a loss it is for its optimizer."""
+    model = Pair()
+    loop, session = prepared(model, Skipper(event, 0), accumulation=2)
+    train_on(loop, session, 2.0, is_boundary=False)
+    train_on(loop, session, 2.0)
+    assert (model.weights, model.gradients) == (weights, (None, None))
+
+
+@pytest.mark.shows("L45")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_may_leave_out_the_update_of_an_optimizer(accumulation: int) -> None:
     """As a GAN whose critic trains more often than its generator."""
@@ -503,6 +522,22 @@ def test_a_step_may_name_the_optimizer_of_each_loss() -> None:
     assert (steps.seen, steps.depth) == (("right", "right", "left"), 0)
     assert model.weights == (3.0, -3.0)
     assert model.moves == (1, 2)
+
+
+@pytest.mark.shows("L45")
+def test_gradients_of_an_optimizer_without_a_loss_at_the_end_of_a_window_are_dropped() -> None:
+    """They would count in the next window, and not after a resume from the point between."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Any]:
+        yield model.b * batch, model.right
+        if batch < 4.0:
+            yield model.a * batch, model.left
+
+    model = Pair(body)
+    loop, session = prepared(model, accumulation=2)
+    train_on(loop, session, 1.0, is_boundary=False)
+    train_on(loop, session, 4.0)
+    assert (model.weights, model.gradients) == ((0.0, -2.5), (None, None))
 
 
 @pytest.mark.shows("L45")
