@@ -183,8 +183,8 @@ These calls come before the first batch of the resumed run. The start of an epoc
 again if the run resumes inside it; by steps, the end of the epoch comes first if the checkpoint was
 saved after its last batch. From then on, the events are exactly those of an uninterrupted run."""
 _GENERATOR_TEXT = """\
-With a `YieldLoop`, these events occur between `on_training_batch_start` and
-`on_training_batch_end`; the step itself continues from yield to yield."""
+These events occur between `on_training_batch_start` and `on_training_batch_end`; the step itself
+continues from yield to yield."""
 
 
 def _sequences() -> str:

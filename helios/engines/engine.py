@@ -241,10 +241,6 @@ class Engine(StandaloneEngine):
         """Return the context in which the model's steps run."""
         return self._precision.autocast(self.device)
 
-    def _count_micro_batch(self) -> None:
-        """Count a micro-batch of the open window, before its first backward."""
-        self._open_micro_batches += 1
-
     def close_window(self) -> None:
         """Begin a new window after its last update, and drop gradients that were not used.
 

@@ -84,18 +84,21 @@ def signature_of(name: str, method: object, *, may_yield: bool = False) -> inspe
     return read_signature(method)
 
 
-def check_call(name: str, method: object, parameters: Sequence[str]) -> None:
+def check_call(
+    name: str, method: object, parameters: Sequence[str], *, may_yield: bool = False
+) -> None:
     """Check that a method takes arguments by position, and that a call runs its body.
 
     Args:
         name: name of the method in messages.
         method: the method.
         parameters: names of the arguments.
+        may_yield: as in :func:`signature_of`.
 
     Raises:
         ArgumentTypeError: if it does not.
     """
-    signature = signature_of(name, method)
+    signature = signature_of(name, method, may_yield=may_yield)
     try:
         signature.bind(*parameters)
     except TypeError as error:

@@ -19,7 +19,7 @@ from helios.hooks.bus import check_call
 _LOGGER = logging.getLogger(__name__)
 _OURS = ("helios", "torch")
 # Called with all that they take, also with what has a default.
-_CALLED_IN_FULL = frozenset({"backward", "backward_loss", "update"})
+_CALLED_IN_FULL = "backward_loss"
 
 
 def _written(owner: object) -> dict[str, tuple[FunctionType, bool]]:
@@ -61,14 +61,15 @@ def check_overrides(
             _, *parameters = read_signature(overridden).parameters.values()
             # What a base takes by *args does not say what is passed.
             if all(each.kind is not each.VAR_POSITIONAL for each in parameters):
-                is_full = name in _CALLED_IN_FULL
+                is_full = name == _CALLED_IN_FULL
                 wanted = [
                     each.name
                     for each in parameters
                     if each.kind is not each.KEYWORD_ONLY
                     and (is_full or each.default is each.empty)
                 ]
-                check_arguments(owner, (name,), wanted)
+                may_yield = inspect.isgeneratorfunction(overridden)
+                check_arguments(owner, (name,), wanted, may_yield=may_yield)
         elif overridden is None and name not in receives and not name.startswith("_"):
             _warn_of_typo(f"{type(owner).__name__}.{name}", name, known)
 
@@ -132,13 +133,16 @@ def _warn_of_typo(place: str, name: str, known: Sequence[str]) -> None:
         )
 
 
-def check_arguments(owner: object, names: Sequence[str], arguments: Sequence[str]) -> None:
+def check_arguments(
+    owner: object, names: Sequence[str], arguments: Sequence[str], *, may_yield: bool = False
+) -> None:
     """Check that methods that a user has written take what is passed to them.
 
     Args:
         owner: the object.
         names: names of the methods.
         arguments: names of what they get, by position.
+        may_yield: whether they may be generators.
 
     Raises:
         ArgumentTypeError: if one does not.
@@ -147,4 +151,4 @@ def check_arguments(owner: object, names: Sequence[str], arguments: Sequence[str
         if name in names:
             first = ("self",) if is_bound else ()
             place = f"{type(owner).__name__}.{name}"
-            check_call(place, method, (*first, *arguments))
+            check_call(place, method, (*first, *arguments), may_yield=may_yield)

@@ -5,9 +5,8 @@ from helios.loops.epoch import EpochLoop
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
-from helios.loops.optimizer import OptimizerLoop
+from helios.loops.optimizer import OptimizerLoop, YieldLoop
 from helios.loops.prediction import PredictionLoop
-from helios.loops.yielding import YieldLoop
 
 __all__ = [
     "BatchLoop",

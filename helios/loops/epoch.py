@@ -189,8 +189,8 @@ class EpochLoop(Loop):
             raise UsageError(
                 f"{type(self.batch_loop).__name__} must run an OptimizerLoop on each batch, but "
                 "the gradients of this one were not handed over: with several replicas or "
-                "accumulation_steps they would be lost. Call self.optimizer_loop.run(batch); a "
-                "step of your own is forward, backward and update of an OptimizerLoop."
+                "accumulation_steps they would be lost. Call self.optimizer_loop.run(batch); "
+                "override OptimizerLoop.losses(batch) for a step of your own."
             )
 
     def _refuse_other_counts(self, counted: tuple[int, ...]) -> None:

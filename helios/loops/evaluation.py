@@ -202,7 +202,7 @@ class EvaluationLoop(Loop):
             self._kept = batch if session.turns.keeps_batches else None
             result = take_step(session, self.step_name, batch, step, *which, has_begun=True)
             loss = result.loss if isinstance(result, Processed) else None
-            end_forward(session, result, loss.mean if isinstance(loss, WeightedLoss) else loss)
+            end_forward(session, result, loss)
             self._add_result(result, replica, size)
         session.turns.end_shares(self._seed)
         session.batch = session.raw_batch

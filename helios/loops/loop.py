@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from typing_extensions import final
@@ -138,7 +138,6 @@ class Loop(ABC):
                 check_state_methods(self, Loop)
                 session.agreement.expect_late_requests()
                 session.agreement.has_own_loops = True
-        self._adapt(session)
         for role, child in self._children().items():
             if session is not None:
                 self._check_child(role, child)
@@ -162,9 +161,6 @@ class Loop(ABC):
             setattr(self, role, loop)
             if "_session" in vars(self):
                 loop._attach(self._session)
-
-    def _adapt(self, session: Session | None) -> None:
-        """Choose children that the model decides, before they are attached."""
 
     def _check_child(self, role: str, loop: object) -> None:
         if role not in self.roles:
@@ -202,21 +198,16 @@ class Loop(ABC):
             self.reset()
         if "on_run_start" in overridden:
             self.on_run_start(*args)
-        advance = self._guarded_advance()
         while not self.done:
             try:
                 if "on_advance_start" in overridden:
                     self.on_advance_start(*args)
-                advance(*args)
+                self.advance(*args)
                 if "on_advance_end" in overridden:
                     self.on_advance_end()
             except StopIteration:
                 break
         return self.on_run_end()
-
-    def _guarded_advance(self) -> Callable[..., None]:
-        """Return ``advance``, with the checks of what a subclass does in it."""
-        return self.advance
 
     @property
     def skip(self) -> bool:

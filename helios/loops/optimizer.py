@@ -1,9 +1,13 @@
-"""``OptimizerLoop``: the step of one micro-batch, and backward and update if it returns a loss."""
+"""``OptimizerLoop``: trains on the losses of a step, one micro-batch at a time.
+
+A step yields its losses. Backward, the sum over micro-batches and replicas, the average, clipping,
+updates and clearing are all done here, so nobody can forget them.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, ClassVar
 
@@ -13,16 +17,15 @@ from torch.optim import Optimizer
 from helios.core.loss_means import WeightedLoss
 from helios.core.utils import parameters_of, read_signature
 from helios.engines.engine import redefines
-from helios.errors import UsageError
-from helios.hooks.bus import check_call
+from helios.errors import ArgumentError, UsageError
+from helios.findings import FindingKind
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.override_checks import EarlierGradients, OwnRound, StepsMade
 from helios.loops.repeated_steps import PaddingTurns
 from helios.loops.step import (
     end_forward,
-    find_loss,
     loss_of,
     losses_in,
+    make_loss_error,
     record_changes,
     take_step,
     weighted_in,
@@ -30,13 +33,11 @@ from helios.loops.step import (
 from helios.loops.updates import Updates
 from helios.model.model import Model
 from helios.session import Place
+from helios.state.steps import ReplicaWatch
 
 _LOGGER = logging.getLogger(__name__)
-_SECOND_BACKWARD = (
-    "{name}.train_step must leave backward to Helios if it returns its loss, and must not keep a "
-    "graph from one batch to the next, but backward went through the graph a second time. Remove "
-    "its call of backward, or detach() what it keeps."
-)
+_END = object()
+SEPARATE_UPDATES = "updates between losses need a process for each replica"
 
 
 def refuse_closures(optimizer: Optimizer) -> None:
@@ -56,37 +57,50 @@ def refuse_closures(optimizer: Optimizer) -> None:
 
 
 class OptimizerLoop(Loop):
-    """The default optimizer loop: automatic or manual mode, depending on ``train_step``.
+    """The default optimizer loop: trains on what :meth:`losses` yields.
 
-    In automatic mode a micro-batch is :meth:`forward`, :meth:`backward` and :meth:`update`. An
-    ``advance`` of your own calls the same three: the first two as often as it needs, and ``update``
-    once for each optimizer. It then trains on any number of replicas, processes and micro-batches;
-    a call that is missing is an error.
+    Override :meth:`losses` for another order of forward passes and updates.
+
+    Attributes:
+        SKIP: what a step yields instead of a loss, to leave out the update of an optimizer.
     """
 
     _internals: ClassVar[str] = (
-        "_attribute _has_begun _is_counted _is_done _is_weighted _optimizer _own_backward "
-        "_padding _round _shown _unused _updated_in _updates"
+        "_apart _has_begun _has_own_losses _holders _is_committed _is_done _optimizers "
+        "_order _own_backward _padding _reads_gradients _shown _skips _unreached "
+        "_updated_in _updates _weights"
     )
+
+    SKIP: ClassVar[object] = object()
+    _needs_yields: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_done = False
-        self._optimizer: Optimizer | None = None
-        self._attribute: tuple[str, Any] = ("", None)
+        self._order: tuple[str, ...] = ()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be as before a training run."""
+        self._is_done = self._has_begun = False
+        self._has_own_losses = self._reads_gradients = False
+        self._own_backward: Callable[[Mapping[str, Tensor]], None] | None = None
         # In a process that has a turn without a replica.
         self._padding: PaddingTurns | None = None
-        self._has_begun = False
+        # By path, in the order of the yields; and the attributes of the model that hold them.
+        self._optimizers: dict[str, Optimizer] = {}
+        self._holders: dict[str, Any] = {}
+        # Helios' own losses in the model's table.
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
-        # The calls of an advance of the user's; None in advance() below.
-        self._round: OwnRound | None = None
-        self._is_counted = False
-        # Optimizers that own rounds have left with gradients of the open window.
-        self._unused: set[str] = set()
-        self._own_backward: Callable[[Mapping[str, Tensor]], None] | None = None
-        # Whether the last step has returned a loss with a weight.
-        self._is_weighted = False
+        self._unreached: set[str] = set()
+        # Why the updates of optimizers are skipped at the end of the window.
+        self._skips: dict[Optimizer, str] = {}
+        # Of the micro-batch: losses of single optimizers by path, the weights of the others, and
+        # whether an update was made.
+        self._apart: dict[str, Any] = {}
+        self._weights: list[float | None] = []
+        self._is_committed = False
+        vars(self).pop("_updates", None)
 
     @property
     def done(self) -> bool:
@@ -97,186 +111,334 @@ class OptimizerLoop(Loop):
         """Prepare for one micro-batch."""
         self._is_done = False
 
-    def advance(self, batch: Any) -> None:
-        """Train on one micro-batch, and make the update at the end of a window.
+    def losses(self, batch: Any) -> Iterator[Any]:
+        """Yield the losses of a micro-batch; by default what ``train_step`` returns or yields.
 
-        Raises:
-            UsageError: if ``StopIteration`` is raised, which must not end a loop.
-        """
-        session, outer = self._session, self._round
-        turns, engine = session.turns, session.engine
-        if outer is not None:
-            outer.earlier.add_back()
-        self._round, self._is_counted, turns.has_collected = None, False, False
-        try:
-            result = self.forward(batch)
-            is_manual = bool(session.is_manual)
-            if not is_manual:
-                optimizer = self._find_optimizer()
-                updates = session.state.is_step_boundary and turns.is_last
-                if self._own_backward is None and not self._is_weighted:
-                    result = session.attached_loss
-                if updates and session.gradients.sends_early and self._may_send_early():
-                    session.place = Place.BACKWARD
-                    with turns.sending(optimizer):
-                        self.backward(result)
-                else:
-                    self.backward(result)
-                self.update(optimizer)
-                if not turns.has_collected:
-                    raise self._make_lost_error()
-                if updates:
-                    engine.close_window()
-        except (StopIteration, RuntimeError) as error:
-            self._explain(error)
-            raise
-        if outer is not None:
-            outer.see_default(is_manual=is_manual)
-            self._round = outer
-
-    def _explain(self, error: StopIteration | RuntimeError) -> None:
-        """Say what an error of Python or PyTorch means here."""
-        if isinstance(error, StopIteration):
-            raise make_stray_stop(error) from error
-        if "backward through the graph a second time" in str(error):
-            name = type(self._session.model).__name__
-            error.args = (f"{_SECOND_BACKWARD.format(name=name)}\n\n{error}",)
-
-    def forward(self, batch: Any) -> Any:
-        """Run ``train_step`` on a batch, between the events of the forward pass.
+        When the iterator goes on after a loss, backward is done, and ``.grad`` holds the gradients
+        of this micro-batch: read them, change or clear them. After the last loss they are added to
+        those of other micro-batches and replicas, and at the end of a window all optimizers make
+        their updates. After ``(loss, optimizer)``, only the parameters of this optimizer have got
+        gradients, and its update is made too if the window ends; this needs a process for each
+        replica.
 
         Args:
             batch: the batch, on the device.
 
-        Returns:
-            What ``train_step`` has returned: a loss, a ``WeightedLoss``, a dict with losses, or
-            ``None`` if it does backward and the update itself.
+        Yields:
+            What a ``train_step`` may return: a loss, a ``WeightedLoss``, or a dict with one of them
+            under ``"loss"``. Or a pair of that, or of :attr:`SKIP`, and an optimizer of the model.
+        """
+        session = self._session
+        take = take_step if self._padding is None else self._padding.take_step
+        result = take(session, "train_step", batch, session.state)
+        if type(result) is GeneratorType:
+            yield from self._go_on(result)
+            return
+        if self._needs_yields:
+            raise UsageError(
+                f"With a {type(self).__name__} {type(session.model).__name__}.train_step must be a "
+                "generator (`yield loss`, once for each optimizer), but it returned "
+                f"{type(result).__name__}. Write yield instead of return, or remove the loop."
+            )
+        loss = loss_of(result, takes_several=self._own_backward is not None)
+        if session.turns.watch is not None:
+            session.turns.watch.conclude(is_manual=loss is None)
+        end_forward(session, result, loss if loss is result else weighted_in(result) or loss)
+        if loss is not None:
+            if loss is not result or session.beside:
+                session.keep_beside((result,))
+            yield result
+
+    def _go_on(self, step: Iterator[Any]) -> Iterator[Any]:
+        """Yield what a step yields, each with its optimizer, between the events of the forward.
+
+        The body of the step runs in the precision of the run, from yield to yield.
+        """
+        session, results, has_named = self._session, [], False
+        waiting = [*self._find_optimizers()]
+        while True:
+            with session.engine.autocast():
+                result = next(step, _END)
+            if result is _END:
+                break
+            if type(result) is tuple:
+                result, optimizer = result
+                has_named = True
+            elif waiting:
+                optimizer = self._optimizers[waiting.pop(0)]
+            else:
+                raise self._make_count_error("yielded once more")
+            is_skipped = result is self.SKIP
+            loss = None if is_skipped else loss_of(result, is_yielded=True)
+            end_forward(session, None if is_skipped else result, weighted_in(result) or loss)
+            yield result, optimizer
+            results.append(result)
+            if waiting:
+                session.model_outputs = session.attached_loss = None
+                session.hooks.emit("on_forward_start", session.context)
+        if waiting and not has_named:
+            raise self._make_count_error(f"ended before it had yielded a loss for {waiting[0]!r}")
+        if waiting:
+            end_forward(session, None, None)
+        if session.turns.watch is not None:
+            session.turns.watch.conclude(is_manual=True)
+        session.keep_beside(results)
+
+    def advance(self, batch: Any) -> None:
+        """Train on one micro-batch, and make the updates at the end of a window.
 
         Raises:
-            UsageError: if it has returned something else.
+            UsageError: if ``StopIteration`` is raised, which must not end a loop.
         """
         session, turns = self._session, self._session.turns
         self._is_done = True
         if not self._has_begun:
-            self._keep_shown()
-            is_own = redefines(session.model, Model, "backward")
-            self._own_backward = session.model.backward if is_own else None
-            self._padding = PaddingTurns(session) if session.gradients.has_idle_turn else None
+            self._prepare()
         watch = turns.begin_step()
-        if turns.begins_window and session.is_manual is False and self._round is None:
-            session.gradients.drop_old(self._find_optimizer())
-        take = take_step if self._padding is None else self._padding.take_step
-        made = (
-            None if self._has_begun else StepsMade(*session.model.discovery.optimizers().values())
-        )
+        turns.has_collected, num_shared = False, 0
+        if turns.begins_window or self._reads_gradients:
+            self._open_turn()
         try:
-            result = take(session, "train_step", batch, session.state)
-        finally:
-            if made is not None:
-                made.close()
-        if type(result) is GeneratorType:
-            raise self._make_generator_error()
-        takes_several = self._round is not None or self._own_backward is not None
-        loss = loss_of(result, takes_several=takes_several)
-        weighted = None if loss is result else weighted_in(result)
-        self._is_weighted = weighted is not None
-        if watch is not None:
-            watch.conclude(is_manual=loss is None)
-        if made is not None and made.count and loss is not None:
-            self._warn_of_double_steps()
-        end_forward(session, result, loss if weighted is None else weighted.mean)
-        if not self._has_begun or session.is_manual is not (loss is None):
-            self._fix_mode(is_manual=loss is None)
-        if self._round is not None:
-            self._round.see_forward(is_manual=loss is None)
-        if loss is not None:
-            self._show({"loss": weighted or loss.detach()}, result)
-        return result
+            for each in self.losses(batch):
+                if not turns.has_collected:
+                    turns.has_collected = True
+                    if not self._has_begun or session.is_manual:
+                        self._fix_mode(is_manual=False)
+                    session.engine._open_micro_batches += turns.is_first
+                if type(each) is tuple:
+                    self._train_apart(*each)
+                else:
+                    num_shared += 1
+                    self._backward(each)
+            if turns.has_collected:
+                self._end_turn(num_shared, watch)
+            else:
+                self._fix_mode(is_manual=True)
+        except (StopIteration, RuntimeError) as error:
+            # Python makes a RuntimeError of a StopIteration that a generator raises.
+            stop = error.__cause__ if isinstance(error, RuntimeError) else error
+            if isinstance(stop, StopIteration):
+                raise make_stray_stop(stop) from error
+            raise
 
-    def backward(
-        self, losses: Any, optimizer: Optimizer | None = None, *, retain_graph: bool = False
-    ) -> None:
-        """Add the gradients of a loss to those of the micro-batch, between the backward events.
+    def _open_turn(self) -> None:
+        """Let ``.grad`` be empty before a micro-batch, where users read it."""
+        session = self._session
+        if self._has_own_losses:
+            # Weights may change between its losses. What has changed is seen when it is done.
+            session.turns.watch = None
+        optimizers = self._find_optimizers().values() if session.is_manual is False else ()
+        if session.turns.begins_window:
+            for optimizer in optimizers:
+                session.gradients.drop_old(optimizer)
+        if self._reads_gradients:
+            session.gradients.set_aside(x for each in optimizers for x in parameters_of(each))
 
-        If the model overrides :meth:`Model.backward`, that method computes them.
+    def _backward(self, result: Any, optimizer: Optimizer | None = None) -> Any:
+        """Compute the gradients of a loss, between the backward events.
 
         Args:
-            losses: a loss, or what :meth:`forward` has returned.
+            result: what the step has returned or yielded.
             optimizer: the only optimizer whose parameters get gradients; ``None`` for all.
-            retain_graph: whether another backward follows through the same graph, as for
-                ``Tensor.backward``.
 
-        Raises:
-            UsageError: before :meth:`forward`, or after :meth:`update`.
+        Returns:
+            What is shown of the loss.
         """
-        session, inputs = self._session, None
+        session, loss, weighted, inputs = self._session, result, None, None
         engine, hooks = session.engine, session.hooks
-        if self._round is not None:
-            is_sharded = session.replicas.is_sharded
-            self._round.begin_backward(losses, optimizer, is_sharded=is_sharded)
-        if optimizer is not None:
+        if result is not session.attached_loss:
+            takes_several = self._own_backward is not None
+            loss = loss_of(result, takes_several=takes_several, is_yielded=True)
+            weighted = weighted_in(result)
+        shown = weighted or loss.detach()
+        if optimizer is None:
+            self._show({"loss": shown})
+        else:
             inputs = [each for each in parameters_of(optimizer) if each.requires_grad]
-        if not self._is_counted:
-            self._is_counted = True
-            if session.turns.is_first:
-                engine._count_micro_batch()
-        count, own, has_weight = self._updates.count_loss, self._round, self._is_weighted
-        is_plain = self._updates.is_plain and type(losses) is Tensor
-        loss = losses if is_plain else count(losses, optimizer, own, is_weighted=has_weight)
+            if not inputs:
+                return shown
+        if not loss.requires_grad:
+            raise make_loss_error(loss)
+        if weighted is not None or not self._updates.is_plain:
+            self._weigh(None if weighted is None else weighted.weight, optimizer)
         if "on_backward_start" in hooks.active:
             hooks.emit("on_backward_start", loss)
             record_changes(session, "on_backward_start")
-        if self._own_backward is None and not retain_graph:
-            engine.backward_loss(loss, inputs)
+        if self._own_backward is not None:
+            self._own_backward(losses_in(result))
+        elif optimizer is None and session.gradients.sends_early and self._may_send_early():
+            session.place = Place.BACKWARD
+            with session.turns.sending(*self._optimizers.values()):
+                engine.backward_loss(loss)
         else:
-            self._compute_otherwise(losses, inputs)
+            engine.backward_loss(loss, inputs)
         if "on_backward_end" in hooks.active:
             hooks.emit("on_backward_end")
             record_changes(session, "on_backward_end")
-        if self._padding is not None:
-            self._padding.end_backward()
-        if self._round is not None:
-            self._round.end_backward()
+        return shown
 
-    def update(self, optimizer: Optimizer | None = None) -> bool:
+    def _weigh(self, weight: float | None, optimizer: Optimizer | None) -> None:
+        """Count the weight of a loss, before its backward."""
+        session = self._session
+        if optimizer is not None:
+            session.engine._weights.add(optimizer, session.turns.replica, weight)
+            return
+        # The weight of an earlier loss goes with its gradients, if the user has cleared these.
+        optimizers = self._find_optimizers().values()
+        if all(x.grad is None for each in optimizers for x in parameters_of(each)):
+            self._weights.clear()
+        self._weights.append(weight)
+
+    def _may_send_early(self) -> bool:
+        """Whether gradients may leave during the only backward of the micro-batch."""
+        session = self._session
+        updates = session.state.is_step_boundary and session.turns.is_last
+        is_only = not self._has_own_losses and len(self._find_optimizers()) == 1
+        return updates and is_only and session.agreement.frees_gradients
+
+    def _end_turn(self, num_shared: int, watch: ReplicaWatch | None) -> None:
         """Hand the gradients of a micro-batch over, and make the update if one is due.
 
-        One is due in the last micro-batch of a window, when the last replica of this process has
-        its turn: the average over micro-batches and replicas, the events, clipping, the step and
-        the schedulers of the optimizer. If a loss was passed to :meth:`backward` for several
-        optimizers, the first of their updates averages the gradients of all, emits
-        ``on_optimizer_step_start`` for each and clips them together, and each call makes the step
-        of its own. All processes must call it equally often.
+        Args:
+            num_shared: the number of losses that are for all optimizers.
+            watch: what watches the turn.
+        """
+        session, state, turns = self._session, self._session.state, self._session.turns
+        updates = state.is_step_boundary and turns.is_last
+        if watch is not None and self._has_own_losses:
+            watch.conclude(is_manual=not num_shared)
+        if self._apart:
+            self._end_apart(drops=updates and not num_shared)
+        if num_shared:
+            group = tuple(self._find_optimizers().values())
+            if self._weights or self._reads_gradients or self._padding is not None:
+                self._settle(group, num_shared)
+            ends_window = state.is_step_boundary
+            turns.end_backward(group, self._shown, ends_window=ends_window, updates=updates)
+            if updates:
+                self._is_committed |= self._updates.make(group, moves_all=len(group) == 1)
+        if updates:
+            is_committed, self._is_committed = self._is_committed, False
+            if is_committed:
+                self._updated_in = state.global_iteration
+            if is_committed is not state.is_step_committed:
+                self._correct_step()
+            session.engine.close_window()
+
+    def _end_apart(self, *, drops: bool) -> None:
+        """Show the losses of single optimizers.
 
         Args:
-            optimizer: the optimizer to step; may be omitted if the model has only one.
+            drops: whether gradients of earlier micro-batches are dropped, if their optimizers have
+                no loss in the last one of the window.
+        """
+        optimizers, found, self._apart = self._find_optimizers(), self._apart, {}
+        names = {path: f"loss_{path}" if len(optimizers) > 1 else "loss" for path in found}
+        self._show({names[path]: loss for path, loss in found.items() if loss is not None})
+        for path, optimizer in optimizers.items() if drops else ():
+            if path not in found:
+                optimizer.zero_grad()
 
-        Returns:
-            Whether the weights were updated.
+    def _settle(self, group: Sequence[Optimizer], num_shared: int) -> None:
+        """Make the gradients and weights of a micro-batch complete.
 
         Raises:
-            UsageError: before :meth:`backward`, and for a second call.
+            UsageError: for several losses in a sharded run.
         """
-        session, owner = self._session, None
-        state, turns = session.state, session.turns
-        if optimizer is None:
-            optimizer = self._find_optimizer()
-        ends_window = state.is_step_boundary
-        group: tuple[Optimizer, ...] = (optimizer,)
-        if self._round is not None:
-            owner, group = self._begin_own_update(self._round, optimizer)
-        updates = ends_window and turns.is_last
-        turns.has_collected = True
-        if group:
-            turns.end_backward(group, self._shown, ends_window=ends_window, updates=updates)
-        if not updates:
-            return False
-        is_committed = self._updates.make(optimizer, owner, group)
-        if is_committed:
-            self._updated_in = state.global_iteration
-        if is_committed is not state.is_step_committed:
-            self._correct_step()
-        return is_committed
+        session = self._session
+        if self._padding is not None:
+            self._padding.end_backward()
+        if num_shared > 1 and session.replicas.is_sharded:
+            raise UsageError(
+                f'{type(self).__name__}.losses must yield one loss with sharding="full", whose '
+                "gradients are summed during backward, got another one. Add the losses, or use "
+                'sharding="none".'
+            )
+        for optimizer in group:
+            session.gradients.add_back(parameters_of(optimizer))
+            for weight in self._weights:
+                session.engine._weights.add(optimizer, session.turns.replica, weight)
+        self._weights.clear()
+
+    def _train_apart(self, result: Any, optimizer: Optimizer) -> None:
+        """Train one optimizer on a loss of its own.
+
+        Args:
+            result: what the step has yielded.
+            optimizer: the optimizer.
+        """
+        session, optimizers = self._session, self._find_optimizers()
+        path = self._check_apart(optimizer)
+        # A skip that was requested before the first loss is for all, else for the next loss.
+        self._hold_skip(*((optimizer,) if self._apart else optimizers.values()))
+        if result is self.SKIP:
+            self._apart.setdefault(path)
+            self._skips.setdefault(optimizer, f"train_step has yielded SKIP for {path!r}")
+        else:
+            self._apart[path] = self._backward(result, optimizer)
+            self._warn_of_unreached(path, optimizer)
+        session.gradients.add_back(parameters_of(optimizer))
+        ends_window = session.state.is_step_boundary
+        session.turns.end_backward((optimizer,), self._shown, ends_window=ends_window)
+        self._hold_skip(optimizer)
+        if ends_window:
+            session.skip_reason = self._skips.pop(optimizer, "")
+            is_only = len(optimizers) == 1
+            self._is_committed |= self._updates.make((optimizer,), moves_all=is_only)
+
+    def _check_apart(self, optimizer: Optimizer) -> str:
+        """Check that an optimizer may be trained on a loss of its own; returns its path.
+
+        Raises:
+            ArgumentError: if it is none of the model.
+            UsageError: if it may not.
+        """
+        session, optimizers = self._session, self._find_optimizers()
+        path = next((path for path, known in optimizers.items() if known is optimizer), "")
+        if not path:
+            raise ArgumentError(
+                "A step must yield a loss with an optimizer of the model, one of "
+                f"{list(optimizers)}, got {type(optimizer).__name__}. Assign it to an attribute of "
+                "the model in setup()."
+            )
+        session.replicas.require_one_each(
+            "A loss with an optimizer of its own",
+            why=", since an update between two losses needs the gradients of all",
+        )
+        if not session.replicas.has_single_replica:
+            session.findings.add(FindingKind.OBSTACLE, text=SEPARATE_UPDATES)
+        if self._own_backward is not None:
+            raise UsageError(
+                f"{type(session.model).__name__}.backward must not be overridden if each loss has "
+                "an optimizer of its own. Remove the method, or return the losses in a dict."
+            )
+        if session.schedule.accumulation_steps > 1:
+            trained = {id(x) for known in self._apart for x in parameters_of(optimizers[known])}
+            if any(id(each) in trained for each in parameters_of(optimizer)):
+                raise UsageError(
+                    "With accumulation_steps > 1 a parameter must be trained by one loss of a "
+                    f"batch, but another one has trained some of {path!r}: both would be summed "
+                    "up. Train without accumulation, and let no optimizers share parameters."
+                )
+        return path
+
+    def _hold_skip(self, *optimizers: Optimizer) -> None:
+        """Keep a requested skip until the updates that it is meant for."""
+        reason = self._session.pop_skip_reason()
+        if reason:
+            self._skips = dict.fromkeys(optimizers, reason) | self._skips
+
+    def _warn_of_unreached(self, path: str, optimizer: Optimizer) -> None:
+        trained = [each for each in parameters_of(optimizer) if each.requires_grad]
+        if path in self._unreached or not trained or any(x.grad is not None for x in trained):
+            return
+        self._unreached.add(path)
+        _LOGGER.warning(
+            "The loss yielded for %r reaches none of its parameters. Yields belong to the "
+            "optimizers in the order %s: correct it, or yield loss, optimizer.",
+            path,
+            ", ".join(self._optimizers),
+        )
 
     def _correct_step(self) -> None:
         """Count the window's step if one of its updates was made.
@@ -289,106 +451,11 @@ class OptimizerLoop(Loop):
         elif not state.is_step_committed:
             state.restore_step(unit)
 
-    def _may_send_early(self) -> bool:
-        """Whether gradients may leave during backward: each is then computed once, and kept."""
-        return self._own_backward is None and self._session.agreement.frees_gradients
-
-    def _compute_otherwise(self, losses: Any, inputs: Sequence[Tensor] | None) -> None:
-        """Compute gradients by the model's own backward, or keeping the graph.
-
-        Raises:
-            UsageError: if the model has left no gradients.
-        """
-        session = self._session
-        if self._own_backward is None:
-            session.engine.backward_loss(find_loss(losses), inputs, retain_graph=True)
-            return
-        optimizers = session.model.discovery.optimizers().values()
-        earlier = EarlierGradients(optimizers)
-        self._own_backward(losses_in(losses))
-        parameters = [x for each in optimizers for x in parameters_of(each) if x.requires_grad]
-        if parameters and all(each.grad is None for each in parameters):
-            raise UsageError(
-                f"{type(session.model).__name__}.backward(losses) must leave gradients in the "
-                "parameters, got none. Call self.engine.backward_loss(loss), or assign "
-                "parameter.grad."
-            )
-        earlier.add_back()
-
-    def _guarded_advance(self) -> Callable[..., None]:
-        """Return ``advance``; one of the user's must call all that belongs to a micro-batch."""
-        advance = super()._guarded_advance()
-        if not self._has_own_advance:
-            return advance
-
-        def checked(*args: Any) -> None:
-            self._begin_round()
-            try:
-                advance(*args)
-            except StopIteration:
-                self._end_round()
-                raise
-            self._end_round()
-
-        return checked
-
-    def _begin_own_update(
-        self, own: OwnRound, optimizer: Optimizer
-    ) -> tuple[Optimizer | None, tuple[Optimizer, ...]]:
-        """Check an update.
-
-        Returns:
-            The optimizer whose schedulers step with it, ``None`` for all; and those whose gradients
-            are collected now, none if an earlier update has done it.
-        """
-        path, group = own.begin_update(optimizer)
-        for each in group:
-            if each in own.weights:
-                weights, replica = self._session.engine._weights, self._session.turns.replica
-                weights.add(each, replica, own.weights[each])
-        optimizers = self._session.model.discovery.optimizers()
-        if self._session.state.is_step_boundary:
-            self._unused.discard(path)
-        else:
-            self._unused.add(path)
-        if group and self._session.turns.is_over:
-            self._session.turns.reopen()
-        return optimizer if len(optimizers) > 1 else None, group
-
-    def _begin_round(self) -> None:
-        session, name = self._session, type(self).__name__
-        optimizers = session.model.discovery.optimizers()
-        if session.turns.is_first and not session.engine._open_micro_batches:
-            self._unused.clear()
-        if session.turns.begins_window:
-            for optimizer in optimizers.values():
-                session.gradients.drop_old(optimizer)
-        self._is_counted = False
-        self._round = OwnRound(name, optimizers)
-
-    def _end_round(self) -> None:
-        session, own = self._session, self._round
-        assert own is not None
-        self._round = None
-        own.earlier.add_back()
-        own.end()
-        ends_window = session.state.is_step_boundary
-        if ends_window and self._unused:
-            raise own.make_unused_error(self._unused)
-        if ends_window and session.turns.is_last and not session.is_manual:
-            session.engine.close_window()
-
-    def _keep_shown(self) -> None:
-        """Find the losses of Helios in the table: a resume restores it as a batch has left it."""
-        items = self._session.model.loss_items.items()
-        self._shown = {name: loss for name, loss in items if name.startswith("loss")}
-
-    def _show(self, losses: dict[str, Any], *results: Any) -> None:
+    def _show(self, losses: dict[str, Any]) -> None:
         """Put detached losses into the table, unless the model has written to it in this batch.
 
         Args:
             losses: by name; of one with a weight the mean is shown.
-            results: what the step has returned or yielded, whose other numbers are shown, too.
         """
         session = self._session
         if not self._updates.is_plain:
@@ -398,8 +465,6 @@ class OptimizerLoop(Loop):
                 if isinstance(loss, WeightedLoss)
             }
             losses = losses | {name: shown for name, (shown, *_) in weighted.items()}
-        if session.beside or len(results) != 1 or not isinstance(results[0], Tensor):
-            session.keep_beside(results)
         table, shown = session.model.loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.
         if table and (table.keys() != shown.keys() or any(table[x] is not shown[x] for x in shown)):
@@ -408,34 +473,33 @@ class OptimizerLoop(Loop):
         table.clear()
         table.update(losses)
 
+    def _prepare(self) -> None:
+        """Look at the model before the first micro-batch."""
+        session = self._session
+        # A resume restores the table as a batch has left it.
+        items = session.model.loss_items.items()
+        self._shown = {name: loss for name, loss in items if name.startswith("loss")}
+        self._has_own_losses = type(self).losses is not OptimizerLoop.losses
+        is_own = redefines(session.model, Model, "backward")
+        self._own_backward = session.model.backward if is_own else None
+        self._reads_gradients = self._has_own_losses or is_own
+        self._padding = PaddingTurns(session) if session.gradients.has_idle_turn else None
+
     def _fix_mode(self, *, is_manual: bool) -> None:
         """Set the mode at the first step.
 
         Raises:
             UsageError: if a later step is of the other mode.
         """
-        if not self._has_begun:
-            self._begin(is_manual=is_manual)
-        if self._session.is_manual is not is_manual:
-            raise self._make_mode_error()
-
-    def _make_generator_error(self) -> UsageError:
-        name = type(self._session.model).__name__
-        return UsageError(
-            f"{name}.train_step is a generator (it contains a `yield`), which needs its own loop: "
-            "connect a YieldLoop with trainer.fit_loop.epoch_loop.batch_loop.connect("
-            "optimizer_loop=YieldLoop()), or return one loss."
-        )
-
-    def _make_mode_error(self) -> UsageError:
-        before, now = ("None", "a loss")[:: 1 if self._session.is_manual else -1]
-        return UsageError(
-            f"{type(self._session.model).__name__}.train_step returned {now} after it had returned "
-            f"{before}; it must always return the same. To skip a batch, return a loss of zero."
-        )
-
-    def _begin(self, *, is_manual: bool) -> None:
         session = self._session
+        if session.is_manual not in (None, is_manual):
+            before, now = ("None", "a loss")[:: 1 if session.is_manual else -1]
+            raise UsageError(
+                f"{type(session.model).__name__}.train_step returned {now} after it had returned "
+                f"{before}; it must always return the same. To skip a batch, return a loss of zero."
+            )
+        if self._has_begun:
+            return
         self._has_begun = True
         self._updates = Updates(session)
         if session.is_manual is None:
@@ -446,48 +510,19 @@ class OptimizerLoop(Loop):
                 "A train_step that returns None", remedy=", or return the loss"
             )
             self._warn_of_automatic_options()
-            if self._own_backward is not None:
-                _LOGGER.warning(
-                    "%s.backward is never called: train_step returns None, so it computes "
-                    "gradients itself. Return the losses, or remove the method.",
-                    type(session.model).__name__,
-                )
-        else:
-            self._check_own_parts()
-
-    def _check_own_parts(self) -> None:
-        """Check what takes the place of Helios' own backward and update.
-
-        Raises:
-            UsageError: for a ``Model.backward`` in a sharded run, and for an optimizer that needs
-                a closure.
-            ArgumentTypeError: for a ``Model.backward`` that does not take the losses.
-        """
-        session = self._session
-        if self._round is not None:
-            for optimizer in session.model.discovery.optimizers().values():
-                refuse_closures(optimizer)
-        if self._own_backward is None:
-            return
-        place = f"{type(session.model).__name__}.backward"
-        check_call(place, self._own_backward, ("losses",))
-        if session.replicas.is_sharded:
+        elif self._own_backward is not None and session.replicas.is_sharded:
             raise UsageError(
-                f'{place} must not be overridden with sharding="full", whose gradients are summed '
-                'during backward. Return one loss, or use sharding="none".'
+                f"{type(session.model).__name__}.backward must not be overridden with "
+                'sharding="full", whose gradients are summed during backward. Return one loss, or '
+                'use sharding="none".'
             )
 
-    def _make_lost_error(self) -> UsageError:
+    def _make_count_error(self, what: str) -> UsageError:
         return UsageError(
-            f"{type(self).__name__}.update(optimizer) must call super().update(optimizer), got no "
-            "call: the gradients would be lost. Return what it returns."
-        )
-
-    def _warn_of_double_steps(self) -> None:
-        _LOGGER.warning(
-            "%s.train_step makes steps of an optimizer and returns its loss, with which Helios "
-            "makes another one. Return None if it updates the weights itself, or leave that out.",
-            type(self._session.model).__name__,
+            f"{type(self._session.model).__name__}.train_step must yield exactly one loss for each "
+            f"optimizer, in this order: {', '.join(self._optimizers)}; but it {what}. Write one "
+            "`yield` for each, for the last one too (a value that is returned is lost), or yield "
+            "each loss with its optimizer: yield loss, optimizer."
         )
 
     def _warn_of_automatic_options(self) -> None:
@@ -503,36 +538,55 @@ class OptimizerLoop(Loop):
                 " and ".join(ignored),
             )
 
-    def _find_optimizer(self) -> Optimizer:
-        """Return the one optimizer; search again if its attribute holds another object."""
+    def _find_optimizers(self) -> dict[str, Optimizer]:
+        """Return the optimizers; search again if an attribute holds another object."""
         attributes = vars(self._session.model)
-        name, holder = self._attribute
-        if self._optimizer is None or attributes.get(name) is not holder:
-            path, self._optimizer = self._discover_optimizer()
-            name = path.partition(".")[0]
-            self._attribute = (name, attributes[name])
-        return self._optimizer
+        for name, holder in self._holders.items():
+            if attributes.get(name) is not holder:
+                self._optimizers = {}
+        if not self._optimizers:
+            self._optimizers = self._discover_optimizers(attributes)
+            names = {path.partition(".")[0] for path in self._optimizers}
+            self._holders = {name: attributes[name] for name in names}
+        return self._optimizers
 
-    def _discover_optimizer(self) -> tuple[str, Optimizer]:
-        optimizers = self._session.model.discovery.optimizers()
-        if len(optimizers) != 1:
+    def _discover_optimizers(self, attributes: Mapping[str, Any]) -> dict[str, Optimizer]:
+        found = self._session.model.discovery.optimizers()
+        if not found:
             raise UsageError(
-                "When train_step returns a loss, the model must have exactly one optimizer as an "
-                f"attribute, found {sorted(optimizers) or 'none'}. For several, call backward and "
-                "step them in train_step and return None, or use a YieldLoop, both with "
-                'sharding="none"; an advance of your own calls update(optimizer) for each.'
+                "A model whose train_step returns or yields its losses must have an optimizer as "
+                "an attribute, found none. Build it in setup()."
             )
-        path, optimizer = next(iter(optimizers.items()))
-        refuse_closures(optimizer)
-        return path, optimizer
+        # Discovery sorts by name: `disc` would come before `gen`, whatever setup() does.
+        places = {name: place for place, name in enumerate(attributes)}
+        order = self._order or sorted(found, key=lambda path: places[path.partition(".")[0]])
+        if sorted(order) != sorted(found):
+            raise UsageError(
+                f"YieldLoop(optimizers=...) must name each optimizer of the model once "
+                f"({sorted(found)}), got {list(order)}. Correct the names."
+            )
+        for optimizer in found.values():
+            refuse_closures(optimizer)
+        return {path: found[path] for path in order}
 
     def teardown(self) -> None:
-        """Release the optimizer of this training."""
-        self._optimizer = None
-        self._has_begun = False
-        self._shown = {}
-        self._updated_in = 0
-        self._padding = self._round = self._own_backward = None
-        vars(self).pop("_updates", None)
-        self._unused = set()
+        """Release the optimizers of this training."""
+        self._forget()
         super().teardown()
+
+
+class YieldLoop(OptimizerLoop):
+    """Trains with a ``train_step`` that yields one loss for each optimizer of the model.
+
+    The default loop does so too; this one names the order of the optimizers.
+
+    Args:
+        optimizers: the model's optimizers in the order of the yields, by attribute name
+            (``"optimizers.0"`` inside a list); by default the order in which they were assigned.
+    """
+
+    _needs_yields: ClassVar[bool] = True
+
+    def __init__(self, optimizers: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._order = tuple(optimizers)

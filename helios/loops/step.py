@@ -15,7 +15,8 @@ from helios.session import Session
 
 _CONTRACT = (
     "train_step must return a scalar loss tensor, a WeightedLoss, a dict with one of them under "
-    "'loss', or None when the model does backward and steps its optimizers itself"
+    "'loss' (or yield such losses), or None when the model does backward and steps its optimizers "
+    "itself"
 )
 
 
@@ -55,10 +56,10 @@ def record_changes(session: Session, hook: str) -> None:
         session.turns.watch.conclude(hook)
 
 
-def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
+def end_forward(session: Session, result: Any, loss: Tensor | WeightedLoss | None) -> None:
     """Emit the end of a forward pass, with its outputs and its loss in the context."""
     session.model_outputs = result.outputs if isinstance(result, Processed) else result
-    session.attached_loss = loss
+    session.attached_loss = loss.mean if isinstance(loss, WeightedLoss) else loss
     if "on_forward_end" in session.hooks.active:
         session.hooks.emit("on_forward_end", session.context)
         record_changes(session, "on_forward_end")
@@ -93,26 +94,23 @@ def weighted_in(result: Any) -> WeightedLoss | None:
     return loss if isinstance(loss, WeightedLoss) else None
 
 
-def loss_of(result: Any, *, takes_several: bool = False) -> Tensor | None:
+def loss_of(result: Any, *, takes_several: bool = False, is_yielded: bool = False) -> Tensor | None:
     """Return the loss in what a training step returned; ``None`` for a manual step.
 
     Args:
         result: what it returned.
         takes_several: whether a dict without ``"loss"`` stands for the sum of its losses.
+        is_yielded: whether the step has yielded it, so that ``None`` is an error.
 
     Raises:
-        UsageError: if a step may not return this, or the loss has no graph.
+        UsageError: if it is none.
     """
-    if result is None:
+    loss = result.loss if isinstance(result, Processed) else result
+    if loss is None and not is_yielded:
         return None
-    loss = result
-    if isinstance(result, Processed):
-        loss = result.loss
-        if loss is None:
-            return None
-    elif isinstance(result, dict) and "loss" in result:
-        loss = result["loss"]
-    elif isinstance(result, dict) and takes_several and (losses := losses_in(result)):
+    if isinstance(loss, dict) and "loss" in loss:
+        loss = loss["loss"]
+    elif isinstance(loss, dict) and takes_several and (losses := losses_in(loss)):
         loss = torch.stack([each.reshape(()) for each in losses.values()]).sum()
     if not isinstance(loss, Tensor):
         loss = _sum_of(loss)
@@ -122,37 +120,27 @@ def loss_of(result: Any, *, takes_several: bool = False) -> Tensor | None:
             "are not whole, but train_step has returned such a loss. Compute the penalty in the "
             "forward of the module that holds the parameters."
         )
-    if not loss.requires_grad or loss.numel() != 1:
-        raise UsageError(
-            f"{_CONTRACT}; got a tensor of shape {tuple(loss.shape)} with requires_grad="
-            f"{loss.requires_grad}. Reduce it (loss.mean()) and do not detach it."
-        )
+    if loss.numel() != 1:
+        raise make_loss_error(loss)
     return loss
+
+
+def make_loss_error(loss: Tensor) -> UsageError:
+    """Make the error for a tensor of several elements, or one without a graph."""
+    return UsageError(
+        f"{_CONTRACT}; got a tensor of shape {tuple(loss.shape)} with requires_grad="
+        f"{loss.requires_grad}. Reduce it (loss.mean()) and do not detach it."
+    )
 
 
 def _sum_of(loss: Any) -> Tensor:
     """Return the sum of a loss with a weight, which is the only other one that there may be."""
     if isinstance(loss, WeightedLoss):
         return loss.sum
-    shown = type(loss).__name__
+    shown = "None" if loss is None else type(loss).__name__
     if isinstance(loss, dict):
         shown = (
             f"a dict of {', '.join(map(repr, loss)) or 'nothing'}. Add the losses up under "
             "'loss', or override Model.backward(losses) to make one gradient of several"
         )
     raise UsageError(f"{_CONTRACT}, got {shown}.")
-
-
-def find_loss(losses: Any) -> Tensor:
-    """Return the loss in what a loop passes to backward.
-
-    Raises:
-        UsageError: if there is none.
-    """
-    loss = loss_of(losses, takes_several=True)
-    if loss is None:
-        raise UsageError(
-            "OptimizerLoop.backward(losses) must get a loss, or what forward(batch) has returned, "
-            "got None. Pass the loss."
-        )
-    return loss

@@ -305,9 +305,9 @@ class Model(Hooks, ABC):
 
         Returns:
             A scalar loss, a :class:`WeightedLoss`, such as a sum over tokens, or a dict with one of
-            them under ``"loss"``: Helios does backward and steps the one optimizer and its
-            schedulers. ``None``: the model has done all that itself. A generator of losses if a
-            ``YieldLoop`` is connected.
+            them under ``"loss"``: Helios does backward and steps the optimizers and their
+            schedulers. Or a generator that yields one loss for each optimizer, or each with its
+            optimizer: ``yield loss, self.optimizer``. ``None``: the model has done all that itself.
         """
         return self._process(batch, is_evaluating=False)
 

@@ -54,6 +54,23 @@ class Gradients:
     has_idle_turn: bool = False
     is_in_backward: bool = False
 
+    def __init__(self) -> None:
+        self._earlier: dict[Tensor, Tensor] = {}
+
+    def set_aside(self, parameters: Iterable[Tensor]) -> None:
+        """Set aside what earlier micro-batches have left, so that ``.grad`` is that of one."""
+        self._earlier = {each: each.grad for each in parameters if each.grad is not None}
+        for parameter in self._earlier:
+            parameter.grad = None
+
+    def add_back(self, parameters: Iterable[Tensor]) -> None:
+        """Add what was set aside to the gradients that parameters have now."""
+        for parameter in parameters:
+            earlier = self._earlier.pop(parameter, None)
+            if earlier is not None:
+                found = parameter.grad
+                parameter.grad = earlier if found is None else earlier.add_(found)
+
     def end_turn(self) -> None:
         """End the turn of a replica, before one in which this process has none."""
 
@@ -116,6 +133,7 @@ class SharedGradients(Gradients):
     """
 
     def __init__(self, replicas: Replicas, bucket_bytes: int | None = None) -> None:
+        super().__init__()
         self._replicas = replicas
         self._bucket_bytes = bucket_bytes
         self.sends_early = bucket_bytes is not None and not (

@@ -120,9 +120,6 @@ class Turns:
         """
         return None
 
-    def reopen(self) -> None:
-        """Begin the last turn of an iteration again, after an update."""
-
     def sending(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context manager that sends gradients during the last backward of a window.
 
@@ -295,18 +292,14 @@ class SharedTurns(Turns):
             )
         self._has_stepped = True
         if self.is_over:
-            self.reopen()
+            self.is_over = False
+            self._exchange.reopen()
+            self._num_reopened += 1
+            fields = ("train", self._iteration, self.replica, self._num_reopened)
+            rng.reseed(rng.key(self._seed, *fields))
         if self.watch is not None:
             self.watch.conclude("process_training_batch")
         return self.watch
-
-    def reopen(self) -> None:
-        """Seed again, and exchange losses and buffers once more."""
-        self.is_over = False
-        self._exchange.reopen()
-        self._num_reopened += 1
-        fields = ("train", self._iteration, self.replica, self._num_reopened)
-        rng.reseed(rng.key(self._seed, *fields))
 
     def _compare_updates(self, *, is_update: bool) -> None:
         """Check that all processes make the same number of updates, with loops of the user's.
@@ -339,7 +332,7 @@ class SharedTurns(Turns):
         updates: bool = False,
     ) -> None:
         """Copy the model's own losses, which an update could change, and collect the gradients."""
-        if updates and self._agreement.has_own_loops:
+        if ends_window and self.is_last and self._agreement.has_own_loops:
             self._compare_updates(is_update=True)
         table = self._model.loss_items
         for name, loss in table.items():

@@ -40,6 +40,7 @@ class ShardedGradients(Gradients):
     def __init__(
         self, replicas: Replicas, units: Mapping[str, ShardedUnit], parameters: Mapping[str, Tensor]
     ) -> None:
+        super().__init__()
         self._replicas = replicas
         self._waves = Waves(replicas.num_replicas, replicas.num_processes, replicas.rank)
         self.has_idle_turn = self._waves.has_idle_turn

@@ -427,7 +427,6 @@ class Training:
             run.engine,
             source,
             model=run.model,
-            loop=run.loop,
             record=self._record,
             known=known,
         )

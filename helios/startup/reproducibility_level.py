@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from inspect import isgeneratorfunction
 from types import FunctionType
 from typing import Any
 
@@ -19,8 +20,7 @@ from helios.data.stream_source import StreamSource
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.findings import Finding, FindingKind, Findings
-from helios.loops.loop import Loop
-from helios.loops.yielding import YieldLoop
+from helios.loops.optimizer import SEPARATE_UPDATES
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.startup.trainer_options import Options
@@ -77,7 +77,6 @@ def find_reproducibility(
     source: Source,
     *,
     model: Model,
-    loop: Loop,
     record: Record | None,
     known: Findings,
 ) -> Reproducibility:
@@ -88,14 +87,13 @@ def find_reproducibility(
         engine: the engine, with the replicas of the run.
         source: the training data.
         model: the model, after its setup.
-        loop: the root of all loops.
         record: the checkpoint that the run resumes from, if any.
         known: what is known of the loader's own state.
 
     Raises:
         UsageError: if the run needs a process for each replica and has fewer.
     """
-    bound = list(_find_bound(engine.replicas, model, loop, record))
+    bound = [*dict.fromkeys(_find_bound(engine.replicas, model, record))]
     level, text = _find_level(numerics, engine, source, find_compiled(model), bound)
     stored = Findings() if record is None else record.findings
     findings = Findings(stored.of(FindingKind.MISSING))
@@ -170,18 +168,15 @@ def _is_of_inductor(compiled: Any) -> bool:
     return configure is None or configure() is not None
 
 
-def _find_bound(
-    replicas: Replicas, model: Model, loop: Loop, record: Record | None
-) -> Iterator[str]:
+def _find_bound(replicas: Replicas, model: Model, record: Record | None) -> Iterator[str]:
     """Yield what binds a run of several replicas to its number of processes."""
     if replicas.has_single_replica:
         return
     if record is not None and record.is_manual:
         _check_one_each(replicas, f"{_MANUAL}, which", "Return the loss")
         yield _MANUAL
-    if any(isinstance(part, YieldLoop) for part in _all_loops(loop)):
-        _check_one_each(replicas, "A YieldLoop", "Use one optimizer without it")
-        yield "a YieldLoop needs a process for each replica"
+    if isgeneratorfunction(model.train_step):
+        yield SEPARATE_UPDATES
     names = list(_find_sync_batch_norms(model))
     if names:
         _check_one_each(replicas, f"SyncBatchNorm ({', '.join(names)})", "Use BatchNorm")
@@ -197,12 +192,6 @@ def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:
             f"for {replicas.num_replicas} replicas. Start {replicas.num_replicas} processes, with "
             f"Trainer(nproc={replicas.num_replicas}) or torchrun. {remedy} to train on fewer."
         )
-
-
-def _all_loops(loop: Loop) -> Iterator[Loop]:
-    yield loop
-    for child in loop._children().values():
-        yield from _all_loops(child)
 
 
 def _find_sync_batch_norms(model: Model) -> Iterator[str]:

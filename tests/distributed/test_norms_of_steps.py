@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import helios
 from helios.core.sharded_tensors import whole_of
-from helios.loops import OptimizerLoop
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.ranks import RankError, run_ranks
@@ -76,29 +75,7 @@ class _Model(helios.Model):
             (self.folder / "bits").write_bytes(found)
 
 
-class _Loop(OptimizerLoop):
-    """One backward for both optimizers, or one for each."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form = form
-
-    def advance(self, batch: Any) -> None:
-        model: Any = self.session.model
-        loss = self.forward(batch)
-        if self.form == "one":
-            self.backward(loss)
-        elif self.form == "twice":
-            self.backward(loss, model.one, retain_graph=True)
-            self.backward(loss, model.two)
-        else:
-            self.backward(loss * 1.0, model.one, retain_graph=True)
-            self.backward(loss * 1.0, model.two)
-        for optimizer in (model.one, model.two):
-            self.update(optimizer)
-
-
-def _fit(rank: int, folder: Path, form: str, given: dict[str, Any], *plugins: Plugin) -> _Model:
+def _fit(rank: int, folder: Path, given: dict[str, Any], *plugins: Plugin) -> _Model:
     if dist.get_world_size() == 1:
         dist.destroy_process_group()
     folder.mkdir(exist_ok=True)
@@ -115,7 +92,6 @@ def _fit(rank: int, folder: Path, form: str, given: dict[str, Any], *plugins: Pl
             **given,
         },
     )
-    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=_Loop(form))
     model = _Model(folder)
     trainer.fit(model, _Data())
     if not dist.is_initialized():
@@ -128,12 +104,12 @@ def _start(rank: int, *args: Any) -> tuple[Any, list[str]]:
     return model.seen, model.log
 
 
-def _train(folder: Path, num_processes: int, form: str, *plugins: Plugin, **given: Any) -> Any:
-    found = run_ranks(_start, num_processes, folder, form, given, *plugins)
+def _train(folder: Path, num_processes: int, *plugins: Plugin, **given: Any) -> Any:
+    found = run_ranks(_start, num_processes, folder, given, *plugins)
     return (folder / "bits").read_bytes(), *found[0]
 
 
-def _by_hand(seen: dict[int, list[Tensor]], accumulation: int, *, is_joint: bool) -> bytes:
+def _by_hand(seen: dict[int, list[Tensor]], accumulation: int) -> bytes:
     net = _Net()
     optimizers = _optimizers(net)
     for number in range(accumulation, len(seen) + 1, accumulation):
@@ -146,46 +122,40 @@ def _by_hand(seen: dict[int, list[Tensor]], accumulation: int, *, is_joint: bool
         count = accumulation * len(leaves)
         for place, parameter in enumerate(net.parameters()):
             parameter.grad = by_definition([leaf[place] for leaf in leaves]).div_(count)
-        parts = [net] if is_joint else [net.first, net.last]
-        for part in parts:
-            nn.utils.clip_grad_norm_(part.parameters(), _CLIP)
+        nn.utils.clip_grad_norm_(net.parameters(), _CLIP)
         for optimizer in optimizers:
             optimizer.step()
     return b"".join(bits(each.detach()) for each in net.parameters())
 
 
-@pytest.mark.parametrize("form", ["one", "twice", "apart"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("num_replicas", [1, 3])
 def test_optimizers_of_one_loss_are_clipped_together(
-    num_replicas: int, accumulation: int, form: str, tmp_path: Path
+    num_replicas: int, accumulation: int, tmp_path: Path
 ) -> None:
     given = {"num_replicas": num_replicas, "accumulation_steps": accumulation}
-    found, seen, log = _train(tmp_path, 1, form, **given)
-    assert found == _by_hand(seen, accumulation, is_joint=form != "apart")
+    found, seen, log = _train(tmp_path, 1, **given)
+    assert found == _by_hand(seen, accumulation)
     names = ["Adam", "SGD"]
     starts, ends = [f"start {x}" for x in names], [f"end {x} True" for x in names]
-    if form == "apart":
-        assert log == [starts[0], ends[0], starts[1], ends[1]] * 4
-    else:
-        assert log == [*starts, *ends] * 4
+    assert log == [*starts, *ends] * 4
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_the_norm_depends_on_neither_processes_nor_kills(
     num_processes: int, tmp_path: Path
 ) -> None:
-    expected = _train(tmp_path / "whole", 1, "one", num_replicas=3)[0]
+    expected = _train(tmp_path / "whole", 1, num_replicas=3)[0]
     with pytest.raises(RankError):
-        _train(tmp_path / "killed", num_processes, "one", Kill(3, rank=1), num_replicas=3)
-    assert _train(tmp_path / "killed", num_processes, "one", num_replicas=3)[0] == expected
+        _train(tmp_path / "killed", num_processes, Kill(3, rank=1), num_replicas=3)
+    assert _train(tmp_path / "killed", num_processes, num_replicas=3)[0] == expected
 
 
 @pytest.mark.skipif(not IS_ABLE, reason="needs FSDP that reduces as Helios says")
 def test_sharded_models_may_have_several_optimizers(tmp_path: Path) -> None:
     given: dict[str, Any] = {"num_replicas": 3, "sharding": "full"}
-    one, two, three = (_train(tmp_path / str(n), n, "one", **given)[0] for n in (1, 2, 3))
+    one, two, three = (_train(tmp_path / str(n), n, **given)[0] for n in (1, 2, 3))
     assert one == two == three
-    none = _train(tmp_path / "none", 1, "one", num_replicas=3, clip_norm=None)[0]
+    none = _train(tmp_path / "none", 1, num_replicas=3, clip_norm=None)[0]
     given["clip_norm"] = None
-    assert _train(tmp_path / "unclipped", 2, "one", **given)[0] == none
+    assert _train(tmp_path / "unclipped", 2, **given)[0] == none

@@ -35,7 +35,7 @@ def run_window(engine: Engine, optimizer: SGD, *factors: float) -> bool:
     """Do what loops do with a window of one parameter."""
     (parameter,) = optimizer.param_groups[0]["params"]
     for factor in factors:
-        engine._count_micro_batch()
+        engine._open_micro_batches += 1
         engine.backward_loss((parameter * factor).sum())
     engine.average_gradients(optimizer)
     engine.clip_gradients(optimizer)
@@ -55,7 +55,7 @@ def test_backward_scales_and_the_average_unscales() -> None:
     """E22, E25: hooks and clipping see gradients as they are."""
     engine, parameter = engine_for(), weight()
     optimizer = SGD([parameter], lr=1.0)
-    engine._count_micro_batch()
+    engine._open_micro_batches += 1
     engine.backward_loss(parameter.sum() * 3)
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [12.0]
@@ -94,7 +94,7 @@ def test_optimizers_of_a_window_share_a_scale_and_an_infinity_concerns_its_own()
     """L28: a change between their steps would mix scales in gradients that are added up."""
     engine, first, second = engine_for(), weight(), weight()
     optimizers = [SGD([part], lr=1.0) for part in (first, second)]
-    engine._count_micro_batch()
+    engine._open_micro_batches += 1
     committed = []
     for optimizer, loss in zip(optimizers, (first * float("inf"), second * 2), strict=True):
         engine.backward_loss(loss.sum())

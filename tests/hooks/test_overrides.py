@@ -89,14 +89,14 @@ def test_an_engine_whose_method_takes_something_else_is_refused_at_the_start(
 @pytest.mark.parametrize(
     ("base", "name", "meant"),
     [
-        (OptimizerLoop, "updat", "update"),
+        (OptimizerLoop, "lossess", "losses"),
         (Engine, "clip_gradient", "clip_gradients"),
     ],
 )
 def test_a_name_that_is_almost_one_of_ours_is_named(
     base: Any, name: str, meant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    owner = make(base, **{name: with_batch, "_updat": nothing, "helper": nothing})
+    owner = make(base, **{name: with_batch, "_losse": nothing, "helper": nothing})
     with caplog.at_level(logging.WARNING):
         start(engine=owner("cpu")) if base is Engine else start(owner())
     (text,) = [record.getMessage() for record in caplog.records]

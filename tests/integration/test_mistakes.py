@@ -47,10 +47,13 @@ class Counting(Line):
         return super().train_step(batch, state)
 
 
-class TwoOptimizers(Line):
+class YieldsOnce(Line):
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
         self.other = torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    def train_step(self, batch: Any, state: Any) -> Any:
+        yield super().train_step(batch, state)
 
 
 class Exchanged(BatchProcessor):
@@ -77,13 +80,6 @@ class DoneIsAMethod(OptimizerLoop):
         return True
 
 
-class WithoutGradients(OptimizerLoop):
-    def advance(self, batch: Any) -> None:
-        self.backward(self.forward(batch))
-        self.session.model.optimizer.zero_grad()
-        self.update()
-
-
 class Silent(helios.Engine):
     def optimizer_step(self, optimizer: Any) -> Any:
         super().optimizer_step(optimizer)
@@ -106,12 +102,11 @@ def fit(kind: type[helios.Model] = Line, loop: Any = None, **options: Any) -> No
         (lambda: fit(Detached), ("train_step", "requires_grad=False", "do not detach")),
         (lambda: fit(Vector), ("scalar loss", "shape (2, 1)", "loss.mean()")),
         (lambda: fit(Counting), ("counters", "current_iteration from 1 to 9", "in self")),
-        (lambda: fit(TwoOptimizers), ("one optimizer", "'optimizer', 'other'", "YieldLoop")),
+        (lambda: fit(YieldsOnce), ("one loss for each", "optimizer, other", "'other'", "yield")),
         (lambda: fit(Processed), ("(outputs, loss)", "(2, 1)", "exchanged")),
         (lambda: fit(plugins=[Late("late")]), ("(state, should_log)", "takes (state", "Correct")),
         (lambda: fit(plugins=[Late]), ("list of Plugin objects", "Late", "Derive")),
         (lambda: fit(loop=DoneIsAMethod()), ("property", "got a method", "@property")),
-        (lambda: fit(loop=WithoutGradients()), ("leave the gradients", "None", "zero_grad()")),
         (lambda: fit(engine=Silent("cpu")), ("True or False", "got None", "Return")),
         (lambda: fit(engine="cuda"), ("must be an Engine", "'cuda'", "Engine.auto")),
     ],

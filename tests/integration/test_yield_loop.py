@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 import helios
 from helios.core import rng
 from helios.engines.precision import Precision
-from helios.loops.yielding import YieldLoop
+from helios.loops import YieldLoop
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.loops.recorded import record

@@ -14,7 +14,7 @@ import pytest
 import torch._dynamo  # noqa: F401 - optimizers import it: once here, not in every child
 
 from helios.ledger import diff, verify
-from helios.loops.yielding import YieldLoop
+from helios.loops import YieldLoop
 from helios.plugins import Plugin
 from tests.distributed.test_elastic import run
 from tests.engines.test_scaler import SMALL, Planted

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 
 from helios.engines.engine import Engine
@@ -183,7 +183,7 @@ def test_a_run_is_short_and_final() -> None:
     assert len(body) < 20
     kinds = [
         kind
-        for module in ("batch", "epoch", "evaluation", "fit", "optimizer", "prediction", "yielding")
+        for module in ("batch", "epoch", "evaluation", "fit", "optimizer", "prediction")
         for kind in vars(importlib.import_module(f"helios.loops.{module}")).values()
         if issubclass(type(kind), ABCMeta) and issubclass(kind, Loop)
     ]
@@ -429,22 +429,6 @@ def test_any_other_answer_is_an_error_that_says_what_is_expected(answer: Any, wo
         train_on(loop, session, 2.0)
 
 
-@pytest.mark.shows("L27")
-def test_a_generator_is_an_error_that_names_the_loop_for_it() -> None:
-    """L27: without a `YieldLoop` nothing of its body would run."""
-    ran: list[int] = []
-
-    def losses(weight: Tensor, batch: Any) -> Any:
-        ran.append(1)
-        yield (weight * batch).sum()
-
-    session = make_session(Stepper(losses))
-    loop = attached(OptimizerLoop(), session)
-    with pytest.raises(UsageError, match=r"Stepper\.train_step is a gen.*connect a YieldLoop"):
-        train_on(loop, session, 2.0)
-    assert ran == []
-
-
 @pytest.mark.shows("L24")
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
     """L24: what is computed once cannot be computed again by `step`."""
@@ -473,17 +457,23 @@ def test_a_model_keeps_to_one_way_of_stepping(is_manual: bool) -> None:
         train_on(loop, session, 2.0)
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_an_automatic_step_needs_exactly_one_optimizer(count: int) -> None:
+def test_a_step_with_a_loss_needs_an_optimizer() -> None:
     model = Stepper()
     del model.scheduler, model.optimizer
-    for number in range(count):
-        setattr(model, f"optimizer{number}", SGD(model.net.parameters(), lr=1.0))
     session = make_session(model)
     loop = attached(OptimizerLoop(), session)
-    found = r"\['optimizer0', 'optimizer1'\]" if count else "none"
-    with pytest.raises(UsageError, match=f"exactly one optimizer.*{found}.*YieldLoop"):
+    with pytest.raises(UsageError, match=r"must have an optimizer.*found none"):
         train_on(loop, session, 2.0)
+
+
+def test_a_loss_that_is_returned_trains_all_optimizers() -> None:
+    bias = nn.Parameter(torch.ones(()))
+    model = Stepper(lambda weight, batch: ((weight + bias) * batch).sum())
+    model.parts = [bias, SGD([bias], lr=0.25)]  # type: ignore[attr-defined]
+    session = make_session(model)
+    train_on(attached(OptimizerLoop(), session), session, 2.0)
+    assert (model.weight, bias.item()) == (-2.0, 0.5)
+    assert model.gradient is bias.grad is None
 
 
 @pytest.mark.shows("R26")

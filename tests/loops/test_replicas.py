@@ -17,9 +17,9 @@ from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.errors import UsageError
 from helios.findings import FindingKind
+from helios.loops import YieldLoop
 from helios.loops.epoch import EvenBatches
 from helios.loops.fit import FitLoop
-from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
@@ -496,7 +496,7 @@ class Yielding(Sums):
 
 @pytest.mark.shows("L28")
 def test_a_yield_loop_needs_a_process_for_each_replica() -> None:
-    with pytest.raises(UsageError, match="A YieldLoop needs one process per replica"):
+    with pytest.raises(UsageError, match="of its own needs one process per replica"):
         run_sums(Yielding(), loop=make_fit_loop(YieldLoop()))
 
 

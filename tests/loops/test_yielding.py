@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import StepLR
 
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import UsageError
+from helios.errors import ArgumentError, UsageError
 from helios.hooks.context import Context
+from helios.loops import YieldLoop
 from helios.loops.optimizer import OptimizerLoop
-from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
@@ -234,9 +234,9 @@ def test_too_few_and_too_many_yields_are_errors(count: int) -> None:
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_yield_that_is_no_loss_is_an_error(answer: Any, words: str) -> None:
-    """L25, L27: it names the optimizer."""
+    """L25, L27."""
     loop, session = prepared(Pair(lambda model, batch: iter_losses(model.b, answer)))
-    with pytest.raises(UsageError, match=f"must yield a scalar loss for 'left'.*{words}"):
+    with pytest.raises(UsageError, match=f"scalar loss tensor.*yield such losses.*{words}"):
         train_on(loop, session, 1.0)
 
 
@@ -257,7 +257,6 @@ class Failing(Quiet):
     ("event", "yields"),
     [
         ("", 2),
-        ("", 3),
         ("on_backward_start", 2),
         ("on_optimizer_step_end", 2),
     ],
@@ -355,6 +354,25 @@ def test_a_skip_leaves_out_one_optimizers_update(
     assert (model.weights, model.gradients) == (weights, (None, None))
     assert model.moves == tuple(int(weight != 0) for weight in weights)
     assert session.state.current_iteration == int(is_committed)
+
+
+@pytest.mark.shows("L45")
+@pytest.mark.parametrize(
+    ("event", "weights"),
+    [
+        ("on_forward_start", (0.0, 0.0)),
+        ("on_backward_end", (-2.0, 0.0)),
+    ],
+)
+def test_a_skip_inside_of_a_window_is_kept_for_the_updates_that_it_is_meant_for(
+    event: str, weights: tuple[float, float]
+) -> None:
+    """Before the first loss it is for all; in the events of a loss it is for its optimizer."""
+    model = Pair()
+    loop, session = prepared(model, Skipper(event, 0), accumulation=2)
+    train_on(loop, session, 2.0, is_boundary=False)
+    train_on(loop, session, 2.0)
+    assert (model.weights, model.gradients) == (weights, (None, None))
 
 
 @pytest.mark.shows("L45")
@@ -464,15 +482,76 @@ class Generating(Pair):
 
 
 @pytest.mark.shows("L45")
-def test_a_step_that_yields_needs_no_loop_to_be_connected() -> None:
-    """The default loop comes back for another model; a loop that was connected stays."""
-    tree = make_fit_loop()
-    batch_loop, default = tree.epoch_loop.batch_loop, tree.epoch_loop.batch_loop.optimizer_loop
+@pytest.mark.parametrize("own", [False, True])
+def test_a_step_that_yields_needs_no_loop_to_be_connected(own: bool) -> None:
+    """One loop serves steps that return their loss and steps that yield them."""
+    tree = make_fit_loop(type("Own", (OptimizerLoop,), {})() if own else None)
     for model in (Generating(), Stepper(), Generating()):
         sources: Any = {Phase.TRAINING: [ListSource([[2.0]])]}
         fit(make_session(model, sources=sources, total_steps=1), tree)
-        assert batch_loop.optimizer_loop is default
     assert model.weights == (-2.0, -2.0)
-    own = make_fit_loop(type("Own", (OptimizerLoop,), {})())
-    with pytest.raises(UsageError, match="connect a YieldLoop"):
-        fit(make_session(Generating(), sources=sources, total_steps=1), own)
+
+
+@pytest.mark.shows("L45")
+def test_a_step_may_name_the_optimizer_of_each_loss() -> None:
+    """As a GAN whose critic makes several updates on a batch: each sees the weights before."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Any]:
+        yield model.b * batch, model.right
+        yield model.b * model.b.detach() / 2, model.right
+        yield model.a * model.b.detach(), model.left
+
+    class Steps(Quiet):
+        """Notes which optimizer steps, and counts the events of the forward."""
+
+        seen: tuple[str, ...] = ()
+        depth = 0
+
+        def on_optimizer_step_start(self, optimizer: Any) -> None:
+            self.seen += ("left" if optimizer is model.left else "right",)
+
+        def on_forward_start(self, context: Context) -> None:
+            self.depth += 1
+
+        def on_forward_end(self, context: Context) -> None:
+            self.depth -= 1
+
+    model, steps = Pair(body), Steps()
+    loop, session = prepared(model, steps)
+    train_on(loop, session, 4.0)
+    assert (steps.seen, steps.depth) == (("right", "right", "left"), 0)
+    assert model.weights == (3.0, -3.0)
+    assert model.moves == (1, 2)
+
+
+@pytest.mark.shows("L45")
+def test_gradients_of_an_optimizer_without_a_loss_at_the_end_of_a_window_are_dropped() -> None:
+    """They would count in the next window, and not after a resume from the point between."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Any]:
+        yield model.b * batch, model.right
+        if batch < 4.0:
+            yield model.a * batch, model.left
+
+    model = Pair(body)
+    loop, session = prepared(model, accumulation=2)
+    train_on(loop, session, 1.0, is_boundary=False)
+    train_on(loop, session, 4.0)
+    assert (model.weights, model.gradients) == ((0.0, -2.5), (None, None))
+
+
+@pytest.mark.shows("L45")
+def test_several_losses_of_a_parameter_are_refused_with_accumulation() -> None:
+    body = lambda model, batch: iter_losses(  # noqa: E731
+        (model.b * batch, model.right), (model.b * batch, model.right)
+    )
+    loop, session = prepared(Pair(body), accumulation=2)
+    with pytest.raises(UsageError, match=r"trained by one loss of a batch.*'right'"):
+        train_on(loop, session, 1.0, is_boundary=False)
+
+
+@pytest.mark.shows("L45")
+def test_a_stranger_is_no_optimizer_of_a_loss() -> None:
+    loop, session = prepared(Pair(lambda model, batch: iter_losses((model.b, object()))))
+    with pytest.raises(ArgumentError, match=r"one of \['right', 'left'\], got object"):
+        train_on(loop, session, 1.0)

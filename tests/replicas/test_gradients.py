@@ -158,7 +158,7 @@ class Engines:
         self.optimizer = SGD([self.model.get_parameter(name) for name in names], lr=1.0)
 
     def iterate(self, *, ends_window: bool = True, names: tuple[str, ...] | None = None) -> None:
-        self.engine._count_micro_batch()
+        self.engine._open_micro_batches += 1
         for replica in self.engine.replicas.local_replicas:
             backward(self.model, replica, *(names or self.names))
             self.engine._gradients.collect(
@@ -215,7 +215,7 @@ def test_a_window_that_is_dropped_leaves_nothing_behind(num_done: int) -> None:
 def test_optimizers_are_added_apart() -> None:
     run = Engines(2, "weight")
     other = SGD([run.model.branch], lr=1.0)
-    run.engine._count_micro_batch()
+    run.engine._open_micro_batches += 1
     for replica in range(2):
         backward(run.model, replica, "weight", "branch")
         for optimizer in (run.optimizer, other):

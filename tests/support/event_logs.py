@@ -20,7 +20,7 @@ import helios
 from helios.engines.engine import Engine
 from helios.hooks.context import Context
 from helios.hooks.events import EVENTS, Receiver, Verb
-from helios.loops.yielding import YieldLoop
+from helios.loops import YieldLoop
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
 from tests.support.runs import RETURNS

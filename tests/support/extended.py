@@ -7,7 +7,7 @@ on. Their checkpoints and ledgers are compared on bytes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,18 +95,40 @@ def combine(parameters: list[Tensor], gradients: list[list[Tensor | None]]) -> N
         parameter.grad = part.view_as(parameter)
 
 
-class SurgeryLoop(OptimizerLoop):
-    """Gradient surgery as a loop."""
+class Surgery(Tasks):
+    """Gradient surgery."""
 
-    def advance(self, batch: Any) -> None:
-        model: Any = self.session.model
-        parameters, gradients = model.optimizer.param_groups[0]["params"], []
-        for loss in self.forward(batch).values():
-            self.backward(loss, retain_graph=True)
+    def backward(self, losses: Mapping[str, Tensor]) -> None:
+        parameters, gradients = self.optimizer.param_groups[0]["params"], []
+        for loss in losses.values():
+            self.engine.backward_loss(loss, retain_graph=True)
             gradients.append([p.grad for p in parameters])
-            model.optimizer.zero_grad()
+            self.optimizer.zero_grad()
         combine(parameters, gradients)
-        self.update(model.optimizer)
+
+
+class Sharpness(OptimizerLoop):
+    """Takes the gradient at a point nearby, and counts the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def losses(self, batch: Any) -> Iterator[Any]:
+        # As often for each replica of a process as for one.
+        self.num_steps = self.session.state.global_step
+        model: Any = self.session.model
+        parameters = model.optimizer.param_groups[0]["params"]
+        yield from super().losses(batch)
+        found = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p in parameters:
+                p.add_(p.grad, alpha=0.1 / (1 + self.num_steps))
+        model.optimizer.zero_grad()
+        yield from super().losses(batch)
+        with torch.no_grad():
+            for p, before in zip(parameters, found, strict=True):
+                p.copy_(before)
 
 
 class Growing(DataModule):
@@ -132,24 +154,6 @@ class Learner(Curve):
             errors = (self.sine(self.trunk(x)) - x.sin()).abs().flatten()
             self.trunk.train()
         points.shown += [hidden[place] for place in errors.topk(4).indices.tolist()]
-
-
-class Averaging(OptimizerLoop):
-    """Counts its updates, and pulls weights towards their average."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_updates = 0
-        self.average: Tensor | None = None
-
-    def advance(self, batch: Any) -> None:
-        self.backward(self.forward(batch))
-        if self.update():
-            self.num_updates += 1
-            weight = self.session.model.sine.weight.detach()  # type: ignore[attr-defined]
-            before = weight if self.average is None else self.average
-            self.average = before.lerp(weight, 0.5)
-            weight.lerp_(self.average, 0.1)
 
 
 class Gan(Model):
@@ -295,10 +299,10 @@ class Extension:
 
 
 EXTENSIONS: dict[str, Extension] = {
-    "surgery in a loop": Extension(Tasks, make_loop=SurgeryLoop),
+    "gradient surgery": Extension(Surgery),
     "active learning": Extension(Learner, Growing),
-    "a loop with state": Extension(Curve, make_loop=Averaging),
-    "a GAN by yields": Extension(Gan, refused="A YieldLoop needs (a|one) process"),
+    "a loop with state": Extension(Curve, make_loop=Sharpness),
+    "a GAN by yields": Extension(Gan, refused="optimizer of its own needs one process"),
     "a GAN by hand": Extension(ManualGan, accumulation=1, refused="one process per replica"),
     "a plugin with three generators": Extension(Curve, make_plugins=lambda: [Noisy()]),
     "channels": Extension(Curve, make_plugins=lambda: [make_hooks()]),

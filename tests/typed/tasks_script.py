@@ -77,18 +77,23 @@ def project(parameters: list[Tensor], gradients: list[list[Tensor]]) -> None:
         parameter.grad = first + second - product / (first * first).sum() * first
 
 
-class SurgeryLoop(OptimizerLoop):
-    def advance(self, batch: Batch) -> None:
+class Sharpness(OptimizerLoop):
+    """Takes the gradient at a point nearby."""
+
+    def losses(self, batch: Batch) -> Iterator[Any]:
         optimizer = self.session.context.optimizers["optimizer"]
         parameters: list[Tensor] = optimizer.param_groups[0]["params"]
-        gradients: list[list[Tensor]] = []
-        losses: Mapping[str, Tensor] = self.forward(batch)
-        for loss in losses.values():
-            self.backward(loss, retain_graph=True)
-            gradients.append([each.grad for each in parameters if each.grad is not None])
-            optimizer.zero_grad()
-        project(parameters, gradients)
-        self.update(optimizer)
+        yield from super().losses(batch)
+        found = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=0.05)
+        optimizer.zero_grad()
+        yield from super().losses(batch)
+        with torch.no_grad():
+            for parameter, before in zip(parameters, found, strict=True):
+                parameter.copy_(before)
 
 
 class SurgeryEngine(Engine):
@@ -253,7 +258,7 @@ def fit(
 
 def train() -> Mapping[str, Any]:
     data = Points()
-    assert fit(Losses("loop"), make_loop=SurgeryLoop)
+    assert fit(Sine("loop"), make_loop=Sharpness)
     assert fit(WithEngine("engine"), engine=SurgeryEngine("cpu"))
     assert fit(Sine("learning"), Learner(data), data=data)
     assert len(data.pool) == 16

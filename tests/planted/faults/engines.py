@@ -89,17 +89,25 @@ def the_state_of_a_metric_is_not_restored(load_state_dict, metrics, state_dict):
     return None
 
 
-ROUNDS = "tests/loops/test_own_rounds.py"
+LOSSES = "tests/loops/test_own_losses.py"
 
 
 @fault(
-    "helios.loops.optimizer:OptimizerLoop.update",
-    f"{ROUNDS}::test_a_step_of_public_words_is_the_default_one",
+    "helios.loops.optimizer:OptimizerLoop._end_turn",
+    f"{LOSSES}::test_losses_that_are_passed_on_train_as_the_default_ones",
 )
-def a_loop_of_the_users_updates_once_for_each_replica(update, loop, optimizer=None):
+def a_loop_of_the_users_updates_once_for_each_replica(end_turn, loop, num_shared, watch):
     turns = loop._session.turns
-    turns.is_last, found = True, turns.is_last
+    is_last, turns.is_last = turns.is_last, loop._has_own_losses or turns.is_last
     try:
-        return update(loop, optimizer)
+        end_turn(loop, num_shared, watch)
     finally:
-        turns.is_last = found
+        turns.is_last = is_last
+
+
+@fault(
+    "helios.replicas.gradients:Gradients.set_aside",
+    f"{LOSSES}::test_between_its_losses_a_loop_sees_the_gradient_of_one_micro_batch",
+)
+def gradients_of_earlier_micro_batches_are_not_set_aside(set_aside, gradients, parameters):
+    return None

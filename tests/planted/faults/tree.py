@@ -168,7 +168,7 @@ def the_weights_of_losses_are_left_out(pop_sum, weights, optimizer):
 @fault(
     "helios.loops.updates:Updates._in_order",
     "tests/distributed/test_norms_of_steps.py"
-    "::test_optimizers_of_one_loss_are_clipped_together[3-1-one]",
+    "::test_optimizers_of_one_loss_are_clipped_together[3-1]",
 )
 def the_norm_is_that_of_one_optimizer(in_order, updates, group):
     return [each for part in group[0].param_groups for each in part["params"]]
