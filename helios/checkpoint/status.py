@@ -150,9 +150,6 @@ class _Look(FileChecks):
         return contents.read_structure()
 
 
-_MOVED_ASIDE = "before-"
-
-
 class StartOutcome(Enum):
     """What a start of ``fit`` would do with a folder."""
 
@@ -177,15 +174,6 @@ class FolderStatus:
     start: Path | None
     outcome: StartOutcome
 
-    @property
-    def is_moved_aside(self) -> bool:
-        """Whether ``resume="never"`` or a migration has moved these here; starts ignore them."""
-        return _is_before(self.path.name)
-
-
-def _is_before(name: str) -> bool:
-    return name.startswith(_MOVED_ASIDE)
-
 
 def examine_folder(folder: Path, look: Callable[[Path], Status] = examine) -> FolderStatus:
     """Examine the checkpoints directly in a folder.
@@ -198,8 +186,15 @@ def examine_folder(folder: Path, look: Callable[[Path], Status] = examine) -> Fo
         CheckpointError: if a running training deletes the checkpoints faster than they can be read.
     """
     files = _examine_all(folder, look)
-    damaged = filter(file_names.is_damaged_checkpoint, sorted(folder.iterdir()))
-    aside = list(map(_put_aside, damaged))
+    aside = [
+        Status(
+            path,
+            Condition.ASIDE,
+            f"{path} was found damaged at an earlier start.",
+            place=file_names.parse(path),
+        )
+        for path in sorted(filter(file_names.is_damaged_checkpoint, folder.iterdir()))
+    ]
     start, outcome = _find_start(files, has_damaged=bool(aside))
     return FolderStatus(folder, (*files, *aside), start, outcome)
 
@@ -216,13 +211,6 @@ def _examine_all(folder: Path, look: Callable[[Path], Status]) -> list[Status]:
     return files
 
 
-def _put_aside(path: Path) -> Status:
-    reason = f"{path} was found damaged at an earlier start."
-    parts = path.iterdir() if path.is_dir() else [path]
-    size = sum(part.stat().st_size for part in parts)
-    return Status(path, Condition.ASIDE, reason, size=size, place=file_names.parse(path))
-
-
 def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None, StartOutcome]:
     for status in reversed(files):
         if status.is_good:
@@ -234,14 +222,16 @@ def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None,
 
 
 def survey(
-    root: Path, look: Callable[[Path], Status] = examine, *, with_moved_aside: bool = True
+    root: Path, look: Callable[[Path], Status] = examine, *, with_file: str | None = None
 ) -> Iterator[FolderStatus]:
     """Examine a folder and all folders below it, and yield those that hold checkpoints.
+
+    Folders below it that ``resume="never"`` or a migration has moved aside are left out.
 
     Args:
         root: the folder of a run, or ``chkpt_root``.
         look: as in :func:`examine_folder`.
-        with_moved_aside: include folders below it with files that were moved aside.
+        with_file: folders with a file of this name are yielded too; ``None`` for none.
 
     Raises:
         CheckpointError: if a folder cannot be listed, and as in :func:`examine_folder`.
@@ -254,12 +244,15 @@ def survey(
         ) from error
 
     for name, below, names in os.walk(root, onerror=refuse):
-        below[:] = sorted(part for part in below if with_moved_aside or not _is_before(part))
         folder = Path(name)
         present = [folder / part for part in (*names, *below)]
-        below[:] = [part for part in below if not file_names.is_folder(folder / part)]
-        if any(map(_is_shown, present)):
+        below[:] = sorted(part for part in below if not _is_apart(part))
+        if with_file in names or any(map(_is_shown, present)):
             yield examine_folder(folder, look)
+
+
+def _is_apart(name: str) -> bool:
+    return name.startswith("before-") or file_names.is_folder(Path(name))
 
 
 def _is_shown(path: Path) -> bool:

@@ -205,11 +205,6 @@ class Difference(LineComparison):
         is_at_end = self.have_ended[0] is self.have_ended[1]
         return self.iteration is None and is_as_long and is_at_end
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        paths = {"first": str(self.first), "second": str(self.second)}
-        return {**vars(self), **paths, "is_equal": self.is_equal}
-
 
 def diff(first: str | Path, second: str | Path) -> Difference:
     """Compare the ledgers of two runs line by line, and the scores where both have validated.
@@ -402,12 +397,6 @@ class Replay(LineComparison):
     def is_equal(self) -> bool:
         """Whether all lines and scores are equal."""
         return self.iteration is None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
-        own = {"ledger": str(self.ledger), "checkpoint": checkpoint}
-        return {**vars(self), **own, "is_equal": self.is_equal}
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,10 +69,6 @@ class RunComparison:
     scores: list[str]
     rows: list[ComparedRun]
     groups: list[ScoreGroup]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the comparison as plain values."""
-        return asdict(self)
 
 
 def read_runs(places: Sequence[str | Path]) -> dict[str, RunFacts]:
