@@ -129,5 +129,5 @@ with contextlib.redirect_stderr(error):
 print(code, error.getvalue())
 """
     found = _run(code)
-    assert found.startswith(f"2 helios {words[0]}: this command needs torch")
+    assert found.startswith(f"2 helios {words[0]}: torch is not installed for")
     assert "pytorch.org" in found

@@ -69,18 +69,12 @@ def find_checkpoint(place: str, *, takes_best: bool) -> Path:
         return path
     folder = examine_folder(path)
     if not folder.files:
-        raise ArgumentError(
-            f"There is no checkpoint directly in {path}. Pass a checkpoint, or the folder of a run "
-            "(helios ls lists those below a folder)."
-        )
+        raise ArgumentError(f"There is no checkpoint directly in {path}. Pass the folder of a run.")
     if not takes_best:
         return folder.start or folder.files[-1].path
     ranking = rank_files(folder.files)
     if ranking.path is None:
-        raise CheckpointError(
-            f"Nothing says which checkpoint in {path} is the best, or none has a score. Pass a "
-            "file."
-        )
+        raise CheckpointError(f"No checkpoint in {path} has a score that decides. Pass a file.")
     if ranking.lacks_best:
         output.warn(f"the best validation has no checkpoint: {ranking.best}.")
     return ranking.path
@@ -107,20 +101,14 @@ def list_folder(namespace: argparse.Namespace) -> Answer:
 
 def _describe_folder(folder: FolderStatus) -> dict[str, Any]:
     ranking = rank_files(folder.files)
-    best = None
-    if ranking.best is not None:
-        best = {
-            **vars(ranking.best),
-            "path": ranking.path,
-            "has_checkpoint": not ranking.lacks_best,
-        }
     return {
         "path": folder.path,
         "start": folder.outcome.value,
         "start_path": folder.start,
         "starts": _starts(folder.path),
         "params": _params(folder),
-        "best": best,
+        "best": None if ranking.best is None else vars(ranking.best),
+        "best_path": ranking.path,
         "files": [_describe_status(status) for status in folder.files],
     }
 
@@ -151,20 +139,17 @@ def _show_folder(folder: FolderStatus, document: dict[str, Any]) -> Iterator[str
 
 
 def _file_row(status: Status, folder: FolderStatus) -> tuple[str, ...]:
-    sidecar = status.sidecar
-    return (
+    row = (
         _MARKS[folder.outcome] if status.path == folder.start else "",
         status.path.name,
         "" if status.place is None else with_step(status.place[1], status.step),
         size_text(status.size) if status.size else "",
         status.state,
-        "" if sidecar is None else " ".join(_score_text(*x) for x in sidecar.metrics.items()),
-        "" if sidecar is None else ", ".join([sidecar.level, *sidecar.claims]),
     )
-
-
-def _score_text(name: str, score: float) -> str:
-    return f"{name}={number_text(score, 4)}"
+    if status.sidecar is None:
+        return (*row, "", "")
+    scores = (f"{name}={number_text(x, 4)}" for name, x in status.sidecar.metrics.items())
+    return (*row, " ".join(scores), ", ".join([status.sidecar.level, *status.sidecar.claims]))
 
 
 def _starts(folder: Path) -> str:

@@ -100,10 +100,9 @@ def _describe(error: BaseException) -> tuple[str, int]:
     match error:
         case KeyboardInterrupt():
             return "interrupted.", INTERRUPTED
-        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] in _REMEDIES:
-            package = name.partition(".")[0]
-            lack = f"this command needs {package}, which is not installed for {sys.executable}."
-            return f"{lack} {_REMEDIES[package]}", WRONG_USAGE
+        case ModuleNotFoundError(name=str(name)) if (package := name.split(".")[0]) in _REMEDIES:
+            text = f"{package} is not installed for {sys.executable}. {_REMEDIES[package]}"
+            return text, WRONG_USAGE
         case ArgumentError() | UsageError() | LedgerError():
             return str(error), WRONG_USAGE
         case HeliosError() | OSError() | MemoryError() | RecursionError():

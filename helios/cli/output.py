@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _GAP = "  "
-_MOST_SHOWN = 40
+MOST_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def printable(text: str) -> str:
 def value_text(value: Any) -> str:
     """Return a plain value in one line; of a long table only the first entries."""
     if isinstance(value, Mapping):
-        shown = [f"{name} {each!r}" for name, each in islice(value.items(), _MOST_SHOWN)]
+        shown = [f"{name} {each!r}" for name, each in islice(value.items(), MOST_SHOWN)]
         rest = len(value) - len(shown)
         return ", ".join([*shown, f"and {rest} more"] if rest else shown)
     if isinstance(value, list):

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from helios.checkpoint import file_names
 from helios.cli import output
-from helios.cli.checkpoints import existing
 from helios.cli.output import Answer, value_text
 from helios.errors import HeliosError, UsageError
 from helios.ledger.differences import Difference, LineComparison, diff
@@ -31,23 +29,23 @@ if TYPE_CHECKING:
     from helios.ledger.differences import Replay
     from helios.reports.run_comparison import RunComparison
 
-_MOST_SHOWN = 20
+_OTHER_DEFINITION = "The runs have different definitions: options, seed or data differ."
 
 
 def compare_two(namespace: argparse.Namespace) -> Answer:
     """Find the first difference between two runs or two checkpoints.
 
     The ledgers of two runs are compared line by line, and the scores where both
-    have validated. Shows the first iteration that differs, what differs in it and
-    possible causes; what was not compared is named. Tensors of two checkpoints are
-    compared bit for bit.
+    have validated. Shows the first iteration that differs, and what differs in it;
+    what was not compared is named. Tensors of two checkpoints are compared bit for
+    bit.
 
     Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them
     cannot be read.
     """
     paths = [as_local_path("RUN|FILE", each) for each in (namespace.first, namespace.second)]
     if all(path.suffix in (file_names.SUFFIX, file_names.FOLDER_SUFFIX) for path in paths):
-        return _compare_checkpoints([existing(str(path)) for path in paths])
+        return _compare_checkpoints(paths)
     found = diff(*paths)
     return _answer(_show_difference(found), found)
 
@@ -63,15 +61,13 @@ def _compare_checkpoints(paths: list[Path]) -> Answer:
     found = compare_checkpoints(*paths)
     if found.is_equal:
         return _answer([f"equal: {found.num_tensors} tensors"], found)
-    lines = [f"tensors that differ: {len(found.tensors)}, first {found.tensors[0].path}"]
-    lines += [f"  {each}" for each in found.tensors[:_MOST_SHOWN]]
-    rest = len(found.tensors) - _MOST_SHOWN
-    return _answer([*lines, f"  and {rest} more"] if rest > 0 else lines, found)
+    shown = [f"  {each}" for each in found.tensors[: output.MOST_SHOWN]]
+    return _answer([f"tensors that differ: {len(found.tensors)}, such as", *shown], found)
 
 
 def _show_difference(found: Difference) -> Iterator[str]:
     if not found.has_same_definition:
-        yield "The runs have different definitions: options, seed or data differ."
+        yield _OTHER_DEFINITION
     if found.iteration is None:
         end = with_step(found.num_equal, found.steps.get("num_equal"))
         first, second = found.lengths
@@ -97,15 +93,13 @@ def _show_comparison(found: LineComparison) -> Iterator[str]:
 
 
 def _show_first_difference(found: LineComparison) -> Iterator[str]:
-    """Yield the first iteration that differs, in what, and possible causes."""
+    """Yield the first iteration that differs, and in what."""
     begin = "they differ at the latest" if found.may_begin_earlier else "different"
     place = with_step(found.iteration or 0, found.steps.get("iteration"))
     yield f"{begin} from iteration {place} on, first in: {found.what[0]}"
     if found.what[1:]:
         yield f"then in: {', '.join(found.what[1:])}"
     yield from _show_pairs(found.details)
-    yield "possible causes:"
-    yield from (f"  - {cause}" for cause in found.causes)
 
 
 def _show_pairs(pairs: Mapping[str, Sequence[Any]]) -> Iterator[str]:
@@ -143,9 +137,8 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
     found = request.result
     if found is None or request.failure is not None:
         lack = (
-            f"{name} ended without the call of Trainer.fit to replay; calls of it: "
-            f"{', '.join(request.skipped) or 'none'}. Pass the arguments that the run was started "
-            "with after --, and with --run the save_name of its model."
+            f"{name} ended without the call of Trainer.fit to replay, after these calls: "
+            f"{', '.join(request.skipped) or 'none'}. Check --run and the arguments after --."
         )
         raise UsageError(str(request.failure or lack))
     return _answer(_show_replay(found), found) if request.rank == 0 else Answer((), None)
@@ -153,6 +146,8 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
 
 def _show_replay(found: Replay) -> Iterator[str]:
     yield f"replayed from {found.checkpoint.name if found.checkpoint else 'the first iteration'}"
+    if not found.has_same_definition:
+        yield _OTHER_DEFINITION
     if found.is_equal:
         end = ", with the end of the run" if found.has_ended else ""
         last = with_step(found.num_equal, found.steps.get("num_equal"))
@@ -223,9 +218,7 @@ def write_report(namespace: argparse.Namespace) -> Answer:
 
     path = as_local_path("RUN", namespace.path)
     folder = find_run(path.parent if file_names.is_checkpoint(path) else path)
-    target = folder / "report.html"
-    if namespace.out is not None:
-        target = as_local_path("FILE", namespace.out)
+    target = as_local_path("FILE", namespace.out or folder / "report.html")
     facts, page = report_run(read_run(folder))
     files.write_text_durably(target, page)
     return Answer([f"Wrote {target}."], {"path": str(target), **facts})
@@ -255,27 +248,27 @@ def _show_runs(found: RunComparison) -> Iterator[str]:
     columns = {"run": "<", **dict.fromkeys((*found.settings, *found.scores), ">")}
     yield from output.table(
         columns,
-        [[row.run, *row.settings.values(), *_cells(found, row.scores)] for row in found.rows],
+        [
+            [row.run, *row.settings.values(), *_cells(found.scores, row.scores)]
+            for row in found.rows
+        ],
     )
     yield f"The scores are those of each run's {found.shown}."
     if found.groups:
         columns = dict.fromkeys(("runs", *found.groups[0].settings, *found.scores), ">")
         rows = [
-            [str(len(x.runs)), *x.settings.values(), *_cells(found, x.means, x.deviations)]
+            [str(len(x.runs)), *x.settings.values(), *_cells(found.scores, x.means, x.deviations)]
             for x in found.groups
         ]
         yield from ["", "mean ± standard deviation over seeds:", *output.table(columns, rows)]
 
 
-def _cells(
-    found: RunComparison,
-    numbers: Mapping[str, float],
-    deviations: Mapping[str, float] = MappingProxyType({}),
-) -> list[str]:
-    """Return the texts of scores, as the columns of a table have them."""
-    texts = {name: number_text(number) for name, number in numbers.items()}
-    texts |= {name: f"{texts[name]} ± {number_text(x)}" for name, x in deviations.items()}
-    return [texts.get(name, "-") for name in found.scores]
+def _cells(names: Sequence[str], *tables: Mapping[str, float]) -> list[str]:
+    """Return the texts of scores: of each name the numbers in all tables."""
+    return [
+        " ± ".join(number_text(table[name]) for table in tables if name in table) or "-"
+        for name in names
+    ]
 
 
 def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:

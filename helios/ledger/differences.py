@@ -37,44 +37,6 @@ _KEYS = (
 )
 _END = b',"end":1'
 NO_BUFFERS = "buffers were not compared"
-_FIRST = "another random_seed, or other code that makes the first weights"
-_NUMERIC = (
-    "random numbers that do not come from the run's generators",
-    "another number of threads, library version, processor or GPU",
-    "weights that were changed between two starts, or computed wrongly by a device",
-)
-_CAUSES: Mapping[str, tuple[str, ...]] = {
-    ORDER: (
-        "another random_seed, sampler or shuffle option",
-        "another number of samples, batch size or number of replicas",
-    ),
-    CONTENT: (
-        "changed values in the data set",
-        "other code or random numbers of the augmentation",
-        "another version of a library that reads or transforms samples",
-    ),
-    RATES: ("other options of the optimizer or scheduler, or code that sets the rate",),
-    NUMERICS: (
-        "other code or options of the model, the loss or the optimizer",
-        *_NUMERIC,
-    ),
-    WEIGHTS: (
-        "code that changes weights without effect on the losses so far",
-        "another number of threads, library version, processor or GPU",
-    ),
-    COUNTERS: ("another length of epochs or of accumulation windows",),
-    SCORES: (
-        "other validation data, or other code that computes the scores",
-        "buffers, such as the running averages of BatchNorm",
-        "a score that measures time or memory: name it in the model's unscored",
-        *_NUMERIC,
-    ),
-    BUFFERS: (
-        "other options of layers that keep averages, such as the momentum of BatchNorm",
-        "code, also of validations, that changes buffers without effect on losses and weights",
-    ),
-    END: ("another total_steps or early_stop_cycles", "hooks that end the run"),
-}
 
 
 @dataclass(kw_only=True)
@@ -87,7 +49,6 @@ class LineComparison:
         iteration: the first iteration that differs; ``None`` if there is none.
         what: the parts of it that differ, in the order in which an iteration computes them.
         details: the differing values of both runs, by name.
-        causes: what may have caused the first part to differ.
         has_same_definition: whether both runs have the same definition: options, data and seed.
         weights_at: the last iteration at which the weights of both runs were found to be equal;
             ``None`` if they were not compared.
@@ -104,7 +65,6 @@ class LineComparison:
     iteration: int | None = None
     what: list[str] = field(default_factory=list)
     details: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    causes: list[str] = field(default_factory=list)
     has_same_definition: bool = True
     weights_at: int | None = None
     has_compared_buffers: bool = False
@@ -153,11 +113,10 @@ class LineComparison:
             self.iteration, self.num_equal = number, number - 1
             self._set_step("num_equal", None)
             self._set_step("iteration", scores.step)
-            self.what, self.causes = [], []
+            self.what = []
         if self.iteration == number and SCORES not in self.what:
             self.what.append(SCORES)
             self.details["scores"] = scores.details
-            self.causes = self.causes or causes_of(self)
 
 
 def _load(body: bytes) -> dict[str, Any]:
@@ -291,7 +250,6 @@ def describe_difference(
             f"{one[1]} and {other[1]} differ in iteration {found.iteration} in nothing that a "
             "ledger holds. `helios verify` names lines that were changed."
         )
-    found.causes = causes_of(found)
 
 
 def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
@@ -312,13 +270,6 @@ def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str,
     if left["at"] != right["at"]:
         found.what = found.what or [COUNTERS]
         found.details["at"] = (left["at"], right["at"])
-
-
-def causes_of(found: LineComparison) -> list[str]:
-    """Return what may have caused the part that differs first."""
-    first = found.what[0]
-    may_be_first = first == NUMERICS and found.num_equal == 0
-    return [*([_FIRST] if may_be_first else []), *_CAUSES[first]]
 
 
 def _compare_buffers(
@@ -371,10 +322,6 @@ def _parse(data: bytes, name: str, num_equal: int) -> dict[str, Any]:
             "`helios verify` names all lines that are wrong."
         )
     return content
-
-
-_CHECKPOINT = "a checkpoint that was changed, or lacks state that it does not name"
-_DEFINITION = "other options, seed or data than those that the ledger begins with"
 
 
 @dataclass
@@ -513,10 +460,5 @@ class LedgerFollower(LineReceiver):
             )
         if is_end != (_END in known):
             found.iteration, found.what = found.num_equal + 1, [END]
-            found.causes = causes_of(found)
         else:
             describe_difference(found, (known, str(found.ledger)), (own, "The replay"))
-        if not found.has_same_definition:
-            found.causes.insert(0, _DEFINITION)
-        if found.checkpoint is not None and found.num_equal == found.begins_after:
-            found.causes.append(_CHECKPOINT)

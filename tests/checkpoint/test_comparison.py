@@ -82,7 +82,7 @@ def test_the_command_names_a_flipped_bit(
     assert capsys.readouterr().out == "equal: 2 tensors\n"
     assert main(["diff", str(one), str(other)]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "tensors that differ: 1, first model.weight",
+        "tensors that differ: 1, such as",
         "  model.weight: 1 of 40 elements, by at most 1 ulp",
     ]
     assert main(["diff", str(one), str(tmp_path)]) == 2
