@@ -90,7 +90,7 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointDifference:
 def _read(path: Path) -> Any:
     status, tree = look_into(path)
     if tree is None:
-        raise ArgumentError(f"{path} cannot be compared: {status.reason}.")
+        raise ArgumentError(f"{path} cannot be compared: {status.reason}")
     return tree
 
 
