@@ -81,16 +81,17 @@ class LineComparison:
     def add_line(self, body: bytes, *, is_end: bool) -> None:
         """Count a line that is equal in both runs, given without its hash."""
         self.num_equal += not is_end
-        self._set_step("num_equal", step_of(body))
+        self.set_step("num_equal", step_of(body))
         # A loss may have the name of a digest.
         if b',"weights":"' in body and "weights" in _load(body):
             self.weights_at = self.num_equal
-            self._set_step("weights_at", step_of(body))
+            self.set_step("weights_at", step_of(body))
         if is_end and has_buffers(body):
             hashes = _load(body)["buffers"]
             self.add_buffers(hashes, hashes)
 
-    def _set_step(self, name: str, step: int | None) -> None:
+    def set_step(self, name: str, step: int | None) -> None:
+        """Note the optimizer steps at a place, if they are known."""
         self.steps.pop(name, None)
         self.steps |= {} if step is None else {name: step}
 
@@ -111,8 +112,8 @@ class LineComparison:
         if self.iteration is None or number < self.iteration:
             # What differs later and was found in lines that come rarely shows in the details.
             self.iteration, self.num_equal = number, number - 1
-            self._set_step("num_equal", None)
-            self._set_step("iteration", scores.step)
+            self.set_step("num_equal", None)
+            self.set_step("iteration", scores.step)
             self.what = []
         if self.iteration == number and SCORES not in self.what:
             self.what.append(SCORES)
@@ -200,7 +201,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         if one == other:
             found.add_line(one, is_end=not are_iterations[0])
         elif are_iterations[0] == are_iterations[1]:
-            describe_difference(found, (one, str(found.first)), (other, str(found.second)))
+            describe_difference(found, one, other, f"{found.first} or {found.second}")
     if start and start in counts:
         raise LedgerError(
             f"{found.first} and {found.second} have no iteration in common: they begin after "
@@ -221,34 +222,30 @@ def _read_complete_lines(path: Path) -> Iterator[bytes]:
     return (data for data in read_lines(path) if data.endswith(b"\n"))
 
 
-def describe_difference(
-    found: LineComparison, one: tuple[bytes, str], other: tuple[bytes, str]
-) -> None:
+def describe_difference(found: LineComparison, one: bytes, other: bytes, ledgers: str) -> None:
     """Note the first iteration that differs, and in what.
 
     Args:
         found: what was found so far.
-        one: the line of one run without its hash, and the name of its ledger for messages.
-        other: that of the other one.
+        one: the line of one run without its hash.
+        other: that of the other one; both are lines of iterations, or of the end.
+        ledgers: their names for messages.
 
     Raises:
         LedgerError: if one of the lines cannot be right.
     """
-    left, right = (_parse(*each, found.num_equal) for each in (one, other))
-    found.iteration = left["at"][1]
-    if left["at"] == right["at"]:
-        found.steps["iteration"] = left["at"][2]
+    found.iteration = found.num_equal + (_END not in one)
     try:
+        left, right = _load(one), _load(other)
         _compare(found, left, right)
-    except (TypeError, ValueError, AttributeError, LookupError, struct.error) as error:
+        is_next = left["at"][1] == right["at"][1] == found.iteration
+        found.steps |= {"iteration": left["at"][2]} if left["at"] == right["at"] else {}
+    except (TypeError, ValueError, AttributeError, LookupError, struct.error):
+        is_next = False
+    if not is_next or not found.what:
         raise LedgerError(
-            f"{one[1]} or {other[1]} has a damaged entry in iteration {found.iteration}. `helios "
-            "verify` names its line."
-        ) from error
-    if not found.what:
-        raise LedgerError(
-            f"{one[1]} and {other[1]} differ in iteration {found.iteration} in nothing that a "
-            "ledger holds. `helios verify` names lines that were changed."
+            f"{ledgers} has a damaged line after iteration {found.num_equal}. `helios verify` "
+            "names it."
         )
 
 
@@ -262,7 +259,9 @@ def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str,
     for what, keys in _KEYS:
         changed = [key for key in keys if left.get(key) != right.get(key)]
         for key in changed:
-            found.details[key] = (_read(key, left), _read(key, right))
+            pair = (left.get(key), right.get(key))
+            # Those of weights are hashes.
+            found.details[key] = pair if what == WEIGHTS else (_read(pair[0]), _read(pair[1]))
         if changed:
             found.what.append(what)
     if "buffers" in left:
@@ -279,7 +278,7 @@ def _compare_buffers(
     found.add_buffers(one, other)
     if WEIGHTS not in found.what:
         found.weights_at = found.num_equal
-        found.steps |= {"weights_at": step} if (step := found.steps.get("num_equal")) else {}
+        found.set_step("weights_at", found.steps.get("num_equal"))
     names = [name for name in {**one, **other} if one.get(name, "") != other.get(name, "")]
     if names:
         found.what.append(BUFFERS)
@@ -287,41 +286,13 @@ def _compare_buffers(
         found.details["buffers"] = (left, right)
 
 
-def _read(key: str, line: Mapping[str, Any]) -> Any:
+def _read(value: Any) -> Any:
     """Return an entry of a line, with numbers instead of their bits."""
-    value = line.get(key)
-    if key == "norm":
-        return _number(value)
     if isinstance(value, dict):
-        return {name: _number(digits) for name, digits in value.items()}
+        return {name: _read(digits) for name, digits in value.items()}
     if isinstance(value, list):
-        return [_number(digits) for digits in value]
-    return value
-
-
-def _number(digits: str | None) -> float | None:
-    return None if digits is None else read_float(digits)
-
-
-def _parse(data: bytes, name: str, num_equal: int) -> dict[str, Any]:
-    """Return the content of the line that follows an iteration.
-
-    Raises:
-        LedgerError: if the line is damaged, or that of another iteration.
-    """
-    try:
-        content = _load(data)
-        place = content["at"][1]
-    except (ValueError, LookupError, TypeError) as error:
-        raise LedgerError(
-            f"{name} has a damaged line: {data[:60]!r}. `helios verify` names all of them."
-        ) from error
-    if place != num_equal + ("end" not in content):
-        raise LedgerError(
-            f"{name} has the line of iteration {place} after that of iteration {num_equal}. "
-            "`helios verify` names all lines that are wrong."
-        )
-    return content
+        return [_read(digits) for digits in value]
+    return read_float(value) if isinstance(value, str) else value
 
 
 @dataclass
@@ -461,4 +432,4 @@ class LedgerFollower(LineReceiver):
         if is_end != (_END in known):
             found.iteration, found.what = found.num_equal + 1, [END]
         else:
-            describe_difference(found, (known, str(found.ledger)), (own, "The replay"))
+            describe_difference(found, known, own, str(found.ledger))

@@ -176,68 +176,68 @@ class _Reader:
         self.buffers: dict[str, str | None] = {}
         self._status = status
         self._watch = watch
-        self._iteration = 0
+        self._number = self._iteration = 0
         self._step: int | None = None
 
     def read(self, number: int, data: bytes) -> None:
-        status = self._status
-        if status.has_ended:
-            status.findings.append(f"line {number} follows the end of the run")
+        self._number = number
+        if self._status.has_ended:
+            self._status.findings.append(f"line {number} follows the end of the run")
         if is_scores(data):
-            self._read_scores(number, data)
+            self._read_scores(data)
             return
         try:
             content, self.chain = unseal(data, self.chain)
-            self.tail = self.chain
-        except (LedgerError, ValueError) as error:
-            what = error if isinstance(error, LedgerError) else "is not JSON"
-            status.findings.append(f"line {number}, {self._describe_place()}, {what}")
-            self.chain = self.tail = stated_hash(data)
+        except LedgerError as error:
+            self._note(str(error))
+            self.chain = stated_hash(data)
             self._count(data)
             return
-        if number == 1:
-            header = parse_header(data, status.path)
-            self._iteration = header["after"]
-            status.begins_after = self._iteration
-            if header.get("lost"):
-                status.findings.append(f"the lines up to iteration {self._iteration} are missing")
-            return
+        finally:
+            self.tail = self.chain
         try:
-            self._take(number, content)
+            self._take(data, content)
         except (ValueError, LookupError, TypeError, AttributeError, struct.error):
-            status.findings.append(
-                f"line {number}, {self._describe_place()}, lacks what a line of a ledger has"
-            )
+            self._note("lacks what a line of a ledger has")
 
-    def _read_scores(self, number: int, data: bytes) -> None:
+    def _read_scores(self, data: bytes) -> None:
         try:
             _, self.tail = unseal(data, self.chain)
             line = parse_scores(data)
-        except (LedgerError, ValueError) as error:
-            what = error if isinstance(error, LedgerError) else "is not JSON"
-            self._status.findings.append(f"line {number}, {self._describe_place()}, {what}")
+        except LedgerError as error:
+            self._note(str(error))
             return
         after, known = line.after, self.scores.by_iteration
         if after != self._iteration or after in known:
-            self._status.findings.append(
-                f"line {number}, {self._describe_place()}, has scores that do not belong there"
-            )
+            self._note("has scores that do not belong there")
         known[after] = line.scores
         if self._step is not None:
             self.scores.steps[after] = self._step
 
-    def _take(self, number: int, content: dict[str, Any]) -> None:
+    def _take(self, data: bytes, content: dict[str, Any]) -> None:
+        status = self._status
+        if self._number == 1:
+            header = parse_header(data, status.path)
+            self._iteration = status.begins_after = header["after"]
+            if header.get("lost"):
+                status.findings.append(f"the lines up to iteration {self._iteration} are missing")
+            return
         if "end" in content:
-            self._status.has_ended = True
+            status.has_ended = True
             self.buffers = dict(content.get("buffers", {}))
         else:
             _, iteration, step = content["at"]
-            self._follow(number, iteration, step)
+            if iteration != self._iteration + 1:
+                self._note(f"is iteration {with_step(iteration, step)}")
+            self._iteration, self._step = iteration, step
+            status.num_iterations += 1
         if self._watch is not None:
             self._watch(content)
 
-    def _describe_place(self) -> str:
-        return f"after iteration {with_step(self._iteration, self._step)}"
+    def _note(self, what: str) -> None:
+        """Note what is wrong with the present line."""
+        place = f"after iteration {with_step(self._iteration, self._step)}"
+        self._status.findings.append(f"line {self._number}, {place}, {what}")
 
     def _count(self, data: bytes) -> None:
         """Count a bad line as an iteration if it is still one, so that the next one follows."""
@@ -245,11 +245,3 @@ class _Reader:
         if data.startswith(b'{"at":[') and len(head) > 1 and head[1].isdigit():
             self._iteration, self._step = int(head[1]), None
             self._status.num_iterations += 1
-
-    def _follow(self, number: int, iteration: int, step: int) -> None:
-        if iteration != self._iteration + 1:
-            self._status.findings.append(
-                f"line {number} is iteration {with_step(iteration, step)}, {self._describe_place()}"
-            )
-        self._iteration, self._step = iteration, step
-        self._status.num_iterations += 1

@@ -128,9 +128,7 @@ def _rank(
 
 def _find_differences(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
     """Return the values in each run of what differs, by name."""
-    found = {name: [*map(_shorten, values)] for name, values in find_differences(runs).items()}
-    lengths = [_shorten(run.find_last_iteration()) for run in runs]
-    return found | ({"iterations": lengths} if len(set(lengths)) > 1 else {})
+    return {name: [*map(_shorten, values)] for name, values in find_differences(runs).items()}
 
 
 def _shorten(value: Any) -> str:
