@@ -13,7 +13,7 @@ from helios.errors import LedgerError
 from helios.ledger.book import find_ledger, parse_header, read_all_lines
 from helios.ledger.line import is_scores, stated_hash, unseal, write_float
 from helios.ledger.run_file import read_run_file
-from helios.ledger.validation_scores import RunScores, parse_scores
+from helios.ledger.validation_scores import RunScores
 from helios.text import with_step
 
 if TYPE_CHECKING:
@@ -201,18 +201,15 @@ class _Reader:
             self._note("lacks what a line of a ledger has")
 
     def _read_scores(self, data: bytes) -> None:
+        count = len(self.scores.by_iteration)
         try:
             _, self.tail = unseal(data, self.chain)
-            line = parse_scores(data)
+            after = self.scores.add(data, self._step)
         except LedgerError as error:
             self._note(str(error))
             return
-        after, known = line.after, self.scores.by_iteration
-        if after != self._iteration or after in known:
+        if after != self._iteration or len(self.scores.by_iteration) == count:
             self._note("has scores that do not belong there")
-        known[after] = line.scores
-        if self._step is not None:
-            self.scores.steps[after] = self._step
 
     def _take(self, data: bytes, content: dict[str, Any]) -> None:
         status = self._status
