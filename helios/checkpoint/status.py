@@ -89,10 +89,7 @@ def look_into(
         :func:`helios.storage.codec.read_structure`; ``None`` if it was not or cannot be read.
     """
     look = _Look(path, watch)
-    for check in look:
-        if check.reads <= look.limit(depth) and (check.shows_content or not look.has_fault):
-            look.attempt(check)
-    return look.status(), look.tree
+    return look.run(depth), look.tree
 
 
 @final
@@ -108,16 +105,13 @@ class _Look(FileChecks):
         super().__init__(path, watch=watch)
         self._fault: tuple[Condition, str] | None = None
 
-    @property
-    def has_fault(self) -> bool:
-        return self._fault is not None
-
-    def limit(self, depth: Depth) -> Depth:
-        """Return what to read: without a sidecar, only the content says what a file is."""
-        is_alone = depth is Depth.HEADER and self.sidecar is None
-        return Depth.STRUCTURE if is_alone and self.checked is not Checked.NOTHING else depth
-
-    def status(self) -> Status:
+    def run(self, depth: Depth) -> Status:
+        for check in self:
+            # Without a sidecar, only the content says what a file is.
+            is_alone = self.sidecar is None and self.checked is not Checked.NOTHING
+            limit = Depth.STRUCTURE if is_alone and depth is Depth.HEADER else depth
+            if check.reads <= limit and (check.shows_content or self._fault is None):
+                self._attempt(check)
         condition, reason = self._fault or (Condition.GOOD, "")
         return Status(
             self.path,
@@ -130,7 +124,7 @@ class _Look(FileChecks):
             needs=tuple(self.names),
         )
 
-    def attempt(self, check: Check) -> None:
+    def _attempt(self, check: Check) -> None:
         """Run a check; what it raises is recorded, if it is the first fault."""
         try:
             check.run()

@@ -126,7 +126,10 @@ def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]
 
 def test_ls_of_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran(capsys, "ls", tmp_path)
-    assert (ran.code, ran.out) == (0, f"There are no checkpoints in {tmp_path}.\n")
+    assert (ran.code, ran.out) == (
+        0,
+        f"There is no folder with checkpoints at {tmp_path} or below it.\n",
+    )
     assert Ran(capsys, "ls", tmp_path, "--json").json["folders"] == []
 
 
