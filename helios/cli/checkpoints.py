@@ -94,9 +94,7 @@ def list_folder(namespace: argparse.Namespace) -> Answer:
     folders = [(folder, _describe_folder(folder)) for folder in survey(root)]
     lines = (line for each in folders for line in ("", *_show_folder(*each)))
     return Answer(
-        islice(lines, 1, None)
-        if folders
-        else [f"There is no folder with checkpoints at {root} or below it."],
+        islice(lines, 1, None) if folders else [f"There is no folder of checkpoints in {root}."],
         {"root": root, "folders": [document for _, document in folders]},
     )
 

@@ -128,7 +128,7 @@ def test_ls_of_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     ran = Ran(capsys, "ls", tmp_path)
     assert (ran.code, ran.out) == (
         0,
-        f"There is no folder with checkpoints at {tmp_path} or below it.\n",
+        f"There is no folder of checkpoints in {tmp_path}.\n",
     )
     assert Ran(capsys, "ls", tmp_path, "--json").json["folders"] == []
 
