@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable
-from fractions import Fraction
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(?:([KMGT])(I?)B|B?)", re.IGNORECASE)
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -47,30 +44,6 @@ def tuple_text(names: Iterable[str]) -> str:
     """
     quoted = [json.dumps(name, ensure_ascii=False) for name in names]
     return f"({', '.join(quoted)}{',' if len(quoted) == 1 else ''})"
-
-
-def parse_size(text: str) -> int:
-    """Return the number of bytes that a text such as ``500MB`` names.
-
-    KB, MB, GB and TB are powers of 1000, KiB, MiB, GiB and TiB of 1024; a number without a unit
-    counts bytes.
-
-    Raises:
-        ValueError: if it names no positive number of bytes.
-
-    Example:
-        >>> parse_size("5GB"), parse_size("1.5 KiB"), parse_size("800")
-        (5000000000, 1536, 800)
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"{text!r} is not a size")
-    number, unit, is_binary = found.groups()
-    power = 1 + "KMGT".index(unit.upper()) if unit else 0
-    size = int(Fraction(number) * (1024 if is_binary else 1000) ** power)
-    if not size:
-        raise ValueError(f"{text!r} is less than a byte")
-    return size
 
 
 def number_text(number: float, digits: int = 6) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from helios.checkpoint.outline import find_tensors
 from helios.checkpoint.status import look_into
 from helios.core.sharded_tensors import value_of
-from helios.errors import DamagedCheckpointError
+from helios.errors import ArgumentError
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -37,6 +37,12 @@ class TensorDifference:
     size: int = 0
     max_ulp: int | None = None
 
+    def __str__(self) -> str:
+        if self.what != "values":
+            return f"{self.path}: {self.what}"
+        distance = "" if self.max_ulp is None else f", by at most {self.max_ulp} ulp"
+        return f"{self.path}: {self.num_elements} of {self.size} elements{distance}"
+
 
 @dataclass
 class CheckpointDifference:
@@ -58,22 +64,12 @@ class CheckpointDifference:
         """Whether both files have the same tensors."""
         return not self.tensors
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
-        return {
-            "first": str(self.first),
-            "second": str(self.second),
-            "is_equal": self.is_equal,
-            "num_tensors": self.num_tensors,
-            "tensors": [vars(each) for each in self.tensors],
-        }
-
 
 def compare_checkpoints(first: Path, second: Path) -> CheckpointDifference:
     """Compare all tensors of two checkpoints; nothing in the files is executed.
 
     Raises:
-        DamagedCheckpointError: if one of them cannot be read.
+        ArgumentError: if one of them cannot be read.
     """
     tables = [find_tensors(_read(path)) for path in (first, second)]
     found = CheckpointDifference(first, second)
@@ -94,7 +90,7 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointDifference:
 def _read(path: Path) -> Any:
     status, tree = look_into(path)
     if tree is None:
-        raise DamagedCheckpointError(f"{path} cannot be compared: {status.reason}.")
+        raise ArgumentError(f"{path} cannot be compared: {status.reason}")
     return tree
 
 

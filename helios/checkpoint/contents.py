@@ -55,11 +55,6 @@ class Contents(ABC):
     def size(self) -> int:
         """The size of all files in bytes."""
 
-    @property
-    @abstractmethod
-    def digest(self) -> str:
-        """The digest that a sidecar holds, computed from the file."""
-
     @abstractmethod
     def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
         """Compare the bytes with what was written.
@@ -123,11 +118,6 @@ class WholeFile(Contents):
         with self.path.open("rb") as handle:
             return os.fstat(handle.fileno()).st_size
 
-    @property
-    def digest(self) -> str:
-        """The digest of the file."""
-        return digest_file(self.path)
-
     def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
         """Compare the file with its digest; see the base."""
         path = self.path
@@ -190,12 +180,6 @@ class ShardedFolder(Contents):
     def size(self) -> int:
         """The size of all files in bytes."""
         return sum(self._sizes.values())
-
-    @property
-    def digest(self) -> str:
-        """The digest of the digests of all files."""
-        names = self._facts or self._sizes
-        return join_digests({name: FileFacts.of(self.path / name, hashes=True) for name in names})
 
     @cached_property
     def _rows(self) -> TensorFolder:

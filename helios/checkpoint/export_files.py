@@ -12,10 +12,10 @@ from torch import Tensor
 
 from helios.checkpoint import file_names
 from helios.checkpoint.export import Weights
-from helios.errors import ArgumentError, CheckpointError, UsageError
+from helios.errors import ArgumentError, CheckpointError
 from helios.storage import codec, files
 
-FILE_FORMATS = ("safetensors", "pt")
+_MAX_BYTES = 5 * 10**9
 _Writer = Callable[[Path, Mapping[str, Tensor]], None]
 
 
@@ -33,7 +33,7 @@ def write_weights(
 
     Raises:
         ArgumentError: if the file exists, or would be taken for a checkpoint.
-        UsageError: if safetensors is requested and not installed.
+        ModuleNotFoundError: if safetensors is requested and not installed.
         CheckpointError: if the format cannot hold a tensor.
         OSError: if the disk fails.
     """
@@ -52,18 +52,12 @@ def write_weights(
             write(partial, weights.read())
 
 
-def draft_of(path: Path) -> Path:
-    """Return where :func:`write_folder` writes a folder before it has its name."""
-    return files.temporary_path(path.with_name(f"{path.name}.export"))
-
-
 def write_folder(
     path: Path,
     weights: Weights,
     *,
-    max_bytes: int,
     metadata: Mapping[str, str],
-    config: bytes | None = None,
+    max_bytes: int = _MAX_BYTES,
 ) -> list[str]:
     """Write weights to a folder that ``from_pretrained`` of transformers loads, durably.
 
@@ -73,30 +67,28 @@ def write_folder(
     Args:
         path: the folder, which must not exist.
         weights: the tensors.
-        max_bytes: the size of a file; one tensor that is larger gets a file of its own.
         metadata: header of each file that describes its origin.
-        config: the content of ``config.json``; ``None`` without one.
+        max_bytes: the size of a file; one tensor that is larger gets a file of its own.
 
     Returns:
         The names of its files.
 
     Raises:
         ArgumentError: if there is something at the path, or it is named like a checkpoint.
-        UsageError: if safetensors is not installed.
+        ModuleNotFoundError: if safetensors is not installed.
         CheckpointError: if the format cannot hold a tensor.
         OSError: if the disk fails.
     """
     _refuse_checkpoint_name(path)
     if path.exists():
         raise ArgumentError(f"{path} exists already. Choose another name, or remove it.")
-    write, draft = _safetensors_writer(metadata), draft_of(path)
+    write = _safetensors_writer(metadata)
+    draft = files.temporary_path(path.with_name(f"{path.name}.export"))
     # What a kill has left.
     files.remove_folder(draft)
     files.make_folder(draft)
     try:
         _write_pretrained(draft, weights, write, max_bytes)
-        if config is not None:
-            _write_bytes(draft / "config.json", config)
         files.fsync_folder(draft)
         files.replace(draft, path)
     except BaseException:
@@ -153,13 +145,7 @@ def _refuse_checkpoint_name(path: Path) -> None:
 
 
 def _safetensors_writer(metadata: Mapping[str, str]) -> _Writer:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise UsageError(
-            "Exporting to safetensors needs the package safetensors, which is not installed. "
-            'Install it with: pip install "helios-trainer[safetensors]", or export to pt.'
-        ) from error
+    import safetensors.torch
 
     def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for name, part in tensors.items():

@@ -89,10 +89,7 @@ def look_into(
         :func:`helios.storage.codec.read_structure`; ``None`` if it was not or cannot be read.
     """
     look = _Look(path, watch)
-    for check in look:
-        if check.reads <= look.limit(depth) and (check.shows_content or not look.has_fault):
-            look.attempt(check)
-    return look.status(), look.tree
+    return look.run(depth), look.tree
 
 
 @final
@@ -108,16 +105,13 @@ class _Look(FileChecks):
         super().__init__(path, watch=watch)
         self._fault: tuple[Condition, str] | None = None
 
-    @property
-    def has_fault(self) -> bool:
-        return self._fault is not None
-
-    def limit(self, depth: Depth) -> Depth:
-        """Return what to read: without a sidecar, only the content says what a file is."""
-        is_alone = depth is Depth.HEADER and self.sidecar is None
-        return Depth.STRUCTURE if is_alone and self.checked is not Checked.NOTHING else depth
-
-    def status(self) -> Status:
+    def run(self, depth: Depth) -> Status:
+        for check in self:
+            # Without a sidecar, only the content says what a file is.
+            is_alone = self.sidecar is None and self.checked is not Checked.NOTHING
+            limit = Depth.STRUCTURE if is_alone and depth is Depth.HEADER else depth
+            if check.reads <= limit and (check.shows_content or self._fault is None):
+                self._attempt(check)
         condition, reason = self._fault or (Condition.GOOD, "")
         return Status(
             self.path,
@@ -130,7 +124,7 @@ class _Look(FileChecks):
             needs=tuple(self.names),
         )
 
-    def attempt(self, check: Check) -> None:
+    def _attempt(self, check: Check) -> None:
         """Run a check; what it raises is recorded, if it is the first fault."""
         try:
             check.run()
@@ -148,9 +142,6 @@ class _Look(FileChecks):
 
     def _read(self, contents: Contents) -> tuple[Any, list[str]]:
         return contents.read_structure()
-
-
-_MOVED_ASIDE = "before-"
 
 
 class StartOutcome(Enum):
@@ -177,15 +168,6 @@ class FolderStatus:
     start: Path | None
     outcome: StartOutcome
 
-    @property
-    def is_moved_aside(self) -> bool:
-        """Whether ``resume="never"`` or a migration has moved these here; starts ignore them."""
-        return _is_before(self.path.name)
-
-
-def _is_before(name: str) -> bool:
-    return name.startswith(_MOVED_ASIDE)
-
 
 def examine_folder(folder: Path, look: Callable[[Path], Status] = examine) -> FolderStatus:
     """Examine the checkpoints directly in a folder.
@@ -198,8 +180,15 @@ def examine_folder(folder: Path, look: Callable[[Path], Status] = examine) -> Fo
         CheckpointError: if a running training deletes the checkpoints faster than they can be read.
     """
     files = _examine_all(folder, look)
-    damaged = filter(file_names.is_damaged_checkpoint, sorted(folder.iterdir()))
-    aside = list(map(_put_aside, damaged))
+    aside = [
+        Status(
+            path,
+            Condition.ASIDE,
+            f"{path} was found damaged at an earlier start.",
+            place=file_names.parse(path),
+        )
+        for path in sorted(filter(file_names.is_damaged_checkpoint, folder.iterdir()))
+    ]
     start, outcome = _find_start(files, has_damaged=bool(aside))
     return FolderStatus(folder, (*files, *aside), start, outcome)
 
@@ -216,13 +205,6 @@ def _examine_all(folder: Path, look: Callable[[Path], Status]) -> list[Status]:
     return files
 
 
-def _put_aside(path: Path) -> Status:
-    reason = f"{path} was found damaged at an earlier start."
-    parts = path.iterdir() if path.is_dir() else [path]
-    size = sum(part.stat().st_size for part in parts)
-    return Status(path, Condition.ASIDE, reason, size=size, place=file_names.parse(path))
-
-
 def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None, StartOutcome]:
     for status in reversed(files):
         if status.is_good:
@@ -234,14 +216,16 @@ def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None,
 
 
 def survey(
-    root: Path, look: Callable[[Path], Status] = examine, *, with_moved_aside: bool = True
+    root: Path, look: Callable[[Path], Status] = examine, *, with_file: str | None = None
 ) -> Iterator[FolderStatus]:
     """Examine a folder and all folders below it, and yield those that hold checkpoints.
+
+    Folders below it that ``resume="never"`` or a migration has moved aside are left out.
 
     Args:
         root: the folder of a run, or ``chkpt_root``.
         look: as in :func:`examine_folder`.
-        with_moved_aside: include folders below it with files that were moved aside.
+        with_file: folders with a file of this name are yielded too; ``None`` for none.
 
     Raises:
         CheckpointError: if a folder cannot be listed, and as in :func:`examine_folder`.
@@ -254,12 +238,15 @@ def survey(
         ) from error
 
     for name, below, names in os.walk(root, onerror=refuse):
-        below[:] = sorted(part for part in below if with_moved_aside or not _is_before(part))
         folder = Path(name)
         present = [folder / part for part in (*names, *below)]
-        below[:] = [part for part in below if not file_names.is_folder(folder / part)]
-        if any(map(_is_shown, present)):
+        below[:] = sorted(part for part in below if not _is_apart(part))
+        if with_file in names or any(map(_is_shown, present)):
             yield examine_folder(folder, look)
+
+
+def _is_apart(name: str) -> bool:
+    return name.startswith("before-") or file_names.is_folder(Path(name))
 
 
 def _is_shown(path: Path) -> bool:

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Callable
 
 from helios.cli import output
-from helios.cli.output import Answer, Command
+from helios.cli.output import Answer
 from helios.version import __version__
 
 
 def describe_this_machine(_: argparse.Namespace) -> Answer:
-    """Show the versions, the device and the settings that affect results, as a new
-    process has them; a script may change them. Paste the output into bug reports.
+    """Show versions, devices and settings, for bug reports.
 
-    Exit code 0. 2: PyTorch cannot be imported.
+    The settings are those that affect results, as a new process has them; a script
+    may change them. Exit code 0. 2: PyTorch cannot be imported.
     """
     # Only a command that is used may import PyTorch.
     import torch
 
     from helios.ledger.environment import describe_machine
 
-    failure, device = "", torch.device("cpu")
-    if torch.cuda.is_available():
-        try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-            device = torch.device("cuda", 0)
-        except RuntimeError as error:
-            failure = str(error).partition("\n")[0]
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     facts = {"helios": __version__, "system": platform.platform(), **describe_machine(device)}
-    if failure:
-        facts["gpu failure"] = failure
-    return Answer(output.facts(facts), lambda: facts)
+    return Answer(output.facts(facts), facts)
 
 
-COMMANDS = {"doctor": Command(describe_this_machine)}
+def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the parser of the command."""
+    add("doctor", describe_this_machine)

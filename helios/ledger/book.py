@@ -7,7 +7,7 @@ import json
 import logging
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, final
@@ -367,29 +367,11 @@ def read_last_losses(path: Path) -> dict[str, float]:
     Raises:
         LedgerError: if the file cannot be read.
     """
-
-    def read(line: dict[str, Any]) -> dict[str, float]:
-        return {name: read_float(x) for name, x in line["loss"].items() if x is not None}
-
-    return _find_last(path, read) or {}
-
-
-def read_last_iteration(path: Path) -> int | None:
-    """Return the last iteration of a ledger, from its end; ``None`` without any.
-
-    Raises:
-        LedgerError: if the file cannot be read.
-    """
-    return _find_last(path, lambda line: int(line["at"][1]))
-
-
-def _find_last(path: Path, read: Callable[[dict[str, Any]], _Found]) -> _Found | None:
-    """Return what is read of the last line that has it, among some at the end."""
-    lines = (data for data in _read_backwards(path) if not is_scores(data))
-    for data in islice(lines, _MOST_LINES):
+    for data in islice(_read_backwards(path), _MOST_LINES):
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, struct.error):
-            return read(json.loads(data))
-    return None
+            losses = json.loads(data)["loss"].items()
+            return {name: read_float(digits) for name, digits in losses if digits is not None}
+    return {}
 
 
 def read_lines_before(path: Path, mark: Mapping[str, Any]) -> Iterator[bytes]:

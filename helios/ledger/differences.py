@@ -37,44 +37,6 @@ _KEYS = (
 )
 _END = b',"end":1'
 NO_BUFFERS = "buffers were not compared"
-_FIRST = "another random_seed, or other code that makes the first weights"
-_NUMERIC = (
-    "random numbers that do not come from the run's generators",
-    "another number of threads, library version, processor or GPU",
-    "weights that were changed between two starts, or computed wrongly by a device",
-)
-_CAUSES: Mapping[str, tuple[str, ...]] = {
-    ORDER: (
-        "another random_seed, sampler or shuffle option",
-        "another number of samples, batch size or number of replicas",
-    ),
-    CONTENT: (
-        "changed values in the data set",
-        "other code or random numbers of the augmentation",
-        "another version of a library that reads or transforms samples",
-    ),
-    RATES: ("other options of the optimizer or scheduler, or code that sets the rate",),
-    NUMERICS: (
-        "other code or options of the model, the loss or the optimizer",
-        *_NUMERIC,
-    ),
-    WEIGHTS: (
-        "code that changes weights without effect on the losses so far",
-        "another number of threads, library version, processor or GPU",
-    ),
-    COUNTERS: ("another length of epochs or of accumulation windows",),
-    SCORES: (
-        "other validation data, or other code that computes the scores",
-        "buffers, such as the running averages of BatchNorm",
-        "a score that measures time or memory: name it in the model's unscored",
-        *_NUMERIC,
-    ),
-    BUFFERS: (
-        "other options of layers that keep averages, such as the momentum of BatchNorm",
-        "code, also of validations, that changes buffers without effect on losses and weights",
-    ),
-    END: ("another total_steps or early_stop_cycles", "hooks that end the run"),
-}
 
 
 @dataclass(kw_only=True)
@@ -87,7 +49,6 @@ class LineComparison:
         iteration: the first iteration that differs; ``None`` if there is none.
         what: the parts of it that differ, in the order in which an iteration computes them.
         details: the differing values of both runs, by name.
-        causes: what may have caused the first part to differ.
         has_same_definition: whether both runs have the same definition: options, data and seed.
         weights_at: the last iteration at which the weights of both runs were found to be equal;
             ``None`` if they were not compared.
@@ -104,7 +65,6 @@ class LineComparison:
     iteration: int | None = None
     what: list[str] = field(default_factory=list)
     details: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    causes: list[str] = field(default_factory=list)
     has_same_definition: bool = True
     weights_at: int | None = None
     has_compared_buffers: bool = False
@@ -121,16 +81,17 @@ class LineComparison:
     def add_line(self, body: bytes, *, is_end: bool) -> None:
         """Count a line that is equal in both runs, given without its hash."""
         self.num_equal += not is_end
-        self._set_step("num_equal", step_of(body))
+        self.set_step("num_equal", step_of(body))
         # A loss may have the name of a digest.
         if b',"weights":"' in body and "weights" in _load(body):
             self.weights_at = self.num_equal
-            self._set_step("weights_at", step_of(body))
+            self.set_step("weights_at", step_of(body))
         if is_end and has_buffers(body):
             hashes = _load(body)["buffers"]
             self.add_buffers(hashes, hashes)
 
-    def _set_step(self, name: str, step: int | None) -> None:
+    def set_step(self, name: str, step: int | None) -> None:
+        """Note the optimizer steps at a place, if they are known."""
         self.steps.pop(name, None)
         self.steps |= {} if step is None else {name: step}
 
@@ -151,13 +112,12 @@ class LineComparison:
         if self.iteration is None or number < self.iteration:
             # What differs later and was found in lines that come rarely shows in the details.
             self.iteration, self.num_equal = number, number - 1
-            self._set_step("num_equal", None)
-            self._set_step("iteration", scores.step)
-            self.what, self.causes = [], []
+            self.set_step("num_equal", None)
+            self.set_step("iteration", scores.step)
+            self.what = []
         if self.iteration == number and SCORES not in self.what:
             self.what.append(SCORES)
             self.details["scores"] = scores.details
-            self.causes = self.causes or causes_of(self)
 
 
 def _load(body: bytes) -> dict[str, Any]:
@@ -205,11 +165,6 @@ class Difference(LineComparison):
         is_at_end = self.have_ended[0] is self.have_ended[1]
         return self.iteration is None and is_as_long and is_at_end
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        paths = {"first": str(self.first), "second": str(self.second)}
-        return {**vars(self), **paths, "is_equal": self.is_equal}
-
 
 def diff(first: str | Path, second: str | Path) -> Difference:
     """Compare the ledgers of two runs line by line, and the scores where both have validated.
@@ -246,7 +201,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         if one == other:
             found.add_line(one, is_end=not are_iterations[0])
         elif are_iterations[0] == are_iterations[1]:
-            describe_difference(found, (one, str(found.first)), (other, str(found.second)))
+            describe_difference(found, one, other, f"{found.first} or {found.second}")
     if start and start in counts:
         raise LedgerError(
             f"{found.first} and {found.second} have no iteration in common: they begin after "
@@ -267,36 +222,31 @@ def _read_complete_lines(path: Path) -> Iterator[bytes]:
     return (data for data in read_lines(path) if data.endswith(b"\n"))
 
 
-def describe_difference(
-    found: LineComparison, one: tuple[bytes, str], other: tuple[bytes, str]
-) -> None:
+def describe_difference(found: LineComparison, one: bytes, other: bytes, ledgers: str) -> None:
     """Note the first iteration that differs, and in what.
 
     Args:
         found: what was found so far.
-        one: the line of one run without its hash, and the name of its ledger for messages.
-        other: that of the other one.
+        one: the line of one run without its hash.
+        other: that of the other one; both are lines of iterations, or of the end.
+        ledgers: their names for messages.
 
     Raises:
         LedgerError: if one of the lines cannot be right.
     """
-    left, right = (_parse(*each, found.num_equal) for each in (one, other))
-    found.iteration = left["at"][1]
-    if left["at"] == right["at"]:
-        found.steps["iteration"] = left["at"][2]
+    found.iteration = found.num_equal + (_END not in one)
     try:
+        left, right = _load(one), _load(other)
         _compare(found, left, right)
-    except (TypeError, ValueError, AttributeError, LookupError, struct.error) as error:
+        is_next = left["at"][1] == right["at"][1] == found.iteration
+        found.steps |= {"iteration": left["at"][2]} if left["at"] == right["at"] else {}
+    except (TypeError, ValueError, AttributeError, LookupError, struct.error):
+        is_next = False
+    if not is_next or not found.what:
         raise LedgerError(
-            f"{one[1]} or {other[1]} has a damaged entry in iteration {found.iteration}. `helios "
-            "verify` names its line."
-        ) from error
-    if not found.what:
-        raise LedgerError(
-            f"{one[1]} and {other[1]} differ in iteration {found.iteration} in nothing that a "
-            "ledger holds. `helios verify` names lines that were changed."
+            f"{ledgers} has a damaged line after iteration {found.num_equal}. `helios verify` "
+            "names it."
         )
-    found.causes = causes_of(found)
 
 
 def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
@@ -309,7 +259,9 @@ def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str,
     for what, keys in _KEYS:
         changed = [key for key in keys if left.get(key) != right.get(key)]
         for key in changed:
-            found.details[key] = (_read(key, left), _read(key, right))
+            pair = (left.get(key), right.get(key))
+            # Those of weights are hashes.
+            found.details[key] = pair if what == WEIGHTS else (_read(pair[0]), _read(pair[1]))
         if changed:
             found.what.append(what)
     if "buffers" in left:
@@ -319,13 +271,6 @@ def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str,
         found.details["at"] = (left["at"], right["at"])
 
 
-def causes_of(found: LineComparison) -> list[str]:
-    """Return what may have caused the part that differs first."""
-    first = found.what[0]
-    may_be_first = first == NUMERICS and found.num_equal == 0
-    return [*([_FIRST] if may_be_first else []), *_CAUSES[first]]
-
-
 def _compare_buffers(
     found: LineComparison, one: Mapping[str, str | None], other: Mapping[str, str | None]
 ) -> None:
@@ -333,7 +278,7 @@ def _compare_buffers(
     found.add_buffers(one, other)
     if WEIGHTS not in found.what:
         found.weights_at = found.num_equal
-        found.steps |= {"weights_at": step} if (step := found.steps.get("num_equal")) else {}
+        found.set_step("weights_at", found.steps.get("num_equal"))
     names = [name for name in {**one, **other} if one.get(name, "") != other.get(name, "")]
     if names:
         found.what.append(BUFFERS)
@@ -341,45 +286,13 @@ def _compare_buffers(
         found.details["buffers"] = (left, right)
 
 
-def _read(key: str, line: Mapping[str, Any]) -> Any:
+def _read(value: Any) -> Any:
     """Return an entry of a line, with numbers instead of their bits."""
-    value = line.get(key)
-    if key == "norm":
-        return _number(value)
     if isinstance(value, dict):
-        return {name: _number(digits) for name, digits in value.items()}
+        return {name: _read(digits) for name, digits in value.items()}
     if isinstance(value, list):
-        return [_number(digits) for digits in value]
-    return value
-
-
-def _number(digits: str | None) -> float | None:
-    return None if digits is None else read_float(digits)
-
-
-def _parse(data: bytes, name: str, num_equal: int) -> dict[str, Any]:
-    """Return the content of the line that follows an iteration.
-
-    Raises:
-        LedgerError: if the line is damaged, or that of another iteration.
-    """
-    try:
-        content = _load(data)
-        place = content["at"][1]
-    except (ValueError, LookupError, TypeError) as error:
-        raise LedgerError(
-            f"{name} has a damaged line: {data[:60]!r}. `helios verify` names all of them."
-        ) from error
-    if place != num_equal + ("end" not in content):
-        raise LedgerError(
-            f"{name} has the line of iteration {place} after that of iteration {num_equal}. "
-            "`helios verify` names all lines that are wrong."
-        )
-    return content
-
-
-_CHECKPOINT = "a checkpoint that was changed, or lacks state that it does not name"
-_DEFINITION = "other options, seed or data than those that the ledger begins with"
+        return [_read(digits) for digits in value]
+    return read_float(value) if isinstance(value, str) else value
 
 
 @dataclass
@@ -402,12 +315,6 @@ class Replay(LineComparison):
     def is_equal(self) -> bool:
         """Whether all lines and scores are equal."""
         return self.iteration is None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
-        own = {"ledger": str(self.ledger), "checkpoint": checkpoint}
-        return {**vars(self), **own, "is_equal": self.is_equal}
 
 
 @final
@@ -524,10 +431,5 @@ class LedgerFollower(LineReceiver):
             )
         if is_end != (_END in known):
             found.iteration, found.what = found.num_equal + 1, [END]
-            found.causes = causes_of(found)
         else:
-            describe_difference(found, (known, str(found.ledger)), (own, "The replay"))
-        if not found.has_same_definition:
-            found.causes.insert(0, _DEFINITION)
-        if found.checkpoint is not None and found.num_equal == found.begins_after:
-            found.causes.append(_CHECKPOINT)
+            describe_difference(found, known, own, str(found.ledger))

@@ -227,7 +227,7 @@ def unseal(data: bytes, chain: str) -> tuple[dict[str, Any], str]:
         chain: as in :func:`seal`.
 
     Raises:
-        LedgerError: if the line is incomplete, or if it does not follow the one before.
+        LedgerError: if the line is incomplete, is not JSON, or does not follow the one before.
     """
     body, tail = data[:-TAIL_BYTES], data[-TAIL_BYTES:]
     if not data.endswith(b"\n"):
@@ -238,8 +238,10 @@ def unseal(data: bytes, chain: str) -> tuple[dict[str, Any], str]:
     found = sha256(chain.encode() + body).hexdigest()[:_DIGITS]
     if tail != _HASH + found.encode() + b'"}\n':
         raise LedgerError("does not match its hash, or does not follow the line before it")
-    content: dict[str, Any] = json.loads(body + b"}")
-    return content, found
+    try:
+        return json.loads(body + b"}"), found
+    except ValueError as error:
+        raise LedgerError("is not JSON") from error
 
 
 def end_of(chain: str) -> bytes:

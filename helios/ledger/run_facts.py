@@ -99,11 +99,6 @@ class RunFacts:
         path = self.folder / book.FILE_NAME
         return book.read_last_losses(path) if path.is_file() else {}
 
-    def find_last_iteration(self) -> int | None:
-        """Return the last iteration; ``None`` if it is unknown."""
-        path = self.folder / book.FILE_NAME
-        return book.read_last_iteration(path) if path.is_file() else None
-
     def add(self, event: dict[str, Any]) -> None:
         """Add the next event."""
         match event["event"]:

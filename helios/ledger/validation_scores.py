@@ -6,17 +6,14 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from helios.errors import LedgerError
 from helios.ledger.book import parse_header, read_all_lines
 from helios.ledger.line import is_scores, read_float, step_of, write_float
-from helios.text import with_step
-
-_MOST_NAMED = 3
+from helios.text import count_text
 
 
 @dataclass
@@ -34,6 +31,32 @@ class RunScores:
     by_hand: dict[int, Mapping[str, int]] = field(default_factory=dict)
     unscored: frozenset[str] = frozenset()
     steps: dict[int, int] = field(default_factory=dict)
+
+    def add(self, data: bytes, step: int | None) -> int:
+        """Add a line of scores; see :mod:`helios.ledger.line`.
+
+        Args:
+            data: the line.
+            step: optimizer steps at its iteration, if they are known.
+
+        Returns:
+            The iteration that it follows.
+
+        Raises:
+            LedgerError: if the line has no scores.
+        """
+        try:
+            content = json.loads(data)
+            after = int(content["after"])
+            scores = {name: read_float(digits) for name, digits in content["scores"].items()}
+            by_hand = {name: int(count) for name, count in content.get("by_hand", {}).items()}
+            self.unscored |= frozenset(content.get("unscored", ()))
+        except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+            raise LedgerError("lacks what a line of scores has") from error
+        self.by_iteration[after], self.by_hand[after] = scores, by_hand
+        if step is not None:
+            self.steps[after] = step
+        return after
 
 
 @dataclass
@@ -70,39 +93,8 @@ def read_scores(ledger: Path) -> RunScores:
             continue
         # `verify` names a line that is wrong; one that is being written has no end.
         with contextlib.suppress(LedgerError):
-            line = parse_scores(data)
-            found.by_iteration[line.after] = line.scores
-            found.by_hand[line.after] = line.by_hand
-            found.unscored |= line.unscored
-            step = step_of(before)
-            if step is not None:
-                found.steps[line.after] = step
+            found.add(data, step_of(before))
     return found
-
-
-class ScoreLine(NamedTuple):
-    """The content of a line of scores; see :mod:`helios.ledger.line`."""
-
-    after: int
-    scores: dict[str, float]
-    unscored: frozenset[str]
-    by_hand: dict[str, int]
-
-
-def parse_scores(data: bytes) -> ScoreLine:
-    """Return the content of a line of scores.
-
-    Raises:
-        LedgerError: if the line has no scores.
-    """
-    try:
-        content = json.loads(data)
-        scores = {name: read_float(digits) for name, digits in content["scores"].items()}
-        by_hand = {name: int(count) for name, count in content.get("by_hand", {}).items()}
-        unscored = frozenset(content.get("unscored", ()))
-        return ScoreLine(int(content["after"]), scores, unscored, by_hand)
-    except (ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        raise LedgerError("lacks what a line of scores has") from error
 
 
 def compare_scores(
@@ -136,10 +128,18 @@ def compare_scores(
             found.iteration, found.step = number, steps.get(number)
             found.details = (_pick(left, differing), _pick(right, differing))
         found.num_equal += bool(shared) and found.iteration is None
-    places = [
-        with_step(number, steps.get(number)) for number in sorted(sides[0].keys() ^ sides[1].keys())
+    lone_places = sides[0].keys() ^ sides[1].keys()
+    if lone_places:
+        found.not_compared.append(
+            f"scores after {count_text(len(lone_places), 'iteration')} were not compared: only one "
+            "of the runs has validated there"
+        )
+    found.not_compared += [
+        f"the score {name!r} was not compared: only one of the runs has it" for name in sorted(lone)
     ]
-    found.not_compared += _name_rest(places, lone, unscored)
+    found.not_compared += [
+        f"the score {name!r} was not compared: it is unscored" for name in sorted(unscored)
+    ]
     found.not_compared += [
         f"the score {name!r} was not compared: it was filled by hand, on {counts[0]} and "
         f"{counts[1]} processes"
@@ -158,19 +158,3 @@ def _find_partial(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str,
 
 def _pick(table: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
     return {name: table[name] for name in names}
-
-
-def _name_rest(places: Sequence[str], lone: Iterable[str], exempt: Iterable[str]) -> Iterator[str]:
-    """Yield what was not compared of runs that have recorded scores."""
-    if places:
-        shown = ", ".join(places[:_MOST_NAMED])
-        rest = len(places) - _MOST_NAMED
-        shown += f" and {rest} more" if rest > 0 else ""
-        yield (
-            f"scores after iteration {shown} were not compared: only one of the runs has "
-            "validated there"
-        )
-    for name in sorted(lone):
-        yield f"the score {name!r} was not compared: only one of the runs has it"
-    for name in sorted(exempt):
-        yield f"the score {name!r} was not compared: it is unscored"

@@ -6,14 +6,18 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from helios.best import BestValidation
 from helios.errors import LedgerError
 from helios.ledger.book import find_ledger, parse_header, read_all_lines
 from helios.ledger.line import is_scores, stated_hash, unseal, write_float
 from helios.ledger.run_file import read_run_file
-from helios.ledger.validation_scores import RunScores, parse_scores
+from helios.ledger.validation_scores import RunScores
 from helios.text import with_step
+
+if TYPE_CHECKING:
+    from helios.checkpoint.sidecar import Sidecar
 
 
 @dataclass
@@ -46,18 +50,11 @@ class LedgerStatus:
         """Whether nothing is wrong."""
         return not self.findings
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        return {**vars(self), "path": str(self.path), "is_good": self.is_good}
-
 
 def verify(
     run: str | Path,
-    marks: Mapping[str, Mapping[str, Any]] | None = None,
+    sidecars: Mapping[str, Sidecar] | None = None,
     *,
-    digests: Mapping[str, str] | None = None,
-    ended_at: Mapping[str, Any] | None = None,
-    scores: Mapping[str, Mapping[int, Mapping[str, float]]] | None = None,
     hash_buffers: Callable[[str, Collection[str]], Mapping[str, str | None]] | None = None,
     watch: Callable[[dict[str, Any]], object] | None = None,
 ) -> LedgerStatus:
@@ -65,12 +62,10 @@ def verify(
 
     Args:
         run: the folder of the run, or its ledger.
-        marks: the ``ledger`` entry of each checkpoint, by file name: they must be in the ledger.
-        digests: the digest of each checkpoint, by file name: where the run has recorded one, it
-            must be equal.
-        ended_at: the entry of the checkpoint with which the run is known to have ended.
-        scores: what each checkpoint says of validations: scores by iteration, by file name. They
-            must be those that the run has recorded, where it has.
+        sidecars: those of the checkpoints beside it, by file name, the oldest first. Their places
+            must be in the ledger, the scores that they state must be those that the run has
+            recorded, and so must their digests; if the last one says that the run has finished, so
+            must the ledger.
         hash_buffers: returns the hashes of buffers in a checkpoint, as far as it has them, from its
             file name and their names. It is called with those that were saved right before the last
             line of a run that has ended: both must have equal buffers.
@@ -82,55 +77,55 @@ def verify(
     Raises:
         LedgerError: if there is no ledger, or if it cannot be read at all.
     """
-    path = find_ledger(run)
+    path, sidecars = find_ledger(run), sidecars or {}
     status = LedgerStatus(path)
     reader = _Reader(status, watch)
-    missing = {
+    marks = {name: each.ledger for name, each in sidecars.items() if each.ledger is not None}
+    places = {
         name: (mark["size"], mark["hash"], mark.get("tail", mark["hash"]))
-        for name, mark in (marks or {}).items()
+        for name, mark in marks.items()
     }
-    places, begin, size = set(missing.values()), 0, 0
+    missing, begin, size = set(places.values()), 0, 0
     for number, data in enumerate(read_all_lines(path), 1):
         reader.read(number, data)
         begin, size = size, size + len(data)
-        places.discard((size, reader.chain, reader.tail))
+        missing.discard((size, reader.chain, reader.tail))
     if not reader.chain:
         raise LedgerError(f"The ledger {path} is empty, so there is nothing to verify.")
     status.hash = reader.chain
-    if ended_at is not None and not status.has_ended and size <= ended_at["size"]:
-        status.findings.append("the run has ended, but the last line does not say so")
+    for name, each in list(sidecars.items())[-1:]:
+        if each.finished and name in marks and not status.has_ended and size <= places[name][0]:
+            status.findings.append("the run has ended, but the last line does not say so")
     status.findings += [
         f"{name} belongs to another ledger, or to lines that are missing"
-        for name, place in sorted(missing.items())
-        if place in places
+        for name, place in sorted(places.items())
+        if place in missing
     ]
-    status.findings += _check_digests(path.parent, digests or {})
-    if scores:
-        _check_scores(status, scores, reader.scores)
+    status.findings += _check_digests(path.parent, sidecars)
+    _check_scores(status, sidecars, reader.scores)
     if hash_buffers is not None:
-        for name in sorted(name for name, place in missing.items() if place[0] == begin):
+        for name in sorted(name for name, place in places.items() if place[0] == begin):
             _check_buffers(status, name, hash_buffers(name, reader.buffers), reader.buffers)
     return status
 
 
 def _check_scores(
-    status: LedgerStatus,
-    stated: Mapping[str, Mapping[int, Mapping[str, float]]],
-    recorded: RunScores,
+    status: LedgerStatus, sidecars: Mapping[str, Sidecar], recorded: RunScores
 ) -> None:
     """Compare the scores that checkpoints state with those that the run has recorded."""
     seen = set()
-    for name, tables in sorted(stated.items()):
-        for iteration, table in tables.items():
+    for name, sidecar in sidecars.items():
+        best = BestValidation.from_plain(sidecar.best)
+        tables = {} if best is None else {best.iteration: best.scores}
+        for iteration, table in {**tables, sidecar.iteration: sidecar.metrics}.items():
             own = recorded.by_iteration.get(iteration, {})
             place = with_step(iteration, recorded.steps.get(iteration))
-            shared = [key for key in table if key in own]
-            if shared:
-                seen.add(iteration)
+            shared = table.keys() & own.keys()
+            seen |= {iteration} if shared else set()
             status.findings += [
                 f"{name} has the score {key} {table[key]!r} of the validation after iteration "
                 f"{place}, but the run has recorded {own[key]!r}"
-                for key in shared
+                for key in sorted(shared)
                 if write_float(table[key]) != write_float(own[key])
             ]
     status.num_scored = len(seen)
@@ -152,14 +147,14 @@ def _check_buffers(
     ]
 
 
-def _check_digests(folder: Path, digests: Mapping[str, str]) -> Iterator[str]:
+def _check_digests(folder: Path, sidecars: Mapping[str, Sidecar]) -> Iterator[str]:
     """Yield each checkpoint with another digest than when the run saved or loaded it."""
     known: dict[str, set[str]] = {}
     for event in read_run_file(folder):
         if "digest" in event:
             known.setdefault(str(event.get("checkpoint")), set()).add(event["digest"])
-    for name, digest in sorted(digests.items()):
-        if digest not in known.get(name, {digest}):
+    for name, sidecar in sidecars.items():
+        if sidecar.digest not in known.get(name, {sidecar.digest}):
             yield f"{name} is not the file that the run has saved: it was replaced"
 
 
@@ -181,68 +176,65 @@ class _Reader:
         self.buffers: dict[str, str | None] = {}
         self._status = status
         self._watch = watch
-        self._iteration = 0
+        self._number = self._iteration = 0
         self._step: int | None = None
 
     def read(self, number: int, data: bytes) -> None:
-        status = self._status
-        if status.has_ended:
-            status.findings.append(f"line {number} follows the end of the run")
+        self._number = number
+        if self._status.has_ended:
+            self._status.findings.append(f"line {number} follows the end of the run")
         if is_scores(data):
-            self._read_scores(number, data)
+            self._read_scores(data)
             return
         try:
             content, self.chain = unseal(data, self.chain)
-            self.tail = self.chain
-        except (LedgerError, ValueError) as error:
-            what = error if isinstance(error, LedgerError) else "is not JSON"
-            status.findings.append(f"line {number}, {self._describe_place()}, {what}")
-            self.chain = self.tail = stated_hash(data)
+        except LedgerError as error:
+            self._note(str(error))
+            self.chain = stated_hash(data)
             self._count(data)
             return
-        if number == 1:
+        finally:
+            self.tail = self.chain
+        try:
+            self._take(data, content)
+        except (ValueError, LookupError, TypeError, AttributeError, struct.error):
+            self._note("lacks what a line of a ledger has")
+
+    def _read_scores(self, data: bytes) -> None:
+        count = len(self.scores.by_iteration)
+        try:
+            _, self.tail = unseal(data, self.chain)
+            after = self.scores.add(data, self._step)
+        except LedgerError as error:
+            self._note(str(error))
+            return
+        if after != self._iteration or len(self.scores.by_iteration) == count:
+            self._note("has scores that do not belong there")
+
+    def _take(self, data: bytes, content: dict[str, Any]) -> None:
+        status = self._status
+        if self._number == 1:
             header = parse_header(data, status.path)
-            self._iteration = header["after"]
-            status.begins_after = self._iteration
+            self._iteration = status.begins_after = header["after"]
             if header.get("lost"):
                 status.findings.append(f"the lines up to iteration {self._iteration} are missing")
             return
-        try:
-            self._take(number, content)
-        except (ValueError, LookupError, TypeError, AttributeError, struct.error):
-            status.findings.append(
-                f"line {number}, {self._describe_place()}, lacks what a line of a ledger has"
-            )
-
-    def _read_scores(self, number: int, data: bytes) -> None:
-        try:
-            _, self.tail = unseal(data, self.chain)
-            line = parse_scores(data)
-        except (LedgerError, ValueError) as error:
-            what = error if isinstance(error, LedgerError) else "is not JSON"
-            self._status.findings.append(f"line {number}, {self._describe_place()}, {what}")
-            return
-        after, known = line.after, self.scores.by_iteration
-        if after != self._iteration or after in known:
-            self._status.findings.append(
-                f"line {number}, {self._describe_place()}, has scores that do not belong there"
-            )
-        known[after] = line.scores
-        if self._step is not None:
-            self.scores.steps[after] = self._step
-
-    def _take(self, number: int, content: dict[str, Any]) -> None:
         if "end" in content:
-            self._status.has_ended = True
+            status.has_ended = True
             self.buffers = dict(content.get("buffers", {}))
         else:
             _, iteration, step = content["at"]
-            self._follow(number, iteration, step)
+            if iteration != self._iteration + 1:
+                self._note(f"is iteration {with_step(iteration, step)}")
+            self._iteration, self._step = iteration, step
+            status.num_iterations += 1
         if self._watch is not None:
             self._watch(content)
 
-    def _describe_place(self) -> str:
-        return f"after iteration {with_step(self._iteration, self._step)}"
+    def _note(self, what: str) -> None:
+        """Note what is wrong with the present line."""
+        place = f"after iteration {with_step(self._iteration, self._step)}"
+        self._status.findings.append(f"line {self._number}, {place}, {what}")
 
     def _count(self, data: bytes) -> None:
         """Count a bad line as an iteration if it is still one, so that the next one follows."""
@@ -250,11 +242,3 @@ class _Reader:
         if data.startswith(b'{"at":[') and len(head) > 1 and head[1].isdigit():
             self._iteration, self._step = int(head[1]), None
             self._status.num_iterations += 1
-
-    def _follow(self, number: int, iteration: int, step: int) -> None:
-        if iteration != self._iteration + 1:
-            self._status.findings.append(
-                f"line {number} is iteration {with_step(iteration, step)}, {self._describe_place()}"
-            )
-        self._iteration, self._step = iteration, step
-        self._status.num_iterations += 1

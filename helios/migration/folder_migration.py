@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -90,17 +89,13 @@ class Report:
         return f"{self.path}{': ' if notes else ''}{'; '.join(notes)}"
 
 
-def _show_nothing(num_files: int) -> AbstractContextManager[Callable[[int], object]]:
-    return nullcontext(lambda num_done: None)
-
-
 def migrate_checkpoints(
     root: Path,
     *,
     is_recursive: bool = True,
     is_dry: bool = False,
     backs_up: bool = True,
-    show: Callable[[int], AbstractContextManager[Callable[[int], object]]] = _show_nothing,
+    watch: Callable[[Sequence[Path]], Iterable[Path]] = iter,
 ) -> list[Report]:
     """Migrate the files of a folder, or one file, to the current format.
 
@@ -109,20 +104,14 @@ def migrate_checkpoints(
         is_recursive: whether to migrate those in the folders below it, too.
         is_dry: whether to only report; nothing is written.
         backs_up: whether to keep each old file in :data:`BACKUP_FOLDER` beside it.
-        show: is called with the number of files, and makes what is called for each one that is
-            done.
+        watch: passes on the files one by one, and may show how far the work is.
 
     Returns:
         What has become of each file that may be a checkpoint; failures are in it.
     """
     paths = list(_find_candidates(root, is_recursive)) if root.is_dir() else [root]
     migration = _Migration(is_dry=is_dry, backs_up=backs_up)
-    reports = []
-    with show(len(paths)) as watch:
-        for path in paths:
-            reports.append(migration.migrate(path))
-            watch(1)
-    return reports
+    return [migration.migrate(path) for path in watch(paths)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from helios.best import BestRule, rank_by_score
-from helios.errors import ArgumentError
 from helios.ledger.run_facts import RunFacts, find_differences, find_run, read_curves, read_run
 
 _MOST_CHARACTERS = 40
@@ -70,31 +69,22 @@ class RunComparison:
     rows: list[ComparedRun]
     groups: list[ScoreGroup]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the comparison as plain values."""
-        return asdict(self)
-
 
 def read_runs(places: Sequence[str | Path]) -> dict[str, RunFacts]:
     """Return what is known of runs, by their names: those of folders, or paths where these repeat.
 
     Raises:
-        ArgumentError: for fewer than two runs, or for one that is named twice.
         LedgerError: if a run has no files, or if one cannot be read.
     """
     found = [read_run(find_run(place)) for place in places]
-    folders = {run.folder.resolve() for run in found}
-    if len(folders) < max(2, len(found)):
-        raise ArgumentError(
-            f"compare needs at least two runs, each once, got {', '.join(map(str, places))}."
-        )
     names = [run.name for run in found]
     return {str(run.folder) if names.count(run.name) > 1 else run.name: run for run in found}
 
 
 def compare_runs(runs: Mapping[str, RunFacts]) -> RunComparison:
     """Compare runs by what they ran with, and by their scores."""
-    settings = _find_differences(list(runs.values()))
+    differences = find_differences(list(runs.values()))
+    settings = {name: [*map(_shorten, values)] for name, values in differences.items()}
     bests = [run.best for run in runs.values()]
     rules = {best.rule for best in bests if best is not None}
     rule = rules.pop() if len(rules) == 1 else None
@@ -128,13 +118,6 @@ def _rank(
     scored = [(each.get(rule.metric, math.nan), n) for n, each in enumerate(scores)]
     ranked = rank_by_score(scored, rule.mode)
     return [items[n] for n in (*ranked, *(n for n in range(len(items)) if n not in ranked))]
-
-
-def _find_differences(runs: Sequence[RunFacts]) -> dict[str, list[str]]:
-    """Return the values in each run of what differs, by name."""
-    found = {name: [*map(_shorten, values)] for name, values in find_differences(runs).items()}
-    lengths = [_shorten(run.find_last_iteration()) for run in runs]
-    return found | ({"iterations": lengths} if len(set(lengths)) > 1 else {})
 
 
 def _shorten(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from helios.checkpoint import loading
 from helios.checkpoint.record import Record
-from helios.checkpoint.reproducibility import Level, level_of
+from helios.checkpoint.reproducibility import level_of
 from helios.errors import UsageError
 from helios.ledger.differences import LedgerFollower, Replay
 from helios.ledger.writer import LedgerWriter
@@ -25,7 +25,6 @@ from helios.startup.resume_point import Start
 from helios.startup.run_setup import Run
 from helios.text import with_step
 
-_PROCESSES = "another number of processes than the run had, which the level 'restart' forbids"
 _ENOUGH = "the replay has compared what it was asked to"
 
 
@@ -75,7 +74,6 @@ class _Comparison:
         self._record = None if start.loaded is None else start.loaded.record
         self._follower: LedgerFollower | None = None
         self._writer: LedgerWriter | None = None
-        self._is_elastic = False
 
     def make_recorders(
         self, identity: dict[str, Any], reproducibility: Reproducibility
@@ -97,7 +95,6 @@ class _Comparison:
     def _require_level(self, reproducibility: Reproducibility) -> None:
         level = level_of(reproducibility.findings, reproducibility.level)
         require_restart(level, str(reproducibility))
-        self._is_elastic = {level, self._range.level} <= {Level.ELASTIC, None}
         record, count = self._record, self._run.replicas.num_processes
         if record is not None and record.by_rank and len(record.by_rank) != count:
             raise UsageError(
@@ -143,7 +140,4 @@ class _Comparison:
                 f"{found.stop}: {session.agreement.asked.interruption}. Up to there, all lines are "
                 "equal. Replay without what interrupts it, or pass an earlier stop."
             )
-        is_spread = self._run.replicas.num_replicas > 1 and not self._is_elastic
-        if found.iteration is not None and is_spread:
-            found.causes.append(_PROCESSES)
         return found

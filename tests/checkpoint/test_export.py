@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.checkpoint import status
 from helios.checkpoint.export import Weights, select_weights
-from helios.checkpoint.export_files import FILE_FORMATS, write_weights
+from helios.checkpoint.export_files import write_weights
 from helios.errors import ArgumentError, CheckpointError
 from helios.plugins import EMA
 from tests.checkpoint.helpers import make_payload
@@ -179,7 +179,7 @@ def test_what_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", FILE_FORMATS)
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
 def test_a_full_disk_leaves_the_old_file_and_no_other(kind: str, tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     path = tmp_path / "x"

@@ -19,7 +19,7 @@ from helios.checkpoint.comparison import compare_checkpoints
 from helios.checkpoint.contents import METADATA_NAME, RECORD_NAME
 from helios.checkpoint.export import select_weights
 from helios.checkpoint.loading import Checked, Condition, Depth
-from helios.checkpoint.outline import outline
+from helios.checkpoint.outline import list_tensors
 from helios.checkpoint.sharded_rows import copy_rows
 from helios.checkpoint.status import examine, look_into
 from helios.checkpoint.store import CheckpointStore, RunFolder
@@ -411,7 +411,7 @@ def test_tools_show_verify_compare_and_export_folders(folder: RunFolder, tmp_pat
     }
     status, tree = look_into(path)
     assert status.size == sum(each.stat().st_size for each in path.iterdir())
-    shown = {node.path: node for node in outline(tree)}
+    shown = {entry.path: entry for entry in list_tensors(tree)}
     for name, (shape, dtype) in FORMS.items():
         assert shown[name].shape == shape
         assert shown[name].dtype == str(dtype).removeprefix("torch.")

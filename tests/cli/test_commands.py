@@ -18,7 +18,7 @@ from safetensors import safe_open
 from helios import chkpt_migrator
 from helios.checkpoint import file_names
 from helios.checkpoint.store import RunFolder
-from helios.cli import commands, main, output
+from helios.cli import main
 from tests.checkpoint import hostile
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.cli import helps
@@ -26,8 +26,7 @@ from tests.support.synthetic_run import write_ledger, write_run_file
 
 COMMANDS = {
     "ls": lambda path: ["ls", str(path.parent)],
-    "ls --verify": lambda path: ["ls", "--verify", str(path.parent)],
-    "inspect": lambda path: ["inspect", "--depth", "0", str(path)],
+    "inspect": lambda path: ["inspect", str(path)],
     "verify": lambda path: ["verify", str(path)],
     "export to pt": lambda path: ["export", str(path), "--to", "pt"],
     "export to safetensors": lambda path: ["export", str(path), "--to", "safetensors"],
@@ -88,10 +87,10 @@ def test_ls_lists_and_marks_where_a_start_goes_on(
     lines = ran.out.splitlines()
     assert lines[0] == str(root / "run")
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines[2:5]]
-    assert rows[1][:4] == ["*", "run_epoch_1_iter_2.pth", "1", "2"]
-    assert rows[1][5:7] == ["not verified", "loss=0.3333"]
+    assert rows[1][:3] == ["*", "run_epoch_1_iter_2.pth", "2"]
+    assert rows[1][4:6] == ["not verified", "loss=0.3333"]
     assert rows[2][0] == "run_epoch_1_iter_3.pth"
-    assert rows[2][4] == "damaged"
+    assert rows[2][3] == "damaged"
     assert "run_epoch_1_iter_3.pth is not a complete archive" in lines[5]
 
 
@@ -106,54 +105,35 @@ def test_ls_and_inspect_say_how_the_last_start_has_ended(
         assert line.endswith("2 processes: interruption: SIGTERM")
 
 
-def test_ls_reads_bytes_only_when_asked_to(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = newest(root)
-    data = bytearray(path.read_bytes())
-    data[data.find((torch.arange(50.0) * 3).numpy().tobytes()) + 9] ^= 1
-    path.write_bytes(data)
-    assert "damaged" not in Ran(capsys, "ls", root).out
-    assert "damaged" in Ran(capsys, "ls", root, "--verify").out
-
-
 @pytest.mark.shows("S29")
 def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunFolder(root / "run")
     run.move_aside()
     save(run, 1, 7)
     document = Ran(capsys, "ls", root, "--json").json
-    now, before = document["folders"]
+    (folder,) = document["folders"]
+    path = str(root / "run" / "run_epoch_1_iter_7.pth")
     assert document["root"] == str(root)
-    assert (now["start"], now["is_moved_aside"]) == ("resumes", False)
-    assert now["start_path"] == str(root / "run" / "run_epoch_1_iter_7.pth")
-    assert now["files"][0] | {"size": 0} == {
-        "path": str(root / "run" / "run_epoch_1_iter_7.pth"),
-        "state": "not verified",
-        "reason": "",
-        "size": 0,
-        "epoch": 1,
-        "iteration": 7,
-        "step": None,
-        "checked": "container",
-        "needs": [],
-        "run_name": "run",
-        "metrics": {"loss": 0.125},
-        "level": "restart",
-        "missing": {},
-        "claims": [],
-        "finished": None,
-        "is_migrated": False,
-    }
-    assert (before["start"], before["start_path"], before["is_moved_aside"]) == (None, None, True)
-    assert len(before["files"]) == 3
+    assert (folder["start"], folder["start_path"]) == ("resumes", path)
+    (found,) = folder["files"]
+    assert (found["path"], found["state"], found["checked"]) == (path, "not verified", "container")
+    assert (found["reason"], found["place"], found["needs"]) == ("", [1, 7], [])
+    assert found["size"] == Path(path).stat().st_size
+    sidecar = found["sidecar"]
+    assert (sidecar["run_name"], sidecar["metrics"]) == ("run", {"loss": 0.125})
+    assert (sidecar["level"], sidecar["finished"]) == ("restart", None)
 
 
 def test_ls_of_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran = Ran(capsys, "ls", tmp_path)
-    assert (ran.code, ran.out) == (0, f"There are no checkpoints in {tmp_path}.\n")
+    assert (ran.code, ran.out) == (
+        0,
+        f"There is no folder of checkpoints in {tmp_path}.\n",
+    )
     assert Ran(capsys, "ls", tmp_path, "--json").json["folders"] == []
 
 
-def test_ls_of_many_old_files_gives_the_remedy_a_few_times_only(
+def test_ls_of_many_old_files_gives_the_remedy_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile.CASES["of helios-ml"][1](tmp_path / "run_epoch_2_iter_4.pth")
@@ -161,8 +141,8 @@ def test_ls_of_many_old_files_gives_the_remedy_a_few_times_only(
     for iteration in range(5, 10):
         (tmp_path / f"run_epoch_2_iter_{iteration}.pth").write_bytes(data)
     ran = Ran(capsys, "ls", tmp_path)
-    assert ran.out.count("chkpt_migrator") == 3
-    assert "3 more are unmigrated." in ran.out
+    assert ran.out.count("chkpt_migrator") == 1
+    assert ran.out.count("unmigrated") == 6
 
 
 @pytest.mark.shows("S27")
@@ -210,7 +190,7 @@ def test_verify_reads_a_ledger_without_checkpoints(
     for folder in (tmp_path / "runs" / "a", tmp_path / "runs"):
         ran = Ran(capsys, "verify", folder)
         assert (ran.code, ran.err) == (0, "")
-        assert re.fullmatch(r"good .*/a/ledger\.jsonl \(2 iterations, .*\)\n", ran.out)
+        assert re.fullmatch(r"good .*/a/ledger\.jsonl \(iterations 1 to 2, .*\)\n", ran.out)
     path = tmp_path / "runs" / "a" / "ledger.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"at":[1,1,1]', b'"at":[1,1,7]'))
     assert Ran(capsys, "verify", tmp_path / "runs").code == 1
@@ -226,7 +206,7 @@ def test_migrate_is_the_migrator(root: Path, capsys: pytest.CaptureFixture[str])
     assert (chkpt_migrator.main(words), capsys.readouterr().out) == (first.code, first.out)
     ran = Ran(capsys, "migrate", root / "none")
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith("helios migrate: No such folder or file: ")
+    assert ran.err.startswith("helios migrate: No such file or folder: ")
 
 
 @pytest.mark.shows("S27")
@@ -235,26 +215,24 @@ def test_inspect_shows_sidecar_counters_and_tensors(
 ) -> None:
     ran = Ran(capsys, "inspect", newest(root))
     assert (ran.code, ran.err) == (0, "")
-    assert re.search(r"^run +run$", ran.out, re.MULTILINE)
-    assert re.search(r"^training_state +global_epoch: 1, global_iteration: 3$", ran.out, re.M)
-    assert re.search(r"^  weight +float32 +\[50\] +200 bytes$", ran.out, re.MULTILINE)
+    assert re.search(r"^run_name +run$", ran.out, re.MULTILINE)
+    assert re.search(r"^training_state +global_epoch 1, global_iteration 3$", ran.out, re.M)
+    assert re.search(r"^model\.weight +float32 +\[50\] +200 bytes$", ran.out, re.MULTILINE)
     assert ran.out.splitlines()[-1] == "2 tensors, 216 bytes"
-    assert "weight" not in Ran(capsys, "inspect", newest(root), "--depth", "1").out
 
 
 @pytest.mark.shows("S29")
 def test_inspect_in_json_has_every_tensor(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran = Ran(capsys, "inspect", newest(root), "--json", "--depth", "1")
+    ran = Ran(capsys, "inspect", newest(root), "--json")
     assert ran.code == 0
     document = ran.json
     assert document["training_state"] == {"global_epoch": 1, "global_iteration": 3}
     assert document["sidecar"]["digest"].startswith("sha256:")
-    assert document["keys"][:3] == ["schema", "version", "training_state"]
     assert document["tensors"][0] == {
         "path": "model.weight",
         "dtype": "float32",
         "shape": [50],
-        "bytes": 200,
+        "num_bytes": 200,
         "note": "",
     }
     assert (document["num_tensors"], document["num_bytes"]) == (2, 216)
@@ -275,7 +253,7 @@ def test_every_kind_of_file_ends_in_a_code_and_a_message_with_its_name(
     assert "Traceback" not in ran.out + ran.err
     if command == "verify" or command.startswith("export"):
         assert ran.code == (state != "good")
-    if command in ("ls --verify", "verify"):
+    if command == "verify":
         assert state in ran.out
     if command.startswith("export"):
         assert bool(ran.err) == (state != "good")
@@ -318,46 +296,19 @@ def test_export_writes_beside_the_checkpoint_and_says_where_from(
 
 
 @pytest.mark.shows("P98")
-def test_export_to_huggingface_copies_the_config_and_says_where_one_is_missing(
+def test_export_to_huggingface_says_that_a_config_is_missing(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "mine.json"
-    config.write_text('{"model_type": "gpt2"}  ')
     words = ("export", newest(root), "--to", "huggingface")
     ran = Ran(capsys, *words)
     assert (ran.code, ran.err) == (0, "")
     assert "needs a config.json" in ran.out
     target = tmp_path / "out"
-    document = Ran(capsys, *words, "--config", config, "--out", target, "--json").json
-    assert (target / "config.json").read_bytes() == config.read_bytes()
+    document = Ran(capsys, *words, "--out", target, "--json").json
     assert document["path"] == str(target)
-    assert document["files"] == ["config.json", "model.safetensors"]
+    assert document["files"] == ["model.safetensors"]
     with safe_open(target / "model.safetensors", framework="pt") as opened:
         assert opened.metadata() == document["metadata"]
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--max-shard-size", "five"], "--max-shard-size must be a positive number of bytes"),
-        (["--max-shard-size", "0GB"], "got '0GB'"),
-        (["--max-shard-size", "-1"], "got '-1'"),
-        (["--config", "none"], "No such file"),
-        (["--to", "safetensors", "--config", "LIST"], "need --to huggingface"),
-        (["--to", "pt", "--max-shard-size", "5GB"], "need --to huggingface"),
-    ],
-)
-def test_options_of_a_folder_are_checked_before_anything_is_written(
-    words: list[str], text: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "list.json").write_text("[1]")
-    places = {"CHECKPOINT": str(newest(root)), "LIST": str(tmp_path / "list.json")}
-    before = sorted(newest(root).parent.iterdir())
-    given = [places.get(word, word) for word in words]
-    ran = Ran(capsys, "export", newest(root), "--to", "huggingface", *given)
-    assert (ran.code, ran.out) == (2, "")
-    assert text in ran.err
-    assert sorted(newest(root).parent.iterdir()) == before
 
 
 def test_export_does_not_write_over_a_file_without_force(
@@ -389,13 +340,9 @@ def test_export_of_a_damaged_file_writes_nothing(
 WRONG = {
     "no command": [],
     "an unknown command": ["list"],
-    "the best of a file": ["inspect", "FILE", "--best"],
-    "watch as JSON": ["ls", "ROOT", "--watch", "--json"],
     "ls of nothing": ["ls", "ROOT/none"],
     "inspect a folder": ["inspect", "ROOT"],
-    "inspect a pipe": ["inspect", "PIPE"],
     "verify nothing": ["verify", "ROOT/none"],
-    "verify a pipe": ["verify", "PIPE"],
     "verify an empty folder": ["verify", "EMPTY"],
     "export to nothing": ["export", "FILE"],
     "export to another format": ["export", "FILE", "--to", "onnx"],
@@ -410,12 +357,10 @@ WRONG = {
 def test_wrong_usage_is_told_on_stderr_with_code_2(
     name: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").mkdir()
     places = {
         "FILE": newest(root),
         "ROOT": root,
-        "PIPE": tmp_path / "pipe",
         "EMPTY": tmp_path / "empty",
     }
     words = [re.sub("^[A-Z]+", lambda m: str(places[m.group()]), word) for word in WRONG[name]]
@@ -462,29 +407,7 @@ def test_numbers_that_json_has_not_become_text(
         RunFolder(tmp_path), make_payload(1, 1), stem="run_epoch_1_iter_1", sidecar=sidecar
     )
     (folder,) = Ran(capsys, "ls", tmp_path, "--json").json["folders"]
-    assert folder["files"][0]["metrics"] == {"loss": "nan", "best": "inf"}
-
-
-def test_a_table_gives_up_columns_where_the_terminal_is_narrow() -> None:
-    columns = [
-        output.Column("file"),
-        output.Column("size", is_right=True, rank=1),
-        output.Column("level", rank=2),
-        output.Column("never", rank=1),
-    ]
-    rows = [["a.pth", "9 B", "elastic", ""], ["long_name.pth", "10 B", "bound", ""]]
-    assert output.table(columns, rows) == [
-        "file           size  level",
-        "a.pth           9 B  elastic",
-        "long_name.pth  10 B  bound",
-    ]
-    assert output.table(columns, rows, 25)[1] == "a.pth           9 B"
-    assert output.table(columns, rows, 5) == ["file", "a.pth", "long_name.pth"]
-
-
-def test_facts_are_wrapped_beside_their_names_and_paths_are_never_cut() -> None:
-    lines = output.facts({"a": "one two three four five six", "path": "x" * 40}, width=28)
-    assert lines == ["a     one two three four", "      five six", "path  " + "x" * 40]
+    assert folder["files"][0]["sidecar"]["metrics"] == {"loss": "nan", "best": "inf"}
 
 
 def start(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
@@ -505,7 +428,7 @@ def start(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of which there is more to say than a pipe holds."""
-    names = {f"value_{number}": number for number in range(20_000)}
+    names = {f"value_{number}": torch.zeros(1) for number in range(5_000)}
     return save(RunFolder(tmp_path_factory.mktemp("wide")), 1, 1, **names)
 
 
@@ -540,10 +463,3 @@ def test_the_module_is_the_command(root: Path) -> None:
     )
     assert json.loads(ran.stdout)["is_good"] is True
     assert ran.stderr == b""
-
-
-def test_every_command_is_listed_once() -> None:
-    assert set(commands._COMMANDS) == {
-        *("ls", "inspect", "verify", "diff", "replay"),
-        *("report", "compare", "export", "doctor", "migrate"),
-    }

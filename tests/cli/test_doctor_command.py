@@ -35,4 +35,4 @@ def test_without_pytorch_the_doctor_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["doctor"]) == 2
-    assert "no module torch" in capsys.readouterr().err
+    assert "torch is not installed" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +50,12 @@ def test_commands_show_the_step_beside_an_iteration(
     listed = say("ls", run)
     assert "12 (step 6)" in listed
     assert "(iteration 12 (step 6))" in listed.partition("best: ")[2]
-    assert "epoch 2, iteration 12 (step 6)" in say("inspect", newest)
+    inspected = say("inspect", newest)
+    assert re.search("^iteration +12$", inspected, re.MULTILINE)
+    assert re.search("^step +6$", inspected, re.MULTILINE)
     document = json.loads(say("ls", run, "--json"))
     files = document["folders"][0]["files"]
-    assert [(each["iteration"], each["step"]) for each in files][-1] == (12, 6)
+    assert (files[-1]["place"], files[-1]["sidecar"]["step"]) == ([2, 12], 6)
     assert document["folders"][0]["best"]["step"] == 6
     report = json.loads(say("report", run, "--out", tmp_path / "report.html", "--json"))
     assert report["summary"]["Iterations"].startswith("12 (step 6)")

@@ -37,4 +37,4 @@ def test_another_seed_is_refused_at_a_resume_until_it_is_allowed(
     assert "random_seed: 5 -> 6" in newest.with_suffix(".json").read_text()
     capsys.readouterr()
     assert main(["inspect", str(newest)]) == 0
-    assert "random_seed: 6" in capsys.readouterr().out
+    assert "random_seed 6" in capsys.readouterr().out

@@ -234,7 +234,7 @@ def test_verify_compares_buffers_with_the_last_checkpoint(
     known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(known)]) == 0
-    assert "the run has ended; buffers match (2))" in capsys.readouterr().out
+    assert "the run has ended; equal: 0 validations, 2 buffers)" in capsys.readouterr().out
     right = json.loads(lines_of(known)[-1])["buffers"]["net.seen"]
     changed = rewrite_end(known, tmp_path / "net", lambda body: body.replace(right, "0" * 16))
     assert main(["verify", str(changed)]) == 1

@@ -20,4 +20,4 @@ def test_the_outputs_on_the_page_are_real(
     run_page("tutorials/differences.md", tmp_path, monkeypatch)
     printed = _LOSS.sub("#", capsys.readouterr().out)
     assert printed.startswith(shown_texts("tutorials/differences.md"))
-    assert re.search(r"equal: \d+ tensors\ntensors that differ: \d+, first model\.", printed)
+    assert re.search(r"equal: \d+ tensors\ntensors that differ: \d+, such as\n  model\.", printed)

@@ -13,6 +13,7 @@ from helios.errors import LedgerError
 from helios.ledger.book import FILE_NAME, Book
 from helios.ledger.line import seal, stated_hash
 from helios.ledger.verification import verify
+from tests.checkpoint.helpers import make_sidecar
 
 PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 
@@ -107,9 +108,11 @@ def test_every_removal_of_bytes_from_the_end_is_found_or_is_an_earlier_ledger(
 def test_a_checkpoint_of_another_ledger_is_named(ledger: Path) -> None:
     size = sum(map(len, _lines(ledger)[:4]))
     own = {"size": size, "hash": _lines(ledger)[3][-19:-3].decode(), "every": 1000}
-    assert verify(ledger, {"own.pth": own}).is_good
+    assert verify(ledger, {"own.pth": make_sidecar(1, 3, ledger=own)}).is_good
     for other in ({**own, "hash": "0" * 16}, {**own, "size": size + 1}, {**own, "size": 10**6}):
-        (text,) = verify(ledger, {"other.pth": other, "own.pth": own}).findings
+        marks = {"other.pth": other, "own.pth": own}
+        sidecars = {name: make_sidecar(1, 3, ledger=mark) for name, mark in marks.items()}
+        (text,) = verify(ledger, sidecars).findings
         assert text.startswith("other.pth")
 
 
@@ -123,12 +126,15 @@ def test_a_run_that_has_ended_has_the_line_of_its_end(ledger: Path) -> None:
     lines = _lines(ledger)
     size = sum(map(len, lines[:-1]))
     ended_at = {"size": size, "hash": lines[-2][-19:-3].decode(), "every": 1000}
-    assert verify(ledger, ended_at=ended_at).is_good
+    last = {"last.pth": make_sidecar(1, 3, ledger=ended_at, finished="total_steps reached")}
+    assert verify(ledger, last).is_good
     ledger.write_bytes(b"".join(lines[:-1]))
-    (text,) = verify(ledger, ended_at=ended_at).findings
+    (text,) = verify(ledger, last).findings
     assert "the last line does not say so" in text
     # A run that was made longer, and has not saved since.
-    assert verify(ledger, ended_at={**ended_at, "size": size - len(lines[-2])}).is_good
+    mark = {"size": size - len(lines[-2]), "hash": lines[-3][-19:-3].decode(), "every": 1000}
+    before = make_sidecar(1, 2, ledger=mark, finished="total_steps reached")
+    assert verify(ledger, {"last.pth": before}).is_good
 
 
 def test_no_ledger_and_two_runs_are_wrong_usage(tmp_path: Path) -> None:

@@ -150,7 +150,6 @@ def test_runs_without_scores_have_their_last_losses(
         write_ledger(tmp_path / run, losses, names=[name])
     found = compare(capsys, tmp_path / "a", tmp_path / "b")
     assert [row["scores"] for row in found["rows"]] == [{name: 0.5}, {name: 0.75}]
-    assert [row["settings"]["iterations"] for row in found["rows"]] == ["2", "3"]
     assert "losses" in found["shown"]
 
 
@@ -182,11 +181,8 @@ def test_a_plot_has_the_curves_of_all_runs_over_each_other(
     assert ".png" in capsys.readouterr().err
 
 
-def test_wrong_uses_of_compare_are_refused(
+def test_a_run_without_files_is_not_compared(
     grid: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for words in ([grid[0]], [grid[0], grid[0] / "ledger.jsonl"]):
-        assert main(["compare", *map(str, words)]) == 2
-        assert "at least two runs, each once" in capsys.readouterr().err
     assert main(["compare", str(grid[0]), str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def train(root: Path, **options: Any) -> dict[str, list[str]]:
     newest = helios.find_last_checkpoint(root / NAME)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["inspect", str(newest), "--json"]) == 0
-    told = json.loads(printed.getvalue())
+    told = json.loads(printed.getvalue())["sidecar"]
     record.end += [f"{key} {told[key]}" for key in ("level", "claims")]
     record.end += [f"missing {sorted(told['missing'])}"]
     return record.result()
