@@ -219,6 +219,8 @@ def write_report(namespace: argparse.Namespace) -> Answer:
     path = as_local_path("RUN", namespace.path)
     folder = find_run(path.parent if file_names.is_checkpoint(path) else path)
     target = as_local_path("FILE", namespace.out or folder / "report.html")
+    if not target.parent.is_dir():
+        raise UsageError(f"No such folder: {target.parent}. Create it, or pass another FILE.")
     facts, page = report_run(read_run(folder))
     files.write_text_durably(target, page)
     return Answer([f"Wrote {target}."], {"path": str(target), **facts})
@@ -286,6 +288,6 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     report = add("report", write_report)
     report.add_argument("path", metavar="RUN", help="the folder of a run, or a checkpoint in it")
     report.add_argument("--out", metavar="FILE", help="instead of report.html in the folder")
-    compare = add("compare", compare_results, "helios compare RUN RUN [RUN ...] [options]")
+    compare = add("compare", compare_results, "helios compare RUN [RUN ...] [options]")
     compare.add_argument("folders", nargs="+", metavar="RUN", help="the folders of the runs")
     compare.add_argument("--plot", metavar="FILE", help="draw their curves: .png, .svg or .pdf")

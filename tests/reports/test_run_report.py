@@ -323,6 +323,6 @@ def test_wrong_uses_of_report_are_refused(
     assert "several runs: one, two" in capsys.readouterr().err
     run, ledger = tmp_path / "one", tmp_path / "one" / "ledger.jsonl"
     before = ledger.read_bytes()
-    assert main(["report", str(run), "--out", str(tmp_path / "none" / "a.html")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert main(["report", str(run), "--out", str(tmp_path / "none" / "a.html")]) == 2
+    assert "No such folder" in capsys.readouterr().err
     assert ledger.read_bytes() == before
