@@ -19,7 +19,7 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import Interrupted, UsageError
 from helios.launch.rank import refuse_nested_start
-from helios.ledger.differences import Replay
+from helios.ledger.compare import Replay
 from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin

@@ -18,7 +18,7 @@ from helios.checkpoint import file_names
 from helios.cli import output
 from helios.cli.output import Answer, value_text
 from helios.errors import HeliosError, UsageError
-from helios.ledger.differences import Difference, LineComparison, diff
+from helios.ledger.compare import Difference, LineComparison, diff
 from helios.ledger.run_facts import find_run, read_run
 from helios.storage import files
 from helios.storage.local_paths import as_local_path
@@ -26,7 +26,7 @@ from helios.text import count_text, number_text, with_step
 
 if TYPE_CHECKING:
     from helios.checkpoint.comparison import CheckpointDifference
-    from helios.ledger.differences import Replay
+    from helios.ledger.compare import Replay
     from helios.reports.run_comparison import RunComparison
 
 _OTHER_DEFINITION = "The runs have different definitions: options, seed or data differ."

@@ -12,7 +12,7 @@ from helios.checkpoint import loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import level_of
 from helios.errors import UsageError
-from helios.ledger.differences import LedgerFollower, Replay
+from helios.ledger.compare import LedgerFollower, Replay
 from helios.ledger.writer import LedgerWriter
 from helios.listeners import Recorder
 from helios.replicas.on_all_ranks import on_first

@@ -22,7 +22,7 @@ from helios.counters import Phase
 from helios.data.datamodule import DataModule
 from helios.distributed.process_groups import DistributedInfo
 from helios.errors import UsageError
-from helios.ledger.differences import Replay
+from helios.ledger.compare import Replay
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.session import Session

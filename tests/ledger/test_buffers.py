@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.cli.commands import main
 from helios.ledger import Replay, diff, verify
-from helios.ledger.differences import BUFFERS, NO_BUFFERS, WEIGHTS
+from helios.ledger.compare import BUFFERS, NO_BUFFERS, WEIGHTS
 from helios.ledger.line import TAIL_BYTES, seal
 from tests.support.elastic import Elastic
 from tests.support.elastic import train as train_elastic

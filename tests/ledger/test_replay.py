@@ -26,7 +26,7 @@ from helios.errors import (
     UsageError,
 )
 from helios.ledger.book import FILE_NAME
-from helios.ledger.differences import CONTENT, END, ORDER, RATES, WEIGHTS
+from helios.ledger.compare import CONTENT, END, ORDER, RATES, WEIGHTS
 from helios.plugins import CSVLogger, JSONLLogger, Plugin, Profiler
 from helios.state import TrainingState
 from tests.checkpoint.helpers import save_payload

@@ -21,7 +21,7 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.cli.commands import main
 from helios.errors import ArgumentTypeError
 from helios.ledger import Replay, diff, verify
-from helios.ledger.differences import SCORES
+from helios.ledger.compare import SCORES
 from helios.ledger.line import TAIL_BYTES, seal
 from helios.ledger.validation_scores import RunScores, compare_scores, read_scores
 from tests.support.ranks import run_ranks

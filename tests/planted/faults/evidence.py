@@ -97,7 +97,7 @@ def a_replaced_checkpoint_is_good(check_digests, folder, digests):
 
 
 @fault(
-    "helios.ledger.differences:LedgerFollower.append",
+    "helios.ledger.compare:LedgerFollower.append",
     "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
 )
 def a_replay_compares_nothing(append, follower, bodies):
@@ -170,8 +170,8 @@ def buffers_of_networks_that_are_not_saved_count(saved_modules, discovery):
 
 
 @fault(
-    "helios.ledger.differences:_read_complete_lines",
-    "tests/ledger/test_differences.py::test_half_a_line_that_is_being_written_is_no_iteration",
+    "helios.ledger.compare:_read_complete_lines",
+    "tests/ledger/test_compare.py::test_half_a_line_that_is_being_written_is_no_iteration",
 )
 def half_a_line_that_is_being_written_is_compared(read_complete_lines, path):
     from helios.ledger.book import read_lines
@@ -179,7 +179,7 @@ def half_a_line_that_is_being_written_is_compared(read_complete_lines, path):
     return read_lines(path)
 
 
-@fault("helios.ledger.differences:match_buffers", BUFFERS)
+@fault("helios.ledger.compare:match_buffers", BUFFERS)
 def buffers_of_runs_are_not_compared(match_buffers, one, other):
     from helios.ledger.line import drop_buffers
 

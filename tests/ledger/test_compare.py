@@ -17,7 +17,7 @@ import helios
 from helios.errors import LedgerError
 from helios.ledger import diff
 from helios.ledger.book import FILE_NAME
-from helios.ledger.differences import CONTENT, NUMERICS, ORDER, RATES
+from helios.ledger.compare import CONTENT, NUMERICS, ORDER, RATES
 from helios.state import TrainingState
 from tests.support.synthetic_run import write_ledger
 
