@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 
-from helios.cli import checkpoints, conversions, doctor, runs
+from helios.cli import checkpoints, conversions, output, runs
 from helios.cli.output import Answer
 from helios.errors import ArgumentError, HeliosError, LedgerError, UsageError
 from helios.version import __version__
@@ -51,8 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="print one JSON document")
         return command
 
-    for module in (checkpoints, runs, conversions, doctor):
+    for module in (checkpoints, runs, conversions):
         module.add_commands(add)
+    add("doctor", describe_this_machine)
     return parser
 
 
@@ -108,3 +110,19 @@ def _describe(error: BaseException) -> tuple[str, int]:
         case HeliosError() | OSError() | MemoryError() | RecursionError():
             return str(error) or "there is too little memory.", FAILED
     raise error
+
+
+def describe_this_machine(_: argparse.Namespace) -> Answer:
+    """Show versions, devices and settings, for bug reports.
+
+    The settings are those that affect results, as a new process has them; a script
+    may change them. Exit code 0. 2: PyTorch cannot be imported.
+    """
+    # Only a command that is used may import PyTorch.
+    import torch
+
+    from helios.ledger.environment import describe_machine
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    facts = {"helios": __version__, "system": platform.platform(), **describe_machine(device)}
+    return Answer(output.facts(facts), facts)

@@ -166,7 +166,7 @@ def the_weights_of_losses_are_left_out(pop_sum, weights, optimizer):
 
 
 @fault(
-    "helios.loops.updates:Updates._in_order",
+    "helios.loops.optimizer:Updates._in_order",
     "tests/distributed/test_norms_of_steps.py"
     "::test_optimizers_of_one_loss_are_clipped_together[3-1]",
 )
