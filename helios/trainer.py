@@ -25,7 +25,7 @@ from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup.checkpoint_search import Choice
-from helios.startup.launch_call import run_call
+from helios.startup.launch import perform
 from helios.startup.objects import (
     EvaluationRoot,
     PluginTable,
@@ -34,8 +34,10 @@ from helios.startup.objects import (
     check_subjects,
 )
 from helios.startup.replay_range import ReplayOptions
+from helios.startup.replay_run import find_replay
+from helios.startup.run import Run, only_call
 from helios.startup.signal_policy import Signals, find_swallowed, raise_interrupted
-from helios.startup.trainer_call import Call, RuntimeState, only_call
+from helios.startup.trained_model import TrainedModel
 from helios.startup.trainer_options import Change, Options
 from helios.startup.unknown_arguments import with_known_arguments
 
@@ -190,7 +192,8 @@ class Trainer:
         self.train_exceptions: list[type[BaseException]] = []
         self.test_exceptions: list[type[BaseException]] = []
         self.plugins = PluginTable()
-        self._runtime = RuntimeState()
+        self._run: Run | None = None
+        self._trained: TrainedModel | None = None
         self.model: Model | None = None
         self.datamodule: DataModule | None = None
         self.roots = Roots()
@@ -205,14 +208,14 @@ class Trainer:
     @property
     def global_rank(self) -> int:
         """Rank of this process among all, from 0; also 0 in the process that starts ranks."""
-        return self._runtime.info.rank
+        return 0 if self._run is None else self._run.info.rank
 
     rank = global_rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its machine, from 0."""
-        return self._runtime.info.local_rank
+        return 0 if self._run is None else self._run.info.local_rank
 
     @property
     def queue(self) -> Any:
@@ -221,11 +224,11 @@ class Trainer:
         Ranks put items into it. Read them from another thread while the ranks run, or afterwards.
         ``None`` before any ranks were started, and under torchrun and srun.
         """
-        return self._runtime.queue
+        return None if self._run is None else self._run.queue
 
     @property
     def _session(self) -> Session | None:
-        return self._runtime.session
+        return self._run.session if self._run is not None and self._run.is_live else None
 
     @property
     def exit_code(self) -> int:
@@ -476,7 +479,7 @@ class Trainer:
             Exception: whatever user code raises.
         """
         asked = ReplayOptions(start, stop)
-        found: Replay = self._call(Phase.TRAINING, model, datamodule, asked)
+        found: Replay = self._call(Phase.TRAINING, model, datamodule, asked=asked)
         return found
 
     def _call(
@@ -484,14 +487,17 @@ class Trainer:
         phase: Phase,
         model: Model,
         datamodule: DataModule,
-        asked: ReplayOptions | None = None,
         *,
         checkpoint: Choice = "auto",
+        asked: ReplayOptions | None = None,
     ) -> Any:
         refuse_nested_start()
         result: Any = find_swallowed(self._options.signals)
         if result is None:
-            result = self._run(phase, model, datamodule, asked, checkpoint=checkpoint)
+            with only_call():
+                check_subjects(model, datamodule)
+                self.model, self.datamodule = model, datamodule
+                result = self._perform(self._make_run(phase, checkpoint), asked)
         if isinstance(result, Interrupted):
             self._exit_code = result.code
             is_fit, signals = phase is Phase.TRAINING, self._options.signals
@@ -500,30 +506,42 @@ class Trainer:
             result = False
         return result
 
-    def _run(
-        self,
-        phase: Phase,
-        model: Model,
-        datamodule: DataModule,
-        asked: ReplayOptions | None,
-        *,
-        checkpoint: Choice,
-    ) -> Any:
+    def _make_run(self, phase: Phase, checkpoint: Choice) -> Run:
+        assert self.model is not None
+        assert self.datamodule is not None
+        is_fit = phase is Phase.TRAINING
+        self._trained = None if is_fit else self._trained
+        self._run = Run(
+            phase,
+            self._options,
+            self.plugins,
+            self.roots,
+            self.model,
+            self.datamodule,
+            passed_through=tuple(self.train_exceptions if is_fit else self.test_exceptions),
+            checkpoint=checkpoint,
+            last=self._trained,
+            before=self._run,
+        )
+        for owner in self._run.objects:
+            owner.trainer = self
+        return self._run
+
+    def _perform(self, run: Run, asked: ReplayOptions | None) -> Any:
         """Return the result of a call, or what has interrupted it."""
-        passed = tuple(self.train_exceptions if phase is Phase.TRAINING else self.test_exceptions)
-        with only_call():
-            check_subjects(model, datamodule)
-            self.model, self.datamodule = model, datamodule
-            if phase is Phase.TRAINING:
-                self._runtime.in_hand = None
-            own = (self._options, self.plugins, self.roots, model, datamodule, self._runtime)
-            call = Call(phase, *own, passed, asked, checkpoint=checkpoint)
-            for owner in call.owners:
-                owner.trainer = self
-            try:
-                return run_call(call)
-            except Interrupted as error:
-                return error
-            except KeyboardInterrupt:
-                self._exit_code = call.find_code(signal.SIGINT)
-                raise
+        try:
+            if asked is not None:
+                find_replay(run, asked)
+            result = perform(run)
+        except Interrupted as error:
+            return error
+        except KeyboardInterrupt:
+            self._exit_code = run.find_code(signal.SIGINT)
+            raise
+        if run.phase is Phase.TRAINING:
+            self._trained = run.trained
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a rank: what ``fit`` has left belongs to this process."""
+        return {**vars(self), "_trained": None}

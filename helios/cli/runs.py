@@ -125,7 +125,7 @@ def replay_script(namespace: argparse.Namespace) -> Answer:
     """
     # Only this command needs what trains.
     from helios.startup.replay_range import ReplayOptions
-    from helios.startup.trainer_call import ReplayRequest
+    from helios.startup.replay_run import ReplayRequest
 
     options = ReplayOptions(namespace.start, namespace.stop, namespace.nproc, has_bars=True)
     request = ReplayRequest(options, namespace.save_name)

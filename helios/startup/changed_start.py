@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,9 +29,15 @@ from helios.ledger.run_file import without_secrets
 from helios.model.model import Model
 from helios.model.new_settings import setting_names
 from helios.model.schedulers import members_of
+from helios.replicas.on_all_ranks import on_first
+from helios.startup.run_identity import has_ended, is_shortened
 from helios.startup.signal_policy import is_interactive
-from helios.startup.trainer_options import PARAMS
+from helios.startup.trainer_options import PARAMS, allows
 from helios.state.owners import internals_of
+
+if TYPE_CHECKING:
+    from helios.startup.origin import Origin
+    from helios.startup.run import Run
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -165,7 +171,31 @@ def _texts(changes: Iterable[ValueChange]) -> list[str]:
     return [f"{', '.join(names)}: {values}" for values, names in _joined(changes)]
 
 
-def compare_fresh(
+def compare_fresh(run: Run, origin: Origin, declared: Declared) -> StartChanges:
+    """Compare what setup has made in rank 0 with the checkpoint, before anything is loaded.
+
+    Raises:
+        RunMismatchError: in all processes, if nothing is left to train, and values differ.
+    """
+    loaded, is_over = origin.loaded, declared.is_over
+
+    def compare() -> StartChanges:
+        record, allowed = origin.record, run.options.allow_changes
+        found = _compare_fresh(run.fresh, record, allowed, is_over=is_over)
+        if loaded is not None and is_over and _shows_end(run, loaded.record):
+            _refuse_other_values(found.values, found.code, run.name, loaded.path)
+        return found
+
+    return on_first(run.replicas, compare)
+
+
+def _shows_end(run: Run, record: Record) -> bool:
+    """Whether a start with nothing left to train shows the scores of the run as its own."""
+    # A script in stages starts those again that the run has passed.
+    return run.replay is None and not is_shortened(run.options, record.options)
+
+
+def _compare_fresh(
     fresh: Mapping[str, Any],
     record: Record | None,
     allowed: Sequence[str],
@@ -225,15 +255,46 @@ def _compare_code(before: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterat
             yield f"{name}.{method}() has other code{end}"
 
 
-def compare_params(stored: Mapping[str, Any], params: Mapping[str, Any]) -> list[ValueChange]:
-    """Return the values of ``Trainer(params=...)`` that differ from those of a checkpoint.
+@dataclass(frozen=True)
+class Declared:
+    """What ``Trainer(params=...)`` declares.
 
-    Args:
-        stored: the options of the checkpoint.
-        params: those of this start.
+    Attributes:
+        params: the values, without secrets; those of the run if nothing is left to train.
+        is_over: whether nothing is left to train.
     """
-    found = compare_values(name_params(stored_params(stored)), name_params(params))
-    return [each for each in found if each.is_contradiction]
+
+    params: dict[str, Any]
+    is_over: bool
+
+    @classmethod
+    def compare(cls, run: Run, origin: Origin, *, is_finished: bool) -> Declared:
+        """Find what rank 0 declares, and whether the run has ended with other values.
+
+        Args:
+            run: the call.
+            origin: where it starts.
+            is_finished: whether the checkpoint is marked as the end of the run.
+
+        Raises:
+            RunMismatchError: in all processes, if the run has ended with other values.
+        """
+        options, loaded = run.options, origin.loaded
+
+        def compare() -> Declared:
+            params = without_secrets(options.params)
+            if loaded is None or not (is_finished or has_ended(options, loaded.record)):
+                return cls(params, is_over=False)
+            stored = loaded.record.options
+            found = compare_values(name_params(stored_params(stored)), name_params(params))
+            found = [each for each in found if each.is_contradiction]
+            if not _shows_end(run, loaded.record):
+                allowed = options.allow_changes
+                found = [x for x in found if not any(allows(name, x.name) for name in allowed)]
+            _refuse_other_values(found, (), run.name, loaded.path)
+            return cls(stored_params(stored), is_over=True)
+
+        return on_first(run.replicas, compare)
 
 
 def name_params(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,7 +302,7 @@ def name_params(params: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{PARAMS}{name}": value for name, value in params.items()}
 
 
-def refuse_other_values(
+def _refuse_other_values(
     values: Iterable[ValueChange], code: Sequence[str], name: str, path: Path
 ) -> None:
     """Refuse a start that trains nothing, and differs from the run whose scores it would show.

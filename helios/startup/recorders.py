@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -19,7 +19,7 @@ from helios.ledger.writer import LedgerWriter
 from helios.listeners import Iteration, Recorder, Validated
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.startup.resume_point import Start
+from helios.startup.origin import Origin
 from helios.state.networks import name_buffers, name_weights
 
 _MOST_CHARACTERS = 300
@@ -79,32 +79,40 @@ class RunEvents(Recorder):
 
     Args:
         file: where events are written.
-        start: where the run starts.
+        origin: where the run starts.
         book: the ledger, which the run may have lost.
         facts: what is known of this start, by name.
+        changes: changes that were allowed, in all starts of the run.
     """
 
-    def __init__(self, file: RunFile, start: Start, book: Book, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        file: RunFile,
+        origin: Origin,
+        book: Book,
+        facts: Mapping[str, Any],
+        changes: Sequence[str],
+    ) -> None:
         self._file = file
-        self._start = start
+        self._origin = origin
         self._book = book
         self._facts = facts
-        # Earlier starts have recorded these.
-        self._num_known = len(start.changes)
+        self._changes = changes
         self._is_open = False
 
     def opened(self) -> None:
         """Add how the run starts, and what it had to leave behind."""
-        start, loaded, add = self._start, self._start.loaded, self._file.add
+        origin, loaded, add = self._origin, self._origin.loaded, self._file.add
         self._is_open = True
-        for path in [] if start.folder is None else start.folder.damaged:
+        for path in [] if origin.folder is None else origin.folder.damaged:
             add(run_file.FALLBACK, checkpoint=path.name, cause="the file is damaged")
         found: dict[str, Any] = {"iteration": 0}
         if loaded is not None:
             found["iteration"] = loaded.record.place[1]
-            found["checkpoint"] = str(loaded.path) if start.is_branch else loaded.path.name
+            found["checkpoint"] = str(loaded.path) if origin.is_branch else loaded.path.name
             found["digest"] = None if loaded.sidecar is None else loaded.sidecar.digest or None
-        changes = start.changes[self._num_known :] or None
+        # Earlier starts have recorded theirs.
+        changes = self._changes[len(origin.changes) :] or None
         add(run_file.START, **found, **self._facts, git=describe_git() or None, changes=changes)
         if loaded is not None and loaded.record.migrated_from is not None:
             add(run_file.MIGRATION, cause=f"helios-ml {loaded.record.migrated_from}")
@@ -168,26 +176,28 @@ def _describe(error: BaseException) -> str:
 
 
 def make_recorders(
-    start: Start,
+    origin: Origin,
     model: Model,
     replicas: Replicas,
     definition: Mapping[str, Any],
     facts: Mapping[str, Any],
+    *,
+    changes: Sequence[str],
 ) -> list[Recorder]:
     """Return what records a run; no file is opened yet.
 
     Args:
-        start: where the run starts; it has a folder. A branch of another run begins a ledger of its
-            own.
+        origin: where the run starts; it has a folder. A branch begins a ledger of its own.
         model: the model.
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
         facts: what else is known of this start, by name.
+        changes: changes that were allowed, in all starts of the run.
     """
-    assert start.folder is not None
-    folder, run = start.folder.path, hash_definition(definition, replicas)
-    record = None if start.loaded is None else start.loaded.record
-    mark = None if record is None or start.is_branch else record.ledger
+    assert origin.folder is not None
+    folder, run = origin.folder.path, hash_definition(definition, replicas)
+    record = origin.record
+    mark = None if record is None or origin.is_branch else record.ledger
     book = Book(folder, run=run) if replicas.rank == 0 else None
     writer = make_writer(
         book,
@@ -201,4 +211,4 @@ def make_recorders(
         return [writer]
     own = {"run": run, "host": host(), "processes": replicas.num_processes}
     facts = {**own, **facts, "definition": definition}
-    return [writer, RunEvents(RunFile(folder), start, book, facts)]
+    return [writer, RunEvents(RunFile(folder), origin, book, facts, changes)]

@@ -6,56 +6,132 @@ checkpoint, no log, no ledger. It ends like an interrupted training, or where th
 
 from __future__ import annotations
 
-from typing import Any, final
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, final
 
 from helios.checkpoint import loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.reproducibility import level_of
+from helios.counters import Phase
 from helios.errors import UsageError
 from helios.ledger.compare import LedgerFollower, Replay
 from helios.ledger.writer import LedgerWriter
 from helios.listeners import Recorder
 from helios.replicas.on_all_ranks import on_first
+from helios.startup.changed_start import Declared
 from helios.startup.checkpoint_search import GivenCheckpoint
-from helios.startup.fit_run import Training
+from helios.startup.fit import train
+from helios.startup.origin import Origin
 from helios.startup.recorders import hash_definition, make_writer
-from helios.startup.replay_range import ReplayRange, require_restart
+from helios.startup.replay_range import ReplayOptions, ReplayRange, find_range, require_restart
 from helios.startup.reproducibility_level import Reproducibility
-from helios.startup.resume_point import Start
-from helios.startup.run_setup import Run
+from helios.startup.run import Run
+from helios.startup.signal_policy import Signals
+from helios.startup.training import set_up_training
 from helios.text import with_step
 
 _ENOUGH = "the replay has compared what it was asked to"
 
 
+def find_replay(run: Run, asked: ReplayOptions) -> None:
+    """Find what a replay repeats, before anything is done: signals end it, and nothing is saved.
+
+    Raises:
+        HeliosError: if there is nothing to repeat, or to compare it with.
+    """
+    options = run.options
+    run.replay = find_range(options, run.model.save_name, asked, run_name=run.name)
+    run.options = dataclasses.replace(
+        options,
+        signals=Signals(()),
+        nproc=options.nproc if asked.nproc is None else asked.nproc,
+        enable_progress_bar=options.enable_progress_bar or asked.has_bars,
+        resume="auto" if options.resume == "never" else options.resume,
+    )
+
+
 def replay(run: Run) -> Replay:
     """Repeat a part of a run, and return how its lines compare."""
     run.prepare_data()
-    assert run.call.replay is not None
+    assert run.replay is not None
     # If the run trains meanwhile, processes may have seen different checkpoints.
-    part = on_first(run.replicas, lambda: run.call.replay)
+    part = on_first(run.replicas, lambda: run.replay)
     assert part is not None
     types = run.model.types_for_safe_load()
-    start = _load_start(run, part, types)
-    comparison = _Comparison(run, part, start)
-    make = comparison.make_recorders
-    training = Training(run, start, make_recorders=make, outside=comparison.ask)
-    training.compare_params(is_finished=False)
-    training.train(known=None if start.loaded else _load_witness(part, types))
+    loaded, known = None, None
+    if part.checkpoint is not None:
+        loaded, _ = GivenCheckpoint(part.checkpoint, types, run.replicas).run()
+    elif part.witness is not None:
+        # A record of the run, where the replay begins with it.
+        known = loading.load(part.witness, types, maps=True).record
+    origin = Origin(loaded=loaded, is_branch=True)
+    declared = Declared.compare(run, origin, is_finished=False)
+    comparison = _Comparison(run, part, origin.record)
+    make, ask = comparison.make_recorders, comparison.ask
+    train(set_up_training(run, origin, declared, make=make, ask=ask, known=known))
     return on_first(run.replicas, comparison.conclude)
 
 
-def _load_start(run: Run, part: ReplayRange, types: list[Any]) -> Start:
-    path, loaded = part.checkpoint, None
-    if path is not None:
-        loaded, _ = GivenCheckpoint(path, types, run.replicas).run()
-    return Start(loaded=loaded, is_branch=True)
+@dataclass
+class ReplayRequest:
+    """A replay that waits for its call of fit: the first one, or that of a named run.
 
+    Attributes:
+        options: what is repeated.
+        save_name: the ``save_name`` of the model; ``None`` for the first call of fit.
+        skipped: the calls of the trainer that came before, which did nothing.
+        result: the result; ``None`` until there is one.
+        failure: why there is none, also if the script has caught the error.
+        rank: the rank of this process in the replay.
+        current: the request that waits in this process; ``None`` outside ``helios replay``.
+    """
 
-def _load_witness(part: ReplayRange, types: list[Any]) -> Record | None:
-    """Return a record of the run where the replay begins with it."""
-    witness = part.witness
-    return None if witness is None else loading.load(witness, types, maps=True).record
+    options: ReplayOptions
+    save_name: str | None = None
+    skipped: list[str] = field(default_factory=list)
+    result: Replay | None = None
+    failure: Exception | None = None
+    rank: int = 0
+    current: ClassVar[ReplayRequest | None] = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let the request wait for its call, for a block."""
+        ReplayRequest.current = self
+        try:
+            yield
+        finally:
+            ReplayRequest.current = None
+
+    def answer(self, run: Run, perform: Callable[[Run], Any]) -> Any:
+        """Replay a call of the script if it is the one to replay; any other one does nothing.
+
+        Args:
+            run: the call.
+            perform: runs it.
+
+        Raises:
+            SystemExit: after the call that is waited for: what follows in the script belongs to a
+                training.
+        """
+        if self.result is not None or self.failure is not None:
+            # The script has caught the end of the replay: end it again, and keep the answer.
+            raise SystemExit(0)
+        is_fit, name = run.phase is Phase.TRAINING, run.model.save_name
+        if not is_fit or self.save_name not in (None, name):
+            self.skipped.append(f"{'fit' if is_fit else run.phase.value} of {name!r}")
+            return [] if run.phase is Phase.PREDICTION else True
+        try:
+            find_replay(run, self.options)
+            self.result = perform(run)
+            self.rank = run.info.rank
+        except Exception as error:
+            self.failure = error
+            raise
+        raise SystemExit(0)
 
 
 @final
@@ -65,13 +141,14 @@ class _Comparison:
     Args:
         run: the replay.
         part: what it repeats.
-        start: where it starts.
+        record: the checkpoint that it begins with; ``None`` for the beginning.
     """
 
-    def __init__(self, run: Run, part: ReplayRange, start: Start) -> None:
+    def __init__(self, run: Run, part: ReplayRange, record: Record | None) -> None:
         self._run = run
         self._range = part
-        self._record = None if start.loaded is None else start.loaded.record
+        # How many processes had a state of their own.
+        self._num_parts = 0 if record is None else len(record.by_rank)
         self._follower: LedgerFollower | None = None
         self._writer: LedgerWriter | None = None
 
@@ -95,12 +172,12 @@ class _Comparison:
     def _require_level(self, reproducibility: Reproducibility) -> None:
         level = level_of(reproducibility.findings, reproducibility.level)
         require_restart(level, str(reproducibility))
-        record, count = self._record, self._run.replicas.num_processes
-        if record is not None and record.by_rank and len(record.by_rank) != count:
+        parts, count = self._num_parts, self._run.replicas.num_processes
+        if parts not in (0, count):
             raise UsageError(
-                f"A replay of this run needs {len(record.by_rank)} processes, as it had at "
+                f"A replay of this run needs {parts} processes, as it had at "
                 f"{self._range.checkpoint}, where each has a state of its own, but there are "
-                f"{count}. Pass Trainer(nproc={len(record.by_rank)}). At the level 'elastic', any "
+                f"{count}. Pass Trainer(nproc={parts}). At the level 'elastic', any "
                 "number would do."
             )
 

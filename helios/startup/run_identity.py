@@ -93,14 +93,20 @@ def _pair_limits(options: Options, stored: Mapping[str, Any]) -> list[tuple[floa
     ]
 
 
-def is_still_finished(options: Options, record: Record, reason: str) -> bool:
-    """Whether a run that was marked as finished has nothing left to train with these options.
+def find_end(options: Options, loaded: Loaded | None) -> str:
+    """Return why the run has ended before, with nothing left to train; else an empty string.
 
     Args:
         options: the current ones.
-        record: the content of the marked checkpoint.
-        reason: why the run ended there.
+        loaded: the checkpoint, which may be marked as the end of the run.
     """
+    reason = None if loaded is None or loaded.sidecar is None else loaded.sidecar.finished
+    if loaded is None or not reason:
+        return ""
+    return reason if _is_still_finished(options, loaded.record, reason) else ""
+
+
+def _is_still_finished(options: Options, record: Record, reason: str) -> bool:
     stored = record.options
     if stored.get("train_unit") != options.plain("train_unit"):
         return False

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from helios.cli import main
-from helios.startup.trainer_call import ReplayRequest
+from helios.startup.replay_run import ReplayRequest
 from tests.ledger.test_replay import contents
 from tests.support.terminals import run_on_terminal
 

@@ -20,7 +20,7 @@ import pytest
 
 from helios.distributed.collectives import get_global_rank
 from helios.errors import CheckpointError, RunMismatchError
-from helios.startup import resume_point
+from helios.startup import origin
 from tests.distributed import train_script
 from tests.launch.test_launcher import all_gone
 from tests.support.ranks import run_ranks
@@ -217,7 +217,7 @@ def test_a_group_that_the_script_has_joined_is_used(tmp_path: Path) -> None:
 
 def fail_in_group(rank: int, *line: str) -> tuple[str, str, str]:
     """Return the type of the error, its text, and the last error that was logged."""
-    resume_point.PATIENCE = 0.0
+    origin.PATIENCE = 0.0
     with collect_warnings() as messages, pytest.raises(Exception, match=r".") as caught:
         train_script.main([text.format(rank=rank) for text in line])
     return caught.type.__name__, str(caught.value), " ".join(messages[-1:])

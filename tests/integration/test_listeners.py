@@ -18,7 +18,7 @@ import helios
 from helios.checkpoint.store import CheckpointStore
 from helios.listeners import Recorder, RunListener
 from helios.plugins import Plugin
-from helios.startup import fit_run
+from helios.startup import training
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
 
@@ -144,14 +144,16 @@ def listen(patch: pytest.MonkeyPatch, notify: Call) -> list[Any]:
     """Let listeners take the place of what records all runs; returns the replicas of each."""
     teams = []
 
-    def make_recorders(start: Any, model: Any, replicas: Any, *_: Any) -> list[Recorder]:
+    def make_recorders(
+        origin: Any, model: Any, replicas: Any, *_: Any, **__: Any
+    ) -> list[Recorder]:
         teams.append(replicas)
         return [
             make_listener(Recorder, notify),
             make_listener(RunListener, lambda name: None),
         ]
 
-    patch.setattr(fit_run, "make_recorders", make_recorders)
+    patch.setattr(training, "make_recorders", make_recorders)
     return teams
 
 

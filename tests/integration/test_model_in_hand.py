@@ -22,7 +22,7 @@ from helios import DataLoaderParams, Trainer
 from helios.engines.engine import Engine
 from helios.errors import CheckpointError
 from helios.plugins import EMA, SWA, Plugin
-from helios.startup import launch_call
+from helios.startup import launch
 from tests.support.ranks import run_ranks, spawn_from_server
 from tests.support.runs import RETURNS
 
@@ -416,11 +416,11 @@ def test_shuffled_data_has_one_order_on_any_processes(
     expected = _evaluate_shuffled(0, tmp_path / "alone")
     assert len(set(expected)) == 2
     assert run_ranks(_evaluate_shuffled, 2, tmp_path / "together") == [expected] * 2
-    monkeypatch.setattr(launch_call, "spawn", spawn_from_server)
+    monkeypatch.setattr(launch, "spawn", spawn_from_server)
     assert _evaluate_shuffled(0, tmp_path / "spawned", nproc=2) == expected
 
 
 def test_spawned_ranks_train_with_an_engine_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_call, "spawn", spawn_from_server)
+    monkeypatch.setattr(launch, "spawn", spawn_from_server)
     trainer = Trainer(total_steps=1, num_replicas=2, nproc=2, engine=Engine("cpu"))
     assert trainer.fit(Net(), Data())

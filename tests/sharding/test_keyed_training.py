@@ -13,7 +13,8 @@ import torch
 
 import helios
 from helios.session import Session
-from helios.startup import fit_run, run_setup
+from helios.startup import fit as start
+from helios.startup import run as runs
 from tests.support.keyed import (
     GPT,
     Keyed,
@@ -121,7 +122,6 @@ class Large(KeyedModel):
 
 WIDTH, DEPTH = 64, 6
 METHODS: tuple[tuple[Any, str, str], ...] = (
-    (fit_run.Training, "_load", "load"),
     (Session, "save", "save"),
     (helios.plugins.EMA, "on_fit_start", "average"),
 )
@@ -134,8 +134,8 @@ def measure(rank: int, folder: Path, setting: Keyed, *plugins: Any) -> dict[str,
     live = LiveBytes()
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        build = run_setup.build_networks
-        patch.setattr(run_setup, "build_networks", live.around("init", build))
+        patch.setattr(runs, "build_networks", live.around("init", runs.build_networks))
+        patch.setattr(start, "load_checkpoint", live.around("load", start.load_checkpoint))
         for owner, name, phase in METHODS:
             method = functools.partialmethod(_measured, live, phase, getattr(owner, name))
             patch.setattr(owner, name, method)

@@ -13,13 +13,13 @@ from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, RunMismatchError, UsageError
 from helios.launch.launcher import Launch, LaunchKind
+from helios.startup.origin import find_stored
 from helios.startup.processes import (
     Stored,
     choose_processes,
     choose_replicas,
     device_for,
 )
-from helios.startup.resume_point import find_stored
 from helios.startup.trainer_options import Options
 from tests.startup.test_arguments import make, set_gpus
 from tests.support.runs import IndexModule, Setting, SmallModel, train

@@ -113,17 +113,15 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) 
 
 def spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_: Any) -> Any:
     """Start ranks as the launcher does, but from the fork server of the tests."""
-    call, num_replicas = args
-    call.runtime.queue = None
-    return run_ranks(_run_joined, n, fn, call, num_replicas)
+    return run_ranks(_run_joined, n, fn, *args)
 
 
-def _run_joined(rank: int, fn: Callable[..., Any], call: Any, num_replicas: int) -> Any:
+def _run_joined(rank: int, fn: Callable[..., Any], run: Any, num_replicas: int) -> Any:
     from helios.launch.launcher import Launch
     from helios.startup.processes import joined
 
     with joined(Launch.read(), torch.device("cpu")):
-        return fn(rank, call, num_replicas)
+        return fn(rank, run, num_replicas)
 
 
 def _end(process: Any) -> None:

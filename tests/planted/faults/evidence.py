@@ -115,7 +115,7 @@ def a_replay_goes_on_after_a_difference(ask, comparison):
 
 
 @fault(
-    "helios.startup.fit_run:Training._compare_machine",
+    "helios.startup.resume:_compare_machine",
     "tests/ledger/test_run_file.py::test_another_machine_than_that_of_the_checkpoint_is_one_warning",
 )
 def a_resume_says_nothing_of_another_machine(compare, training, record):

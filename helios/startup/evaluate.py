@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,29 +18,28 @@ from helios.model.model import Model
 from helios.plugins.averaging import EMA, WeightAverage
 from helios.session import Session
 from helios.startup.checkpoint_search import find_chosen
-from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import move_networks
+from helios.startup.run import Run
 from helios.startup.run_log import format_scores, open_logs
-from helios.startup.run_setup import Run
+from helios.startup.trained_model import TrainedModel
 from helios.state.restoring import NOT_BUILT
 
 _LOGGER = logging.getLogger(__name__)
 
 
 def evaluate(run: Run) -> Any:
-    """Load a checkpoint, or take the model in hand, and run one pass."""
+    """Load a checkpoint, or take the model that ``fit`` has trained, and run one pass."""
     run.prepare_data()
-    name = run.options.name_for(run.model.save_name)
-    in_hand = run.call.in_hand
-    loaded, reasons = (None, []) if run.call.is_in_hand else _find_chosen(run, name)
+    after_fit = run.trained
+    loaded, reasons = (None, []) if run.is_as_it_is else _find_chosen(run)
     record = None if loaded is None else run.detach(loaded.record)
     if loaded is not None:
         _add_averages(run, loaded)
-    trained = run.call.handed if record is None else choose_trained(record, run.replicas)
-    if record is None and trained is not None:
-        record = trained.end
-    elif trained is None and in_hand is not None:
-        record = in_hand.record
+    state = run.handed if record is None else choose_trained(record, run.replicas)
+    if record is None and state is not None:
+        record = state.end
+    elif state is None and after_fit is not None:
+        record = after_fit.end
     run.settings.enter_context(
         numerics(
             is_deterministic=run.options.enable_deterministic,
@@ -48,24 +47,19 @@ def evaluate(run: Run) -> Any:
             num_threads=None if record is None else record.num_threads,
         )
     )
-    open_logs(run.options, name, record, is_training=False)
-    states = _set_up_for(run, trained)
-    phase = run.call.phase
-    has_data = run.open_source(phase) is not None
+    open_logs(run.options, run.name, record, is_training=False)
+    restore = _set_up_for(run, state)
+    has_data = run.open_source(run.phase) is not None
     if not has_data:
-        _LOGGER.warning("%s has nothing to do: the data module has no data for it.", run.call.verb)
+        _LOGGER.warning("%s has nothing to do: the data module has no data for it.", run.verb)
     run.require_alike_setup()
-    session = run.make_inference_session(phase)
+    session = run.make_inference_session(run.phase)
     run.take_session(session)
     if record is not None:
         session.state = TrainingState(**record.training_state)
         session.cursor = Cursor(**record.cursor)
-    if trained is not None:
-        apply_trained(trained, session, is_inference=True)
-        _remove_unrestored(run)
-    else:
-        session.plugin_states.restore(states)
-    used = in_hand if loaded is None else None
+    restore(session)
+    used = after_fit if loaded is None else None
     left_out = {} if used is None else used.leave_out_averages(run.plugins.values())
     _log_weights(run, loaded, reasons, left_out)
     with _naming_unrestored(run.model):
@@ -74,7 +68,7 @@ def evaluate(run: Run) -> Any:
         # Steps may have changed buffers; what the next evaluation finds changed is the user's.
         used.record_contents()
     if reason:
-        _LOGGER.warning("%s was interrupted: %s.", run.call.verb, reason)
+        _LOGGER.warning("%s was interrupted: %s.", run.verb, reason)
         return run.interrupt(reason)
     if has_data:
         _show_scores(run)
@@ -86,9 +80,9 @@ def _run_pass(run: Run, session: Session) -> tuple[Any, str]:
 
     Several processes complete it first: they may be at different batches.
     """
-    listener, is_alone = run.call.runtime.listener, run.team.has_single_process
+    signals, is_alone = run.signals, run.team.has_single_process
     when = "after this batch" if is_alone else "when it is complete"
-    ask = partial(listener.ask, f"{run.call.verb} ends {when}")
+    ask = partial(signals.ask, f"{run.verb} ends {when}")
     if is_alone:
         session.outside = ask
     try:
@@ -96,18 +90,18 @@ def _run_pass(run: Run, session: Session) -> tuple[Any, str]:
     except Interrupted as error:
         return None, error.reason
     finally:
-        listener.note_safe_point()
+        signals.note_safe_point()
     reasons = [] if is_alone else run.team.gather_objects(ask())
     return result, next(filter(None, reasons), "")
 
 
-def _find_chosen(run: Run, run_name: str) -> tuple[Loaded | None, list[str]]:
+def _find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
     return find_chosen(
-        run.call.choice,
+        run.choice,
         run.options,
         run.model.save_name,
         run.model.types_for_safe_load(),
-        run_name=run_name,
+        run_name=run.name,
         team=run.team,
         share=run.share,
     )
@@ -117,7 +111,7 @@ def _add_averages(run: Run, loaded: Loaded) -> None:
     """Add the averages that had the scores of the best checkpoint; warn for any other one."""
     averages = [] if loaded.sidecar is None else loaded.sidecar.averages
     lacking = [name for name in averages if name not in run.plugins]
-    if run.call.choice.is_best:
+    if run.choice.is_best:
         # Any kind of average does: it is not updated.
         stored = {name: EMA(plug_id=name, averages_buffers=True) for name in lacking}
         run.plugins = {**run.plugins, **stored}
@@ -131,34 +125,45 @@ def _add_averages(run: Run, loaded: Loaded) -> None:
         )
 
 
-def _set_up_for(run: Run, trained: Trained | None) -> dict[str, Any]:
-    """Set up what is evaluated; returns the states of plugins of a model in hand."""
-    in_hand = run.call.in_hand
-    if trained is None and in_hand is not None:
-        return _set_up_around(run, in_hand)
+def _set_up_for(run: Run, state: Trained | None) -> Callable[[Session], None]:
+    """Set up what is evaluated; returns what gives it its state, once there is a session."""
+    if state is None and run.trained is not None:
+        return _set_up_around(run, run.trained)
     run.set_up(is_inference=True)
-    run.find_owners(run.open_saved_source(trained))
-    if trained is None:
+    run.find_owners(run.open_saved_source(state))
+    if state is None:
         run.model.load_for_testing()
-    return {}
+        return _do_nothing
+
+    def restore(session: Session) -> None:
+        apply_trained(state, session, is_inference=True)
+        _remove_unrestored(run)
+
+    return restore
 
 
-def _set_up_around(run: Run, in_hand: ModelInHand) -> dict[str, Any]:
-    """Set up all but the model, which stays as it is; returns the states of plugins."""
+def _do_nothing(session: Session) -> None:
+    return
+
+
+def _set_up_around(run: Run, trained: TrainedModel) -> Callable[[Session], None]:
+    """Set up all but the model, which stays as it is; returns what restores the others."""
     if run.replicas.is_sharded_over_processes:
         raise UsageError(
-            f"{run.call.verb} of a sharded model needs a checkpoint, because its processes "
+            f"{run.verb} of a sharded model needs a checkpoint, because its processes "
             "have parted after the training, each with its shards. Pass chkpt_root."
         )
-    data = in_hand.owners.capture_one("data")
-    with in_hand.keeping_plugins() as states:
-        run.set_up_others()
+    states, attributes = trained.copy_states()
+    run.set_up_others()
     move_networks(run.model, run.engine.device)
     run.find_owners()
-    run.owners.restore(data, is_inference=True)
-    in_hand.owners = run.owners
     run.renew_hooks()
-    return states
+
+    def restore(session: Session) -> None:
+        session.plugin_states.restore(states)
+        run.owners.restore(attributes, is_inference=True)
+
+    return restore
 
 
 def _remove_unrestored(run: Run) -> None:
@@ -205,20 +210,20 @@ def _log_weights(
         reasons: why it was chosen.
         left_out: networks whose average is not used, by id of the plugin.
     """
-    reason = run.call.reason_to_load
+    reason = run.reason_to_load
     if loaded is not None:
         texts = [loaded.path.name, *reasons]
         texts += [f"the newest checkpoint, because {reason}"] if reason else []
-    elif run.call.handed is not None:
+    elif run.handed is not None:
         texts = ["the model as the process that started the ranks has it"]
-    elif run.call.in_hand is not None:
-        is_asked = run.call.choice.is_none or not reason
+    elif run.trained is not None:
+        is_asked = run.choice.is_none or not reason
         why = "after fit" if is_asked else f"because there is no checkpoint, and {reason}"
         texts = ["the model as it is now", why]
     else:
         texts = ["the model as setup() and load_for_testing() make it, without a checkpoint"]
     for name, plugin in run.plugins.items():
-        if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(run.call.phase):
+        if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(run.phase):
             paths = ", ".join(left_out.get(name, ()))
             average = f"the average of plugin {name!r}"
             texts.append(
@@ -226,7 +231,7 @@ def _log_weights(
                 if paths
                 else f"with {average}"
             )
-    _LOGGER.info("%s of %s.", run.call.verb, ", ".join(texts))
+    _LOGGER.info("%s of %s.", run.verb, ", ".join(texts))
 
 
 def _show_scores(run: Run) -> None:
@@ -235,6 +240,6 @@ def _show_scores(run: Run) -> None:
         Phase.TESTING: run.model.test_scores,
         Phase.PREDICTION: {},
     }
-    scores = as_numbers(tables[run.call.phase])
+    scores = as_numbers(tables[run.phase])
     if scores:
-        _LOGGER.info("%s scores: %s.", run.call.verb, format_scores(scores))
+        _LOGGER.info("%s scores: %s.", run.verb, format_scores(scores))

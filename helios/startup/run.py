@@ -1,34 +1,39 @@
-"""What every call of fit, validate, test or predict has: one set-up, one session, one tear-down.
+"""One call of fit, validate, test or predict: what was asked for, and how a process carries it out.
 
-Whatever happens, everything that was set up is torn down, and changed settings are restored.
+What was asked for is sent to every process that runs the call. Whatever happens, everything that a
+process has set up is torn down, and changed settings are restored.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 
+from helios.checkpoint import file_names
 from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.registry import update_all_registries
 from helios.core.sharded_tensors import RowShare
+from helios.core.signal_watch import TRY_AGAIN
 from helios.counters import Phase
 from helios.data.datamodule import DataModule
 from helios.data.phase_sources import open_sources
 from helios.data.source import Shard, Source
 from helios.distributed.pickling import pack_by_value
-from helios.distributed.process_groups import is_lost_peer
+from helios.distributed.process_groups import DistributedInfo, is_lost_peer
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import ArgumentTypeError, Interrupted
+from helios.errors import ArgumentTypeError, Interrupted, UsageError
 from helios.hooks.bus import Bus
 from helios.launch.launcher import Launch
 from helios.listeners import RunListener
@@ -39,14 +44,16 @@ from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.session import Place, Session
 from helios.startup.changed_start import read_fresh
+from helios.startup.checkpoint_search import CheckpointChoice, Choice, choose_checkpoint
 from helios.startup.hangs import HangWatch, Whereabouts, showing_stacks
-from helios.startup.model_in_hand import ModelInHand
 from helios.startup.model_setup import (
     build_networks,
     set_train_mode,
     take_own_processor,
 )
 from helios.startup.objects import (
+    PluginTable,
+    Roots,
     check_batch_processor,
     check_model_state,
     check_plugins,
@@ -60,8 +67,10 @@ from helios.startup.processes import (
     options_that_must_match,
     require_alike,
 )
+from helios.startup.replay_range import ReplayRange
+from helios.startup.signal_policy import Listener, find_signal_code
 from helios.startup.state_owners import find_owners
-from helios.startup.trainer_call import Call
+from helios.startup.trained_model import TrainedModel
 from helios.startup.trainer_options import Options
 from helios.state.owners import Owners
 from helios.terminal import root_logger as log
@@ -92,46 +101,163 @@ def _make_engine(options: Options, device: torch.device) -> Engine:
     )
 
 
+class _Running:
+    """The call that this process runs; a forked child has none."""
+
+    calls: ClassVar[dict[int, object]] = {}
+
+
+@contextmanager
+def only_call() -> Iterator[None]:
+    """Run a call in the block; enter it before any part of the call is done.
+
+    A process has one set of loggers, generators and signals.
+
+    Raises:
+        UsageError: if this process runs a call already, of any trainer and in any thread; that one
+            is not affected.
+    """
+    own, pid = object(), os.getpid()
+    # One step, so that of two threads that start at once one is refused.
+    if _Running.calls.setdefault(pid, own) is not own:
+        raise UsageError(
+            "A process must run one call at a time, but fit, validate, test or predict was called "
+            "while another one is running: inside a hook, or in another thread. Set "
+            "valid_frequency to validate inside fit, wait until the first call has ended, or "
+            "start a process for the second one."
+        )
+    try:
+        yield
+    finally:
+        del _Running.calls[pid]
+
+
 @final
 class Run:
-    """What a call sets up, the session that its loop sees, and how all of it is torn down.
+    """One call of fit, validate, test or predict.
 
     Args:
-        call: the call.
-        launch: how this process was started, and its rank.
-        num_replicas: V; 0 if every process works on its own.
-        is_shown: whether this process does the work itself, so that its progress is shown.
+        phase: what to do; ``Phase.TRAINING`` for fit.
+        options: options of the trainer.
+        plugins: by id.
+        loops: the loops.
+        model: the user's model.
+        datamodule: the user's data.
+        passed_through: types of exceptions that are not logged.
+        checkpoint: the checkpoint that an evaluation was asked to load.
+        last: how the trainer's last ``fit`` has left its model; ``None`` before, and after an
+            error.
+        before: the trainer's call before this one.
 
     Attributes:
+        choice: what ``checkpoint`` means.
+        trained: how ``fit`` has left the model that is evaluated, or, at the end of a training,
+            how that leaves it; ``None`` for any other model.
+        is_as_it_is: whether the model is evaluated as it is in this process, after ``fit``.
+        reason_to_load: why it is not, if no checkpoint was asked for; empty for other models.
+        replay: the part of a run that is only repeated, once it is found; ``None`` to train.
+        handed: the state of a trained model, for ranks that set it up again.
+        torch_seed: what PyTorch was seeded with when the trainer was called.
+        queue: receives what spawned ranks send; ``None`` before there were any.
+        assigned: the attributes of objects before and after a set-up in the launcher, by id.
+        info: the rank of this process.
+        signals: the signals received during the call.
         team: the processes, for what they do together.
         settings: closed at the end of the call, whatever happens.
         sources: the data of each phase that was opened.
         session: what its loop sees; ``None`` before there is one.
+        is_live: whether the loop may still see it.
         has_begun: whether ``on_fit_start`` was reached, which ``on_fit_end`` follows.
         is_reported: whether another process has logged the error of this one.
-        listeners: what hears of an error that ends the call.
+        listeners: notified of an error that ends the call.
         describe_rescue: returns what an error leaves to the user, as sentences.
         fresh: what a training starts with, before anything is loaded.
-        info: the rank of this process.
-        has_prepared: whether the process that started this one has already prepared the data.
-        collects: whether to keep the state at the end of the call for another process.
+        is_rank: whether this process was started for the call by one that has prepared the data,
+            and that needs the state at the end.
         collected: that state, packed; ``None`` before the regular end.
-        in_hand: how a training leaves the model, for the evaluations that follow.
     """
 
     def __init__(
-        self, call: Call, launch: Launch, num_replicas: int, *, is_shown: bool = True
+        self,
+        phase: Phase,
+        options: Options,
+        plugins: PluginTable,
+        loops: Roots,
+        model: Model,
+        datamodule: DataModule,
+        *,
+        passed_through: tuple[type[BaseException], ...] = (),
+        checkpoint: Choice = "auto",
+        last: TrainedModel | None = None,
+        before: Run | None = None,
     ) -> None:
-        self.call = call
-        self.info = call.runtime.info = launch.info
-        self.options = call.options
-        self.plugins: Mapping[str, Plugin] = call.plugins
-        self.model: Model = call.model
-        self.datamodule: DataModule = call.datamodule
-        self.has_prepared = False
-        self.collects = False
+        self.phase = phase
+        self.options = options
+        self.plugins: Mapping[str, Plugin] = plugins
+        self.table = plugins
+        self.loops = loops
+        self.model = model
+        self.datamodule = datamodule
+        self.passed_through = passed_through
+        self.replay: ReplayRange | None = None
+        self.handed: Trained | None = None
+        self.torch_seed = torch.initial_seed()
+        self.trained: TrainedModel | None = None
+        self.reason_to_load, self.is_as_it_is = "", False
+        self.choice = CheckpointChoice()
+        if phase is not Phase.TRAINING:
+            self._choose(checkpoint, last)
+        self.queue: Any = None if before is None else before.queue
+        self.assigned: dict[int, tuple[dict[str, Any], dict[str, Any]]] = (
+            {} if before is None else before.assigned
+        )
+        self._be_idle()
+
+    def _choose(self, checkpoint: Choice, last: TrainedModel | None) -> None:
+        """Decide what is evaluated."""
+        model = self.model
+        if last is not None and last.model is model:
+            self.trained = last
+            if checkpoint in ("auto", None):
+                self.reason_to_load = last.reason_to_load
+                self.is_as_it_is = not self.reason_to_load
+        has_own = type(model).load_for_testing is not Model.load_for_testing
+        self.choice = choose_checkpoint(
+            checkpoint,
+            self.options,
+            self.plugins.values(),
+            has_fitted=last is not None,
+            may_lack=self.trained is not None or has_own,
+        )
+
+    def _be_idle(self) -> None:
+        """Have nothing that belongs to this process."""
+        self.info = DistributedInfo()
+        self.signals = Listener()
+        self.session: Session | None = None
+        self.is_live = False
+        self.is_rank = False
         self.collected: bytes | None = None
-        self.in_hand: ModelInHand | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a rank needs to run the same call."""
+        return {name: vars(self)[name] for name in _SENT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what the launcher has sent."""
+        vars(self).update(state)
+        self.trained, self.assigned, self.queue = None, {}, None
+        self._be_idle()
+
+    def enter(self, launch: Launch, num_replicas: int, *, is_shown: bool = True) -> None:
+        """Prepare to run the call in this process; nothing is set up yet.
+
+        Args:
+            launch: how this process was started, and its rank.
+            num_replicas: V; 0 if every process works on its own.
+            is_shown: whether this process does the work itself, so that its progress is shown.
+        """
+        self.info = launch.info
         self.has_begun = False
         self.is_reported = False
         self.listeners: Sequence[RunListener] = ()
@@ -154,7 +280,6 @@ class Run:
         if is_shown:
             self.display = create_display(self.options.enable_progress_bar)
         self.sources: dict[Phase, list[Source]] = {}
-        self.session: Session | None = None
         self.settings = ExitStack()
         self.fresh: dict[str, Any] = {}
         self.owners = Owners()
@@ -169,9 +294,42 @@ class Run:
         )
 
     @property
+    def verb(self) -> str:
+        """The name of the call, for messages."""
+        if self.phase is Phase.TRAINING:
+            return "Training" if self.replay is None else "Replay"
+        return str(self.phase.value).capitalize()
+
+    @property
     def loop(self) -> Loop:
         """The loop to run."""
-        return self.call.loop
+        is_fit = self.phase is Phase.TRAINING
+        return self.loops.fit if is_fit else self.loops.evaluations[self.phase]
+
+    @property
+    def name(self) -> str:
+        """The name of the run, which its files have."""
+        return self.options.name_for(self.model.save_name)
+
+    @property
+    def objects(self) -> list[Any]:
+        """The user's objects that are set up."""
+        return [*self.plugins.values(), self.model, self.datamodule]
+
+    def find_code(self, number: int | None) -> int:
+        """Return the exit code after an interruption, by a signal if it was one.
+
+        It asks for another start only if the same call would resume from a checkpoint.
+        """
+        options, folder = self.options, self.folder
+        can_resume = options.resume_path is not None or (
+            folder is not None
+            and options.resume != "never"
+            and bool(file_names.find_checkpoints(folder))
+        )
+        if can_resume:
+            return TRY_AGAIN
+        return 1 if number is None else find_signal_code(number)
 
     @property
     def replicas(self) -> Replicas:
@@ -191,7 +349,7 @@ class Run:
         )
         with rng.numpy_global_kept(), self._watching():
             try:
-                for owner in (*self.plugins.values(), self.model, self.datamodule):
+                for owner in self.objects:
                     warn_of_unknown_hooks(owner)
                 result = work(self)
                 is_regular = True
@@ -209,7 +367,7 @@ class Run:
             # It waits for the ranks, which watch themselves.
             yield
             return
-        writes = self.options.can_save and self.call.replay is None
+        writes = self.options.can_save and self.replay is None
         watch = HangWatch(
             self.info,
             self._find_place,
@@ -217,7 +375,7 @@ class Run:
             timeout=self.options.hang_timeout,
             folder=self.folder if writes else None,
         )
-        with showing_stacks(), self.call.runtime.listener.describing(watch), watch.watching():
+        with showing_stacks(), self.signals.describing(watch), watch.watching():
             yield
 
     @property
@@ -229,12 +387,12 @@ class Run:
     def _find_place(self) -> Whereabouts:
         session = self.session
         if session is None:
-            return Whereabouts(self.call.verb, Place.STARTING.value, order=[-1])
-        is_training = self.call.phase is Phase.TRAINING
+            return Whereabouts(self.verb, Place.STARTING.value, order=[-1])
+        is_training = self.phase is Phase.TRAINING
         place = list(Place).index(session.place)
         order = [session.state.global_iteration, place, session.num_evaluated]
         return Whereabouts(
-            f"step {session.state.global_step + 1}" if is_training else self.call.verb,
+            f"step {session.state.global_step + 1}" if is_training else self.verb,
             session.place.value,
             order=order,
             progress=(session.num_read_again, *order),
@@ -249,14 +407,14 @@ class Run:
         self.hooks.emit_to_all("on_exception", error)
         if isinstance(error, KeyboardInterrupt):
             _LOGGER.warning("Interrupted. %s", self.describe_rescue())
-        elif isinstance(error, self.call.passed_through):
+        elif isinstance(error, self.passed_through):
             return
         elif not self.team.has_single_process and is_lost_peer(error):
             # The cause is in the log of another process.
-            _LOGGER.error("%s ends because another process has ended.", self.call.verb)
+            _LOGGER.error("%s ends because another process has ended.", self.verb)
             _LOGGER.debug("This process noticed it as follows.", exc_info=error)
         else:
-            text = f"{self.call.verb} ended with an error ({type(error).__name__}). "
+            text = f"{self.verb} ended with an error ({type(error).__name__}). "
             text = f"{text}{self.describe_rescue()}".rstrip()
             _LOGGER.error("%s", text, exc_info=error, extra=log.RAISED)
 
@@ -266,11 +424,13 @@ class Run:
         Args:
             reason: what it was.
         """
-        numbers = self.team.gather_objects(self.call.runtime.listener.number)
+        numbers = self.team.gather_objects(self.signals.number)
         number = next((number for number in numbers if number is not None), None)
-        return Interrupted(on_first(self.team, lambda: self.call.find_code(number)), reason)
+        return Interrupted(on_first(self.team, lambda: self.find_code(number)), reason)
 
     def _tear_down(self, *, is_regular: bool) -> None:
+        self.is_live = False
+        left = self.trained if self.phase is Phase.TRAINING else None
         # A stack runs all of these, last first, even if one of them raises.
         with ExitStack() as stack:
             stack.callback(log.close_default_loggers)
@@ -280,9 +440,9 @@ class Run:
                 for source in sources:
                     stack.callback(source.close)
             stack.callback(self.hooks.emit_to_all, "teardown")
-            if is_regular and self.in_hand is not None:
-                stack.callback(self.in_hand.record_attributes)
-            if is_regular and self.collects:
+            if is_regular and left is not None and self.session is not None:
+                stack.callback(left.capture_states, self.session)
+            if is_regular and self.is_rank:
                 stack.callback(self.collect)
             if is_regular and self.has_begun:
                 stack.callback(self._emit_fit_end)
@@ -291,10 +451,8 @@ class Run:
             # After the loops: an interrupted evaluation restores the settings of the training.
             stack.callback(self.settings.close)
             stack.callback(self.loop.teardown)
-            stack.callback(self.call.show, None)
-        if is_regular and self.in_hand is not None:
-            self.in_hand.record_contents()
-            self.call.runtime.in_hand = self.in_hand
+        if is_regular and left is not None:
+            left.record_contents()
 
     def _emit_fit_end(self) -> None:
         try:
@@ -313,8 +471,19 @@ class Run:
         trained = capture_trained(self.session)
         if self.info.rank != 0:
             return
+        if self.trained is not None:
+            trained = dataclasses.replace(trained, end=self.trained.end)
         on_cpu = move_to_device(trained, torch.device("cpu"))
         self.collected = pack_by_value(on_cpu, "The state of model and plugins")
+
+    def leave(self, obstacle: str, end: Record) -> None:
+        """Describe how a training leaves its model, for evaluations in this process.
+
+        Args:
+            obstacle: why a checkpoint is loaded all the same; empty if the model counts.
+            end: the counters and logs of the end of training.
+        """
+        self.trained = TrainedModel(self.model, obstacle, end, self.owners, dict(self.plugins))
 
     def require_alike_setup(self) -> None:
         """Check that all processes have the same receivers and data."""
@@ -331,12 +500,12 @@ class Run:
             if self.info.local_rank == 0:
                 self.datamodule.prepare_data()
 
-        if not self.has_prepared:
+        if not self.is_rank:
             on_each(self.team, prepare)
 
     def restore(self, trained: Trained) -> None:
         """Set everything up, with the results of a call that has ended."""
-        is_inference = self.call.phase is not Phase.TRAINING
+        is_inference = self.phase is not Phase.TRAINING
         self.set_up(is_inference=is_inference, is_resumed=True)
         self.find_owners(self.open_saved_source(trained))
         session = self.make_inference_session()
@@ -359,8 +528,7 @@ class Run:
 
     def take_session(self, session: Session) -> None:
         """Set the session of all objects that may see it."""
-        self.session = session
-        self.call.show(session)
+        self.session, self.is_live = session, True
         for plugin in self.plugins.values():
             plugin.context = session.context
         vars(self.model)["_run_context"] = session.context
@@ -378,7 +546,7 @@ class Run:
             plugins=self.plugins,
             phase=phase,
             run_folder=self.folder,
-            loop_states=LoopStates(self.call.roots.fit, LOOP_PATH, carries=False),
+            loop_states=LoopStates(self.loops.fit, LOOP_PATH, carries=False),
             owner_states=self.owners,
         )
 
@@ -387,6 +555,7 @@ class Run:
         for plugin in self.plugins.values():
             vars(plugin).pop("context", None)
         # A user's engine outlives the run; a process group does not.
+        self.session = None
         self.engine.replicas.close()
         self.team.close()
         self.engine.replicas = self.team = Replicas()
@@ -431,11 +600,11 @@ class Run:
             self.model,
             self.datamodule,
             engine=self.engine,
-            loop=(LOOP_PATH, self.call.roots.fit),
+            loop=(LOOP_PATH, self.loops.fit),
             source=source,
             validation=self.sources.get(Phase.VALIDATION, ()) if source is not None else (),
         )
-        if self.call.phase is Phase.TRAINING:
+        if self.phase is Phase.TRAINING:
             self.fresh = read_fresh(self.model, self.datamodule, self.owners.parts)
 
     def set_up(self, *, is_inference: bool, is_resumed: bool = False) -> None:
@@ -490,3 +659,9 @@ class Run:
             ),
         )
         return self.sources[phase][0]
+
+
+_SENT = (
+    *("phase", "options", "plugins", "table", "loops", "model", "datamodule", "passed_through"),
+    *("choice", "is_as_it_is", "reason_to_load", "replay", "handed", "torch_seed"),
+)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from helios.checkpoint import file_names
 from helios.checkpoint.checkpoint_writer import CheckpointWriter, PlainWriter, ShardedWriter
@@ -14,32 +14,29 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import PendingCheckpoint
 from helios.core.loss_means import as_numbers
 from helios.counters import Phase
-from helios.engines.engine import Engine
 from helios.listeners import RunListener
-from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
-from helios.plugins.plugin import Plugin
-from helios.schedule import Schedule
+from helios.startup.origin import Origin
 from helios.startup.reproducibility_level import Reproducibility, find_compiled
-from helios.startup.resume_point import Start
+from helios.startup.run import Run
+from helios.startup.run_identity import is_shortened
 from helios.startup.run_log import log_places
 
 _LOGGER = logging.getLogger(__name__)
 
 
-class RunSaves:
+@final
+class Saves:
     """Completes the checkpoints of one training, which its writer saves.
 
     Args:
-        name: the name of the run.
-        model: appends to checkpoint names and holds the metrics.
-        start: the run's folder, definition and history.
-        reproducibility: the level of reproducibility that the run reaches.
+        run: the call; its model appends to checkpoint names and holds the metrics.
+        origin: where the training starts.
+        options: what the checkpoints hold of the definition of the run.
+        changes: changes that were allowed, in all starts of the run.
+        level: the level of reproducibility that the run reaches.
         machine: versions, devices and settings that bits of arithmetic depend on.
-        engine: the engine, with the replicas; rank 0 completes.
-        schedule: determines whether checkpoints are written.
         listeners: what listens to the run.
-        plugins: those of the run; a validation may use averages of theirs.
 
     Attributes:
         writer: writes the checkpoints; nothing without a folder.
@@ -47,30 +44,31 @@ class RunSaves:
 
     def __init__(
         self,
-        name: str,
-        model: Model,
-        start: Start,
+        run: Run,
+        origin: Origin,
         *,
-        reproducibility: Reproducibility,
+        options: dict[str, Any],
+        changes: list[str],
+        level: Reproducibility,
         machine: dict[str, str],
-        engine: Engine,
-        schedule: Schedule,
         listeners: Sequence[RunListener],
-        plugins: Collection[Plugin],
     ) -> None:
-        self._name = name
-        self._plugins = plugins
-        self._schedule = schedule
-        self._model = model
-        self._start = start
-        self._reproducibility = reproducibility
-        self._replicas = engine.replicas
+        self._run = run
+        self._origin = origin
+        self._options = options
+        self._changes = changes
+        self._level = level
         self._machine = machine
         self._listeners = listeners
-        self.writer = self._make_writer(engine)
+        self._replicas = run.replicas
+        self._model = run.model
+        record = origin.record
+        self._is_shortened = record is not None and is_shortened(run.options, record.options)
+        self.writer = self._make_writer()
+        run.settings.callback(self.writer.close)
 
-    def _make_writer(self, engine: Engine) -> CheckpointWriter:
-        folder, loaded = self._start.folder, self._start.loaded
+    def _make_writer(self) -> CheckpointWriter:
+        folder, loaded = self._origin.folder, self._origin.loaded
         newest = None if loaded is None else loaded.path
         if folder is None:
             # A replay emits the events of its saves, and writes nothing.
@@ -81,49 +79,47 @@ class RunSaves:
             folder,
             self._describe,
             replicas=self._replicas,
-            pins=engine.device.type == "cuda",
+            pins=self._run.engine.device.type == "cuda",
             listeners=self._listeners,
             newest=newest,
         )
 
     def _describe(self, payload: dict[str, Any]) -> PendingCheckpoint:
         """Complete what hooks have left of a payload, and say how it is written; on rank 0."""
-        start = self._start
-        if start.folder is not None and not start.folder.path.is_dir():
+        folder, lock = self._origin.folder, self._origin.lock
+        assert folder is not None
+        if not folder.path.is_dir():
             _LOGGER.warning(
                 "The folder %s disappeared during the run: it was deleted or moved, or its disk is "
                 "gone. It is created again for new checkpoints; earlier ones are not in it.",
-                start.folder.path,
+                folder.path,
             )
-        if start.lock is not None and start.lock.owner:
+        if lock is not None and lock.owner:
             # Its file may have been deleted, or the lock lost.
-            start.lock.acquire()
+            lock.acquire()
         stamp = {
-            "options": start.definition,
+            "options": self._options,
             "machine": self._machine,
-            "resumed_from": start.origin,
+            "resumed_from": self._origin.path,
             "ledger": None,
         }
         for listener in self._listeners:
             stamp |= listener.saving()
         record = Record.from_payload(payload | stamp | log_places())
-        stem = file_names.stem(self._name, *record.place)
+        stem = file_names.stem(self._run.name, *record.place)
         stem = file_names.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))
-        level = self._reproducibility.level_after(
-            record, is_compiled=bool(find_compiled(self._model))
-        )
+        level = self._level.level_after(record, is_compiled=bool(find_compiled(self._model)))
         sidecar = Sidecar.of(
             record,
-            run_name=self._name,
+            run_name=self._run.name,
             level=level,
             # Scores of an earlier validation do not belong to these weights.
             metrics=as_numbers(self._model.metrics) if record.has_validated else {},
             averages=self._scored_averages if record.has_validated else [],
-            changes=start.changes,
-            is_by_epoch=self._schedule.is_by_epoch,
+            changes=self._changes,
+            is_by_epoch=self._run.options.schedule.is_by_epoch,
         )
-        assert start.folder is not None
-        path = start.folder.path_of(stem, is_sharded=self._replicas.share is not None)
+        path = folder.path_of(stem, is_sharded=self._replicas.share is not None)
         types = self._model.types_for_safe_load()
         return PendingCheckpoint(path, record.to_payload(), sidecar, types)
 
@@ -131,7 +127,7 @@ class RunSaves:
     def _scored_averages(self) -> list[str]:
         return [
             plugin.plug_id
-            for plugin in self._plugins
+            for plugin in self._run.plugins.values()
             if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(Phase.VALIDATION)
         ]
 
@@ -145,9 +141,9 @@ class RunSaves:
         Raises:
             SaveError: in all processes, if the disk refused the last checkpoint.
         """
-        folder = self._start.folder
+        folder = self._origin.folder
         # A run that only loads has trained beside the checkpoint, which is not the end of its run.
-        if folder is None or self._schedule.chkpt_frequency is None:
+        if folder is None or self._run.options.schedule.chkpt_frequency is None:
             return
 
         def conclude(newest: Path | None) -> None:
@@ -182,5 +178,5 @@ class RunSaves:
 
         The checkpoint belongs to that run, and is not its end.
         """
-        loaded = self._start.loaded
-        return self._start.is_shortened and loaded is not None and loaded.path == newest
+        loaded = self._origin.loaded
+        return self._is_shortened and loaded is not None and loaded.path == newest

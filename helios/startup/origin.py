@@ -1,12 +1,12 @@
-"""Finds the checkpoint that a training starts from, according to ``Trainer(resume=...)``.
+"""Finds where a training starts: from a checkpoint that ``Trainer(resume=...)`` selects, or anew.
 
 A run's folder belongs to one run; ``run_identity`` defines what identifies it. One run writes to a
 folder at a time: rank 0 writes, and every process reads at the next start.
 
 The folder is read twice. :func:`find_stored` returns the number of replicas, on which the number of
 processes depends: only these processes can take the lock, and until then another run may change the
-folder. Therefore :func:`find_start` searches again under the lock, in one listing, and its
-:class:`Start` holds everything that the call needs from then on.
+folder. Therefore :func:`find_origin` searches again under the lock, in one listing, and its
+:class:`Origin` holds everything that the call needs from then on.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import contextlib
 import logging
 import os
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 from helios.checkpoint import file_names, loading
+from helios.checkpoint.record import Record
 from helios.checkpoint.store import Loaded, RunFolder
-from helios.core.sharded_tensors import RowShare
 from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError, RunMismatchError
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.startup.checkpoint_search import SHARING, Search, check_run_name, open_folder
 from helios.startup.processes import Stored
+from helios.startup.run import Run
 from helios.startup.trainer_options import Options
 from helios.storage import files
 from helios.storage.folder_lock import FolderLock
@@ -53,40 +53,26 @@ def require_writable(options: Options, save_name: str) -> None:
         ) from error
 
 
-def lock_folder(
-    options: Options, save_name: str, stack: ExitStack, *, team: Replicas
-) -> FolderLock | None:
-    """Lock the folder of a run for this call, before anything in it is read.
+def _lock_folder(folder: RunFolder, run: Run) -> FolderLock:
+    """Lock the folder of a run for this call, before anything in it is read; rank 0 holds the lock.
 
     A run that only loads creates no folder, but locks an existing one, because it also moves
     damaged files aside.
-
-    Args:
-        options: where the folder is, and whether the run saves.
-        save_name: name of the run's folder.
-        stack: releases the lock.
-        team: the processes; rank 0 holds the lock.
-
-    Returns:
-        The lock, ``None`` without ``chkpt_root``.
 
     Raises:
         FolderInUseError: in all processes, if another run holds it.
         CheckpointError: in all processes, if one of them does not see the folder for saving.
     """
-    folder = open_folder(options, save_name)
-    if folder is None:
-        return None
-    lock = FolderLock(folder.path)
-    stack.callback(lock.release)
+    lock, can_save, team = FolderLock(folder.path), run.options.can_save, run.replicas
+    run.settings.callback(lock.release)
 
     def take() -> str:
-        if options.can_save or folder.path.is_dir():
+        if can_save or folder.path.is_dir():
             lock.acquire()
         return lock.owner
 
     owner = on_first(team, take)
-    if options.can_save and owner:
+    if can_save and owner:
         on_each(team, lambda: _require_sight(lock.path, owner, team))
     return lock
 
@@ -116,37 +102,49 @@ def _require_sight(path: Path, owner: str, team: Replicas) -> None:
 _LOGGER = logging.getLogger(__name__)
 
 
-@dataclass
-class Start:
+@dataclass(frozen=True)
+class Origin:
     """Where a training starts.
 
     Attributes:
         folder: the run's folder; ``None`` without ``chkpt_root``.
         loaded: the checkpoint to continue from; ``None`` for a first start.
-        origin: the path of ``resume=<path>`` from which the run was started, if any.
+        path: the path of ``resume=<path>`` from which the run was started, if any.
         is_branch: whether this is the first start from that path, which is another run's.
         goes_back: whether that path is an older checkpoint of this run; what is newer is to be set
             aside before training continues.
-        changes: changes that were allowed, in all starts of the run.
-        is_shortened: whether this run is shorter than the one that wrote the checkpoint.
+        changes: changes that were allowed, in earlier starts of the run.
         lock: keeps a second run out of the folder during the call; rank 0 holds it.
-        definition: what defines the run and what ends it, once its data is known.
     """
 
     folder: RunFolder | None = None
     loaded: Loaded | None = None
-    origin: str | None = None
+    path: str | None = None
     is_branch: bool = False
     goes_back: bool = False
-    changes: list[str] = field(default_factory=list)
-    is_shortened: bool = False
+    changes: tuple[str, ...] = ()
     lock: FolderLock | None = None
-    definition: dict[str, Any] = field(default_factory=dict)
 
-    def forget_payload(self) -> None:
-        """Release the checkpoint's content, once it is loaded."""
+    @property
+    def record(self) -> Record | None:
+        """The content of the checkpoint, until it is released."""
+        return None if self.loaded is None else self.loaded.record
+
+    @property
+    def iteration(self) -> int:
+        """The iteration of the checkpoint; 0 for the beginning."""
+        return 0 if self.record is None else self.record.place[1]
+
+    def release_payload(self) -> None:
+        """Release the checkpoint's content, once it is loaded: its tensors are copied by then."""
         if self.loaded is not None:
-            self.loaded = replace(self.loaded, payload={})
+            self.loaded.payload.clear()
+
+    def describe_rescue(self) -> str:
+        """Return what an error leaves to the user before anything was trained."""
+        if self.loaded is None:
+            return ""
+        return f"Nothing was trained; {self.loaded.path} is unchanged."
 
 
 def _read_stored(path: Path, *, safe_types: list[Any]) -> Stored | None:
@@ -206,40 +204,29 @@ def find_replicas(path: Path, safe_types: list[Any]) -> Stored | None:
     return stored if stored is not None and stored.num_replicas else None
 
 
-def find_start(
-    options: Options,
-    save_name: str,
-    safe_types: list[Any],
-    *,
-    run_name: str,
-    replicas: Replicas,
-    share: RowShare | None,
-) -> Start:
-    """Find the checkpoint that ``resume`` selects; rank 0 searches, and all load the same file.
+def find_origin(run: Run) -> Origin:
+    """Find the checkpoint that ``resume`` selects, and lock the run's folder for the call.
 
-    Args:
-        options: where checkpoints are, and which one is resumed.
-        save_name: name of the run's folder.
-        safe_types: types that may be built.
-        run_name: name of the current run, which must be that of the folder's files.
-        replicas: the replicas of the run.
-        share: what this process reads of sharded tensors.
+    Rank 0 searches, and all processes load the same file.
 
     Raises:
+        FolderInUseError: if another run writes to the folder.
         RunMismatchError: if the newest checkpoint belongs to a run of another name, or of another
             number of replicas.
         CheckpointError: if there is a checkpoint that cannot be used.
     """
-    folder = open_folder(options, save_name)
+    folder = open_folder(run.options, run.model.save_name)
     if folder is None:
-        return Start()
-    search = _StartSearch(folder, options, run_name, safe_types, replicas, share)
-    loaded, start = search.run()
-    return replace(start, folder=folder, loaded=loaded)
+        return Origin()
+    lock = _lock_folder(folder, run)
+    types = run.model.types_for_safe_load()
+    search = _OriginSearch(folder, run.options, run.name, types, run.replicas, run.share)
+    loaded, origin = search.run()
+    return replace(origin, folder=folder, loaded=loaded, lock=lock)
 
 
 @final
-class _StartSearch(Search[Start]):
+class _OriginSearch(Search[Origin]):
     """The checkpoint that ``resume`` selects, under the lock of its folder.
 
     Args:
@@ -256,18 +243,18 @@ class _StartSearch(Search[Start]):
         self._run_name = run_name
         folder.share = self._share
 
-    def _choose(self) -> tuple[str | None, Start]:
-        start = _choose_start(self._folder, self._options, self._run_name, self._types)
-        self._found = start.loaded
-        _check_replicas(start.loaded, self._team.num_replicas)
-        name = None if start.loaded is None else start.loaded.path.name
-        return name, replace(start, folder=None, loaded=None)
+    def _choose(self) -> tuple[str | None, Origin]:
+        origin = _choose_origin(self._folder, self._options, self._run_name, self._types)
+        self._found = origin.loaded
+        _check_replicas(origin.loaded, self._team.num_replicas)
+        name = None if origin.loaded is None else origin.loaded.path.name
+        return name, replace(origin, loaded=None)
 
-    def _path(self, name: str, facts: Start) -> Path:
+    def _path(self, name: str, facts: Origin) -> Path:
         origin = self._options.resume_path
         return origin if facts.is_branch and origin is not None else self._folder.path / name
 
-    def _pass_over(self, path: Path, facts: Start, damage: str) -> None:
+    def _pass_over(self, path: Path, facts: Origin, damage: str) -> None:
         if facts.is_branch or self._share is None:
             # Rank 0 has verified all of it: nothing is wrong with the file.
             raise DamagedCheckpointError(damage)
@@ -283,27 +270,31 @@ def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
         )
 
 
-def _choose_start(
+def _choose_origin(
     folder: RunFolder, options: Options, run_name: str, safe_types: list[Any]
-) -> Start:
-    """Find the start, and move or delete files as ``resume`` requires; runs in one process."""
+) -> Origin:
+    """Find the origin, and move or delete files as ``resume`` requires; runs in one process."""
     listed = folder.clean()
     if options.resume == "never":
         _move_aside(folder)
-        return Start(folder)
+        return Origin()
     if options.resume_path is None:
-        start = Start(folder, folder.load_newest(safe_types, listed=listed))
+        origin = Origin(loaded=folder.load_newest(safe_types, listed=listed))
     else:
-        start = _start_from_path(folder, options.resume_path, safe_types, listed)
-        start.goes_back &= options.can_save
-    if start.loaded is not None:
-        if not start.is_branch:
-            check_run_name(start.loaded, run_name, folder)
-        _inherit(start, start.loaded)
-    if start.origin is not None:
+        origin = _start_from_path(folder, options.resume_path, safe_types, listed)
+        origin = replace(origin, goes_back=origin.goes_back and options.can_save)
+    loaded = origin.loaded
+    if loaded is not None:
+        if not origin.is_branch:
+            check_run_name(loaded, run_name, folder)
+        changes, path = (), loaded.record.resumed_from
+        if loaded.sidecar is not None:
+            changes, path = tuple(loaded.sidecar.changes), loaded.sidecar.resumed_from
+        origin = replace(origin, changes=changes, path=origin.path or path)
+    if origin.path is not None:
         # The user's command names it: without it, the same command would fail.
-        folder.protect(Path(start.origin))
-    return start
+        folder.protect(Path(origin.path))
+    return origin
 
 
 def _move_aside(folder: RunFolder) -> None:
@@ -312,28 +303,28 @@ def _move_aside(folder: RunFolder) -> None:
         _LOGGER.warning("Moved the existing checkpoints of the run to %s.", moved)
 
 
-def set_newer_aside(start: Start) -> None:
+def set_newer_aside(origin: Origin) -> None:
     """Move what is newer than the checkpoint that a run goes back to, before training continues."""
-    if start.goes_back and start.folder is not None and start.loaded is not None:
-        moved = start.folder.move_newer_aside(start.loaded.record.place[1])
+    if origin.goes_back and origin.folder is not None and origin.loaded is not None:
+        moved = origin.folder.move_newer_aside(origin.iteration)
         if moved is not None:
             _LOGGER.warning(
                 "The run goes back to %s. Moved newer checkpoints and a copy of the ledger to %s.",
-                start.loaded.path.name,
+                origin.loaded.path.name,
                 moved,
             )
 
 
 def _start_from_path(
     folder: RunFolder, path: Path, safe_types: list[Any], listed: list[Path]
-) -> Start:
-    origin = str(path.absolute())
+) -> Origin:
+    given = str(path.absolute())
     stored = _search_stored(folder, safe_types, listed)
-    if stored is None or stored.origin == origin:
+    if stored is None or stored.origin == given:
         try:
             newest = folder.load_newest(safe_types, listed=listed)
             if newest is not None:
-                return Start(folder, newest, origin)
+                return Origin(loaded=newest, path=given)
         except DamagedCheckpointError as error:
             # The file that they were started from is the next older one.
             if not file_names.is_present(path):
@@ -346,14 +337,6 @@ def _start_from_path(
         )
     loaded = folder.load(path, safe_types)
     if path.resolve().parent == folder.path.resolve():
-        return Start(folder, loaded, origin, goes_back=True)
+        return Origin(loaded=loaded, path=given, goes_back=True)
     _move_aside(folder)
-    return Start(folder, loaded, origin, is_branch=True)
-
-
-def _inherit(start: Start, loaded: Loaded) -> None:
-    sidecar = loaded.sidecar
-    origin = loaded.record.resumed_from
-    if sidecar is not None:
-        start.changes, origin = list(sidecar.changes), sidecar.resumed_from
-    start.origin = start.origin or origin
+    return Origin(loaded=loaded, path=given, is_branch=True)

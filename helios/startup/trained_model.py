@@ -1,0 +1,109 @@
+"""The model that the last call of ``fit`` has trained, which is evaluated as it is.
+
+An evaluation without a ``checkpoint`` then neither sets the model up nor loads anything, so that
+what a script has done to it since, such as ``update_bn``, counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from helios.checkpoint.record import Record
+from helios.model.model import Model
+from helios.plugins.averaging import WeightAverage
+from helios.plugins.plugin import Plugin
+from helios.state.discovery import Baseline
+from helios.state.owners import Owners
+from helios.storage.content_hash import fingerprint
+
+if TYPE_CHECKING:
+    from helios.session import Session
+
+
+@dataclass
+class TrainedModel:
+    """How the last call of ``fit`` has left its model.
+
+    Attributes:
+        model: the model.
+        obstacle: why a checkpoint is loaded all the same; empty if the model counts.
+        end: the counters and logs of the end of ``fit``.
+        owners: what else held state.
+        plugins: the plugins that took part, by id.
+    """
+
+    model: Model
+    obstacle: str
+    end: Record
+    owners: Owners
+    plugins: Mapping[str, Plugin]
+    # What training has given to plugins and data: their own states, and attributes.
+    _states: dict[str, Any] = field(default_factory=dict)
+    _attributes: dict[str, Any] = field(default_factory=dict)
+    _contents: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        baseline = self.model.discovery.baseline
+        self._baseline: weakref.ref[Baseline] | None = (
+            None if baseline is None else weakref.ref(baseline)
+        )
+
+    @property
+    def reason_to_load(self) -> str:
+        """Why a checkpoint is loaded instead of it; empty if it is evaluated as it is."""
+        baseline = self.model.discovery.baseline
+        if self.obstacle or self._baseline is None:
+            return self.obstacle
+        # Every call that loads into a model sets it up anew.
+        return "" if self._baseline() is baseline else "another call has set the model up since"
+
+    def capture_states(self, session: Session) -> None:
+        """Keep what plugins and data hold, before their teardown."""
+        if not self.obstacle:
+            self._states = session.plugin_states.capture()
+            named = {f"plugin {name!r}": state for name, state in self._states.items()}
+            attributes, _ = session.owner_states.capture(named)
+            # The model stays as it is, and so do loops and engine.
+            again = ("plugin ", "context ", "data")
+            self._attributes = {n: part for n, part in attributes.items() if n.startswith(again)}
+
+    def copy_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return copies of the states and the attributes: a setup may change them in place."""
+        return copy.deepcopy((self._states, self._attributes))
+
+    def record_contents(self) -> None:
+        """Record what the networks hold that have an average."""
+        self._contents = _fingerprints_of(self.model, self.plugins.values())
+
+    def leave_out_averages(self, plugins: Collection[Plugin]) -> dict[str, list[str]]:
+        """Leave averages of networks that have changed since ``fit`` out of an evaluation.
+
+        Returns:
+            These networks, by the id of the plugin.
+        """
+        now = _fingerprints_of(self.model, plugins)
+        left_out: dict[str, list[str]] = {}
+        for plugin in plugins:
+            if isinstance(plugin, WeightAverage):
+                paths = plugin.averaged_networks
+                changed = [path for path in paths if now.get(path) != self._contents.get(path)]
+                if changed:
+                    plugin.leave_out()
+                    left_out[plugin.plug_id] = changed
+        return left_out
+
+
+def _fingerprints_of(model: Model, plugins: Collection[Plugin]) -> dict[str, int]:
+    """Return fingerprints of the tensors of the networks that plugins have an average of."""
+    averages = [plugin for plugin in plugins if isinstance(plugin, WeightAverage)]
+    paths = {path for plugin in averages for path in plugin.averaged_networks}
+    networks = model.discovery.modules() if paths else {}
+    return {
+        path: fingerprint({**dict(network.named_parameters()), **dict(network.named_buffers())})
+        for path, network in networks.items()
+        if path in paths
+    }
