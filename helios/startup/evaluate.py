@@ -153,17 +153,15 @@ def _set_up_around(run: Run, trained: TrainedModel) -> Callable[[Session], None]
             f"{run.verb} of a sharded model needs a checkpoint, because its processes "
             "have parted after the training, each with its shards. Pass chkpt_root."
         )
-    states, attributes = trained.copy_states()
-    run.set_up_others()
+    data = trained.owners.capture_one("data")
+    with trained.keeping_plugins() as states:
+        run.set_up_others()
     move_networks(run.model, run.engine.device)
     run.find_owners()
+    run.owners.restore(data, is_inference=True)
+    trained.owners = run.owners
     run.renew_hooks()
-
-    def restore(session: Session) -> None:
-        session.plugin_states.restore(states)
-        run.owners.restore(attributes, is_inference=True)
-
-    return restore
+    return lambda session: session.plugin_states.restore(states)
 
 
 def _remove_unrestored(run: Run) -> None:

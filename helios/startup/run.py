@@ -440,8 +440,8 @@ class Run:
                 for source in sources:
                     stack.callback(source.close)
             stack.callback(self.hooks.emit_to_all, "teardown")
-            if is_regular and left is not None and self.session is not None:
-                stack.callback(left.capture_states, self.session)
+            if is_regular and left is not None:
+                stack.callback(left.record_attributes)
             if is_regular and self.is_rank:
                 stack.callback(self.collect)
             if is_regular and self.has_begun:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from numpy import ndarray
+from torch import Tensor
 
 from helios.checkpoint.record import Record
 from helios.model.model import Model
 from helios.plugins.averaging import WeightAverage
-from helios.plugins.plugin import Plugin
+from helios.plugins.plugin import Plugin, PluginStates
 from helios.state.discovery import Baseline
-from helios.state.owners import Owners
+from helios.state.owners import Owners, internals_of
 from helios.storage.content_hash import fingerprint
 
-if TYPE_CHECKING:
-    from helios.session import Session
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), *(list, tuple, dict, set))
+_ARRAYS = (Tensor, ndarray)
 
 
 @dataclass
@@ -41,9 +45,8 @@ class TrainedModel:
     end: Record
     owners: Owners
     plugins: Mapping[str, Plugin]
-    # What training has given to plugins and data: their own states, and attributes.
-    _states: dict[str, Any] = field(default_factory=dict)
-    _attributes: dict[str, Any] = field(default_factory=dict)
+    # Of the plugins before their teardown, by id.
+    _attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     _contents: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,19 +64,26 @@ class TrainedModel:
         # Every call that loads into a model sets it up anew.
         return "" if self._baseline() is baseline else "another call has set the model up since"
 
-    def capture_states(self, session: Session) -> None:
-        """Keep what plugins and data hold, before their teardown."""
-        if not self.obstacle:
-            self._states = session.plugin_states.capture()
-            named = {f"plugin {name!r}": state for name, state in self._states.items()}
-            attributes, _ = session.owner_states.capture(named)
-            # The model stays as it is, and so do loops and engine.
-            again = ("plugin ", "context ", "data")
-            self._attributes = {n: part for n, part in attributes.items() if n.startswith(again)}
+    def record_attributes(self) -> None:
+        """Record the attributes of plugins at the end of ``fit``, before their teardown."""
+        self._attributes = {name: dict(vars(plugin)) for name, plugin in self.plugins.items()}
 
-    def copy_states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return copies of the states and the attributes: a setup may change them in place."""
-        return copy.deepcopy((self._states, self._attributes))
+    @contextmanager
+    def keeping_plugins(self) -> Iterator[dict[str, Any]]:
+        """Set plugins up in the block; afterwards they have what training has given them.
+
+        Yields:
+            Their own states, which they load when the session is there.
+        """
+        states = copy.deepcopy(PluginStates(self.plugins, carries=False).capture())
+        before = {name: dict(vars(plugin)) for name, plugin in self.plugins.items()}
+        yield states
+        for name, plugin in self.plugins.items():
+            attributes, internals = vars(plugin), internals_of(plugin)
+            for key, value in self._attributes.get(name, {}).items():
+                is_renewed = attributes.get(key, value) is not before[name].get(key, value)
+                if is_renewed and key not in internals and isinstance(value, (*_PLAIN, *_ARRAYS)):
+                    attributes[key] = value
 
     def record_contents(self) -> None:
         """Record what the networks hold that have an average."""

@@ -158,6 +158,12 @@ class Owners:
                 states[name] = state
         return states, missing
 
+    def capture_one(self, name: str) -> dict[str, dict[str, Any]]:
+        """Return a copy of what training has changed of one owner, as :meth:`capture` does."""
+        self._outside = None
+        state = self._found[name].capture()
+        return {name: copy.deepcopy(state)} if is_any(state) else {}
+
     def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Prepare for the ``load_state_dict`` of owners; see :meth:`Discovery.prepare`."""
         for name, found in self._each():
