@@ -43,7 +43,6 @@ MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
     "help": lambda: _in(GOLDEN / "help", helps.help_texts()),
     "page": lambda: {ROOT / "docs" / "hooks.md": event_page.render()},
     "order": lambda: {file_trails.PAGE: file_trails.page()},
-    "coverage": lambda: {statements.PAGE: statements.page()},
     "frozen": frozen.golden_results,
 }
 """What makes each group of golden files, and the pages that are generated."""

@@ -24,7 +24,6 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "coverage.md"
 _COUNTS = {"H": 66, "L": 47, "K": 45, "R": 49, "C": 18, "E": 43, "S": 77, "P": 151}
 _DEMANDS = (2, 3, 10, 12, 13, 14, 17, *range(21, 38))
 NUMBERS = [
@@ -42,18 +41,15 @@ _HEADINGS = {
     "S1": "Saving, interruptions, old checkpoints, tools",
     "S41": "What is state",
     "U2": "What users of trainers ask for",
-    "P1": "Proof\n\nThe [ledger](ledger.md) of a run.",
+    "P1": "Proof\n\nThe ledger of a run.",
 }
 _HEAD = """# Coverage
 
-*For those who work on Helios. Read first: [Architecture](architecture.md).*
-
-Which test shows which statement. `scripts/make_golden.py coverage` writes this page from
-`tests/statements.toml` and from the marks `@pytest.mark.shows(...)` of the tests. H1 to H66 are
+Which test shows which statement, from `tests/statements.toml` and the marks `@pytest.mark.shows(...)` of the tests. H1 to H66 are
 those of the quick reference of Helios 1, L1 to L42 those of the reference of replaceable loops, K1
 to K42 those of the ordered hooks, E1 to E43 those of the reference of engines, R1 to R49 those of
 the nested hook channels; C1 to C18 are decisions where two references disagree. S1 to S40 say what
-saving, interruptions, old checkpoints and tools must do, S41 to S77 what [state](state.md) is, and
+saving, interruptions, old checkpoints and tools must do, S41 to S77 what state is, and
 U2 to U30 what users of trainers ask for. "waits" names what comes later, "obsolete" what
 took the statement's place. `tests/test_coverage.py` checks that every statement is there once, with
 a test or a reason, and that every test that is marked runs: it is neither skipped nor kept for
@@ -203,7 +199,7 @@ def faults(known: Mapping[str, Statement], shown: Iterable[Shown], root: Path) -
 
 
 def page() -> str:
-    """Return ``docs/coverage.md``."""
+    """Return the table of statements and of the tests that show them."""
     tests: dict[str, list[str]] = {}
     for shown in marked_tests():
         for number in shown.numbers:
@@ -217,3 +213,7 @@ def page() -> str:
         parts += [f"waits: {statement.waits}"] if statement.waits else []
         text += f"| {number} | {statement.says} | {'; '.join(filter(None, parts))} |\n"
     return text
+
+
+if __name__ == "__main__":
+    print(page())  # noqa: T201
