@@ -32,7 +32,7 @@ from helios.hooks.context import Context as Context
 from helios.model.model import Model as Model
 from helios.plugins.plugin import Plugin as Plugin
 from helios.sharding.units import Unit as Unit
-from helios.startup.model_setup import load_weights as load_weights
-from helios.startup.signal_policy import Signals as Signals
+from helios.start.model_setup import load_weights as load_weights
+from helios.start.signals import Signals as Signals
 from helios.trainer import Trainer as Trainer
 from helios.trainer import find_last_checkpoint as find_last_checkpoint

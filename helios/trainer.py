@@ -24,22 +24,22 @@ from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
-from helios.startup.checkpoint_search import Choice
-from helios.startup.launch import perform
-from helios.startup.objects import (
+from helios.start.checkpoint_search import Choice
+from helios.start.launch import perform
+from helios.start.objects import (
     EvaluationRoot,
     PluginTable,
     Roots,
     check_plugin_list,
     check_subjects,
 )
-from helios.startup.replay_range import ReplayOptions
-from helios.startup.replay_run import find_replay
-from helios.startup.run import Run, only_call
-from helios.startup.signal_policy import Signals, find_swallowed, raise_interrupted
-from helios.startup.trained_model import TrainedModel
-from helios.startup.trainer_options import Change, Options
-from helios.startup.unknown_arguments import with_known_arguments
+from helios.start.replay_range import ReplayOptions
+from helios.start.replay import find_replay
+from helios.start.run import Run, only_call
+from helios.start.signals import Signals, find_swallowed, raise_interrupted
+from helios.start.trained_model import TrainedModel
+from helios.start.trainer_options import Change, Options
+from helios.start.unknown_arguments import with_known_arguments
 
 __all__ = [
     "Trainer",

@@ -150,7 +150,7 @@ def _wait_for_end(name: str, before: Any) -> frozenset[Any]:
 
 def forget_interruptions() -> None:
     """Let calls begin that an interruption of an earlier test would end at once."""
-    if policy := sys.modules.get("helios.startup.signal_policy"):
+    if policy := sys.modules.get("helios.start.signals"):
         policy.Interruptions.found.clear()
 
 

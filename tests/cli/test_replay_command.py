@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from helios.cli import main
-from helios.startup.replay_run import ReplayRequest
+from helios.start.replay import ReplayRequest
 from tests.ledger.test_replay import contents
 from tests.support.terminals import run_on_terminal
 

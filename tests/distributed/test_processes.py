@@ -20,7 +20,7 @@ import pytest
 
 from helios.distributed.collectives import get_global_rank
 from helios.errors import CheckpointError, RunMismatchError
-from helios.startup import origin
+from helios.start import origin
 from tests.distributed import train_script
 from tests.launch.test_launcher import all_gone
 from tests.support.ranks import run_ranks

@@ -26,7 +26,7 @@ import helios.data as hld
 import helios.model as hlm
 import helios.trainer as hlt
 from helios.core import rng
-from tests.startup.test_arguments import DEFAULTS
+from tests.start.test_arguments import DEFAULTS
 from tests.support.kills import kill_self, run_in_child
 from tests.support.runs import digest
 

@@ -19,7 +19,7 @@ import helios
 from helios import DataLoaderParams, Trainer
 from helios.loops import EpochLoop
 from helios.plugins import Plugin
-from helios.startup import launch
+from helios.start import launch
 from tests.support.kills import KillAt, run_in_child
 from tests.support.ranks import spawn_from_server
 

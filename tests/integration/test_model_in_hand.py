@@ -22,7 +22,7 @@ from helios import DataLoaderParams, Trainer
 from helios.engines.engine import Engine
 from helios.errors import CheckpointError
 from helios.plugins import EMA, SWA, Plugin
-from helios.startup import launch
+from helios.start import launch
 from tests.support.ranks import run_ranks, spawn_from_server
 from tests.support.runs import RETURNS
 

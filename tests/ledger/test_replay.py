@@ -509,7 +509,7 @@ def test_below_elastic_a_replay_needs_the_processes_of_the_run(whole: Path, tmp_
 
 
 def test_a_script_below_restart_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("helios.startup.reproducibility_level.find_compiled", lambda model: ["net"])
+    monkeypatch.setattr("helios.start.level.find_compiled", lambda model: ["net"])
     ran: list[int] = []
     with pytest.raises(UsageError, match=r"'order' .*torch.compile"):
         replay(whole, STEPS, AtBatch(lambda plugin, state: ran.append(1)))

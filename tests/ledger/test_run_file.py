@@ -24,7 +24,7 @@ from helios.ledger.run_facts import read_curves, read_run
 from helios.ledger.run_file import FILE_NAME, RunFile, read_run_file
 from helios.loops import epoch
 from helios.plugins import Plugin
-from helios.startup import recorders
+from helios.start import recorders
 from helios.state import TrainingState
 from helios.storage import codec, files
 from tests.checkpoint.helpers import save_payload

@@ -13,8 +13,8 @@ import torch
 
 import helios
 from helios.session import Session
-from helios.startup import fit as start
-from helios.startup import run as runs
+from helios.start import fit as start
+from helios.start import run as runs
 from tests.support.keyed import (
     GPT,
     Keyed,

@@ -118,7 +118,7 @@ def spawn_from_server(fn: Callable[..., Any], n: int, args: tuple[Any, ...], **_
 
 def _run_joined(rank: int, fn: Callable[..., Any], run: Any, num_replicas: int) -> Any:
     from helios.launch.launcher import Launch
-    from helios.startup.processes import joined
+    from helios.start.processes import joined
 
     with joined(Launch.read(), torch.device("cpu")):
         return fn(rank, run, num_replicas)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import helios
 from helios.distributed.collectives import TORCHRUN_VARIABLES
 from helios.plugins import Plugin
-from helios.startup import objects
+from helios.start import objects
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, read_bits, train
 from tests.support.started import started

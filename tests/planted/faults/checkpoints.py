@@ -216,7 +216,7 @@ def metadata_of_a_sharded_checkpoint_may_call_anything(find_class, unpickler, mo
 
 
 @fault(
-    "helios.startup.checkpoint_search:check_run_name",
+    "helios.start.checkpoint_search:check_run_name",
     "tests/integration/test_which_run.py::test_another_runs_folder_is_refused_by_both_names",
 )
 def the_checkpoint_of_another_run_is_taken(check_name, *args):
@@ -224,7 +224,7 @@ def the_checkpoint_of_another_run_is_taken(check_name, *args):
 
 
 @fault(
-    "helios.startup.best_validations:continue_best",
+    "helios.start.best_score:continue_best",
     "tests/integration/test_one_best.py::test_a_run_that_was_stopped_has_the_best_of_an_undisturbed_one",
 )
 def a_resumed_run_forgets_the_best(continue_best, stored, rule, **options):
@@ -234,7 +234,7 @@ def a_resumed_run_forgets_the_best(continue_best, stored, rule, **options):
 
 
 @fault(
-    "helios.startup.resume:load_checkpoint",
+    "helios.start.resume:load_checkpoint",
     "tests/integration/test_order.py::test_the_first_of_two_refusals_counts_and_no_file_of_the_run_changes",
 )
 def a_start_cuts_its_ledger_before_it_may_be_refused(load, training):

@@ -107,7 +107,7 @@ def a_replay_compares_nothing(append, follower, bodies):
 
 
 @fault(
-    "helios.startup.replay_run:_Comparison.ask",
+    "helios.start.replay:_Comparison.ask",
     "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
 )
 def a_replay_goes_on_after_a_difference(ask, comparison):
@@ -115,7 +115,7 @@ def a_replay_goes_on_after_a_difference(ask, comparison):
 
 
 @fault(
-    "helios.startup.resume:_compare_machine",
+    "helios.start.resume:_compare_machine",
     "tests/ledger/test_run_file.py::test_another_machine_than_that_of_the_checkpoint_is_one_warning",
 )
 def a_resume_says_nothing_of_another_machine(compare, training, record):
@@ -199,7 +199,7 @@ def scores_come_before_the_line_of_their_iteration(validated, writer, validation
 
 
 @fault(
-    "helios.startup.data_check:DataCheck.before_load",
+    "helios.start.data_check:DataCheck.before_load",
     "tests/integration/test_moved_data.py::test_a_start_that_must_be_complete_is_refused",
 )
 def a_resume_does_not_fetch_the_last_batch_again(before_load, check):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 
-@fault("helios.startup.trainer_options:as_local_path", "tests/storage/test_local_paths.py")
+@fault("helios.start.trainer_options:as_local_path", "tests/storage/test_local_paths.py")
 def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
     from pathlib import Path
 
@@ -13,8 +13,8 @@ def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
 
 
 @fault(
-    "helios.startup.unknown_arguments:_refuse",
-    "tests/startup/test_arguments.py::test_an_unknown_argument_names_the_one_that_is_meant",
+    "helios.start.unknown_arguments:_refuse",
+    "tests/start/test_arguments.py::test_an_unknown_argument_names_the_one_that_is_meant",
 )
 def an_unknown_argument_names_no_other_one(refuse, name, known):
     return f"Trainer() has no argument {name!r}."
@@ -43,11 +43,11 @@ def what_is_logged_is_that_of_the_first_replica(join, tables):
     return dict(next(iter(tables), {}))
 
 
-OPTIONS = "tests/startup/test_trainer_options.py"
+OPTIONS = "tests/start/test_trainer_options.py"
 
 
 @fault(
-    "helios.startup.run_identity:identity",
+    "helios.start.run_identity:identity",
     f"{OPTIONS}::test_another_value_stops_a_resume_if_it_defines_the_run[train_unit]",
 )
 def a_run_is_resumed_in_another_unit(identity, options, description, engine):
@@ -56,7 +56,7 @@ def a_run_is_resumed_in_another_unit(identity, options, description, engine):
 
 
 @fault(
-    "helios.startup.trainer_options:Options.plain",
+    "helios.start.trainer_options:Options.plain",
     f"{OPTIONS}::test_ranks_that_differ_are_told_by_the_name_of_the_option[hang_timeout]",
 )
 def ranks_may_differ_in_when_they_give_up(plain, options, name):

@@ -17,7 +17,7 @@ def a_launcher_that_is_interrupted_kills_its_ranks(end, launch, *numbers):
 
 
 @fault(
-    "helios.startup.signal_policy:find_signal_code",
+    "helios.start.signals:find_signal_code",
     f"{SIGNALS}::test_an_interruption_starts_nothing_again[self]",
 )
 def a_rank_that_a_signal_ends_counts_as_a_failure(find_signal_code, number):
@@ -33,7 +33,7 @@ def a_job_whose_rank_has_failed_asks_to_be_requeued(note_failure, store):
 
 
 @fault(
-    "helios.startup.signal_policy:Listener.ignore_the_rest",
+    "helios.start.signals:Listener.ignore_the_rest",
     f"{SIGNALS}::test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them",
 )
 def slurm_ends_tasks_that_are_exiting_with_75(ignore_the_rest, listener):
@@ -78,8 +78,8 @@ def a_new_worker_does_not_fetch_all_that_was_under_way(mend, batches, loss):
 
 
 @fault(
-    "helios.startup.processes:describe_data_sets",
-    "tests/startup/test_same_data_everywhere.py::test_processes_with_other_data_do_not_start",
+    "helios.start.processes:describe_data_sets",
+    "tests/start/test_same_data_everywhere.py::test_processes_with_other_data_do_not_start",
 )
 def what_data_sets_hold_is_not_compared_over_processes(describe_data_sets, sources):
     return {}

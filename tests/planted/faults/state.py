@@ -285,8 +285,8 @@ def weights_are_not_compared_over_processes(check_alike, session):
 
 
 @fault(
-    "helios.startup.reproducibility_level:Reproducibility.level_after",
-    "tests/startup/test_levels.py::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
+    "helios.start.level:Reproducibility.level_after",
+    "tests/start/test_levels.py::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
 )
 def what_is_missing_does_not_lower_the_level(level_after, found, record, **more):
     return found.level
@@ -298,7 +298,7 @@ NEW_SETTINGS = "tests/integration/test_new_settings.py"
 
 
 @fault(
-    "helios.startup.run_identity:has_ended",
+    "helios.start.run_identity:has_ended",
     f"{DECLARED}::test_a_run_that_was_killed_at_its_end_is_not_relabelled",
 )
 def a_run_at_its_end_is_relabelled(has_ended, options, record):
@@ -306,7 +306,7 @@ def a_run_at_its_end_is_relabelled(has_ended, options, record):
 
 
 @fault(
-    "helios.startup.changed_start:refuse_other_values",
+    "helios.start.changes:refuse_other_values",
     f"{CHANGED}::test_a_finished_run_refuses_other_values",
 )
 def a_finished_run_shows_its_scores_for_other_values(refuse_other_values, *args, **options):

@@ -1,0 +1,329 @@
+"""Compares this start with the one that wrote its checkpoint: what is declared, and what is found.
+
+``Trainer(params=...)`` declares; another value stops a start. Found is what both have made, read
+right after ``setup`` and before anything is loaded: plain values (attributes of the model and the
+data module, settings of optimizers and schedulers) and digests of the methods that a training
+calls. It is the entry ``found`` in the options of a checkpoint; see docs/reproducibility.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.checkpoint.record import Record
+from helios.core.code_digest import digest_functions, digest_methods, own_classes, python_version
+from helios.core.plain_values import plain_values, qualified_name
+from helios.core.stored_values import ValueChange, compare_values, stored_params
+from helios.data.datamodule import DataModule
+from helios.errors import RunMismatchError
+from helios.ledger.run_file import without_secrets
+from helios.model.model import Model
+from helios.model.new_settings import setting_names
+from helios.model.schedulers import members_of
+from helios.replicas.on_all_ranks import on_first
+from helios.start.run_identity import has_ended, is_shortened
+from helios.start.signals import is_interactive
+from helios.start.trainer_options import PARAMS, allows
+from helios.state.owners import internals_of
+
+if TYPE_CHECKING:
+    from helios.start.origin import Origin
+    from helios.start.run import Run
+
+_LOGGER = logging.getLogger(__name__)
+
+KEY = "found"
+"""The entry of the options of a checkpoint that holds what was found."""
+
+_OPTIMIZER = "optimizer"
+_ALLOW_SETTINGS = f'(allow_changes=("{_OPTIMIZER}",) takes the new one)'
+_SCRIPT = "__main__."
+# The guarantee says that they change no bit.
+_HARMLESS = {"num_workers", "pin_memory", "prefetch_factor", "persistent_workers"}
+# What a scheduler computes from the groups of its optimizer, and where it is.
+_POSITION = {"base_lrs", "last_lr", "last_epoch", "step_count"}
+
+
+def read_fresh(
+    model: Model, datamodule: DataModule, owners: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return what ``setup`` has made, as the options of a checkpoint hold it.
+
+    Args:
+        model: the model.
+        datamodule: the data module.
+        owners: what else has methods that a training calls, by name.
+    """
+    settings = dict(_settings(model))
+    values = dict([*_values("model", model), *_values("data", datamodule)])
+    code: dict[str, dict[str, str]] = {}
+    for kind in map(type, (model, model.batch_processor, *owners.values())):
+        if methods := digest_methods(kind):
+            code[qualified_name(kind)] = methods
+    for path, scheduler in _schedulers(model):
+        # Such as the functions of a LambdaLR.
+        code[path] = {
+            name: digest_functions(each)
+            for name, each in vars(scheduler).items()
+            if isinstance(each, list | partial | FunctionType)
+        }
+    found = {"settings": without_secrets(settings), "values": without_secrets(values)}
+    return found | {"code": code, "python": python_version()}
+
+
+def _values(prefix: str, part: Any) -> Iterator[tuple[str, Any]]:
+    chosen = {"scheduler_interval", "train_mode"}
+    left_out = (internals_of(part) - chosen) | {"unsaved"} | _HARMLESS
+    members: dict[str, Any] = {}
+    for kind in reversed([*own_classes(type(part))]):
+        members |= vars(kind)
+    for name, value in (members | vars(part)).items():
+        is_method = isinstance(value, FunctionType) and name not in vars(part)
+        if name not in left_out and not name.startswith("__") and not is_method:
+            for path, each in plain_values(name, value):
+                is_declared = any(f"{path}.".startswith(f"{other}.") for other in part.unsaved)
+                # A folder may be elsewhere on another machine.
+                if not is_declared and not (isinstance(each, str) and Path(each).is_absolute()):
+                    yield f"{prefix}.{path}", each
+
+
+def _settings(model: Model) -> Iterator[tuple[str, Any]]:
+    for path, optimizer in model.discovery.optimizers().items():
+        groups = optimizer.param_groups
+        for number, group in enumerate(groups):
+            prefix = path if len(groups) == 1 else f"{path}.param_groups.{number}"
+            for name in setting_names(optimizer, group):
+                # A scheduler has changed the rate already.
+                value = group.get("initial_lr", group["lr"]) if name == "lr" else group[name]
+                if isinstance(value, Tensor) and not value.is_meta:
+                    value = value.tolist()
+                if name != "initial_lr":
+                    yield from plain_values(f"{prefix}.{name}", value)
+    for path, scheduler in _schedulers(model):
+        for name, value in vars(scheduler).items():
+            if (bare := name.strip("_")) not in _POSITION:
+                yield from plain_values(f"{path}.{bare}", value)
+
+
+def _schedulers(model: Model) -> Iterator[tuple[str, LRScheduler]]:
+    """Yield all schedulers by path; those inside another one, below it."""
+    waiting = [*model.discovery.schedulers().items()]
+    for path, part in waiting:
+        yield path, part
+        waiting += ((f"{path}.schedulers.{n}", each) for n, each in enumerate(members_of(part)))
+
+
+@dataclass(frozen=True)
+class StartChanges:
+    """What differs between two starts.
+
+    Attributes:
+        options: what the next checkpoints hold of this one.
+        values: settings and attributes that differ.
+        code: methods that differ, each as a line.
+        adopts: whether the run takes settings of ``setup``, because the user allows it.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    values: Sequence[ValueChange] = ()
+    code: Sequence[str] = ()
+    adopts: bool = False
+
+    @property
+    def all_values(self) -> dict[str, Any]:
+        """All values that hold, by name."""
+        found = self.options[KEY]
+        return {**found["settings"], **found["kept"], **found["values"]}
+
+    def report(self) -> list[str]:
+        """Warn of all that differs; returns what takes effect, to be recorded."""
+        kept, lines = self.options[KEY]["kept"], []
+        for values, names in _joined(self.values):
+            end = ""
+            if not kept.keys().isdisjoint(names):
+                end = f" in setup(); the run keeps {values.partition(' -> ')[0]} {_ALLOW_SETTINGS}"
+            lines.append(f"{', '.join(names)}: {values}{end}")
+        if lines or self.code:
+            text = "".join(f"\n  {line}" for line in (*lines, *self.code))
+            _LOGGER.warning("Changed since the checkpoint:%s", text)
+        return [*_texts(each for each in self.values if each.name not in kept), *self.code]
+
+
+def _joined(changes: Iterable[ValueChange]) -> list[tuple[str, list[str]]]:
+    """Return both values, and whose: those of an argument, and of the setting that follows."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in changes:
+        alone = "" if type(each.before) in (int, float) else each.name
+        found.setdefault((f"{each.before!r} -> {each.after!r}", alone), []).append(each.name)
+    return [(values, names) for (values, _), names in found.items()]
+
+
+def _texts(changes: Iterable[ValueChange]) -> list[str]:
+    return [f"{', '.join(names)}: {values}" for values, names in _joined(changes)]
+
+
+def compare_fresh(run: Run, origin: Origin, declared: Declared) -> StartChanges:
+    """Compare what setup has made in rank 0 with the checkpoint, before anything is loaded.
+
+    Raises:
+        RunMismatchError: in all processes, if nothing is left to train, and values differ.
+    """
+    loaded, is_over = origin.loaded, declared.is_over
+
+    def compare() -> StartChanges:
+        record, allowed = origin.record, run.options.allow_changes
+        found = _compare_fresh(run.fresh, record, allowed, is_over=is_over)
+        if loaded is not None and is_over and _shows_end(run, loaded.record):
+            _refuse_other_values(found.values, found.code, run.name, loaded.path)
+        return found
+
+    return on_first(run.replicas, compare)
+
+
+def _shows_end(run: Run, record: Record) -> bool:
+    """Whether a start with nothing left to train shows the scores of the run as its own."""
+    # A script in stages starts those again that the run has passed.
+    return run.replay is None and not is_shortened(run.options, record.options)
+
+
+def _compare_fresh(
+    fresh: Mapping[str, Any],
+    record: Record | None,
+    allowed: Sequence[str],
+    *,
+    is_over: bool,
+) -> StartChanges:
+    """Compare what a start has made with what is known of the one that wrote its checkpoint.
+
+    Args:
+        fresh: what this start has made.
+        record: the checkpoint; ``None`` for a new run.
+        allowed: what ``allow_changes`` names.
+        is_over: whether nothing is left to train, so that nothing is taken.
+    """
+    before = {} if record is None else record.options.get(KEY, {})
+    last = before.get("settings", {})
+    # Other versions of a library have other settings, and nobody has changed anything. And a
+    # finished run was not trained with what it had not taken at its last start either.
+    settings = [
+        each
+        for each in compare_values(last | before.get("kept", {}), fresh["settings"])
+        if each.is_contradiction and not (is_over and last.get(each.name) == each.after)
+    ]
+    values = [
+        each
+        for each in compare_values(before.get("values", fresh["values"]), fresh["values"])
+        if not _is_state(each.name, record)
+    ]
+    code = [*_compare_code(before, fresh)]
+    adopts = _OPTIMIZER in allowed and record is not None and not is_over
+    kept = {} if adopts else {each.name: each.before for each in settings}
+    return StartChanges(
+        {KEY: {**fresh, "kept": kept}},
+        [*settings, *values],
+        code,
+        adopts=adopts and (not before or bool(settings or code)),
+    )
+
+
+def _is_state(name: str, record: Record | None) -> bool:
+    """Whether training has changed an attribute: then the checkpoint has it."""
+    assert record is not None
+    owner, attribute = name.split(".")[:2]
+    state = record.owners.get(owner, record.model if owner == "model" else {})
+    # A model that overrides state_dict may have a key of this name.
+    values = state.get("values")
+    holders = values if isinstance(values, Mapping) else {}
+    return attribute in {*holders.get("", ()), *(name.partition(".")[0] for name in holders)}
+
+
+def _compare_code(before: Mapping[str, Any], fresh: Mapping[str, Any]) -> Iterator[str]:
+    old = before["code"] if before.get("python") == fresh["python"] else {}
+    for kind, methods in fresh["code"].items():
+        name = kind.removeprefix(_SCRIPT)
+        end = ", in an edited cell" if name != kind and is_interactive() else ""
+        for method, _, _ in compare_values(old.get(kind, methods), methods):
+            yield f"{name}.{method}() has other code{end}"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What ``Trainer(params=...)`` declares.
+
+    Attributes:
+        params: the values, without secrets; those of the run if nothing is left to train.
+        is_over: whether nothing is left to train.
+    """
+
+    params: dict[str, Any]
+    is_over: bool
+
+    @classmethod
+    def compare(cls, run: Run, origin: Origin, *, is_finished: bool) -> Declared:
+        """Find what rank 0 declares, and whether the run has ended with other values.
+
+        Args:
+            run: the call.
+            origin: where it starts.
+            is_finished: whether the checkpoint is marked as the end of the run.
+
+        Raises:
+            RunMismatchError: in all processes, if the run has ended with other values.
+        """
+        options, loaded = run.options, origin.loaded
+
+        def compare() -> Declared:
+            params = without_secrets(options.params)
+            if loaded is None or not (is_finished or has_ended(options, loaded.record)):
+                return cls(params, is_over=False)
+            stored = loaded.record.options
+            found = compare_values(name_params(stored_params(stored)), name_params(params))
+            found = [each for each in found if each.is_contradiction]
+            if not _shows_end(run, loaded.record):
+                allowed = options.allow_changes
+                found = [x for x in found if not any(allows(name, x.name) for name in allowed)]
+            _refuse_other_values(found, (), run.name, loaded.path)
+            return cls(stored_params(stored), is_over=True)
+
+        return on_first(run.replicas, compare)
+
+
+def name_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters by their names in ``allow_changes``."""
+    return {f"{PARAMS}{name}": value for name, value in params.items()}
+
+
+def _refuse_other_values(
+    values: Iterable[ValueChange], code: Sequence[str], name: str, path: Path
+) -> None:
+    """Refuse a start that trains nothing, and differs from the run whose scores it would show.
+
+    Args:
+        values: those that differ.
+        code: methods that differ.
+        name: the name of the run.
+        path: the file of its last checkpoint.
+
+    Raises:
+        RunMismatchError: if values differ, except those that only one of both has; in an
+            interactive session, where somebody has just edited it, also if code does.
+    """
+    texts = _texts(each for each in values if each.is_contradiction)
+    texts += code if is_interactive() else ()
+    if texts:
+        raise RunMismatchError(
+            f"Nothing is left to train for the run {name!r} in {path.parent}, and it was trained "
+            f"with something else: {'; '.join(texts)}. Its weights and scores belong to the old "
+            f"values ({path.name}). Give a run with new ones its own save_name, pass "
+            "resume='never' to start this one again, or undo the change. An attribute that does "
+            "not matter can be declared: unsaved = (...,)."
+        )

@@ -1,0 +1,243 @@
+"""One call of validate, test or predict: load a checkpoint, run one pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from helios.checkpoint.capture import Trained, apply_trained, choose_trained
+from helios.checkpoint.loading import Loaded
+from helios.core.loss_means import as_numbers
+from helios.counters import Cursor, Phase, TrainingState
+from helios.engines.numerics import numerics
+from helios.errors import Interrupted, StateError, UsageError
+from helios.model.model import Model
+from helios.plugins.averaging import EMA, WeightAverage
+from helios.session import Session
+from helios.start.checkpoint_search import find_chosen
+from helios.start.model_setup import move_networks
+from helios.start.run import Run
+from helios.start.run_log import format_scores, open_logs
+from helios.start.trained_model import TrainedModel
+from helios.state.restoring import NOT_BUILT
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def evaluate(run: Run) -> Any:
+    """Load a checkpoint, or take the model that ``fit`` has trained, and run one pass."""
+    run.prepare_data()
+    after_fit = run.trained
+    loaded, reasons = (None, []) if run.is_as_it_is else _find_chosen(run)
+    record = None if loaded is None else run.detach(loaded.record)
+    if loaded is not None:
+        _add_averages(run, loaded)
+    state = run.handed if record is None else choose_trained(record, run.replicas)
+    if record is None and state is not None:
+        record = state.end
+    elif state is None and after_fit is not None:
+        record = after_fit.end
+    run.settings.enter_context(
+        numerics(
+            is_deterministic=run.options.enable_deterministic,
+            use_cudnn_benchmark=False,
+            num_threads=None if record is None else record.num_threads,
+        )
+    )
+    open_logs(run.options, run.name, record, is_training=False)
+    restore = _set_up_for(run, state)
+    has_data = run.open_source(run.phase) is not None
+    if not has_data:
+        _LOGGER.warning("%s has nothing to do: the data module has no data for it.", run.verb)
+    run.require_alike_setup()
+    session = run.make_inference_session(run.phase)
+    run.take_session(session)
+    if record is not None:
+        session.state = TrainingState(**record.training_state)
+        session.cursor = Cursor(**record.cursor)
+    restore(session)
+    used = after_fit if loaded is None else None
+    left_out = {} if used is None else used.leave_out_averages(run.plugins.values())
+    _log_weights(run, loaded, reasons, left_out)
+    with _naming_unrestored(run.model):
+        result, reason = _run_pass(run, session)
+    if used is not None and not left_out:
+        # Steps may have changed buffers; what the next evaluation finds changed is the user's.
+        used.record_contents()
+    if reason:
+        _LOGGER.warning("%s was interrupted: %s.", run.verb, reason)
+        return run.interrupt(reason)
+    if has_data:
+        _show_scores(run)
+    return result
+
+
+def _run_pass(run: Run, session: Session) -> tuple[Any, str]:
+    """Return the result of the pass, and what has interrupted it, if anything.
+
+    Several processes complete it first: they may be at different batches.
+    """
+    signals, is_alone = run.signals, run.team.has_single_process
+    when = "after this batch" if is_alone else "when it is complete"
+    ask = partial(signals.ask, f"{run.verb} ends {when}")
+    if is_alone:
+        session.outside = ask
+    try:
+        result = run.loop.run()
+    except Interrupted as error:
+        return None, error.reason
+    finally:
+        signals.note_safe_point()
+    reasons = [] if is_alone else run.team.gather_objects(ask())
+    return result, next(filter(None, reasons), "")
+
+
+def _find_chosen(run: Run) -> tuple[Loaded | None, list[str]]:
+    return find_chosen(
+        run.choice,
+        run.options,
+        run.model.save_name,
+        run.model.types_for_safe_load(),
+        run_name=run.name,
+        team=run.team,
+        share=run.share,
+    )
+
+
+def _add_averages(run: Run, loaded: Loaded) -> None:
+    """Add the averages that had the scores of the best checkpoint; warn for any other one."""
+    averages = [] if loaded.sidecar is None else loaded.sidecar.averages
+    lacking = [name for name in averages if name not in run.plugins]
+    if run.choice.is_best:
+        # Any kind of average does: it is not updated.
+        stored = {name: EMA(plug_id=name, averages_buffers=True) for name in lacking}
+        run.plugins = {**run.plugins, **stored}
+    elif lacking:
+        _LOGGER.warning(
+            "The scores of %s are those of the average of plugin %s, which this trainer does "
+            "not have: the network's own weights are evaluated, and their scores differ. "
+            'Register the plugin, or pass checkpoint="best".',
+            loaded.path.name,
+            ", ".join(map(repr, lacking)),
+        )
+
+
+def _set_up_for(run: Run, state: Trained | None) -> Callable[[Session], None]:
+    """Set up what is evaluated; returns what gives it its state, once there is a session."""
+    if state is None and run.trained is not None:
+        return _set_up_around(run, run.trained)
+    run.set_up(is_inference=True)
+    run.find_owners(run.open_saved_source(state))
+    if state is None:
+        run.model.load_for_testing()
+        return _do_nothing
+
+    def restore(session: Session) -> None:
+        apply_trained(state, session, is_inference=True)
+        _remove_unrestored(run)
+
+    return restore
+
+
+def _do_nothing(session: Session) -> None:
+    return
+
+
+def _set_up_around(run: Run, trained: TrainedModel) -> Callable[[Session], None]:
+    """Set up all but the model, which stays as it is; returns what restores the others."""
+    if run.replicas.is_sharded_over_processes:
+        raise UsageError(
+            f"{run.verb} of a sharded model needs a checkpoint, because its processes "
+            "have parted after the training, each with its shards. Pass chkpt_root."
+        )
+    data = trained.owners.capture_one("data")
+    with trained.keeping_plugins() as states:
+        run.set_up_others()
+    move_networks(run.model, run.engine.device)
+    run.find_owners()
+    run.owners.restore(data, is_inference=True)
+    trained.owners = run.owners
+    run.renew_hooks()
+    return lambda session: session.plugin_states.restore(states)
+
+
+def _remove_unrestored(run: Run) -> None:
+    """Remove what does not have its saved state, so that it is an error to use it."""
+    attributes = vars(run.model)
+    for path, reason in (run.model.discovery.unrestored | run.owners.unrestored).items():
+        if reason is not NOT_BUILT and path in attributes:
+            del attributes[path]
+        elif reason is not NOT_BUILT:
+            _LOGGER.warning("%s is not as it was when the checkpoint was saved: %s", path, reason)
+
+
+@contextmanager
+def _naming_unrestored(model: Model) -> Iterator[None]:
+    """Say of an error why what it lacks could not be restored."""
+    try:
+        yield
+    except (AttributeError, KeyError) as error:
+        lacking = model.discovery.unrestored
+        # A container may lack it, too.
+        name = error.name if isinstance(error, AttributeError) else next(iter(error.args), None)
+        is_none = name is not None and getattr(error, "obj", error) is None
+        asked = [
+            path
+            for path in lacking
+            if name in path.split(".") or (is_none and vars(model).get(path, path) is None)
+        ]
+        if not asked:
+            raise
+        raise StateError(
+            f"The evaluation needs {' or '.join(asked)} as at the checkpoint, but cannot have it. "
+            f"{' '.join(dict.fromkeys(lacking[path] for path in asked))}"
+        ) from error
+
+
+def _log_weights(
+    run: Run, loaded: Loaded | None, reasons: list[str], left_out: Mapping[str, list[str]]
+) -> None:
+    """Log which weights are evaluated, and why.
+
+    Args:
+        run: the evaluation.
+        loaded: the checkpoint, if there is one.
+        reasons: why it was chosen.
+        left_out: networks whose average is not used, by id of the plugin.
+    """
+    reason = run.reason_to_load
+    if loaded is not None:
+        texts = [loaded.path.name, *reasons]
+        texts += [f"the newest checkpoint, because {reason}"] if reason else []
+    elif run.handed is not None:
+        texts = ["the model as the process that started the ranks has it"]
+    elif run.trained is not None:
+        is_asked = run.choice.is_none or not reason
+        why = "after fit" if is_asked else f"because there is no checkpoint, and {reason}"
+        texts = ["the model as it is now", why]
+    else:
+        texts = ["the model as setup() and load_for_testing() make it, without a checkpoint"]
+    for name, plugin in run.plugins.items():
+        if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(run.phase):
+            paths = ", ".join(left_out.get(name, ()))
+            average = f"the average of plugin {name!r}"
+            texts.append(
+                f"without {average}, because of changes to {paths} since fit"
+                if paths
+                else f"with {average}"
+            )
+    _LOGGER.info("%s of %s.", run.verb, ", ".join(texts))
+
+
+def _show_scores(run: Run) -> None:
+    tables = {
+        Phase.VALIDATION: run.model.metrics,
+        Phase.TESTING: run.model.test_scores,
+        Phase.PREDICTION: {},
+    }
+    scores = as_numbers(tables[run.phase])
+    if scores:
+        _LOGGER.info("%s scores: %s.", run.verb, format_scores(scores))

@@ -1,0 +1,145 @@
+"""A call of fit, from preparing the data to marking the run as finished; see docs/order.md."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from helios.checkpoint import file_names
+from helios.checkpoint.capture import choose_trained
+from helios.checkpoint.record import Record
+from helios.errors import Interrupted
+from helios.replicas.on_all_ranks import on_first
+from helios.start import run_identity, run_log
+from helios.start.changes import Declared, compare_fresh
+from helios.start.origin import Origin, find_origin, require_writable, set_newer_aside
+from helios.start.resume import load_checkpoint
+from helios.start.run import Run
+from helios.start.training import Training, set_up_training
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def fit(run: Run) -> bool | Interrupted:
+    """Train until the run is finished, which returns True, or interrupted."""
+    run.prepare_data()
+    origin = find_origin(run)
+    run.describe_rescue = origin.describe_rescue
+    reason = run_identity.find_end(run.options, origin.loaded)
+    declared = Declared.compare(run, origin, is_finished=bool(reason))
+    if reason:
+        _restore_end(run, origin, declared, reason)
+        return True
+    on_first(run.replicas, partial(require_writable, run.options, run.model.save_name))
+    training = set_up_training(run, origin, declared)
+    run.describe_rescue = training.describe_rescue
+    reason = train(training)
+    return _finish(training, reason)
+
+
+def train(training: Training) -> str:
+    """Load the checkpoint if there is one, and train; returns why training has ended."""
+    run, origin = training.run, training.origin
+    training.begun_at = origin.iteration
+    if origin.loaded is not None:
+        load_checkpoint(training)
+    on_first(run.replicas, partial(set_newer_aside, origin))
+    run_log.cut_logs()
+    if origin.loaded is None or origin.is_branch:
+        run_log.log_hparams(training.definition.all_values)
+    for listener in training.listeners:
+        listener.opened()
+    origin.release_payload()
+    run.has_begun = True
+    run.hooks.emit("on_fit_start")
+    begin = time.perf_counter()
+    reason: str = run.loop.run()
+    training.seconds = time.perf_counter() - begin
+    run.signals.note_safe_point()
+    run.display.close()
+    return reason
+
+
+def _finish(training: Training, reason: str) -> bool | Interrupted:
+    """Wait for the last checkpoint, and say how training has ended; returns True if it has."""
+    run, session = training.run, training.session
+    interruption = session.agreement.asked.interruption if session.is_interrupted else None
+    _leave_model(run, _record_end(training), is_interrupted=interruption is not None)
+    training.saves.finish(None if interruption is not None else reason)
+    for listener in training.listeners:
+        listener.ended(reason, interruption=interruption)
+    if interruption is not None:
+        rescue, end = training.describe_rescue(), _describe_end(training)
+        _LOGGER.warning("The training was interrupted: %s. %s%s", interruption, rescue, end)
+        return run.interrupt(interruption)
+    run.signals.warn_of_late_signals()
+    _LOGGER.info("Training has ended: %s.%s", reason, _describe_end(training))
+    return True
+
+
+def _leave_model(run: Run, end: Record, *, is_interrupted: bool = False) -> None:
+    """Describe how a training leaves its model, for evaluations in this process."""
+    replicas, obstacle = run.replicas, ""
+    if is_interrupted:
+        obstacle = "fit was interrupted"
+    elif not replicas.has_single_process:
+        obstacle = f"{replicas.num_processes} processes trained it"
+    elif replicas.is_sharded:
+        obstacle = "it is sharded"
+    run.leave(obstacle, end)
+
+
+def _record_end(training: Training) -> Record:
+    """Return counters and logs at the end, without what the objects themselves hold."""
+    session, replicas = training.session, training.run.replicas
+    return Record(
+        training_state=session.state.dict(),
+        cursor=session.cursor.dict(),
+        model={},
+        rng={},
+        num_threads=torch.get_num_threads(),
+        num_replicas=replicas.num_replicas,
+        options=training.definition.options,
+        # Other processes have no logs.
+        **(run_log.log_places() if replicas.rank == 0 else {}),
+    )
+
+
+def _describe_end(training: Training) -> str:
+    """Return how far the training has come, as lines for the log; waits for saves."""
+    session, newest = training.session, training.saves.writer.wait()
+    best, file_name = session.best.best, None
+    if best is not None and newest is not None:
+        paths = file_names.find_checkpoints(newest.parent)
+        names = {file_names.iteration_of(path): path.name for path in paths}
+        file_name = names.get(best.iteration, "")
+    return run_log.describe_progress(
+        session.state,
+        seconds=training.seconds,
+        begun_at=training.begun_at,
+        scores=training.scores.summarize(best, file_name),
+        nonfinite=session.nonfinite,
+        newest=newest,
+        has_report=bool(training.recorders),
+    )
+
+
+def _restore_end(run: Run, origin: Origin, declared: Declared, reason: str) -> None:
+    """Set up, restore the end of a finished run, and say that there is nothing to do.
+
+    A script that uses the model after fit finds everything as at the run's end.
+    """
+    loaded = origin.loaded
+    assert loaded is not None
+    record = loaded.record
+    run.restore(choose_trained(run.detach(record), run.replicas))
+    changes = compare_fresh(run, origin, declared)
+    _leave_model(run, replace(record, model={}, plugins={}, owners={}, by_rank=[], rng={}))
+    is_passed = run_identity.is_shortened(run.options, record.options)
+    run_identity.report_finished(run.name, loaded, reason, is_passed=is_passed)
+    changes.report()
+    on_first(run.replicas, partial(set_newer_aside, origin))

@@ -1,0 +1,348 @@
+"""Sets a model up: its networks, their shards, or weights of another run."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from helios.checkpoint import loading
+from helios.checkpoint.loading import load_checkpoint
+from helios.core.sharded_tensors import RowShare
+from helios.engines.engine import Engine
+from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
+from helios.model.model import Model
+from helios.model.processor import BatchProcessor
+from helios.sharding.recomputation import recomputed
+from helios.sharding.requirements import check_checkpointable, check_shardable
+from helios.sharding.units import Unit, find_in_networks, find_units
+from helios.start.keyed_init import set_up_keyed
+from helios.start.objects import check_made
+from helios.start.trainer_options import Options
+from helios.state.optimizers import TRAINING_ONLY, load_into
+from helios.state.steps import check_alike
+from helios.storage.local_paths import as_local_path
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def take_own_processor(model: Model) -> None:
+    """Give a model its own copy of the processor that its class sets.
+
+    As an attribute of the instance, its state is saved. It is copied so that models of one class do
+    not share state, which would be missing in the next process.
+
+    Raises:
+        ArgumentError: if it cannot be copied.
+    """
+    named = inspect.getattr_static(model, "batch_processor")
+    if "batch_processor" in vars(model) or not isinstance(named, BatchProcessor):
+        return
+    try:
+        model.batch_processor = copy.deepcopy(named)
+    except Exception as error:
+        raise ArgumentError(
+            f"{type(model).__name__}.batch_processor must be copyable, because each model gets its "
+            f"own, but copy.deepcopy failed: {error!r}. Assign self.batch_processor in setup() "
+            "instead."
+        ) from error
+
+
+def build_networks(
+    model: Model, engine: Engine, run: Options, *, is_inference: bool
+) -> AbstractContextManager[None]:
+    """Call ``Model.setup``, and shard the networks if the run is sharded.
+
+    Args:
+        model: the model, whose ``shard`` names the units.
+        engine: the engine of the run.
+        run: says how networks get their initial values.
+        is_inference: whether the run does not train.
+
+    Returns:
+        Within it, the activations of units that ask for it are computed again in backward.
+
+    Raises:
+        ArgumentTypeError: if ``Model.shard`` returns something else than units.
+        UsageError: if a network or an optimizer does not allow what the run asks for.
+    """
+    ask_for_units = partial(_ask_for_units, model, engine, trains=not is_inference)
+    if run.init == "keyed":
+        named = set_up_keyed(model, engine, ask_for_units, seed=run.seed, fast_init=is_inference)
+    else:
+        model.setup(fast_init=is_inference)
+        move_networks(model, engine.device)
+        named = ask_for_units()
+        if engine.replicas.is_sharded:
+            _shard_networks(model, engine, named)
+    return recomputed({} if is_inference else _find_checkpointed(model, named))
+
+
+def move_networks(model: Model, device: torch.device) -> None:
+    """Move the networks that setup has created to the device of the engine.
+
+    Networks that are there already are not touched, and nothing is if the device is the CPU.
+
+    Raises:
+        UsageError: if moving creates new parameters, which the optimizers do not have.
+    """
+    if device.type == "cpu":
+        return
+    for path, network in model.discovery.modules().items():
+        before = list(network.parameters())
+        network.to(device)
+        if any(old is not new for old, new in zip(before, network.parameters(), strict=True)):
+            raise UsageError(
+                f"The network {path!r} gets new parameters on {device}, which optimizers created "
+                "before do not have. Build it there: .to(self.device) in Model.setup()."
+            )
+
+
+_NORM = re.compile(r"\w*(Batch|Layer|Group|Instance|RMS)Norm(\dd)?")
+"""Classes of layers that are often kept in evaluation mode, those of other libraries too."""
+
+
+def set_train_mode(model: Model, *, warns: bool) -> None:
+    """Put networks into training mode that setup has left in evaluation mode; see ``train_mode``.
+
+    Args:
+        model: the model, after its setup.
+        warns: whether to say so, and to warn of networks of which a part is in evaluation mode.
+
+    Raises:
+        ArgumentError: for an unknown ``train_mode``.
+    """
+    mode, networks = model.train_mode, model.discovery.modules()
+    if mode not in (None, "all", "keep"):
+        raise ArgumentError(f'Model.train_mode must be None, "all" or "keep", got {mode!r}.')
+    if mode == "all":
+        for network in networks.values():
+            network.train()
+    if mode is not None or type(model).train is not Model.train:
+        return
+    trained = {path: network for path, network in networks.items() if _is_trained(network, model)}
+    # An attribute may be a part of another one, so all are judged before one is changed.
+    resting = {
+        path: network
+        for path, network in trained.items()
+        if _find_resting(network) and not any(part.training for part in network.modules())
+    }
+    for network in resting.values():
+        network.train()
+    usual = {path: network for path, network in trained.items() if not _has_own_train(network)}
+    if warns and (named := [path for path in resting if path in usual]):
+        _LOGGER.warning(
+            "Put into training mode: %s. setup() left it in evaluation mode, as from_pretrained "
+            "does, where dropout is off and running statistics stand still. To train it like that, "
+            'start a new run with Model.train_mode = "keep".',
+            ", ".join(named),
+        )
+    names: dict[nn.Module, str] = {}
+    for path, network in usual.items():
+        names = {**_find_resting(network, path), **names}
+    if warns and names:
+        count = len({part for network in usual.values() for part in network.modules()})
+        first = [*names.values()][:3]
+        _LOGGER.warning(
+            "%d of %d modules are in evaluation mode after setup(), in networks that are trained: "
+            "%s. There dropout is off and running statistics stand still. Start a new run with "
+            'Model.train_mode = "all" to put all networks into training mode, or with "keep" if '
+            "this is meant.",
+            len(names),
+            count,
+            ", ".join([*first, "..."] if len(names) > len(first) else first),
+        )
+
+
+def _is_trained(network: nn.Module, model: Model) -> bool:
+    groups = [each for part in model.discovery.optimizers().values() for each in part.param_groups]
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
+    return any(
+        # A model without optimizers updates by itself what has a gradient.
+        parameter.requires_grad and (id(parameter) in updated or not groups)
+        for parameter in network.parameters()
+    )
+
+
+def _find_resting(network: nn.Module, path: str = "") -> dict[nn.Module, str]:
+    """Return the parts in evaluation mode, by name, without layers that normalize."""
+    norms = {
+        part
+        for module in network.modules()
+        if any(_NORM.fullmatch(kind.__name__) for kind in type(module).__mro__)
+        for part in module.modules()
+    }
+    return {
+        part: name
+        for name, part in network.named_modules(prefix=path)
+        if not part.training and part not in norms
+    }
+
+
+def _has_own_train(network: nn.Module) -> bool:
+    """Whether a class of the network, or one of its objects, decides about modes by itself."""
+    usual = nn.Module.train
+    return any(getattr(part.train, "__func__", None) is not usual for part in network.modules())
+
+
+def _ask_for_units(
+    model: Model, engine: Engine, *, trains: bool
+) -> Sequence[nn.Module | Unit] | None:
+    """Return what ``Model.shard`` returns, if the run is sharded or trains."""
+    is_sharded = engine.replicas.is_sharded
+    named = _call_shard(model) if is_sharded else _try_shard(model) if trains else None
+    if not isinstance(named, list | None):
+        raise ArgumentTypeError(
+            "Model.shard() must return a list of modules or None, got "
+            f"{type(named).__name__}. Return e.g. list(self.net.layers)."
+        )
+    return named
+
+
+def _call_shard(model: Model) -> Any:
+    """Return the units in a list, since an iterator is empty after its first use."""
+    named: Any = model.shard()
+    return [*named] if isinstance(named, Iterable) else named
+
+
+def _try_shard(model: Model) -> Any:
+    """Return the units of a model that is not sharded, which may be none."""
+    try:
+        return _call_shard(model)
+    except Exception as error:
+        _LOGGER.warning(
+            '%s.shard() failed, so no activations are computed again: %r. With sharding="none", '
+            "only Unit(..., checkpoint=True) in its result counts.",
+            type(model).__name__,
+            error,
+        )
+        return None
+
+
+def _find_checkpointed(
+    model: Model, named: Sequence[nn.Module | Unit] | None
+) -> dict[str, nn.Module]:
+    chosen = [each.module for each in named or () if isinstance(each, Unit) and each.checkpoint]
+    if not chosen:
+        return {}
+    networks = model.discovery.modules()
+    found = find_in_networks(networks, chosen)
+    check_checkpointable(networks, found)
+    _LOGGER.info("Activations of the units %s are computed again in backward.", ", ".join(found))
+    return found
+
+
+def _shard_networks(model: Model, engine: Engine, named: Sequence[nn.Module | Unit] | None) -> None:
+    discovery = model.discovery
+    networks, optimizers = discovery.modules(), discovery.optimizers()
+    check_shardable(networks, optimizers, discovery.moved()[0])
+    units = find_units(networks, named)
+    engine.replicas.compare(partial(check_alike, discovery))
+    engine._shard(networks, optimizers, units)
+
+
+def load_weights(path: str | Path, model: Model | nn.Module) -> None:
+    """Load the weights of a checkpoint, without counters, optimizers and random number generators.
+
+    Args:
+        path: a checkpoint of Helios.
+        model: a model whose networks are built (e.g. at the end of ``setup``), or one network; the
+            checkpoint must then hold exactly one with the same parameter names.
+
+    Raises:
+        ArgumentError: for a URL.
+        CheckpointError: if the file cannot be used.
+        UsageError: in a setup without values (``Trainer(init="keyed")``), for one network.
+        StateError: if no network of the checkpoint matches, or several do; also if the model has
+            no networks yet, as before ``setup``.
+        ArgumentTypeError: if ``model`` is neither a model nor a network.
+    """
+    path = as_local_path("load_weights(path=...)", path)
+    if isinstance(model, Model):
+        check_made(model)
+        if model.loads_after_setup is not None:
+            # Setup builds without values.
+            model.loads_after_setup.append((path.name, partial(_load_model, path, model)))
+            return
+        _load_model(path, model)
+    elif isinstance(model, nn.Module):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise UsageError(
+                f"load_weights({str(path)!r}, ...) must get the Model in setup() with "
+                f'Trainer(init="keyed"), got a {type(model).__name__} that has no values yet. Pass '
+                "self, or call it in on_training_start if state.global_iteration is 0."
+            )
+        state = _find_fitting(load_checkpoint(path)["model"], model, path)
+        load_into("network", model, state)
+    else:
+        raise ArgumentTypeError(
+            f"load_weights(model=...) must be a Model or an nn.Module, got {model!r}."
+        )
+
+
+def _load_model(path: Path, model: Model, share: RowShare | None = None) -> None:
+    is_default = type(model).load_state_dict is Model.load_state_dict
+    types, share = model.types_for_safe_load(), share if is_default else None
+    state = loading.load(path, types, maps=share is not None, share=share).payload["model"]
+    if is_default and "objects" in state:
+        _require_networks(state, model, path)
+    if "objects" in state:
+        state = _without_training(state, model)
+    model.load_state_dict(state, fast_init=True)
+
+
+def _without_training(state: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return a state without optimizers and the like, frozen parameters, modes and gradients."""
+    named = model.discovery.named_objects().items()
+    passed_over = {path for path, part in named if isinstance(part, TRAINING_ONLY)}
+    tables = {
+        name: {path: part for path, part in state[name].items() if path not in passed_over}
+        for name in ("objects", "inner")
+    }
+    others = ("kinds", "members", "drivers", "tables", "flags", "grads")
+    return {**state, **tables, **{name: {} for name in others}}
+
+
+def _require_networks(state: Mapping[str, Any], model: Model, path: Path) -> None:
+    """Refuse a model to which nothing of the checkpoint would be loaded."""
+    present = {*model.discovery.modules(), *model.discovery.moved()[0]}
+    saved = {*state["objects"], *state.get("parameters", {})}
+    if present & saved or not (present or saved):
+        return
+    kind = type(model).__name__
+    if not present:
+        raise StateError(
+            f"load_weights({str(path)!r}, ...) must get a model whose networks are built, but "
+            f"{kind} has none yet. Call it as the last line of setup(): "
+            "helios.load_weights(path, self)."
+        )
+    raise StateError(
+        f"load_weights({str(path)!r}, ...) must find a network of {kind}, {sorted(present)}, in "
+        f"the checkpoint, but that holds {sorted(saved)}. Give the attributes the same names, or "
+        "pass one network instead of the model."
+    )
+
+
+def _find_fitting(state: Mapping[str, Any], network: nn.Module, path: Path) -> Any:
+    names = set(network.state_dict())
+    objects: Mapping[str, Any] = state.get("objects", state)
+    fitting = [
+        name
+        for name, saved in objects.items()
+        if isinstance(saved, Mapping) and set(saved) == names
+    ]
+    if len(fitting) != 1:
+        raise StateError(
+            f"load_weights({str(path)!r}, ...) must find one network with these parameter names, "
+            f"found {fitting or 'none'} among {sorted(objects)}. Pass the whole Model instead."
+        )
+    return objects[fitting[0]]

@@ -1,0 +1,425 @@
+"""The objects that users pass, checked before anything starts: models, plugins, data, loops."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+from collections import UserDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from helios.counters import Phase
+from helios.data.datamodule import DataModule
+from helios.data.source import CannotResume, Source
+from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
+from helios.hooks.bus import Bus, check_owners, check_receiver, overridden
+from helios.hooks.events import EVENTS
+from helios.hooks.overrides import check_state_methods
+from helios.loops.batch import BatchLoop
+from helios.loops.epoch import EpochLoop
+from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.loops.fit import FitLoop
+from helios.loops.optimizer import OptimizerLoop
+from helios.loops.prediction import PredictionLoop
+from helios.model.model import Model
+from helios.model.processor import BatchProcessor
+from helios.plugins.plugin import Plugin
+from helios.plugins.row_loggers import RowLogger
+from helios.start.trainer_options import refusal
+
+_LOGGER = logging.getLogger(__name__)
+
+_KNOWN = (*EVENTS, "train_step", "valid_step", "test_step", "predict_step")
+_TRANSFER = "batch_to_device of the model, or process_training_batch of a plugin"
+_OF_OTHER_TRAINERS = {
+    "backward": "backward_loss of an engine, or a train_step that returns None",
+    "configure_callbacks": "Trainer(plugins=[...])",
+    "configure_gradient_clipping": "Trainer(clip_norm=...), or clip_gradients of an engine",
+    "configure_model": "setup()",
+    "configure_optimizers": "attributes that setup() builds",
+    "lr_scheduler_step": "scheduler_interval, or a train_step that returns None",
+    "on_after_backward": "on_backward_end",
+    "on_after_batch_transfer": _TRANSFER,
+    "on_before_backward": "on_backward_start",
+    "on_before_batch_transfer": _TRANSFER,
+    "on_before_optimizer_step": "on_optimizer_step_start",
+    "on_predict_epoch_end": "on_predicting_end",
+    "on_predict_epoch_start": "on_predicting_start",
+    "on_test_epoch_end": "on_testing_end",
+    "on_test_epoch_start": "on_testing_start",
+    "on_validation_epoch_end": "on_validation_end",
+    "on_validation_epoch_start": "on_validation_start",
+    "optimizer_step": "on_optimizer_step_start, or optimizer_step of an engine",
+    "optimizer_zero_grad": "on_before_zero_grad, or zero_grad of an engine",
+    "test_epoch_end": "on_testing_end",
+    "training_epoch_end": "on_training_epoch_end",
+    "transfer_batch_to_device": _TRANSFER,
+    "val_dataloader": "valid_dataloader of the data module",
+    "validation_epoch_end": "on_validation_end",
+}
+"""Methods of other trainers, and what does the same here, if the names differ."""
+
+_FLAGS = {
+    "training_batch": "process_training_batch",
+    "validation_batch": "process_validation_batch",
+    "testing_batch": "process_testing_batch",
+}
+
+
+def check_subjects(model: Model, datamodule: DataModule) -> None:
+    """Check the model and the data module of a call.
+
+    Raises:
+        ArgumentTypeError: for something that is not a model, or not a data module, or if
+            ``unscored`` of the model is no tuple of names.
+        UsageError: if the model's ``__init__`` does not call that of ``Model``.
+    """
+    if not isinstance(model, Model):
+        raise ArgumentTypeError(
+            f"Trainer.fit(model=...) must be a Model, got {model!r}. "
+            "Pass an object of a class that derives from helios.Model."
+        )
+    if not isinstance(datamodule, DataModule):
+        raise ArgumentTypeError(
+            f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}. "
+            "Pass an object of a class that derives from helios.DataModule, whose setup() assigns "
+            "self._train_dataset."
+        )
+    check_made(model)
+    _check_unscored(model.unscored)
+
+
+def _check_unscored(names: object) -> None:
+    is_text = isinstance(names, str)
+    if is_text or not isinstance(names, Collection) or not all(isinstance(x, str) for x in names):
+        example = names if is_text else "seconds"
+        raise ArgumentTypeError(
+            f"unscored of a model must be a tuple of names of scores, got {names!r}. Write "
+            f'unscored = ("{example}",) with a comma, or give an attribute of your own another '
+            "name."
+        )
+
+
+def check_training_source(source: Source, *, can_save: bool, is_by_epoch: bool) -> None:
+    """Check that a run can train on this data.
+
+    Raises:
+        ArgumentError: if the run saves, but its data cannot resume; or if it counts epochs of data
+            that has none.
+    """
+    if can_save and isinstance(source.resumes_by, CannotResume):
+        raise ArgumentError(
+            f"The training loader, a {type(source.loader).__name__}, can neither seek nor be "
+            f"saved, so a checkpoint could not resume exactly. {source.resumes_by.remedy} Or "
+            "omit chkpt_frequency."
+        )
+    if source.is_endless and is_by_epoch:
+        raise ArgumentError(
+            'Trainer(train_unit=...) must be "iteration" with Steps(), whose epoch never ends, '
+            'got "epoch". Pass the iterations of an epoch: Steps(n).'
+        )
+
+
+def check_made(owner: Model | Plugin) -> None:
+    """Check that the constructor of a model or a plugin has called that of its base.
+
+    Raises:
+        UsageError: if it has not.
+    """
+    if isinstance(owner, Model):
+        attribute, call, lack = "_discovery", "super().__init__(save_name)", "a name nor state"
+    else:
+        attribute, call, lack = "_unique_overrides", "super().__init__(plug_id)", "an id nor a rank"
+    if attribute not in vars(owner):
+        raise UsageError(
+            f"{type(owner).__name__}.__init__ must call {call}: without it there is neither "
+            f"{lack}. Add the call as its first line."
+        )
+
+
+def check_file(plugin: Plugin, others: Iterable[Plugin]) -> None:
+    """Check that no two loggers write one file, where each would repeat or lose rows of the other.
+
+    Raises:
+        ArgumentError: if another logger has the same path.
+    """
+    if isinstance(plugin, RowLogger):
+        for other in others:
+            if isinstance(other, RowLogger) and other.path == plugin.path:
+                raise ArgumentError(
+                    f"{type(plugin).__name__}(path=...) must be a file that no other plugin "
+                    f"writes, got {plugin.path}, the file of {other.plug_id!r}. Pass another path."
+                )
+
+
+def check_plugins(plugins: Mapping[str, Plugin]) -> None:
+    """Check the flags of plugins, which may be set until a run starts.
+
+    Raises:
+        ArgumentError: if a flag of ``unique_overrides`` claims a method that is not overridden.
+    """
+    for name, plugin in plugins.items():
+        for flag, method in _FLAGS.items():
+            claims = getattr(plugin.unique_overrides, flag)
+            if claims and overridden(plugin, EVENTS[method]) is None:
+                raise ArgumentError(
+                    f"Plugin {name!r} sets unique_overrides.{flag}, but does not override {method}."
+                    " Override it, or remove the flag."
+                )
+
+
+def warn_of_unknown_hooks(owner: object) -> None:
+    """Warn of methods that look like a hook or a step, but are not, and so are never called.
+
+    These are all ``on_*`` and ``process_*``, and names that other trainers call or that are spelled
+    almost like one of ours. Private names, and overrides of other methods, are left alone.
+    """
+    reported: set[str] = set()
+    for name in own_methods(owner):
+        text = _describe_unknown(name)
+        if name not in reported and text:
+            reported.add(name)
+            _LOGGER.warning("%s.%s is never called by Helios%s", type(owner).__name__, name, text)
+
+
+def own_methods(owner: object) -> Iterator[str]:
+    """Yield the methods that a user has written, on the object and in its classes."""
+    kinds = [kind for kind in type(owner).__mro__ if kind is not object]
+    rooms = {kind: kind.__module__.partition(".")[0] for kind in kinds}
+    known = {name for kind in kinds if rooms[kind] in ("helios", "torch") for name in vars(kind)}
+    written = [vars(kind) for kind in kinds if rooms[kind] not in ("helios", "torch")]
+    for methods in (vars(owner), *written):
+        for name, method in methods.items():
+            if inspect.isroutine(method) and name not in known:
+                yield name
+
+
+def _describe_unknown(name: str) -> str:
+    """Return what to do about a method that is never called; empty if it is intended."""
+    if name in _KNOWN:
+        return ""
+    if name in _OF_OTHER_TRAINERS:
+        return f"; use {_OF_OTHER_TRAINERS[name]} instead."
+    looks_like_hook = name.startswith(("on_", "process_"))
+    close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.75)
+    if close and (looks_like_hook or name.endswith("_step")):
+        return f": it is neither a hook nor a step; did you mean {close[0]}?"
+    if difflib.get_close_matches(name, ["backward"], cutoff=0.9):
+        return "; did you mean backward? If it is a helper of your own, give it another name."
+    own = ": it is not a hook. If it is a helper of your own, begin its name with an underscore."
+    return own if looks_like_hook else ""
+
+
+def check_batch_processor(model: Model, *, is_inference: bool = False) -> None:
+    """Check, after a model's setup, that its training step is defined once.
+
+    Args:
+        model: the model.
+        is_inference: whether nothing is trained, so that no step is needed.
+
+    Raises:
+        ArgumentError: if it sets a batch processor and overrides ``train_step`` too, or does
+            neither.
+        UsageError: if the processor's ``__init__`` does not call that of its base.
+    """
+    kind = type(model)
+    if model.batch_processor is None:
+        function = getattr(model.train_step, "__func__", None)
+        if function is Model.train_step and not is_inference:
+            raise ArgumentError(
+                f"{kind.__name__} must override train_step, or set batch_processor, to be trained; "
+                "got neither, so no weight would ever change. Write train_step(self, batch, "
+                "state)."
+            )
+        return
+    if not isinstance(model.batch_processor, BatchProcessor):
+        raise ArgumentError(
+            f"{kind.__name__}.batch_processor must be None or a BatchProcessor, got "
+            f"{model.batch_processor!r}. Wrap a function with BatchProcessor.from_callable."
+        )
+    model.batch_processor._check()
+    if kind.train_step is not Model.train_step:
+        raise ArgumentError(
+            f"{kind.__name__} must define its training step once, but sets batch_processor and "
+            "overrides train_step. Remove one of them."
+        )
+
+
+def check_model_state(model: Model) -> None:
+    """Check that a model overrides both methods of its state, or neither.
+
+    Raises:
+        ArgumentError: if it overrides only one of them.
+    """
+    remedy = "Without them all networks, optimizers and schedulers among its attributes are saved."
+    check_state_methods(model, Model, remedy=remedy)
+
+
+def check_plugin_list(plugins: object) -> None:
+    """Check the argument of ``Trainer(plugins=...)``.
+
+    Raises:
+        ArgumentError: for something that is not a list of plugins.
+    """
+    if not isinstance(plugins, list | tuple):
+        raise refusal("plugins", "a list of Plugin objects", plugins, "Pass [plugin].")
+    for plugin in plugins:
+        if not isinstance(plugin, Plugin):
+            rule = "a list of Plugin objects"
+            raise refusal("plugins", rule, plugin, "Derive it from helios.plugins.Plugin.")
+
+
+class PluginTable(UserDict[str, Plugin]):
+    """Plugins by id, in order of registration; fixed while a run uses them."""
+
+    def __init__(self) -> None:
+        self._is_in_use = False
+        super().__init__()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Mark the table as used by a run."""
+        self._is_in_use = True
+        try:
+            yield
+        finally:
+            self._is_in_use = False
+
+    def __setitem__(self, name: str, plugin: Plugin) -> None:
+        """Register a plugin under its id.
+
+        Raises:
+            DuplicateError: if the id is taken, or differs from ``plug_id`` (a ``KeyError``).
+            ArgumentTypeError: for something that is not a plugin, and for a method whose parameters
+                are not those of its event.
+            ArgumentError: if another plugin overrides the same ``process_*_batch`` or writes the
+                same file, or if it overrides only one of ``state_dict`` and ``load_state_dict``.
+            UsageError: if its ``__init__`` does not call that of ``Plugin``.
+            UsageError: while a run uses the table: it would not be set up and receive no events.
+        """
+        self._refuse_in_use(name)
+        if not isinstance(plugin, Plugin):
+            raise ArgumentTypeError(
+                f"Trainer.plugins[{name!r}] must be a Plugin object, got {plugin!r}. Derive it "
+                "from helios.plugins.Plugin."
+            )
+        if name != plugin.plug_id:
+            raise DuplicateError(
+                f"A plugin must be registered under its own id {plugin.plug_id!r}, got {name!r}."
+            )
+        if name in self.data:
+            raise DuplicateError(
+                f"A plugin must have a unique id, but {name!r} is registered already. Pass "
+                "another plug_id."
+            )
+        check_made(plugin)
+        # Plugins of helios-ml store information for readers of the checkpoint by state_dict alone.
+        check_state_methods(
+            plugin, Plugin, remedy="Without them nothing of it is saved. Add it.", may_show=True
+        )
+        check_file(plugin, self.data.values())
+        check_receiver(plugin)
+        check_owners([*self.data.values(), plugin])
+        self.data[name] = plugin
+
+    def __delitem__(self, name: str) -> None:
+        """Remove a plugin.
+
+        Raises:
+            UsageError: while a run uses the table.
+        """
+        self._refuse_in_use(name)
+        super().__delitem__(name)
+
+    def _refuse_in_use(self, name: str) -> None:
+        if self._is_in_use:
+            raise UsageError(
+                f"Trainer.plugins[{name!r}] must be set or removed between runs, but a call of "
+                "the trainer is running. Register plugins before fit."
+            )
+
+    def __ior__(self, other: Any) -> PluginTable:  # type: ignore[override, misc]
+        """Register the plugins of another table: the built-in operator would bypass the checks."""
+        self.update(other)
+        return self
+
+
+def log_order(plugins: Mapping[str, Plugin], hooks: Bus) -> None:
+    """Log at DEBUG level the order of the receivers, and those of each event."""
+    if not plugins or not _LOGGER.isEnabledFor(logging.DEBUG):
+        return
+    _LOGGER.debug("Hook order: the plugins %s, the model, the engine.", ", ".join(plugins))
+    monitors = [name for name, plugin in plugins.items() if plugin.monitor]
+    if monitors:
+        _LOGGER.debug(
+            "Called after the model at the ends of validations and epochs: %s.", ", ".join(monitors)
+        )
+    for event in EVENTS:
+        if event in hooks.active:
+            _LOGGER.debug("%s: %s.", event, ", ".join(hooks.names_of_receivers(event)))
+
+
+class Roots:
+    """The root loops.
+
+    Attributes:
+        fit: the loop over all epochs.
+        evaluations: the evaluation loops, by phase.
+    """
+
+    def __init__(self) -> None:
+        self.fit = FitLoop(EpochLoop(BatchLoop(OptimizerLoop()), ValidationLoop()))
+        self.evaluations: dict[Phase, EvaluationLoop] = {
+            Phase.VALIDATION: ValidationLoop(),
+            Phase.TESTING: TestingLoop(),
+            Phase.PREDICTION: PredictionLoop(),
+        }
+
+    def replace_fit(self, loop: FitLoop) -> None:
+        """Replace the fit loop; the new one adopts the loops below the old one.
+
+        Raises:
+            ArgumentTypeError: for something that is not a fit loop.
+        """
+        if not isinstance(loop, FitLoop):
+            raise ArgumentTypeError(
+                f"Trainer.fit_loop must be a FitLoop, got {loop!r}. Derive it "
+                "from FitLoop; loops below it are replaced by connect(...)."
+            )
+        loop._adopt(self.fit)
+        self.fit = loop
+
+
+class HasRoots(Protocol):
+    """A trainer, as far as its loops are concerned."""
+
+    roots: Roots
+
+
+class EvaluationRoot:
+    """Descriptor of a trainer's attribute that holds an evaluation loop.
+
+    Args:
+        phase: the phase of the loop.
+    """
+
+    def __init__(self, phase: Phase) -> None:
+        self._phase = phase
+
+    def __get__(self, trainer: HasRoots, kind: type | None = None) -> EvaluationLoop:
+        return trainer.roots.evaluations[self._phase]
+
+    def __set__(self, trainer: HasRoots, loop: EvaluationLoop) -> None:
+        """Replace the loop.
+
+        Raises:
+            ArgumentTypeError: for something that is not an evaluation loop of the phase.
+        """
+        if not isinstance(loop, EvaluationLoop) or loop.phase is not self._phase:
+            raise ArgumentTypeError(
+                f"The loop for {self._phase.value} must be an EvaluationLoop whose phase is "
+                f"{self._phase}, got {loop!r}."
+            )
+        trainer.roots.evaluations[self._phase] = loop

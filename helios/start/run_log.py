@@ -1,0 +1,541 @@
+"""What the log says of a run, and where its logs are: files, events for TensorBoard, the screen."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from helios.best import BestValidation
+from helios.checkpoint.options import CheckpointStore, KeepBest
+from helios.checkpoint.record import Record
+from helios.core.utils import get_env_info_str
+from helios.core.wrappers import class_of
+from helios.counters import Phase, TrainingState
+from helios.data.source import Source
+from helios.data.steps import StepsSource
+from helios.engines.engine import Engine
+from helios.ledger.run_file import without_secret_words
+from helios.listeners import RunListener, Validated
+from helios.model.model import Model
+from helios.model.schedulers import Schedulers, find_epoch_like
+from helios.schedule import Schedule
+from helios.start.objects import own_methods
+from helios.start.trainer_options import Options
+from helios.terminal import root_logger as log
+from helios.text import count_text, number_text, size_text, with_step
+
+_LOGGER = logging.getLogger(__name__)
+# What a resume does not repeat: it is that of the first start, or named where it differs.
+_ONCE = ("plan", "model", "data")
+
+
+def say_what_does_not_seed(torch_seed: int, seed: int) -> None:
+    """Log that a seed which the script has given to PyTorch is not that of the run.
+
+    Args:
+        torch_seed: what PyTorch was seeded with.
+        seed: the default seed, which the run uses.
+    """
+    # Without a call, and after a run, PyTorch has a seed of 64 random bits.
+    if torch_seed < 1 << 32 and torch_seed != seed:
+        _LOGGER.info(
+            "PyTorch was seeded with %d (torch.manual_seed), which does not seed the training: it "
+            "uses the default seed %d. Pass Trainer(random_seed=%d).",
+            torch_seed,
+            seed,
+            torch_seed,
+        )
+
+
+def show_banner(model: Model, lines: dict[str, Any], *, where: str | None, is_wanted: bool) -> None:
+    """Log the banner, with what the model appends to it; at a resume, one line of it.
+
+    Args:
+        model: may append to the banner.
+        lines: facts of this run, by label.
+        where: the checkpoint that the run resumes from; ``None`` for a first start.
+        is_wanted: whether there is a banner; the line of a resume is always logged.
+    """
+    rows = [f"{label}: {fact}" for label, fact in lines.items() if not (where and label in _ONCE)]
+    if where is not None:
+        text = f"Resumed from {where}; {'; '.join(rows)}."
+    elif is_wanted:
+        text = "\n".join([get_env_info_str(), "start: from the beginning", *rows])
+    else:
+        return
+    _LOGGER.info("%s", model.append_to_banner(text) if is_wanted else text)
+
+
+_MAX_ROWS = 8
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The parameters of one module, each counted where it is found first."""
+
+    name: str
+    kind: str
+    count: int
+    trainable: int
+    num_bytes: int
+    is_lazy: bool
+
+    def cells(self) -> tuple[str, str, str, str, str]:
+        count, size = f"{self.count:,}", size_text(self.num_bytes)
+        if self.is_lazy:
+            return self.name, self.kind, count, size, "lazy: the first batch sets the rest"
+        note = "" if self.trainable else "frozen"
+        if 0 < self.trainable < self.count:
+            note = f"{self.trainable:,} trainable"
+        return self.name, self.kind, count, size, note
+
+
+def describe_signal(*, saves: bool) -> str:
+    """Return what follows a signal."""
+    how = "saves and ends" if saves else "ends, without saving,"
+    return f"the training {how} at the next safe point"
+
+
+def describe_run(
+    model: Model, sources: Mapping[Phase, Sequence[Source]], options: Options, engine: Engine
+) -> dict[str, str]:
+    """Return lines for the banner, by label: plan, model and data."""
+    return {
+        "plan": _describe_plan(options, sources, engine),
+        "model": describe_model(model),
+        "data": describe_data(sources),
+    }
+
+
+def _describe_plan(
+    options: Options, sources: Mapping[Phase, Sequence[Source]], engine: Engine
+) -> str:
+    """Return in a line how long the run is, how large its steps are, and what is due when."""
+    schedule, source = options.schedule, sources[Phase.TRAINING][0]
+    total, unit = schedule.total_steps, "epoch" if schedule.is_by_epoch else "step"
+    length = f"unlimited {unit}s" if total == math.inf else count_text(int(total), unit)
+    num_batches = source.num_batches()
+    if schedule.is_by_epoch and num_batches is not None:
+        num_steps = math.ceil(num_batches / schedule.accumulation_steps)
+        length = f"{length} of {count_text(num_steps, 'step')}"
+    # A loader of the user's knows it by itself.
+    size = source.description.get("batch_size") or getattr(source.loader, "batch_size", None)
+    replicas = engine.replicas
+    factors = [f"batch {size}" if size else "batches"]
+    if schedule.accumulation_steps > 1:
+        factors.append(f"{schedule.accumulation_steps}")
+    if not replicas.has_single_replica:
+        factors.append(count_text(replicas.num_replicas, "replica"))
+    if size or len(factors) > 1:
+        length = f"{length} ({' x '.join(factors)})"
+    validated = schedule.valid_frequency if Phase.VALIDATION in sources else None
+    missing = "chkpt_root" if options.chkpt_root is None else "chkpt_frequency"
+    saved = _every(schedule.chkpt_frequency, unit) if options.can_save else ""
+    return ", ".join(
+        [
+            length,
+            engine.precision.value,
+            f"validated {_every(validated, unit)}" if validated else "not validated",
+            f"saved {saved}" if saved else f"nothing is saved ({missing})",
+        ]
+    )
+
+
+def _every(frequency: int | None, unit: str) -> str:
+    return f"every {unit}" if frequency == 1 else f"every {frequency} {unit}s"
+
+
+def describe_model(model: Model) -> str:
+    """Return the parameters by module, at most eight rows under a line of totals.
+
+    A row is a network, or a part of it if the model has only one. A parameter that several modules
+    share counts once.
+
+    Args:
+        model: the model, after its setup.
+    """
+    rows = list(_rows(model))
+    if not rows:
+        return "no parameters"
+    lines = [_totals(rows), *_table(rows[:_MAX_ROWS])]
+    rest = rows[_MAX_ROWS:]
+    if rest:
+        lines.append(f"  {len(rest)} more with {sum(row.count for row in rest):,} parameters")
+    return "\n".join(lines)
+
+
+def _rows(model: Model) -> Iterator[_Row]:
+    seen: set[int] = set()
+    for name, module in _parts(model.discovery.modules()):
+        row = _row(name, class_of(module).__name__, module.parameters(), seen)
+        if row.count or row.is_lazy:
+            yield row
+    loose, _ = model.discovery.moved()
+    for name, tensor in loose.items():
+        row = _row(name, "Parameter", [tensor], seen)
+        if row.count or row.is_lazy:
+            yield row
+
+
+def _parts(networks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for path, network in networks.items():
+        if len(networks) == 1:
+            yield from ((f"{path}.{name}", part) for name, part in network.named_children())
+        # What its parts do not hold, or all of it.
+        yield path, network
+
+
+def _row(name: str, kind: str, parameters: Iterable[Tensor], seen: set[int]) -> _Row:
+    new = [each for each in parameters if id(each) not in seen]
+    seen.update(map(id, new))
+    known = [each for each in new if not is_lazy(each)]
+    return _Row(
+        name,
+        kind,
+        count=sum(each.numel() for each in known),
+        trainable=sum(each.numel() for each in known if each.requires_grad),
+        num_bytes=sum(each.numel() * each.element_size() for each in known),
+        is_lazy=len(known) < len(new),
+    )
+
+
+def _totals(rows: Sequence[_Row]) -> str:
+    count, trainable = sum(row.count for row in rows), sum(row.trainable for row in rows)
+    size = size_text(sum(row.num_bytes for row in rows))
+    how = f"{trainable:,} trainable" if trainable < count else "all trainable"
+    text = f"{count:,} parameters ({size}), {how}"
+    return f"{text}, without lazy ones" if any(row.is_lazy for row in rows) else text
+
+
+def _table(rows: Sequence[_Row]) -> Iterator[str]:
+    table = [row.cells() for row in rows]
+    first, second, third, fourth, _ = (max(map(len, column)) for column in zip(*table, strict=True))
+    for name, kind, count, size, note in table:
+        line = f"  {name:<{first}}  {kind:<{second}}  {count:>{third}}  {size:>{fourth}}  {note}"
+        yield line.rstrip()
+
+
+def describe_data(sources: Mapping[Phase, Sequence[Source]]) -> str:
+    """Return how many samples and batches an epoch and a validation have.
+
+    Args:
+        sources: the loaders of each phase.
+    """
+    return "; ".join(
+        " ".join(filter(None, ("" if phase is Phase.TRAINING else phase.value, source.name, size)))
+        for phase, found in sources.items()
+        for source in found
+        for size in [_size(source, "per epoch" if phase is Phase.TRAINING else "")]
+    )
+
+
+def _size(source: Source, unit: str) -> str:
+    samples, batches = source.length, source.num_batches()
+    if isinstance(source, StepsSource):
+        return "none" if batches is None else f"none, {batches:,} iterations {unit}"
+    counts = [
+        "an unknown number of samples" if samples is None else f"{samples:,} samples",
+        "" if batches is None else f"{batches:,} batches {unit}".rstrip(),
+    ]
+    return " in ".join(filter(None, counts))
+
+
+def say_how_schedulers_step(model: Model, schedulers: Schedulers, schedule: Schedule) -> None:
+    """Log when schedulers step, and what to set for one that seems to count epochs.
+
+    Args:
+        model: has ``scheduler_interval``.
+        schedulers: those of the model.
+        schedule: the length of the run, and its unit.
+    """
+    if schedulers.is_empty:
+        return
+    units = {"step": "optimizer step"}
+    steps = ", ".join(
+        f"{name} after every {units.get(interval, interval)}"
+        for name, interval in schedulers.intervals.items()
+    )
+    remedy = ""
+    if schedule.is_by_epoch:
+        own = model.scheduler_interval
+        found = find_epoch_like(schedulers.outermost, own, schedule.total_steps)
+        intervals = {**own, **dict.fromkeys(found, "epoch")}
+        remedy = f" For epochs, set Model.scheduler_interval = {intervals}." if found else ""
+    _LOGGER.info("Schedulers step, unless train_step does it: %s.%s", steps, remedy)
+
+
+KEY = "command"
+"""The entry of the options of a checkpoint that holds the arguments of the command line."""
+
+
+def read_arguments() -> list[str]:
+    """Return the arguments of the command line, without secrets."""
+    return without_secret_words(sys.argv[1:])
+
+
+def report_arguments(stored: Mapping[str, Any]) -> None:
+    """Log whether the arguments of the command line are others than those of the checkpoint."""
+    before, now = stored.get(KEY), read_arguments()
+    if before is not None and before != now:
+        shown = " -> ".join(shlex.join(words) or "none" for words in (before, now))
+        _LOGGER.info("The command line has changed since the checkpoint: %s.", shown)
+
+
+_STEP = "valid_step"
+_CALLED = (
+    *(_STEP, "on_validation_start", "on_validation_batch_start", "on_validation_batch_end"),
+    "on_validation_end",
+)
+
+
+def warn_of_idle_options(
+    schedule: Schedule, store: CheckpointStore | None, model: Model, *, has_validation: bool
+) -> None:
+    """Warn of a training without a step, and of validations that compute nothing.
+
+    Args:
+        schedule: what is due when.
+        store: the rules by which checkpoints are kept; ``None`` for none.
+        model: the model, after its setup.
+        has_validation: whether there is validation data.
+    """
+    if schedule.total_steps == 0:
+        _LOGGER.warning(
+            "Trainer(total_steps=0) trains nothing: fit makes no step. Pass the number of epochs, "
+            'or that of steps with train_unit="iteration".'
+        )
+    validates = schedule.valid_frequency is not None
+    if validates and not has_validation:
+        _LOGGER.warning(
+            "There is no validation data, so valid_frequency and early_stop_cycles have no "
+            "effect. Assign self._valid_dataset in the data module's setup()."
+        )
+    elif validates and _computes_nothing(model):
+        _LOGGER.warning(
+            "%s has no valid_step, so validations compute no scores. %s",
+            type(model).__name__,
+            _suggest(model),
+        )
+    rule = None if store is None else store.keep_best
+    if rule is not None and not (validates and has_validation):
+        _LOGGER.warning(
+            "There is no validation, so CheckpointStore(keep_best=...) finds no %r, and keeps no "
+            "checkpoint. Set valid_frequency, or omit keep_best.",
+            rule.metric,
+        )
+
+
+def _computes_nothing(model: Model) -> bool:
+    """Whether a validation calls no code of the user's model."""
+    return model.batch_processor is None and not any(_is_own(model, name) for name in _CALLED)
+
+
+def _is_own(model: Model, name: str) -> bool:
+    return getattr(getattr(model, name), "__func__", None) is not getattr(Model, name)
+
+
+def _suggest(model: Model) -> str:
+    close = difflib.get_close_matches(_STEP, own_methods(model), n=1, cutoff=0.5)
+    if close:
+        return f"Rename {close[0]} to valid_step if it is meant to be that."
+    return "Write valid_step(self, batch, step), which returns {name: (sum, weight)}."
+
+
+def format_scores(scores: Mapping[str, float]) -> str:
+    """Return scores as text, in the order of the table."""
+    return ", ".join(f"{name} {number_text(score, 4)}" for name, score in scores.items())
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration as ``h:mm:ss``; below a minute, in seconds.
+
+    Example:
+        >>> format_seconds(3.21), format_seconds(3723)
+        ('3.2 s', '1:02:03')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+class ScoreLog(RunListener):
+    """Logs the scores of validations, and remembers the last ones; ranks but 0 log errors only.
+
+    Args:
+        keep_best: the score that decides which checkpoints are kept; ``None`` without one.
+    """
+
+    def __init__(self, keep_best: KeepBest | None = None) -> None:
+        self._keep_best = keep_best
+        self._last = ""
+
+    def validated(self, validated: Validated) -> None:
+        """Log the scores.
+
+        Raises:
+            UsageError: if the score that decides is not among them.
+        """
+        if self._keep_best is not None:
+            self._keep_best.check_scores(validated.scores)
+        scores, state, best = validated.scores, validated.state, validated.best
+        if not scores:
+            return
+        text, rank = format_scores(scores), ""
+        if best is not None:
+            is_new = best.iteration == state.global_iteration
+            rank = "the best so far" if is_new else _describe_best(best)
+        losses = {f"training {name}": loss for name, loss in validated.losses.items()}
+        place = _describe_position(state)
+        self._last = f"{text} ({place})"
+        line = "; ".join(filter(None, (text, rank, format_scores(losses))))
+        _LOGGER.info("Validation %d (%s): %s.", state.validation_cycles, place, line)
+
+    def summarize(
+        self, best: BestValidation | None, file_name: str | None = None
+    ) -> dict[str, str]:
+        """Return the last and the best scores of the run, by label.
+
+        Args:
+            best: the best validation; ``None`` if there is none.
+            file_name: its checkpoint; empty if it has none, ``None`` if nothing was saved.
+        """
+        found = {"last scores": self._last} if self._last else {}
+        if best is not None:
+            since = f", since iteration {best.since}" if best.since else ""
+            name = "" if file_name is None else f"; {file_name or 'without a checkpoint'}"
+            place = with_step(best.iteration, best.step)
+            text = f"{format_scores(best.deciding)} (iteration {place}{since}{name})"
+            found["best scores"] = text
+        return found
+
+
+def _describe_position(state: TrainingState) -> str:
+    """Return epoch and iteration, which files are named after."""
+    iteration = with_step(state.global_iteration, state.global_step)
+    return f"epoch {state.global_epoch}, iteration {iteration}"
+
+
+def _describe_best(best: BestValidation) -> str:
+    since = f" since iteration {best.since}" if best.since else ""
+    place = with_step(best.iteration, best.step)
+    return f"best{since}: {format_scores(best.deciding)} (iteration {place})"
+
+
+def describe_progress(
+    state: TrainingState,
+    *,
+    seconds: float,
+    begun_at: int,
+    scores: Mapping[str, str],
+    nonfinite: str,
+    newest: Path | None,
+    has_report: bool,
+) -> str:
+    """Return how far a training has come, as lines below a message of the log.
+
+    Args:
+        state: the counters.
+        seconds: the time of this start.
+        begun_at: the iteration that this start continued from.
+        scores: what :meth:`ScoreLog.summarize` returned.
+        nonfinite: the first loss that was not finite; empty if all were.
+        newest: the newest checkpoint; ``None`` without one.
+        has_report: whether the run has written what ``helios report`` reads.
+    """
+    count = state.global_iteration - begun_at
+    part = f"; this start: {count} iterations" if begun_at else ""
+    place = _describe_position(state)
+    facts = {"trained": f"until {place}{part} in {format_seconds(seconds)}", **scores}
+    if nonfinite:
+        facts["not finite"] = f"the first loss: {nonfinite}"
+    if newest is not None:
+        facts["checkpoints"] = f"{newest.parent} (newest: {newest.name})"
+        if has_report:
+            facts["report"] = f"helios report {newest.parent}"
+    width = max(map(len, facts))
+    return "".join(f"\n  {label:<{width}}  {fact}" for label, fact in facts.items())
+
+
+def _find_again(root: Path | None, stored: str | None) -> Path | None:
+    # A run folder that was moved or copied is under the given root; look there first.
+    if stored is None:
+        return None
+    name = PureWindowsPath(stored).name if _is_of_windows(stored) else Path(stored).name
+    moved = None if root is None else root / name
+    if moved is not None and moved.exists():
+        return moved
+    return None if _is_of_windows(stored) else Path(stored)
+
+
+def _is_of_windows(stored: str) -> bool:
+    # A migrated run may come from another system, where its files still are.
+    return os.name != "nt" and bool(PureWindowsPath(stored).drive)
+
+
+def open_logs(options: Options, name: str, record: Record | None, *, is_training: bool) -> None:
+    """Open the log file and the event files, or continue those of a checkpoint.
+
+    Args:
+        options: which logs, and where.
+        name: the name of the run.
+        record: the checkpoint; ``None`` for new files.
+        is_training: whether :func:`cut_logs` removes events after the checkpoint: training repeats
+            them.
+    """
+    log_path = run_path = None
+    if record is not None:
+        log_path = _find_again(options.log_path, record.log_path)
+        run_path = _find_again(options.run_path, record.run_path)
+    log.setup_default_loggers(
+        name,
+        log_root=options.log_path if options.enable_file_logging and log_path is None else None,
+        runs_root=options.run_path if options.enable_tensorboard and run_path is None else None,
+    )
+    if record is not None:
+        log.restore_default_loggers(
+            log_path=log_path if options.enable_file_logging else None,
+            run_path=run_path if options.enable_tensorboard else None,
+            marks=record.events if is_training else None,
+        )
+
+
+def cut_logs() -> None:
+    """Remove events after the checkpoint, once nothing can refuse the start any more."""
+    writer = log.get_tensorboard_writer()
+    if writer is not None:
+        writer.cut_back()
+
+
+def log_hparams(values: Mapping[str, Any]) -> None:
+    """Write what the run is declared with, and what ``setup`` has made, for TensorBoard."""
+    writer = log.get_tensorboard_writer()
+    if writer is not None and values:
+        plain: dict[str, bool | str | float | int | None] = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in values.items()
+        }
+        writer.add_hparams(plain, {})
+
+
+def log_places() -> dict[str, Any]:
+    """Return where the logs of this process are, as a checkpoint records it."""
+    places: dict[str, Any] = {}
+    log_file = log.get_root_logger().log_file
+    if log_file is not None:
+        places["log_path"] = str(log_file)
+    writer = log.get_tensorboard_writer()
+    if writer is not None:
+        places |= {"run_path": str(writer.run_path), "events": writer.mark()}
+    return places

@@ -1,0 +1,182 @@
+"""What a training writes into its checkpoints, and when it is finished."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+from helios.checkpoint import file_names
+from helios.checkpoint.checkpoint_writer import CheckpointWriter, PlainWriter, ShardedWriter
+from helios.checkpoint.record import Record
+from helios.checkpoint.sidecar import Sidecar
+from helios.checkpoint.store import PendingCheckpoint
+from helios.core.loss_means import as_numbers
+from helios.counters import Phase
+from helios.listeners import RunListener
+from helios.plugins.averaging import WeightAverage
+from helios.start.origin import Origin
+from helios.start.level import Reproducibility, find_compiled
+from helios.start.run import Run
+from helios.start.run_identity import is_shortened
+from helios.start.run_log import log_places
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@final
+class Saves:
+    """Completes the checkpoints of one training, which its writer saves.
+
+    Args:
+        run: the call; its model appends to checkpoint names and holds the metrics.
+        origin: where the training starts.
+        options: what the checkpoints hold of the definition of the run.
+        changes: changes that were allowed, in all starts of the run.
+        level: the level of reproducibility that the run reaches.
+        machine: versions, devices and settings that bits of arithmetic depend on.
+        listeners: what listens to the run.
+
+    Attributes:
+        writer: writes the checkpoints; nothing without a folder.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        origin: Origin,
+        *,
+        options: dict[str, Any],
+        changes: list[str],
+        level: Reproducibility,
+        machine: dict[str, str],
+        listeners: Sequence[RunListener],
+    ) -> None:
+        self._run = run
+        self._origin = origin
+        self._options = options
+        self._changes = changes
+        self._level = level
+        self._machine = machine
+        self._listeners = listeners
+        self._replicas = run.replicas
+        self._model = run.model
+        record = origin.record
+        self._is_shortened = record is not None and is_shortened(run.options, record.options)
+        self.writer = self._make_writer()
+        run.settings.callback(self.writer.close)
+
+    def _make_writer(self) -> CheckpointWriter:
+        folder, loaded = self._origin.folder, self._origin.loaded
+        newest = None if loaded is None else loaded.path
+        if folder is None:
+            # A replay emits the events of its saves, and writes nothing.
+            return CheckpointWriter(newest, None if loaded is None else loaded.record.place)
+        self._model.discovery.limit = folder.options.max_plain_bytes
+        make = PlainWriter if self._replicas.share is None else ShardedWriter
+        return make(
+            folder,
+            self._describe,
+            replicas=self._replicas,
+            pins=self._run.engine.device.type == "cuda",
+            listeners=self._listeners,
+            newest=newest,
+        )
+
+    def _describe(self, payload: dict[str, Any]) -> PendingCheckpoint:
+        """Complete what hooks have left of a payload, and say how it is written; on rank 0."""
+        folder, lock = self._origin.folder, self._origin.lock
+        assert folder is not None
+        if not folder.path.is_dir():
+            _LOGGER.warning(
+                "The folder %s disappeared during the run: it was deleted or moved, or its disk is "
+                "gone. It is created again for new checkpoints; earlier ones are not in it.",
+                folder.path,
+            )
+        if lock is not None and lock.owner:
+            # Its file may have been deleted, or the lock lost.
+            lock.acquire()
+        stamp = {
+            "options": self._options,
+            "machine": self._machine,
+            "resumed_from": self._origin.path,
+            "ledger": None,
+        }
+        for listener in self._listeners:
+            stamp |= listener.saving()
+        record = Record.from_payload(payload | stamp | log_places())
+        stem = file_names.stem(self._run.name, *record.place)
+        stem = file_names.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))
+        level = self._level.level_after(record, is_compiled=bool(find_compiled(self._model)))
+        sidecar = Sidecar.of(
+            record,
+            run_name=self._run.name,
+            level=level,
+            # Scores of an earlier validation do not belong to these weights.
+            metrics=as_numbers(self._model.metrics) if record.has_validated else {},
+            averages=self._scored_averages if record.has_validated else [],
+            changes=self._changes,
+            is_by_epoch=self._run.options.schedule.is_by_epoch,
+        )
+        path = folder.path_of(stem, is_sharded=self._replicas.share is not None)
+        types = self._model.types_for_safe_load()
+        return PendingCheckpoint(path, record.to_payload(), sidecar, types)
+
+    @property
+    def _scored_averages(self) -> list[str]:
+        return [
+            plugin.plug_id
+            for plugin in self._run.plugins.values()
+            if isinstance(plugin, WeightAverage) and plugin.is_swapped_in(Phase.VALIDATION)
+        ]
+
+    def finish(self, reason: str | None) -> None:
+        """Wait until all checkpoints of the run are on the disk.
+
+        Args:
+            reason: why the run has ended regularly, recorded in the sidecar of the last checkpoint;
+                ``None`` after an interruption.
+
+        Raises:
+            SaveError: in all processes, if the disk refused the last checkpoint.
+        """
+        folder = self._origin.folder
+        # A run that only loads has trained beside the checkpoint, which is not the end of its run.
+        if folder is None or self._run.options.schedule.chkpt_frequency is None:
+            return
+
+        def conclude(newest: Path | None) -> None:
+            self._write_last_lines()
+            if reason is None or newest is None or self._is_past_its_end(newest):
+                return
+            try:
+                folder.mark_finished(newest, reason)
+            except OSError as error:
+                _LOGGER.error(
+                    "Could not mark the run as finished in %s: %s. Run the same command again: it "
+                    "finds nothing to train, and marks the run.",
+                    newest,
+                    error,
+                )
+
+        self.writer.finish(conclude)
+
+    def _write_last_lines(self) -> None:
+        try:
+            for listener in self._listeners:
+                listener.before_commit()
+        except OSError as error:
+            _LOGGER.error(
+                "The last line of the ledger could not be written: %s. All checkpoints are saved, "
+                "but `helios verify` will report that the line is missing.",
+                error,
+            )
+
+    def _is_past_its_end(self, newest: Path) -> bool:
+        """Whether nothing was trained because a longer run has already passed this one's end.
+
+        The checkpoint belongs to that run, and is not its end.
+        """
+        loaded = self._origin.loaded
+        return self._is_shortened and loaded is not None and loaded.path == newest

@@ -1,0 +1,327 @@
+"""A training that is set up: its data, what saves and records it, and what its loops see."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, final
+
+import torch
+
+from helios.best import BestSoFar
+from helios.checkpoint.record import Record
+from helios.checkpoint.reproducibility import Level, level_of, list_missing
+from helios.counters import Phase
+from helios.data.source import Source
+from helios.engines.numerics import numerics
+from helios.errors import ArgumentError, RunMismatchError, StateError
+from helios.hooks.live_run import find_none
+from helios.ledger.environment import describe_machine
+from helios.ledger.run_file import without_secret_words
+from helios.listeners import Recorder, RunListener
+from helios.loops.loop import LoopStates
+from helios.model.schedulers import Schedulers
+from helios.session import Session
+from helios.start import run_identity, run_log
+from helios.start.best_score import find_best_rule, require_one_mode
+from helios.start.changes import Declared, StartChanges, compare_fresh, name_params
+from helios.start.objects import check_training_source, log_order
+from helios.start.origin import Origin
+from helios.start.recorders import make_recorders
+from helios.start.level import (
+    Reproducibility,
+    determine_trust,
+    find_reproducibility,
+)
+from helios.start.run import LOOP_PATH, Run
+from helios.start.run_log import ScoreLog, describe_run, warn_of_idle_options
+from helios.start.saves import Saves
+from helios.start.stateful import find_stranded_generators
+from helios.start.trainer_options import ROWS
+from helios.terminal import root_logger as log
+from helios.text import count_text, with_step
+from helios.version import __version__
+
+_LOGGER = logging.getLogger(__name__)
+
+MakeRecorders: TypeAlias = Callable[[dict[str, Any], Reproducibility], list[Recorder]]
+"""Takes what defines a run and the level that it reaches; returns what records it."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What defines a run, and what this start was given.
+
+    Attributes:
+        identity: what defines it, in the names of ``allow_changes``.
+        params: what it declares.
+        changes: what setup has made, compared with the checkpoint.
+        options: what a checkpoint holds of all that.
+    """
+
+    identity: dict[str, Any]
+    params: dict[str, Any]
+    changes: StartChanges
+    options: dict[str, Any]
+
+    @property
+    def all_values(self) -> dict[str, Any]:
+        """All values that are declared or that setup has made, by name."""
+        return name_params(self.params) | self.changes.all_values
+
+
+@final
+@dataclass
+class Training:
+    """A training that is set up, and not loaded yet.
+
+    Attributes:
+        run: the call.
+        origin: where it starts.
+        definition: what defines the run.
+        session: what its loops see.
+        saves: completes its checkpoints.
+        scores: logs the scores of validations.
+        recorders: what records the run.
+        listeners: all that listens to the run.
+        changes: changes that were allowed, in all starts of the run.
+        machine: versions, devices and settings that bits of arithmetic depend on.
+        stranded: generators that loader workers copy, by place, with the reason.
+        begun_at: the iteration at which this start began.
+        seconds: the time that training has taken.
+    """
+
+    run: Run
+    origin: Origin
+    definition: Definition
+    session: Session
+    saves: Saves
+    scores: ScoreLog
+    recorders: list[Recorder]
+    listeners: list[RunListener]
+    changes: list[str]
+    machine: dict[str, str]
+    stranded: dict[str, str]
+    begun_at: int = 0
+    seconds: float = 0.0
+
+    def describe_rescue(self) -> str:
+        """Return what an error or an interruption leaves to the user."""
+        if not self.run.has_begun:
+            return self.origin.describe_rescue()
+        newest = self.saves.writer.wait()
+        if newest is not None:
+            return f"Run the same command again to resume from {newest.name}."
+        return "No checkpoint was saved."
+
+
+def set_up_training(
+    run: Run,
+    origin: Origin,
+    declared: Declared,
+    *,
+    make: MakeRecorders | None = None,
+    ask: Callable[[], str] | None = None,
+    known: Record | None = None,
+) -> Training:
+    """Set everything up, but load nothing yet.
+
+    Args:
+        run: the call.
+        origin: where it starts.
+        declared: what it declares.
+        make: makes what follows a replay; ``None`` for what writes files.
+        ask: returns why the run is to be interrupted, empty if nothing asks for it; by default,
+            signals do.
+        known: a record that knows how the run began, where it starts without a checkpoint.
+    """
+    options, record = run.options, origin.record
+    run.settings.enter_context(_numerics(run, known if record is None else record))
+    if run.replay is None:
+        # Logs of another run must not be truncated: a branch starts its own.
+        logged = None if origin.is_branch else record
+        run_log.open_logs(options, run.name, logged, is_training=True)
+    run.set_up(is_inference=False, is_resumed=record is not None)
+    source = _open_training_source(run)
+    has_validation = run.open_source(Phase.VALIDATION) is not None
+    run.find_owners(source)
+    if origin.folder is not None:
+        run.owners.limit(origin.folder.options.max_plain_bytes)
+    run.require_alike_setup()
+    store = options.store if options.can_save else None
+    warn_of_idle_options(options.schedule, store, run.model, has_validation=has_validation)
+    findings = determine_trust(source, record, can_save=options.can_save)
+    stranded = find_stranded_generators(source)
+    findings.add_missing(stranded)
+    schedulers = Schedulers(run.model.discovery.schedulers(), run.model.scheduler_interval)
+    require_one_mode(options, run.plugins.values(), schedulers)
+    level = find_reproducibility(
+        options, run.engine, source, model=run.model, record=record, known=findings
+    )
+    _require_level(run, origin, level)
+    definition = _define(run, origin, declared, source)
+    machine, changes = describe_machine(run.engine.device), [*origin.changes]
+    recorders = []
+    if make is not None:
+        recorders = make(definition.identity, level)
+    elif origin.folder is not None and options.writes_ledger:
+        facts = _describe_start(run, definition, level, machine)
+        recorders = make_recorders(
+            origin, run.model, run.replicas, definition.identity, facts, changes=changes
+        )
+    folder = origin.folder if options.can_save else None
+    scores = ScoreLog(None if folder is None else folder.options.keep_best)
+    listeners: list[RunListener] = [scores, *recorders]
+    run.listeners = recorders
+    # The last one is called first.
+    for listener in reversed(listeners):
+        run.settings.callback(listener.closed)
+    saves = Saves(
+        run,
+        origin,
+        options=definition.options,
+        changes=changes,
+        level=level,
+        machine=machine,
+        listeners=listeners,
+    )
+    _show_banner(run, origin, level)
+    run_log.say_how_schedulers_step(run.model, schedulers, options.schedule)
+    what = run_log.describe_signal(saves=options.can_save)
+    session = Session(
+        model=run.model,
+        engine=run.engine,
+        hooks=run.hooks,
+        display=run.display,
+        seed=options.seed,
+        schedule=options.schedule,
+        sources=run.sources,
+        plugins=run.plugins,
+        schedulers=schedulers,
+        best=BestSoFar(find_best_rule(options, run.plugins.values(), run.model)),
+        find_scalars=log.get_tensorboard_writer if run.replicas.rank == 0 else find_none,
+        writer=saves.writer,
+        recorders=recorders,
+        run_listeners=listeners,
+        can_save=options.can_save,
+        sanity_steps=options.sanity_steps,
+        loop_states=LoopStates(run.loop, LOOP_PATH, carries=True),
+        owner_states=run.owners,
+        findings=findings,
+        check_record=partial(_require_complete, run),
+        note_last_safe_point=run.signals.note_safe_point,
+        outside=ask or partial(run.signals.ask, what),
+    )
+    session.is_replay = run.replay is not None
+    session.run_folder = None if origin.folder is None else origin.folder.path
+    session.has_changed = origin.is_branch or origin.goes_back
+    run.take_session(session)
+    log_order(run.plugins, run.hooks)
+    found = (scores, recorders, listeners, changes, machine, stranded)
+    return Training(run, origin, definition, session, saves, *found)
+
+
+def _numerics(run: Run, known: Record | None) -> AbstractContextManager[None]:
+    threads = None if known is None else known.num_threads
+    if threads not in (None, torch.get_num_threads()):
+        _LOGGER.info(
+            "Threads of this process: %d, as at the first start of the run (%d were set), "
+            "because their number changes bits.",
+            threads,
+            torch.get_num_threads(),
+        )
+    return numerics(
+        is_deterministic=run.options.enable_deterministic,
+        use_cudnn_benchmark=run.options.enable_cudnn_benchmark,
+        num_threads=threads,
+    )
+
+
+def _open_training_source(run: Run) -> Source:
+    source, options = run.open_source(Phase.TRAINING), run.options
+    if source is None:
+        raise ArgumentError(
+            f"{type(run.datamodule).__name__} must have training data for fit, got none. "
+            "Assign self._train_dataset in setup()."
+        )
+    check_training_source(
+        source, can_save=options.can_save, is_by_epoch=options.schedule.is_by_epoch
+    )
+    source.skip_numbers(options.skip_batches)
+    return source
+
+
+def _require_level(run: Run, origin: Origin, reproducibility: Reproducibility) -> None:
+    """Refuse a lower level than that of the checkpoint, if the user demands it."""
+    loaded = origin.loaded
+    sidecar = None if loaded is None or origin.is_branch else loaded.sidecar
+    if run.options.on_incomplete != "raise" or sidecar is None or not sidecar.level:
+        return
+    level = level_of(reproducibility.findings, reproducibility.level)
+    if level.height < Level(sidecar.level).height:
+        raise RunMismatchError(
+            f'Trainer(on_incomplete="raise") requires the level {sidecar.level!r}, which the '
+            f"run had so far, but this start reaches {reproducibility}. Undo what has changed, "
+            "or omit on_incomplete to go on at the lower level."
+        )
+
+
+def _require_complete(run: Run, record: Record) -> None:
+    """Refuse a checkpoint that lacks state, if the user demands it."""
+    missing = record.findings.missing
+    if missing and run.options.on_incomplete == "raise":
+        raise StateError(
+            'Trainer(on_incomplete="raise") requires complete checkpoints, but the one of '
+            f"iteration {with_step(*record.counters)} lacks {list_missing(missing)}. "
+            "Nothing was written. Change what is named, or declare what need not be saved: "
+            "unsaved = (...,)."
+        )
+
+
+def _define(run: Run, origin: Origin, declared: Declared, source: Source) -> Definition:
+    """Find out what defines the run, and compare what setup has made with the checkpoint."""
+    identity = run_identity.identity(run.options, source.description, run.engine)
+    identity |= {"fingerprint": source.description.get("fingerprint")}
+    changes = compare_fresh(run, origin, declared)
+    options = identity | run_identity.limits(run.options) | {"params": declared.params}
+    options |= {**changes.options, run_log.KEY: run_log.read_arguments()}
+    return Definition(identity, declared.params, changes, options)
+
+
+def _describe_start(
+    run: Run, definition: Definition, level: Reproducibility, machine: dict[str, str]
+) -> dict[str, Any]:
+    """Return what the file of the run's events says of this start."""
+    given = {name: run.options.plain(name) for name in ROWS if name != "params"}
+    return {
+        "helios": __version__,
+        "machine": machine,
+        "level": str(level),
+        "command": without_secret_words(sys.argv),
+        "params": definition.params,
+        "given": definition.changes.all_values,
+        "options": {name: value for name, value in given.items() if value is not None},
+    }
+
+
+def _show_banner(run: Run, origin: Origin, level: Reproducibility) -> None:
+    options, replicas, loaded = run.options, run.replicas, origin.loaded
+    if loaded is None and options.random_seed is None:
+        run_log.say_what_does_not_seed(run.torch_seed, options.seed)
+    count = count_text(replicas.num_processes, "process")
+    run_log.show_banner(
+        run.model,
+        {
+            "run": run.name,
+            "seed": options.describe_seed(),
+            **describe_run(run.model, run.sources, options, run.engine),
+            "processes": f"{count}, {count_text(replicas.num_replicas, 'replica')}",
+            **level.describe_shortfall(),
+        },
+        where=None if loaded is None else loaded.path.name,
+        is_wanted=options.print_banner,
+    )

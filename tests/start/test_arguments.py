@@ -1,0 +1,338 @@
+"""The checks of a trainer's arguments: what is refused, in which words, and what is warned of."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.checkpoint.store import CheckpointStore
+from helios.engines.engine import Engine
+from helios.engines.precision import Precision
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.schedule import Schedule
+from helios.start.signals import Signals
+from helios.start.trainer_options import ROWS, Options
+from helios.start.unknown_arguments import MEANT as MEANT_INSTEAD
+from helios.state import Phase, TrainingUnit
+
+DEFAULTS: dict[str, Any] = {
+    "run_name": "",
+    "train_unit": TrainingUnit.EPOCH,
+    "total_steps": 0,
+    "valid_frequency": None,
+    "chkpt_frequency": None,
+    "print_frequency": None,
+    "accumulation_steps": 1,
+    "enable_cudnn_benchmark": False,
+    "enable_deterministic": False,
+    "early_stop_cycles": None,
+    "use_cpu": None,
+    "gpus": None,
+    "random_seed": None,
+    "enable_tensorboard": False,
+    "enable_file_logging": False,
+    "capture_warnings": False,
+    "enable_progress_bar": False,
+    "chkpt_root": None,
+    "log_path": None,
+    "run_path": None,
+    "src_root": None,
+    "import_prefix": "",
+    "print_banner": True,
+    "engine": None,
+    "precision": None,
+    "plugins": (),
+    "store": None,
+    "signals": None,
+    "num_replicas": None,
+    "nproc": None,
+    "sharding": "none",
+    "init": "setup",
+    "clip_norm": None,
+    "clip_value": None,
+    "resume": "auto",
+    "allow_changes": (),
+    "on_incomplete": "warn",
+    "ledger": "steps",
+    "skip_batches": (),
+    "sanity_steps": 0,
+    "batch_limits": None,
+    "params": None,
+    "max_restarts": 0,
+    "hang_warning": 60.0,
+    "hang_timeout": None,
+}
+
+
+CPU = torch.device("cpu")
+
+
+def make(**options: Any) -> Options:
+    return helios.Trainer(**{**DEFAULTS, **options})._options
+
+
+def check_refusal(name: str, value: Any, **options: Any) -> str:
+    """Make arguments that must be refused for one of them; return the message.
+
+    It names the argument, the rule, the value and a remedy (STYLE section 2).
+    """
+    with pytest.raises((ArgumentError, ArgumentTypeError)) as caught:
+        make(**options)
+    message = str(caught.value)
+    form = rf"Trainer\({name}=\.\.\.\) must .+, got {re.escape(repr(value))}\. \w.{{4,}}\."
+    assert re.fullmatch(form, message, re.DOTALL), message
+    return message
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpus(monkeypatch, 0)
+
+
+def set_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_the_defaults_are_accepted_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = make()
+    assert arguments.seed == 6691
+    assert arguments.gpu_ids == []
+    assert arguments.schedule == Schedule()
+    assert not arguments.can_save
+    assert caplog.records == []
+
+
+@pytest.mark.shows("H46")
+def test_a_gpu_that_is_demanded_without_cuda_is_an_error() -> None:
+    """H46: a RuntimeError."""
+    with pytest.raises(UsageError, match=r"Trainer\(use_cpu=False\) must find a GPU.*Omit use_cpu"):
+        make(use_cpu=False)
+
+
+@pytest.mark.parametrize(("gpus", "ids"), [(None, [0, 1]), ([1], [1]), ([1, 0], [1, 0])])
+def test_the_gpus_that_are_asked_for_or_all_are_used(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[int] | None, ids: list[int]
+) -> None:
+    """H46, H48."""
+    set_gpus(monkeypatch, 2)
+    assert make(gpus=gpus).gpu_ids == ids
+    assert make(use_cpu=True).gpu_ids == []
+
+
+@pytest.mark.shows("H49")
+@pytest.mark.parametrize("present", [None, ":16:8"])
+def test_determinism_on_a_gpu_sets_the_variable_of_cublas_in_time(
+    monkeypatch: pytest.MonkeyPatch, present: str | None
+) -> None:
+    """H49: CUDA reads it once, when it starts."""
+    set_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: present is not None)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if present is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", present)
+    make(enable_deterministic=True)
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == (present or ":4096:8")
+
+
+@pytest.mark.shows("H49")
+@pytest.mark.parametrize(("present", "reason"), [(None, "too late"), (":0:0", "it is ':0:0'")])
+def test_determinism_on_a_gpu_is_refused_where_it_is_too_late(
+    monkeypatch: pytest.MonkeyPatch, present: str | None, reason: str
+) -> None:
+    """H49."""
+    set_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if present is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", present)
+    with pytest.raises(UsageError, match=f"CUBLAS_WORKSPACE_CONFIG .*{reason}"):
+        make(enable_deterministic=True)
+    make(enable_deterministic=True, use_cpu=True)
+
+
+def test_every_option_has_its_own_name(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "run_name": "name",
+        "total_steps": 9,
+        "valid_frequency": 2,
+        "chkpt_frequency": 3,
+        "print_frequency": 4,
+        "accumulation_steps": 5,
+        "enable_cudnn_benchmark": False,
+        "enable_deterministic": True,
+        "early_stop_cycles": 6,
+        "use_cpu": True,
+        "gpus": None,
+        "random_seed": 7,
+        "enable_tensorboard": True,
+        "enable_file_logging": True,
+        "capture_warnings": False,
+        "enable_progress_bar": True,
+        "chkpt_root": tmp_path / "chkpt",
+        "log_path": tmp_path / "log",
+        "run_path": tmp_path / "run",
+        "src_root": tmp_path,
+        "import_prefix": "prefix",
+        "print_banner": False,
+        "engine": None,
+        "precision": Precision.BF16,
+        "store": CheckpointStore(keep_last=2),
+        "num_replicas": 8,
+        "nproc": 4,
+        "sharding": "none",
+        "init": "keyed",
+        "clip_norm": None,
+        "clip_value": 0.5,
+        "resume": "never",
+        "allow_changes": ("seed",),
+        "on_incomplete": "raise",
+        "ledger": "off",
+        "skip_batches": (),
+        "sanity_steps": 1,
+        "batch_limits": {Phase.TRAINING: 10},
+        "params": {"lr": 0.1},
+        "max_restarts": 2,
+        "hang_warning": 3.5,
+        "hang_timeout": 9.5,
+    }
+    apart: dict[str, Any] = {"train_unit": TrainingUnit.ITERATION, "plugins": ()}
+    apart["signals"] = Signals(())
+    parameters = inspect.signature(helios.Trainer).parameters
+    assert list(DEFAULTS) == list(parameters)
+    assert {name: each.default for name, each in parameters.items()} == DEFAULTS
+    assert set(given) | set(apart) == set(parameters)
+    options = make(**given, **apart)
+    assert set(ROWS) | {"plugins"} == set(parameters)
+    assert {name: getattr(options, name) for name in given} == given
+    assert (options.train_unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))
+
+
+MEANT = {
+    "keep_best": "store=CheckpointStore(keep_best=",
+    "max_epochs": "total_steps, which counts epochs",
+    "accelerator": "use_cpu and gpus",
+    "callbacks": "plugins",
+    "default_root_dir": "chkpt_root",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "max_time": "plugins=[TimeLimit(",
+    "learning_rate": "setup() of the model",
+    "total_step": "total_steps?",
+    "epocs": "total_steps, which counts epochs",
+}
+
+
+@pytest.mark.shows("U32")
+@pytest.mark.parametrize("name", MEANT)
+def test_an_unknown_argument_names_the_one_that_is_meant(name: str) -> None:
+    beginning = re.escape(f"Trainer() has no argument {name!r}. Did you mean {MEANT[name]}")
+    with pytest.raises(ArgumentTypeError, match=f"^{beginning}"):
+        helios.Trainer(**{name: 3})
+
+
+@pytest.mark.shows("U32")
+def test_all_unknown_names_are_in_one_error() -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        helios.Trainer(max_epochs=3, total_steps=1, callbacks=[], xyzzy=1)  # type: ignore[call-arg]
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    for line, texts in zip(
+        lines,
+        (("'max_epochs'", "total_steps"), ("'callbacks'", "plugins"), ("'xyzzy'", "help(")),
+        strict=True,
+    ):
+        assert all(text in line for text in texts)
+
+
+@pytest.mark.shows("U32")
+def test_what_is_named_instead_of_an_unknown_argument_exists() -> None:
+    own = inspect.signature(helios.Trainer).parameters
+    assert not MEANT_INSTEAD.keys() & own.keys()
+    elsewhere = "trainer.fit|DataLoaderParams|setup\\(\\)"
+    for meant in MEANT_INSTEAD.values():
+        assert re.match(elsewhere, meant) or re.match(r"\w+", meant)[0] in own, meant
+
+
+_INF = math.inf
+
+
+_SAVING: dict[str, Any] = {"chkpt_root": ".", "chkpt_frequency": 1}
+
+
+REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("total_steps", 2.5, {}),
+    ("total_steps", True, {}),
+    ("total_steps", math.nan, {}),
+    ("valid_frequency", 0, {}),
+    ("chkpt_frequency", 1.5, {"chkpt_root": "."}),
+    ("print_frequency", True, {}),
+    ("early_stop_cycles", 0, {"total_steps": _INF, "valid_frequency": 1}),
+    ("random_seed", 1 << 64, {}),
+    ("skip_batches", (3, 0), {}),
+    ("capture_warnings", 1, {}),
+    ("enable_cudnn_benchmark", True, {"enable_deterministic": True}),
+    ("run_path", None, {"enable_tensorboard": True}),
+    ("log_path", None, {"enable_file_logging": True}),
+    ("log_path", __file__, {}),
+    ("src_root", "nowhere", {}),
+    ("chkpt_root", None, {"chkpt_frequency": 1}),
+    ("chkpt_root", None, {"resume": "run_epoch_1_iter_2.pth"}),
+    ("clip_norm", math.nan, {}),
+    ("clip_value", 2.0, {"clip_norm": 1.0}),
+    ("gpus", [0], {"use_cpu": True}),
+    ("gpus", [0], {}),
+    ("gpus", [], {}),
+    ("hang_warning", _INF, {}),
+    ("hang_timeout", 60.0, {}),
+    ("nproc", 3, {"num_replicas": 2}),
+    ("batch_limits", {"train": 1}, {}),
+    ("allow_changes", ["num_replicas"], _SAVING),
+    ("plugins", None, {}),
+    ("engine", Engine, {}),
+    ("use_cpu", True, {"engine": Engine(CPU)}),
+    ("clip_norm", 1.0, {"engine": Engine(CPU)}),
+]
+
+
+@pytest.mark.shows("E2", "H19", "H29", "H42", "H46", "H47", "H49", "H66", "P60", "R35", "R39")
+@pytest.mark.parametrize(("name", "value", "others"), REFUSED)
+def test_what_breaks_a_rule_or_contradicts_another_option_is_refused(
+    name: str, value: Any, others: dict[str, Any]
+) -> None:
+    check_refusal(name, value, **{**others, name: value})
+
+
+ACCEPTED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"total_steps": 0}, "total_steps", 0),
+    ({"total_steps": _INF}, "total_steps", _INF),
+    ({"train_unit": "step"}, "train_unit", TrainingUnit.ITERATION),
+    ({"train_unit": "epoch"}, "train_unit", TrainingUnit.EPOCH),
+    ({"random_seed": 0}, "seed", 0),
+    ({"skip_batches": [9, 5, 5, 7]}, "skip_batches", (5, 7, 9)),
+    ({"run_name": "run_epoch_1_iter_2"}, "run_name", "run_epoch_1_iter_2"),
+    ({"chkpt_root": "."}, "can_save", False),
+    (_SAVING, "can_save", True),
+    ({"log_path": "new", "enable_file_logging": True}, "log_path", Path("new")),
+    ({"precision": "fp16"}, "precision", Precision.FP16),
+    ({"resume": "a.pth", "chkpt_root": "."}, "resume", Path("a.pth")),
+    ({"allow_changes": "seed", "chkpt_root": "."}, "allow_changes", ("seed",)),
+    ({"hang_timeout": 1, "hang_warning": None}, "hang_timeout", 1),
+    ({"engine": Engine("cuda:3")}, "gpu_ids", [3]),
+    ({"engine": Engine(CPU)}, "gpu_ids", []),
+]
+
+
+@pytest.mark.shows("H19", "H66", "P133")
+@pytest.mark.parametrize(("options", "name", "value"), ACCEPTED)
+def test_an_option_may_be_written_in_the_ways_that_the_page_lists(
+    options: dict[str, Any], name: str, value: Any
+) -> None:
+    assert getattr(make(**options), name) == value

@@ -1,0 +1,107 @@
+"""Evaluations of several processes, beside a training that deletes what they look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helios.checkpoint import file_names, loading
+from helios.checkpoint.options import KeepBest
+from helios.checkpoint.store import CheckpointStore, RunFolder
+from helios.errors import CheckpointError
+from helios.start.checkpoint_search import CheckpointChoice, find_chosen
+from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
+from tests.engines.joined import replicas_on
+from tests.start.test_arguments import make
+from tests.support.ranks import run_ranks
+
+
+def _find(rank: int, root: Path, patch: Callable[[pytest.MonkeyPatch, int, Path], None]) -> Any:
+    options = make(chkpt_root=root)
+    with replicas_on(rank, 2, 2) as team, pytest.MonkeyPatch.context() as context:
+        patch(context, rank, root / "run")
+        try:
+            loaded, _ = find_chosen(
+                CheckpointChoice(), options, "run", [], run_name="run", team=team
+            )
+        except CheckpointError as error:
+            return str(error)
+        return None if loaded is None else loaded.path.name
+
+
+def _save_behind_rank_0(patch: pytest.MonkeyPatch, rank: int, path: Path) -> None:
+    """Let a training go on between the loading of rank 0 and that of rank 1."""
+    load, rest = loading.load_present, [3, 2]
+
+    def load_and_save(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        if rank == 0 and rest:
+            save(RunFolder(path, CheckpointStore(keep_last=1)), 1, rest.pop())
+        return loaded
+
+    patch.setattr(loading, "load_present", load_and_save)
+
+
+def test_all_processes_load_the_newer_file_where_one_of_them_comes_too_late(
+    tmp_path: Path,
+) -> None:
+    save(RunFolder(tmp_path / "run"), 1, 1)
+    assert run_ranks(_find, 2, tmp_path, _save_behind_rank_0) == ["run_epoch_1_iter_3.pth"] * 2
+
+
+def _hide_from_rank_1(patch: pytest.MonkeyPatch, rank: int, path: Path) -> None:
+    def refuse(place: Path, *args: Any, **kwargs: Any) -> Any:
+        raise FileNotFoundError(str(place))
+
+    if rank == 1:
+        patch.setattr(loading, "load_present", refuse)
+        patch.setattr(Path, "is_file", lambda path: False)
+
+
+def test_a_folder_that_is_not_shared_is_named_and_not_looked_for_again(tmp_path: Path) -> None:
+    save(RunFolder(tmp_path / "run"), 1, 1)
+    texts = run_ranks(_find, 2, tmp_path, _hide_from_rank_1)
+    assert len(set(texts)) == 1
+    assert "rank 1 finds no such file" in texts[0]
+
+
+def _find_best(rank: int, root: Path) -> tuple[str, list[str]]:
+    options = make(chkpt_root=root)
+    load, rest = loading.load_present, [0.3, 0.1]
+
+    def load_and_save(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        if rank == 0 and rest:
+            _save_scored(root / "run", 4 - len(rest), rest.pop(0), keeps=1)
+        return loaded
+
+    with replicas_on(rank, 2, 2) as team, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load_present", load_and_save)
+        choice = CheckpointChoice(
+            is_best=True, rule=KeepBest(1, "loss", "min").rule, is_required=True
+        )
+        loaded, reasons = find_chosen(choice, options, "run", [], run_name="run", team=team)
+        assert loaded is not None
+        return loaded.path.name, reasons
+
+
+def _save_scored(path: Path, iteration: int, loss: float, *, keeps: int) -> None:
+    store = CheckpointStore(keep_best=KeepBest(keeps, "loss", "min"))
+    save_payload(
+        RunFolder(path, store),
+        make_payload(1, iteration),
+        stem=file_names.stem("run", 1, iteration),
+        sidecar=make_sidecar(1, iteration, run_name="run", metrics={"loss": loss}),
+    )
+
+
+@pytest.mark.shows("U23")
+def test_all_processes_load_the_best_also_where_a_better_one_replaces_it(tmp_path: Path) -> None:
+    """While rank 0 loads the best, a training saves two better ones, and deletes the others."""
+    _save_scored(tmp_path / "run", 1, 0.5, keeps=9)
+    found = run_ranks(_find_best, 2, tmp_path)
+    assert [name for name, _ in found] == ["run_epoch_1_iter_3.pth"] * 2
+    assert found[0][1] == ["the best of 1 checkpoints by loss (min): 0.1"]

@@ -1,0 +1,113 @@
+"""The level that a run reaches: what banner and sidecars say, and what stands in its way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import helios
+from helios.checkpoint.record import Record
+from helios.checkpoint.reproducibility import Level
+from helios.errors import UsageError
+from helios.findings import Finding, FindingKind, Findings
+from helios.plugins import Plugin
+from helios.start.level import Reproducibility
+from helios.state import TrainingState
+from tests.distributed.train_script import Module, Net, parse
+
+
+class Manual(Net):
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        super().train_step(batch, state).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Counting(Net):
+    count = 0
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        self.count += 1
+        return super().train_step(batch, state)
+
+
+class Synced(Net):
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.net = nn.SyncBatchNorm.convert_sync_batchnorm(self.net)
+
+
+def fit(
+    folder: Path,
+    *plugins: Plugin,
+    model: type[Net] = Net,
+    data: type[Module] = Module,
+    **options: Any,
+) -> None:
+    trainer = helios.Trainer(
+        **{
+            "train_unit": "iteration",
+            "total_steps": 2,
+            "chkpt_frequency": 1,
+            "chkpt_root": folder,
+            "use_cpu": True,
+            "plugins": plugins,
+            **options,
+        }
+    )
+    trainer.fit(model("net"), data(parse([])))
+
+
+def levels(folder: Path) -> list[str]:
+    paths = sorted((folder / "net").glob("*_iter_*.json"))
+    return [json.loads(path.read_text())["level"] for path in paths]
+
+
+@pytest.mark.shows("S58")
+def test_what_a_step_changes_lowers_the_level_at_once_and_is_named_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the sidecar, whose banner was shown before."""
+    fit(tmp_path, model=Counting, num_replicas=2)
+    assert levels(tmp_path) == ["restart", "restart"]
+    assert "reproducibility:" not in capsys.readouterr().err
+    fit(tmp_path, model=Counting, total_steps=3)
+    assert "reproducibility: restart (train_step changes count)" in capsys.readouterr().err
+
+
+OBSTACLE = Findings([Finding(FindingKind.OBSTACLE, text="a thing")])
+
+
+@pytest.mark.parametrize(("name", "value"), [("is_manual", True), ("findings", OBSTACLE)])
+def test_what_a_training_finds_lowers_elastic_only(name: str, value: object) -> None:
+    clean = Record(training_state={}, cursor={}, model={}, rng={}, num_replicas=2)
+    pairs = ((Level.ELASTIC, Level.RESTART), (Level.ORDER, Level.ORDER), (Level.NONE, Level.NONE))
+    for level, lowered in pairs:
+        reproducibility = Reproducibility(level, "")
+        assert reproducibility.level_after(clean) == level
+        assert reproducibility.level_after(dataclasses.replace(clean, **{name: value})) == lowered
+
+
+def test_synchronised_batch_norm_needs_a_process_for_each_replica(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"SyncBatchNorm \(net\.1\) needs a process for each .*2"):
+        fit(tmp_path, model=Synced, num_replicas=2)
+    assert levels(tmp_path) == []
+
+
+def test_manual_steps_are_refused_when_a_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
+    fit(tmp_path, model=Manual)
+    path = tmp_path / "net" / "net_epoch_1_iter_2.pth"
+    payload = torch.load(path)
+    assert payload["is_manual"] is True
+    payload["num_replicas"] = 2
+    torch.save(payload, path)
+    path.with_suffix(".json").unlink()
+    rule = r"train_step returns None, .*Return the loss to train on"
+    with pytest.raises(UsageError, match=rule):
+        fit(tmp_path, model=Manual, total_steps=4)

@@ -1,0 +1,170 @@
+"""Plugins of a trainer: every way to register one, and the checks that each of them runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helios
+from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
+from helios.plugins import Plugin
+from helios.start.objects import PluginTable
+from helios.state import TrainingState
+from tests.support.event_logs import Linear, Numbers
+from tests.support.quiet import Quiet
+from tests.support.runs import Setting, train
+
+
+class Owner(Quiet):
+    """Owns the training batch."""
+
+    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
+        return batch
+
+
+def make_trainer(*plugins: Plugin) -> helios.Trainer:
+    return helios.Trainer(use_cpu=True, total_steps=1, print_banner=False, plugins=plugins)
+
+
+def assign(trainer: helios.Trainer, plugin: Any) -> None:
+    trainer.plugins[plugin.plug_id] = plugin
+
+
+def join(trainer: helios.Trainer, plugin: Any) -> None:
+    trainer.plugins |= {plugin.plug_id: plugin}
+
+
+def join_table(trainer: helios.Trainer, plugin: Any) -> None:
+    table = PluginTable()
+    table[plugin.plug_id] = plugin
+    trainer.plugins |= table
+
+
+WAYS: dict[str, Callable[[helios.Trainer, Any], Any]] = {
+    "register_plugin": lambda trainer, plugin: trainer.register_plugin(plugin),
+    "configure_trainer": lambda trainer, plugin: plugin.configure_trainer(trainer),
+    "an assignment": assign,
+    "update": lambda trainer, plugin: trainer.plugins.update({plugin.plug_id: plugin}),
+    "setdefault": lambda trainer, plugin: trainer.plugins.setdefault(plugin.plug_id, plugin),
+    "a union in place": join,
+    "a union with a table": join_table,
+}
+
+
+every_way = pytest.mark.parametrize("register", WAYS.values(), ids=WAYS)
+
+
+@pytest.mark.shows("H59")
+@every_way
+def test_a_plugin_is_registered_under_its_id(
+    register: Callable[[helios.Trainer, Any], Any],
+) -> None:
+    first, second = Quiet("first"), Quiet("second")
+    trainer = make_trainer(first)
+    register(trainer, second)
+    assert list(trainer.plugins.items()) == [("first", first), ("second", second)]
+    assert type(trainer.plugins) is PluginTable
+
+
+@pytest.mark.shows("H59", "K2", "R38")
+def test_plugins_of_the_constructor_are_registered_in_their_order() -> None:
+    plugins = [Quiet("b"), Owner("a"), Quiet("c")]
+    assert list(make_trainer(*plugins).plugins.values()) == plugins
+
+
+@pytest.mark.shows("H60")
+@every_way
+def test_a_second_owner_of_a_batch_is_refused_when_it_registers(
+    register: Callable[[helios.Trainer, Any], Any],
+) -> None:
+    """H60."""
+    trainer = make_trainer(Owner("one"))
+    with pytest.raises(
+        ArgumentError, match=r"one owner, but plugin 'one' \(Owner\) and plugin 'two' \(Owner\)"
+    ):
+        register(trainer, Owner("two"))
+    assert list(trainer.plugins) == ["one"]
+
+
+@pytest.mark.shows("H59")
+@pytest.mark.parametrize("way", [way for way in WAYS if "set" not in way])
+def test_an_id_that_is_taken_is_refused(way: str) -> None:
+    """H59: a `KeyError`; `setdefault` keeps the present one, as dictionaries do."""
+    first = Quiet("one")
+    trainer = make_trainer(first)
+    with pytest.raises(DuplicateError, match=r"'one' is registered already\. Pass another plug_id"):
+        WAYS[way](trainer, Quiet("one"))
+    with pytest.raises(KeyError):
+        WAYS[way](trainer, Owner("one"))
+    assert trainer.plugins["one"] is first
+
+
+@pytest.mark.parametrize("thing", [Quiet, None])
+def test_something_that_is_no_plugin_is_refused(thing: Any) -> None:
+    trainer = make_trainer()
+    with pytest.raises(ArgumentTypeError, match=r"Trainer.plugins\['it'\] must be a Plugin object"):
+        trainer.plugins["it"] = thing
+
+
+@pytest.mark.shows("H60")
+def test_all_checks_run_again_when_fit_starts() -> None:
+    """A method may be set after its plugin has registered."""
+    plugin = Quiet("late")
+    trainer = make_trainer(Owner("one"), plugin)
+    plugin.on_training_start = lambda trainer: None  # type: ignore[method-assign, misc, assignment]
+    with pytest.raises(ArgumentTypeError, match=r"Quiet\.on_training_start must take \(\)"):
+        trainer.fit(Linear(), Numbers())
+    del plugin.on_training_start
+    plugin.process_training_batch = lambda batch, state: batch  # type: ignore[method-assign]
+    with pytest.raises(ArgumentError, match=r"plugin 'one' \(Owner\) and plugin 'late' \(Quiet\)"):
+        trainer.fit(Linear(), Numbers())
+
+
+@pytest.mark.shows("S70")
+@every_way
+def test_a_plugin_that_only_loads_a_state_is_refused_when_it_registers(
+    register: Callable[[helios.Trainer, Any], Any],
+) -> None:
+    """Nothing would be there to load."""
+    half = type("Half", (Quiet,), {"load_state_dict": lambda self, *args: None})
+    with pytest.raises(ArgumentError, match=r"Half must override both.*got load_state_dict only"):
+        register(make_trainer(), half("half"))
+
+
+class Shown(Quiet):
+    """Puts something into checkpoints that nobody loads, as helios-ml's plugin for Optuna does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trial": 7}
+
+
+@pytest.mark.shows("S70")
+@every_way
+def test_a_plugin_may_save_a_state_that_nobody_loads(
+    register: Callable[[helios.Trainer, Any], Any],
+) -> None:
+    register(make_trainer(), Shown("shown"))
+
+
+@pytest.mark.shows("S70")
+def test_a_run_goes_on_with_a_plugin_that_only_saves(tmp_path: Path) -> None:
+    setting = Setting(total_steps=2, valid_frequency=None)
+    train(tmp_path, setting, Shown("shown"))
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    assert helios.load_checkpoint(newest)["plugins"]["shown"] == {"trial": 7}
+    again = train(tmp_path, dataclasses.replace(setting, total_steps=4), Shown("shown"))
+    assert sorted(again.records) == [3, 4]
+
+
+def test_a_plugin_calls_the_constructor_of_its_base() -> None:
+    class Forgetful(Quiet):
+        def __init__(self) -> None:
+            """Leave out the base."""
+
+    with pytest.raises(UsageError, match=r"Forgetful has no plug_id: its __init__ must call super"):
+        make_trainer(Forgetful())

@@ -1,0 +1,135 @@
+"""The options for signals, and what fit says and does about them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+import helios
+from helios import Signals
+from helios.core.signal_watch import SignalReceiver
+from helios.errors import ArgumentError
+from helios.start.signals import find_signal_code, listening
+from tests.support.runs import RETURNS, IndexModule, Setting, SmallModel
+
+
+@pytest.mark.shows("S12")
+def test_the_defaults_are_what_schedulers_and_people_send() -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    assert set(Signals().numbers) == set(numbers)
+    assert Signals().grace == 20.0
+    assert Signals([signal.SIGHUP]).numbers == (signal.SIGHUP,)  # type: ignore[arg-type]
+    assert Signals(grace=float("inf")) == Signals(Signals().numbers, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rule"),
+    [
+        (signal.SIGTERM, r"must be a tuple of signals, got .*Pass e\.g\. \(signal\.SIGTERM,\)"),
+        (("SIGTERM",), r"must be signals of this system, got 'SIGTERM'\. This system has SIGHUP"),
+        ((signal.SIGKILL,), "must be signals that a training can delay, got 'SIGKILL'"),
+    ],
+)
+def test_bad_signals_are_refused(numbers: Any, rule: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^Signals\(numbers=\.\.\.\) .*{rule}|{rule}"):
+        Signals(numbers)
+
+
+@pytest.mark.parametrize("grace", [0, "20"])
+def test_a_grace_is_a_positive_number(grace: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^Signals\(grace=\.\.\.\) must be a positive number"):
+        Signals(grace=grace)
+
+
+def test_no_signals_means_no_handlers(caplog: pytest.LogCaptureFixture) -> None:
+    before = [signal.getsignal(number) for number in Signals().numbers]
+    with listening(Signals(()), find_signal_code, is_fit=True) as listener:
+        assert listener.receiver is None
+        assert [signal.getsignal(number) for number in Signals().numbers] == before
+    assert not caplog.messages
+
+
+def fit_quickly(**options: Any) -> helios.Trainer:
+    setting = Setting(total_steps=1, validates=False)
+    trainer = helios.Trainer("run", "iteration", 1, use_cpu=True, print_banner=False, **options)
+    trainer.fit(SmallModel(setting), IndexModule(setting))
+    return trainer
+
+
+@pytest.mark.shows("S15")
+def test_another_thread_trains_without_handlers_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(fit_quickly().exit_code))
+    thread.start()
+    thread.join()
+    assert results == [0]
+    (text,) = [text for text in caplog.messages if "main thread" in text]
+    assert text.startswith("fit runs outside the main thread, so it cannot save on a signal: SI")
+
+
+class Curious(helios.Plugin):
+    """Looks at the handlers while fit runs."""
+
+    def __init__(self) -> None:
+        super().__init__("curious")
+        self.handlers: dict[str, list[Any]] = {}
+
+    unsaved = ("handlers",)
+
+    def setup(self) -> None:
+        self._look("setup")
+
+    def on_fit_end(self) -> None:
+        self._look("end")
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        self._look("validation")
+
+    def _look(self, when: str) -> None:
+        self.handlers[when] = [signal.getsignal(number) for number in Signals().numbers]
+
+
+@pytest.mark.shows("S15")
+def test_handlers_are_there_from_the_start_of_fit_to_its_end_only() -> None:
+    curious = Curious()
+    before = [signal.getsignal(number) for number in Signals().numbers]
+    fit_quickly(plugins=[curious])
+    assert [signal.getsignal(number) for number in Signals().numbers] == before
+    for when in ("setup", "end"):
+        (handler,) = set(curious.handlers[when])
+        assert isinstance(handler, SignalReceiver), when
+
+
+@pytest.mark.shows("S15")
+def test_evaluations_handle_them_too_unless_fit_returns() -> None:
+    setting = Setting()
+    before = [signal.getsignal(number) for number in Signals().numbers]
+    for signals in (Signals(), RETURNS):
+        curious = Curious()
+        trainer = helios.Trainer(use_cpu=True, plugins=[curious], signals=signals)
+        trainer.validate(SmallModel(setting), IndexModule(setting), checkpoint=None)
+        assert (curious.handlers["validation"] == before) is (signals is RETURNS)
+    assert [signal.getsignal(number) for number in Signals().numbers] == before
+
+
+def test_a_process_that_gives_up_ends_its_workers_and_says_why() -> None:
+    code = """
+import multiprocessing, signal, os
+from helios.start.signals import UnsavedEnd
+child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+child.start()
+os.write(1, str(child.pid).encode())
+UnsavedEnd(7.5, lambda number: 128 + number).carry_out(signal.SIGUSR1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 138, done.stderr
+    assert "No safe point was reached within 7.5 s after SIGUSR1" in done.stderr
+    # The output of the child is that of its parent: it has ended, else there were no end here.
+    assert int(done.stdout) > 0
