@@ -33,8 +33,8 @@ from helios.start.objects import (
     check_plugin_list,
     check_subjects,
 )
-from helios.start.replay_range import ReplayOptions
 from helios.start.replay import find_replay
+from helios.start.replay_range import ReplayOptions
 from helios.start.run import Run, only_call
 from helios.start.signals import Signals, find_swallowed, raise_interrupted
 from helios.start.trained_model import TrainedModel

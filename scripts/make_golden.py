@@ -23,7 +23,6 @@ from tests.support import (  # noqa: E402
     file_trails,
     frozen,
     replica_logs,
-    statements,
 )
 from tests.support.matrix import cells  # noqa: E402
 

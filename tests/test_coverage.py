@@ -1,4 +1,4 @@
-"""Each statement has a test that runs or a reason; `python -m tests.support.statements` shows it."""
+"""Each statement has a test that runs, or a reason; tests/support/statements.py prints both."""
 
 from __future__ import annotations
 

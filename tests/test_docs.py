@@ -260,9 +260,9 @@ def test_the_page_of_the_architecture_is_short_and_names_files_that_exist() -> N
     assert len(page.split()) <= 1500
     named = {name for name in re.findall(r"`([\w/]+)`", page) if "/" in name}
     assert len(named) > 30
-    package = _ROOT / "helios"
-    known = [name for name in named if (package / name).is_dir() or (package / f"{name}.py").exists()]
-    assert sorted(named - {*known, "scripts/check"}) == []
+    package = {path.relative_to(_ROOT / "helios") for path in (_ROOT / "helios").rglob("*")}
+    known = {path.with_suffix("").as_posix() for path in package}
+    assert sorted({name.rstrip("/") for name in named} - known - {"scripts/check"}) == []
 
 
 def test_the_page_of_checkpoints_lists_all_keys_and_names_the_schema() -> None:

@@ -24,10 +24,10 @@ from helios.replicas.on_all_ranks import on_first
 from helios.start.changes import Declared
 from helios.start.checkpoint_search import GivenCheckpoint
 from helios.start.fit import train
+from helios.start.level import Reproducibility
 from helios.start.origin import Origin
 from helios.start.recorders import hash_definition, make_writer
 from helios.start.replay_range import ReplayOptions, ReplayRange, find_range, require_restart
-from helios.start.level import Reproducibility
 from helios.start.run import Run
 from helios.start.signals import Signals
 from helios.start.training import set_up_training

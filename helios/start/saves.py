@@ -16,8 +16,8 @@ from helios.core.loss_means import as_numbers
 from helios.counters import Phase
 from helios.listeners import RunListener
 from helios.plugins.averaging import WeightAverage
-from helios.start.origin import Origin
 from helios.start.level import Reproducibility, find_compiled
+from helios.start.origin import Origin
 from helios.start.run import Run
 from helios.start.run_identity import is_shortened
 from helios.start.run_log import log_places

@@ -29,14 +29,14 @@ from helios.session import Session
 from helios.start import run_identity, run_log
 from helios.start.best_score import find_best_rule, require_one_mode
 from helios.start.changes import Declared, StartChanges, compare_fresh, name_params
-from helios.start.objects import check_training_source, log_order
-from helios.start.origin import Origin
-from helios.start.recorders import make_recorders
 from helios.start.level import (
     Reproducibility,
     determine_trust,
     find_reproducibility,
 )
+from helios.start.objects import check_training_source, log_order
+from helios.start.origin import Origin
+from helios.start.recorders import make_recorders
 from helios.start.run import LOOP_PATH, Run
 from helios.start.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.start.saves import Saves

@@ -45,7 +45,8 @@ _HEADINGS = {
 }
 _HEAD = """# Coverage
 
-Which test shows which statement, from `tests/statements.toml` and the marks `@pytest.mark.shows(...)` of the tests. H1 to H66 are
+Which test shows which statement, from `tests/statements.toml` and from the marks
+`@pytest.mark.shows(...)` of the tests. H1 to H66 are
 those of the quick reference of Helios 1, L1 to L42 those of the reference of replaceable loops, K1
 to K42 those of the ordered hooks, E1 to E43 those of the reference of engines, R1 to R49 those of
 the nested hook channels; C1 to C18 are decisions where two references disagree. S1 to S40 say what
@@ -216,4 +217,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page())  # noqa: T201
+    print(page())
