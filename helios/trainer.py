@@ -33,12 +33,12 @@ from helios.start.objects import (
     check_plugin_list,
     check_subjects,
 )
+from helios.start.options import Change, Options
 from helios.start.replay import find_replay
 from helios.start.replay_range import ReplayOptions
 from helios.start.run import Run, only_call
 from helios.start.signals import Signals, find_swallowed, raise_interrupted
 from helios.start.trained_model import TrainedModel
-from helios.start.trainer_options import Change, Options
 from helios.start.unknown_arguments import with_known_arguments
 
 __all__ = [

@@ -19,7 +19,7 @@ from helios.plugins.early_stopping import EarlyStopping
 from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_first
 from helios.replicas.replicas import Replicas
-from helios.start.trainer_options import Options
+from helios.start.options import Options
 
 
 def find_best_rule(options: Options, plugins: Iterable[Plugin], model: Model) -> BestRule | None:

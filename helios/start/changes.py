@@ -30,9 +30,9 @@ from helios.model.model import Model
 from helios.model.new_settings import setting_names
 from helios.model.schedulers import members_of
 from helios.replicas.on_all_ranks import on_first
+from helios.start.options import PARAMS, allows
 from helios.start.run_identity import has_ended, is_shortened
 from helios.start.signals import is_interactive
-from helios.start.trainer_options import PARAMS, allows
 from helios.state.owners import internals_of
 
 if TYPE_CHECKING:

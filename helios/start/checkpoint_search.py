@@ -32,7 +32,7 @@ from helios.plugins.plugin import Plugin
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.start.best_score import find_declared_rule, require_one_mode
-from helios.start.trainer_options import Options
+from helios.start.options import Options
 from helios.storage.local_paths import as_local_path
 from helios.text import number_text
 

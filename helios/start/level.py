@@ -23,7 +23,7 @@ from helios.findings import Finding, FindingKind, Findings
 from helios.loops.optimizer import SEPARATE_UPDATES
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.start.trainer_options import Options
+from helios.start.options import Options
 
 _CONFIGURATION = "get_compiler_config"
 _MANUAL = "train_step returns None, and so steps by itself"

@@ -27,7 +27,7 @@ from helios.sharding.requirements import check_checkpointable, check_shardable
 from helios.sharding.units import Unit, find_in_networks, find_units
 from helios.start.keyed_init import set_up_keyed
 from helios.start.objects import check_made
-from helios.start.trainer_options import Options
+from helios.start.options import Options
 from helios.state.optimizers import TRAINING_ONLY, load_into
 from helios.state.steps import check_alike
 from helios.storage.local_paths import as_local_path

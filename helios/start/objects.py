@@ -27,7 +27,7 @@ from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 from helios.plugins.row_loggers import RowLogger
-from helios.start.trainer_options import refusal
+from helios.start.options import refusal
 
 _LOGGER = logging.getLogger(__name__)
 

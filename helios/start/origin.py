@@ -27,9 +27,9 @@ from helios.errors import ArgumentError, CheckpointError, DamagedCheckpointError
 from helios.replicas.on_all_ranks import on_each, on_first
 from helios.replicas.replicas import Replicas
 from helios.start.checkpoint_search import SHARING, Search, check_run_name, open_folder
+from helios.start.options import Options
 from helios.start.processes import Stored
 from helios.start.run import Run
-from helios.start.trainer_options import Options
 from helios.storage import files
 from helios.storage.folder_lock import FolderLock
 

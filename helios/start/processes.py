@@ -31,8 +31,8 @@ from helios.hooks.events import EVENTS, Verb
 from helios.launch.launcher import Launch
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
+from helios.start.options import ROWS, Options
 from helios.start.stateful import find_data_sets
-from helios.start.trainer_options import ROWS, Options
 from helios.text import count_text
 
 _LOGGER = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from helios.errors import ArgumentError, CheckpointError, LedgerError, UsageErro
 from helios.ledger.book import FILE_NAME, parse_header, read_lines
 from helios.ledger.line import step_of
 from helios.start.checkpoint_search import open_folder
-from helios.start.trainer_options import Options
+from helios.start.options import Options
 from helios.text import with_step
 
 

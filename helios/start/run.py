@@ -59,6 +59,7 @@ from helios.start.objects import (
     check_plugins,
     warn_of_unknown_hooks,
 )
+from helios.start.options import Options
 from helios.start.processes import (
     SAME_DATA,
     describe_data_sets,
@@ -71,7 +72,6 @@ from helios.start.replay_range import ReplayRange
 from helios.start.signals import Listener, find_signal_code
 from helios.start.stateful import find_owners
 from helios.start.trained_model import TrainedModel
-from helios.start.trainer_options import Options
 from helios.state.owners import Owners
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, create_display

@@ -20,7 +20,7 @@ from helios.engines.engine import Engine
 from helios.errors import RunMismatchError
 from helios.replicas.replicas import Replicas
 from helios.schedule import find_limit, is_limit
-from helios.start.trainer_options import ROWS, Options, allows
+from helios.start.options import ROWS, Options, allows
 from helios.text import tuple_text
 
 _LOGGER = logging.getLogger(__name__)

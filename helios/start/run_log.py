@@ -31,7 +31,7 @@ from helios.model.model import Model
 from helios.model.schedulers import Schedulers, find_epoch_like
 from helios.schedule import Schedule
 from helios.start.objects import own_methods
-from helios.start.trainer_options import Options
+from helios.start.options import Options
 from helios.terminal import root_logger as log
 from helios.text import count_text, number_text, size_text, with_step
 

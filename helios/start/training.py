@@ -35,13 +35,13 @@ from helios.start.level import (
     find_reproducibility,
 )
 from helios.start.objects import check_training_source, log_order
+from helios.start.options import ROWS
 from helios.start.origin import Origin
 from helios.start.recorders import make_recorders
 from helios.start.run import LOOP_PATH, Run
 from helios.start.run_log import ScoreLog, describe_run, warn_of_idle_options
 from helios.start.saves import Saves
 from helios.start.stateful import find_stranded_generators
-from helios.start.trainer_options import ROWS
 from helios.terminal import root_logger as log
 from helios.text import count_text, with_step
 from helios.version import __version__

@@ -18,8 +18,8 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.schedule import Schedule
+from helios.start.options import ROWS, Options
 from helios.start.signals import Signals
-from helios.start.trainer_options import ROWS, Options
 from helios.start.unknown_arguments import MEANT as MEANT_INSTEAD
 from helios.state import Phase, TrainingUnit
 

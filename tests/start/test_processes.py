@@ -13,6 +13,7 @@ from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, RunMismatchError, UsageError
 from helios.launch.launcher import Launch, LaunchKind
+from helios.start.options import Options
 from helios.start.origin import find_stored
 from helios.start.processes import (
     Stored,
@@ -20,7 +21,6 @@ from helios.start.processes import (
     choose_replicas,
     device_for,
 )
-from helios.start.trainer_options import Options
 from tests.start.test_arguments import make, set_gpus
 from tests.support.runs import IndexModule, Setting, SmallModel, train
 

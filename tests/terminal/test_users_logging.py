@@ -19,7 +19,7 @@ import helios
 from helios.terminal.root_logger import RootLogger
 from tests.support.quiet import Quiet
 
-_NAMES = ("helios", "helios.start.trainer_options", "py.warnings")
+_NAMES = ("helios", "helios.start.options", "py.warnings")
 
 
 class Lines(logging.Handler):
@@ -61,7 +61,7 @@ def say(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], li
     logger = RootLogger(capture_warnings=False)
     try:
         logger.setup(folder / "run.log")
-        module = logging.getLogger("helios.start.trainer_options")
+        module = logging.getLogger("helios.start.options")
         for level in ("DEBUG", "INFO", "WARNING", "ERROR"):
             module.log(getattr(logging, level), "a line")
     finally:
@@ -79,7 +79,7 @@ _ALL = ["INFO", "WARNING", "ERROR"]
     [
         ({}, _ALL, _ALL),
         ({"helios": "WARNING"}, ["WARNING", "ERROR"], ["WARNING", "ERROR"]),
-        ({"helios.start.trainer_options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
+        ({"helios.start.options": "DEBUG"}, ["DEBUG", *_ALL], ["DEBUG", *_ALL]),
     ],
 )
 def test_levels_hold_on_the_screen_and_the_file_has_info(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.planted.planting import fault
 
 
-@fault("helios.start.trainer_options:as_local_path", "tests/storage/test_local_paths.py")
+@fault("helios.start.options:as_local_path", "tests/storage/test_local_paths.py")
 def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
     from pathlib import Path
 
@@ -56,7 +56,7 @@ def a_run_is_resumed_in_another_unit(identity, options, description, engine):
 
 
 @fault(
-    "helios.start.trainer_options:Options.plain",
+    "helios.start.options:Options.plain",
     f"{OPTIONS}::test_ranks_that_differ_are_told_by_the_name_of_the_option[hang_timeout]",
 )
 def ranks_may_differ_in_when_they_give_up(plain, options, name):

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.errors import ArgumentError, ArgumentTypeError, RunMismatchError
 from helios.replicas.replicas import Replicas
+from helios.start.options import CHANGEABLE, ROWS, Options
 from helios.start.processes import options_that_must_match
-from helios.start.trainer_options import CHANGEABLE, ROWS, Options
 from helios.state import Phase
 from tests.support.models import Fitting
 
