@@ -30,10 +30,9 @@ from helios.start.objects import (
     EvaluationRoot,
     PluginTable,
     Roots,
-    check_plugin_list,
     check_subjects,
 )
-from helios.start.options import Change, Options
+from helios.start.options import Options
 from helios.start.replay import find_replay
 from helios.start.replay_range import ReplayOptions
 from helios.start.run import Run, only_call
@@ -68,56 +67,55 @@ class Trainer:
         accumulation_steps: micro-batches per optimizer step.
         enable_cudnn_benchmark: let cuDNN benchmark its algorithms, in training only.
         enable_deterministic: require deterministic algorithms, on the CPU too.
-        early_stop_cycles: stop after that many validations without improvement.
+        early_stop_cycles: patience in validations: stop after N in a row without a better score.
         use_cpu: True for the CPU; False requires a GPU; ``None`` uses a GPU if there is one.
         gpus: ids of the GPUs to use.
         random_seed: seed of the run; ``None`` for 6691.
         enable_tensorboard: write scalars to ``run_path`` for TensorBoard.
         enable_file_logging: write a log file to ``log_path``.
         capture_warnings: write Python's warnings to the log.
-        enable_progress_bar: show progress bars with losses, speed, time left and peak memory.
+        enable_progress_bar: show progress bars, with losses, speed, time left and peak memory.
         chkpt_root: folder of all runs; checkpoints are written to ``chkpt_root/<save_name>``.
         log_path: folder of log files.
         run_path: folder of TensorBoard runs.
-        src_root: package whose modules are imported at the start to fill the registries.
-        import_prefix: prefix of the names of these modules.
-        print_banner: log versions, device, plan, model and data at the first start.
+        src_root: package to import at the start: its modules fill the registries.
+        import_prefix: prefix of its modules.
+        print_banner: log what the run is: versions, device, plan, model and data, at its first
+            start.
         engine: your own engine, with its device.
-        precision: ``"fp32"`` (the type of the parameters), or autocast to ``"bf16"``, or to
-            ``"fp16"`` with loss scaling.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: the type of the parameters, autocast, or
+            autocast with loss scaling.
         plugins: plugins to register, in this order.
         store: how checkpoints are written and kept.
         signals: signals on which ``fit`` saves and ends, and how; ``None`` for ``Signals()``.
-        num_replicas: data-parallel replicas that define the run; ``None`` for the number of
+        num_replicas: data-parallel replicas, which define the run; ``None`` for the number of
             processes. Fixed at the first start.
         nproc: processes that run the replicas, at most ``num_replicas``: on the CPU, or one per
             GPU (``None``: all selected GPUs). Under torchrun and srun, these set the number.
-        sharding: ``"full"`` shards parameters, gradients and the state of optimizers over the
-            processes, so that none of them holds the whole model.
+        sharding: ``"full"`` shards the model: parameters, gradients and the state of optimizers,
+            over the processes, so that none of them holds all of it.
         init: ``"keyed"`` initializes module by module, so that no process holds the whole model.
-        clip_norm: maximum 2-norm of the gradients of a step, in automatic mode.
-        clip_value: maximum magnitude of a gradient element, in automatic mode.
-        resume: ``"auto"`` continues from the newest checkpoint; ``"never"`` starts a new run at
-            every call and moves existing files to ``before-<date>/``; a path continues from that
-            file.
-        allow_changes: names of settings that may differ from those in the checkpoint.
-        on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state,
-            and for a ``RunMismatchError`` if the data is not what the run was trained on, or if a
-            resumed run reaches a lower level of reproducibility than it had.
-        ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
+        clip_norm: maximum 2-norm of the gradients, of a step in automatic mode.
+        clip_value: maximum magnitude of a gradient, element by element, in automatic mode.
+        resume: ``"auto"`` continues the run, from its newest checkpoint; ``"never"`` starts a new
+            run at every call and moves existing files to ``before-<date>/``; a path continues from
+            that file.
+        allow_changes: settings that may have changed, by name, since the checkpoint.
+        on_incomplete: ``"raise"`` for errors: a ``StateError`` instead of a checkpoint that lacks
+            state, and a ``RunMismatchError`` if the data is not what the run was trained on, or if
+            a resumed run reaches a lower level of reproducibility than it had.
+        ledger: ``"steps"`` for one line per iteration, in ``ledger.jsonl``, if checkpoints are
             written; ``"off"`` writes no evidence at all.
-        skip_batches: numbers of batches that are not trained on, counted from 1 over all epochs.
-        sanity_steps: batches of each loader to validate before the first step of a new run, without
-            side effects; 0 for none.
-        batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
-        params: what defines the run besides these arguments, such as ``{"lr": 0.1}``: a mapping, a
-            dataclass or a namespace of plain values. Another value stops a resume.
-        max_restarts: how often the job is started again, from its newest checkpoint, if one of
-            its ``nproc`` processes fails. An interruption or a time limit is no failure.
-        hang_warning: seconds without progress after which a line of the log says which rank is
-            behind, and again after 2, 4, 8, ... times as long; ``None`` for never.
-        hang_timeout: seconds without progress after which every process writes its stacks beside
-            the run and ends with exit code 75; more than ``hang_warning``. ``None`` for never.
+        skip_batches: numbers of batches to skip, counted from 1 over all epochs.
+        sanity_steps: batches to validate before training, of each loader, at the start of a new
+            run, without side effects; 0 for none.
+        batch_limits: maximum number of batches, by phase: ``{Phase.TRAINING: 10}``.
+        params: what else defines the run, such as ``{"lr": 0.1}``: a mapping, a dataclass or a
+            namespace of plain values. Another value stops a resume.
+        max_restarts: restarts of a job that fails, from its newest checkpoint, because one of its
+            ``nproc`` processes has failed. An interruption or a time limit is no failure.
+        hang_timeout: end after N seconds at a standstill: without any progress, every process
+            writes its stacks beside the run and ends with exit code 75. ``None`` for never.
 
     Attributes:
         model: the model of the last call of fit, validate, test or predict.
@@ -176,7 +174,7 @@ class Trainer:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         resume: str | Path = "auto",
-        allow_changes: Sequence[Change | str] = (),
+        allow_changes: Sequence[str] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
         ledger: Literal["steps", "off"] = "steps",
         skip_batches: Sequence[int] = (),
@@ -184,11 +182,9 @@ class Trainer:
         batch_limits: Mapping[Phase, int] | None = None,
         params: Any = None,
         max_restarts: int = 0,
-        hang_warning: float | None = 60.0,
         hang_timeout: float | None = None,
     ) -> None:
         self._options = Options.of(locals())
-        check_plugin_list(plugins)
         self.train_exceptions: list[type[BaseException]] = []
         self.test_exceptions: list[type[BaseException]] = []
         self.plugins = PluginTable()
@@ -197,7 +193,7 @@ class Trainer:
         self.model: Model | None = None
         self.datamodule: DataModule | None = None
         self.roots = Roots()
-        for plugin in plugins:
+        for plugin in self._options.plugins:
             self.register_plugin(plugin)
 
     @property

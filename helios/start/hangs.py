@@ -32,7 +32,9 @@ _STDERR = 2
 _PRINT_SECONDS = 2.0
 # The disk may be what the run waits for.
 _FILE_SECONDS = 5.0
-# So often a rank looks in the time after which it warns.
+WARNING_SECONDS = 60.0
+"""Without progress for so long, a line says where the run stands."""
+# So often a rank looks in the time after which it warns or ends.
 _LOOKS = 6
 _END_SECONDS, _POLL_SECONDS = 5.0, 0.05
 
@@ -86,7 +88,6 @@ class HangWatch:
     Args:
         info: the rank of this process, and how many there are.
         find_place: returns where this process is.
-        warning: seconds without progress until the first warning; ``None`` for no warnings.
         timeout: seconds without progress until the process ends; ``None`` for never.
         folder: where the file with the stacks is written; ``None`` for stderr.
     """
@@ -96,16 +97,14 @@ class HangWatch:
         info: DistributedInfo,
         find_place: Callable[[], Whereabouts],
         *,
-        warning: float | None,
         timeout: float | None,
         folder: Path | None,
     ) -> None:
         self._info = info
         self._find_place = find_place
-        self._warning = math.inf if warning is None else warning
         self._timeout = math.inf if timeout is None else timeout
         self._folder = folder
-        self._first = min(self._warning, self._timeout)
+        self._first = min(WARNING_SECONDS, self._timeout)
         self._pause = self._first / _LOOKS
         self._heartbeats = Heartbeats(info, fresh=3 * self._pause)
         self._is_over = threading.Event()
@@ -117,9 +116,6 @@ class HangWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch in the block."""
-        if self._first == math.inf:
-            yield
-            return
         thread = threading.Thread(target=self._watch, name="helios-hang-watch", daemon=True)
         thread.start()
         try:
@@ -166,7 +162,7 @@ class HangWatch:
             each["stood"] >= self._timeout for each in words
         ):
             self._end(text, speaks=speaks)
-        due = max(self._warning, 2 * self._warned)
+        due = max(WARNING_SECONDS, 2 * self._warned)
         if self._stood >= due:
             self._warned = due
             if speaks:

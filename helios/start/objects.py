@@ -27,7 +27,6 @@ from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 from helios.plugins.row_loggers import RowLogger
-from helios.start.options import refusal
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -255,20 +254,6 @@ def check_model_state(model: Model) -> None:
     """
     remedy = "Without them all networks, optimizers and schedulers among its attributes are saved."
     check_state_methods(model, Model, remedy=remedy)
-
-
-def check_plugin_list(plugins: object) -> None:
-    """Check the argument of ``Trainer(plugins=...)``.
-
-    Raises:
-        ArgumentError: for something that is not a list of plugins.
-    """
-    if not isinstance(plugins, list | tuple):
-        raise refusal("plugins", "a list of Plugin objects", plugins, "Pass [plugin].")
-    for plugin in plugins:
-        if not isinstance(plugin, Plugin):
-            rule = "a list of Plugin objects"
-            raise refusal("plugins", rule, plugin, "Derive it from helios.plugins.Plugin.")
 
 
 class PluginTable(UserDict[str, Plugin]):

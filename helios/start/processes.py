@@ -31,7 +31,7 @@ from helios.hooks.events import EVENTS, Verb
 from helios.launch.launcher import Launch
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
-from helios.start.options import ROWS, Options
+from helios.start.options import ROWS, Options, Scope
 from helios.start.stateful import find_data_sets
 from helios.text import count_text
 
@@ -167,7 +167,9 @@ def options_that_must_match(
         replicas: replicas of the run.
     """
     known = [f"{name} ({type(plugin).__qualname__})" for name, plugin in plugins.items()]
-    values = {name: options.plain(name) for name, row in ROWS.items() if row.is_alike}
+    values = {
+        name: options.plain(name) for name, row in ROWS.items() if row.scope is not Scope.NONE
+    }
     return {
         "the plugins": ", ".join(known) or _NOTHING,
         "num_replicas": str(replicas.num_replicas),

@@ -371,7 +371,6 @@ class Run:
         watch = HangWatch(
             self.info,
             self._find_place,
-            warning=self.options.hang_warning,
             timeout=self.options.hang_timeout,
             folder=self.folder if writes else None,
         )

@@ -20,7 +20,7 @@ from helios.engines.engine import Engine
 from helios.errors import RunMismatchError
 from helios.replicas.replicas import Replicas
 from helios.schedule import find_limit, is_limit
-from helios.start.options import ROWS, Options, allows
+from helios.start.options import OF_DATA, ROWS, Options, Scope, allows
 from helios.text import tuple_text
 
 _LOGGER = logging.getLogger(__name__)
@@ -41,12 +41,7 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 """What holds where the description of a run does not name it."""
 
-_OF_DATA = (
-    *("dataset", "length", "batch_size", "shuffle", "drop_last", "seed", "sampler"),
-    *("limit_batches", "is_distributed"),
-)
-
-ORDERING = (*_OF_DATA, "mixture", "random_seed")
+ORDERING = (*OF_DATA, "mixture", "random_seed")
 """Names of what the order of the samples, and their distribution over batches, depend on."""
 
 
@@ -56,8 +51,8 @@ def identity(options: Options, description: Mapping[str, Any], engine: Engine) -
     What few runs have is in it only for those; ``sharding="full"`` only where it changes bits, in
     accumulation and in clipping.
     """
-    found = {name: description.get(name) for name in _OF_DATA}
-    found |= {name: options.plain(name) for name, row in ROWS.items() if row.defines_run}
+    found = {name: description.get(name) for name in OF_DATA}
+    found |= {name: options.plain(name) for name, row in ROWS.items() if row.scope is Scope.RUN}
     # The engine may be the user's.
     found["precision"] = engine.precision.value
     if description.get("mixture"):
@@ -71,7 +66,7 @@ def identity(options: Options, description: Mapping[str, Any], engine: Engine) -
 
 def limits(options: Options) -> dict[str, float | None]:
     """Return the options that end a run; raising one lets a finished run continue."""
-    return {name: options.plain(name) for name, row in ROWS.items() if row.ends_run}
+    return {name: options.plain(name) for name, row in ROWS.items() if row.scope is Scope.END}
 
 
 def is_extended(options: Options, stored: Mapping[str, Any]) -> bool:

@@ -296,7 +296,7 @@ def _describe_start(
     run: Run, definition: Definition, level: Reproducibility, machine: dict[str, str]
 ) -> dict[str, Any]:
     """Return what the file of the run's events says of this start."""
-    given = {name: run.options.plain(name) for name in ROWS if name != "params"}
+    given = {name: run.options.plain(name) for name in ROWS if name not in ("params", "plugins")}
     return {
         "helios": __version__,
         "machine": machine,

@@ -13,70 +13,19 @@ import pytest
 import torch
 
 import helios
-from helios.checkpoint.store import CheckpointStore
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.schedule import Schedule
-from helios.start.options import ROWS, Options
-from helios.start.signals import Signals
+from helios.start.options import Options
 from helios.start.unknown_arguments import MEANT as MEANT_INSTEAD
-from helios.state import Phase, TrainingUnit
-
-DEFAULTS: dict[str, Any] = {
-    "run_name": "",
-    "train_unit": TrainingUnit.EPOCH,
-    "total_steps": 0,
-    "valid_frequency": None,
-    "chkpt_frequency": None,
-    "print_frequency": None,
-    "accumulation_steps": 1,
-    "enable_cudnn_benchmark": False,
-    "enable_deterministic": False,
-    "early_stop_cycles": None,
-    "use_cpu": None,
-    "gpus": None,
-    "random_seed": None,
-    "enable_tensorboard": False,
-    "enable_file_logging": False,
-    "capture_warnings": False,
-    "enable_progress_bar": False,
-    "chkpt_root": None,
-    "log_path": None,
-    "run_path": None,
-    "src_root": None,
-    "import_prefix": "",
-    "print_banner": True,
-    "engine": None,
-    "precision": None,
-    "plugins": (),
-    "store": None,
-    "signals": None,
-    "num_replicas": None,
-    "nproc": None,
-    "sharding": "none",
-    "init": "setup",
-    "clip_norm": None,
-    "clip_value": None,
-    "resume": "auto",
-    "allow_changes": (),
-    "on_incomplete": "warn",
-    "ledger": "steps",
-    "skip_batches": (),
-    "sanity_steps": 0,
-    "batch_limits": None,
-    "params": None,
-    "max_restarts": 0,
-    "hang_warning": 60.0,
-    "hang_timeout": None,
-}
-
+from helios.state import TrainingUnit
 
 CPU = torch.device("cpu")
 
 
 def make(**options: Any) -> Options:
-    return helios.Trainer(**{**DEFAULTS, **options})._options
+    return helios.Trainer(**options)._options
 
 
 def check_refusal(name: str, value: Any, **options: Any) -> str:
@@ -159,63 +108,6 @@ def test_determinism_on_a_gpu_is_refused_where_it_is_too_late(
     make(enable_deterministic=True, use_cpu=True)
 
 
-def test_every_option_has_its_own_name(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
-        "run_name": "name",
-        "total_steps": 9,
-        "valid_frequency": 2,
-        "chkpt_frequency": 3,
-        "print_frequency": 4,
-        "accumulation_steps": 5,
-        "enable_cudnn_benchmark": False,
-        "enable_deterministic": True,
-        "early_stop_cycles": 6,
-        "use_cpu": True,
-        "gpus": None,
-        "random_seed": 7,
-        "enable_tensorboard": True,
-        "enable_file_logging": True,
-        "capture_warnings": False,
-        "enable_progress_bar": True,
-        "chkpt_root": tmp_path / "chkpt",
-        "log_path": tmp_path / "log",
-        "run_path": tmp_path / "run",
-        "src_root": tmp_path,
-        "import_prefix": "prefix",
-        "print_banner": False,
-        "engine": None,
-        "precision": Precision.BF16,
-        "store": CheckpointStore(keep_last=2),
-        "num_replicas": 8,
-        "nproc": 4,
-        "sharding": "none",
-        "init": "keyed",
-        "clip_norm": None,
-        "clip_value": 0.5,
-        "resume": "never",
-        "allow_changes": ("seed",),
-        "on_incomplete": "raise",
-        "ledger": "off",
-        "skip_batches": (),
-        "sanity_steps": 1,
-        "batch_limits": {Phase.TRAINING: 10},
-        "params": {"lr": 0.1},
-        "max_restarts": 2,
-        "hang_warning": 3.5,
-        "hang_timeout": 9.5,
-    }
-    apart: dict[str, Any] = {"train_unit": TrainingUnit.ITERATION, "plugins": ()}
-    apart["signals"] = Signals(())
-    parameters = inspect.signature(helios.Trainer).parameters
-    assert list(DEFAULTS) == list(parameters)
-    assert {name: each.default for name, each in parameters.items()} == DEFAULTS
-    assert set(given) | set(apart) == set(parameters)
-    options = make(**given, **apart)
-    assert set(ROWS) | {"plugins"} == set(parameters)
-    assert {name: getattr(options, name) for name in given} == given
-    assert (options.train_unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))
-
-
 MEANT = {
     "keep_best": "store=CheckpointStore(keep_best=",
     "max_epochs": "total_steps, which counts epochs",
@@ -290,8 +182,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("gpus", [0], {"use_cpu": True}),
     ("gpus", [0], {}),
     ("gpus", [], {}),
-    ("hang_warning", _INF, {}),
-    ("hang_timeout", 60.0, {}),
+    ("hang_timeout", _INF, {}),
     ("nproc", 3, {"num_replicas": 2}),
     ("batch_limits", {"train": 1}, {}),
     ("allow_changes", ["num_replicas"], _SAVING),
@@ -324,7 +215,7 @@ ACCEPTED: list[tuple[dict[str, Any], str, Any]] = [
     ({"precision": "fp16"}, "precision", Precision.FP16),
     ({"resume": "a.pth", "chkpt_root": "."}, "resume", Path("a.pth")),
     ({"allow_changes": "seed", "chkpt_root": "."}, "allow_changes", ("seed",)),
-    ({"hang_timeout": 1, "hang_warning": None}, "hang_timeout", 1),
+    ({"hang_timeout": 1}, "hang_timeout", 1),
     ({"engine": Engine("cuda:3")}, "gpu_ids", [3]),
     ({"engine": Engine(CPU)}, "gpu_ids", []),
 ]

@@ -19,6 +19,7 @@ import torch
 
 import helios
 from helios import DataLoaderParams
+from helios.start import hangs
 from tests.support.hanging import list_workers, run_forked, survives
 
 CLOCK = r"\d\d:\d\d:\d\d"
@@ -137,10 +138,11 @@ class Net(helios.Model):
 
 
 @pytest.mark.shows("P139")
-def test_a_long_validation_that_gets_on_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = helios.Trainer(
-        total_steps=1, use_cpu=True, print_banner=False, hang_warning=1.2, valid_frequency=1
-    )
+def test_a_long_validation_that_gets_on_is_not_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hangs, "WARNING_SECONDS", 1.2)
+    trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False, valid_frequency=1)
     begin = time.monotonic()
     assert trainer.fit(Net(), Data(validates=True))
     assert time.monotonic() - begin > 1.2

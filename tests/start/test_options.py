@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch.utils.data import TensorDataset
 import helios
 from helios.errors import ArgumentError, ArgumentTypeError, RunMismatchError
 from helios.replicas.replicas import Replicas
-from helios.start.options import CHANGEABLE, ROWS, Options
+from helios.start.options import ROWS, Options, Scope, find_changeable
 from helios.start.processes import options_that_must_match
 from helios.state import Phase
 from tests.support.models import Fitting
@@ -25,10 +27,10 @@ BAD: dict[str, Any] = {
     **dict.fromkeys(("enable_file_logging", "capture_warnings", "enable_progress_bar"), None),
     **dict.fromkeys(("valid_frequency", "chkpt_frequency", "print_frequency"), 0),
     **dict.fromkeys(("accumulation_steps", "num_replicas", "nproc"), 0),
-    **dict.fromkeys(("clip_norm", "clip_value", "hang_warning", "hang_timeout"), -1.0),
+    **dict.fromkeys(("clip_norm", "clip_value", "hang_timeout"), -1.0),
     **dict.fromkeys(("init", "on_incomplete", "ledger", "sharding"), "maybe"),
     **dict.fromkeys(("early_stop_cycles", "sanity_steps", "max_restarts", "random_seed"), -1),
-    **dict.fromkeys(("store", "engine", "signals"), "one"),
+    **dict.fromkeys(("store", "engine", "signals", "plugins"), "one"),
     "run_name": "a/b",
     "params": 3,
     "import_prefix": None,
@@ -50,6 +52,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "random_seed": {"random_seed": 3},
     "init": {"init": "keyed"},
     "params": {"params": {"width": 3}},
+    "plugins": {"plugins": [helios.plugins.LearningRateMonitor()]},
     "src_root": {"src_root": Path()},
     "import_prefix": {"import_prefix": "src", "src_root": Path()},
     "train_unit": {"train_unit": "epoch"},
@@ -88,7 +91,6 @@ OTHER: dict[str, dict[str, Any]] = {
     "sanity_steps": {"sanity_steps": 3},
     "batch_limits": {"batch_limits": {Phase.VALIDATION: 3}},
     "max_restarts": {"max_restarts": 3, "nproc": 1},
-    "hang_warning": {"hang_warning": 3.0},
     "hang_timeout": {"hang_timeout": 300.0},
 }
 """Another value of each option, with what it needs."""
@@ -113,6 +115,32 @@ def test_each_option_has_a_bad_value_and_another_one_here() -> None:
     assert set(OTHER) == set(ROWS)
 
 
+def test_the_signature_and_the_docstring_of_the_trainer_are_those_of_the_options() -> None:
+    own, expected = inspect.signature(helios.Trainer), inspect.signature(Options)
+    assert [(each.name, each.kind, each.default) for each in own.parameters.values()] == [
+        (each.name, each.kind, each.default) for each in expected.parameters.values()
+    ]
+    described = inspect.getdoc(helios.Trainer).partition("Args:")[2].partition("Attributes:")[0]
+    entries = re.findall(r"^    (\w+): (.+)$", described, re.MULTILINE)
+    assert [name for name, _ in entries] == list(ROWS)
+    for name, text in entries:
+        assert re.match(rf"{re.escape(ROWS[name].summary)}[:;,.]", text), name
+
+
+PUBLISHED = """run_name='' train_unit=<TrainingUnit.EPOCH: 1> total_steps=0 valid_frequency=None
+chkpt_frequency=None print_frequency=None accumulation_steps=1 enable_cudnn_benchmark=False
+enable_deterministic=False early_stop_cycles=None use_cpu=None gpus=None random_seed=None
+enable_tensorboard=False enable_file_logging=False capture_warnings=False enable_progress_bar=False
+chkpt_root=None log_path=None run_path=None src_root=None import_prefix='' print_banner=True"""
+
+
+def test_what_helios_ml_takes_by_position_stands_first_and_in_its_order() -> None:
+    found = inspect.signature(helios.Trainer).parameters.values()
+    by_position = [each for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
+    shown = " ".join(f"{each.name}={each.default!r}" for each in by_position)
+    assert shown == " ".join(PUBLISHED.split("\n"))
+
+
 @pytest.mark.shows("P149")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_bad_value_is_refused_by_the_name_of_its_option(name: str) -> None:
@@ -129,12 +157,11 @@ def test_an_option_is_idle_without_what_its_row_names(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     alone = {key: value for key, value in OTHER[name].items() if key == name}
-    row = ROWS[name]
-    if row.without:
+    if ROWS[name].idle_without:
         make(**alone)
         (record,) = caplog.records
         assert record.levelno == logging.WARNING
-        assert record.getMessage() == f"Trainer({name}=...) has no effect without {row.without}."
+        assert record.getMessage().startswith(f"Trainer({name}=...) has no effect without ")
     caplog.clear()
     if name != "enable_cudnn_benchmark":
         make(**OTHER[name])
@@ -151,7 +178,7 @@ def test_ranks_that_differ_are_told_by_the_name_of_the_option(name: str) -> None
     other = options_that_must_match(make(**OTHER[name]), {}, Replicas())
     differing = {key for key in own | other if own.get(key) != other.get(key)}
     said = f"Trainer({name}=...)"
-    if ROWS[name].is_alike:
+    if ROWS[name].scope is not Scope.NONE:
         assert said in differing
     else:
         assert not {key for key in differing if key.startswith("Trainer(")}
@@ -191,7 +218,7 @@ def test_another_value_stops_a_resume_if_it_defines_the_run(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(saved, tmp_path / "runs")
     options = {"params": {"width": 1}, **OTHER[name]}
-    if not ROWS[name].defines_run and name not in REFUSED_BY_NAME:
+    if ROWS[name].scope is not Scope.RUN and name not in REFUSED_BY_NAME:
         assert _fit(**options)
         return
     with pytest.raises(RunMismatchError) as caught:
@@ -199,11 +226,5 @@ def test_another_value_stops_a_resume_if_it_defines_the_run(
     if name in REFUSED_BY_NAME:
         return
     assert f"{name}: " in str(caught.value)
-    assert name in CHANGEABLE
+    assert name in find_changeable()
     assert _fit(**options, allow_changes=(name,))
-
-
-def test_what_ends_a_run_may_be_raised() -> None:
-    assert {name for name, row in ROWS.items() if row.ends_run} == {
-        *("total_steps", "early_stop_cycles"),
-    }

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 import helios
 from helios import CheckpointStore, DataLoaderParams
+from helios.start import hangs
 
 SECONDS = 150
 """How long a start may take at most."""
@@ -126,7 +127,6 @@ def train(
     late: int = 0,
     num_workers: int = 0,
     timeout: float | None = 2.0,
-    warning: float | None = 0.9,
     grace: float = 20.0,
 ) -> helios.Trainer:
     """Train for eight steps, as far as it comes.
@@ -137,9 +137,9 @@ def train(
         late: on which rank.
         num_workers: loader workers; with some of them, a sample never comes.
         timeout: ``hang_timeout``.
-        warning: ``hang_warning``.
         grace: seconds from a signal to an end without a save.
     """
+    hangs.WARNING_SECONDS = 0.9
     trainer = helios.Trainer(
         train_unit="iteration",
         total_steps=8,
@@ -148,7 +148,6 @@ def train(
         store=CheckpointStore(is_async=False),
         use_cpu=True,
         print_banner=False,
-        hang_warning=warning,
         hang_timeout=timeout,
         signals=helios.Signals(grace=grace, on_interrupt="return"),
         num_replicas=6,

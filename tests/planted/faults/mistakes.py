@@ -16,7 +16,7 @@ def a_url_is_a_folder_for_the_trainer(as_local_path, name, value):
     "helios.start.unknown_arguments:_refuse",
     "tests/start/test_arguments.py::test_an_unknown_argument_names_the_one_that_is_meant",
 )
-def an_unknown_argument_names_no_other_one(refuse, name, known):
+def an_unknown_argument_names_no_other_one(refuse, name):
     return f"Trainer() has no argument {name!r}."
 
 
@@ -43,7 +43,7 @@ def what_is_logged_is_that_of_the_first_replica(join, tables):
     return dict(next(iter(tables), {}))
 
 
-OPTIONS = "tests/start/test_trainer_options.py"
+OPTIONS = "tests/start/test_options.py"
 
 
 @fault(
