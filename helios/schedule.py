@@ -7,6 +7,7 @@ import dataclasses
 from helios.counters import Cursor, TrainingState, TrainingUnit
 
 _TOTAL = "total_steps reached"
+_STEPS = "max_steps reached"
 _IMPATIENCE = "no improvement in"
 
 
@@ -15,15 +16,22 @@ class Schedule:
     """The options that decide when something happens; the trainer validates them.
 
     A frequency of ``None`` means never. Frequencies and ``total_steps`` are in ``unit``, except
-    ``print_frequency``, which always counts ``current_iteration``. ``is_by_epoch`` is true if the
-    unit is EPOCH, ``logs`` if there is a print frequency.
+    ``print_frequency``, which always counts ``current_iteration``. ``max_steps`` limits the steps
+    of a run that counts epochs. A save is also due ``save_seconds`` after the last one, by the
+    clock of rank 0, and after each validation if ``saves_validated`` is set. The screen shows
+    losses by time if ``shows_by_time`` is set. ``is_by_epoch`` is true if the unit is EPOCH,
+    ``logs`` if there is a print frequency.
     """
 
     unit: TrainingUnit = TrainingUnit.EPOCH
     total_steps: float = 0
+    max_steps: int | None = None
     valid_frequency: int | None = None
     chkpt_frequency: int | None = None
+    save_seconds: float | None = None
+    saves_validated: bool = False
     print_frequency: int | None = None
+    shows_by_time: bool = False
     accumulation_steps: int = 1
     early_stop_cycles: int | None = None
 
@@ -106,12 +114,19 @@ def find_limit(schedule: Schedule, state: TrainingState, cursor: Cursor) -> str:
     """Return why the options end the run here; empty if they do not."""
     if is_out_of_patience(schedule, state):
         return f"{_IMPATIENCE} {state.early_stop_count} validations"
+    if is_out_of_steps(schedule, state):
+        return _STEPS
     return _TOTAL if is_total_reached(schedule, state, cursor) else ""
 
 
 def is_limit(reason: str) -> bool:
     """Whether a run ended because of its options (see :func:`find_limit`), not on request."""
-    return reason == _TOTAL or reason.startswith(_IMPATIENCE)
+    return reason in (_TOTAL, _STEPS) or reason.startswith(_IMPATIENCE)
+
+
+def is_out_of_steps(schedule: Schedule, state: TrainingState) -> bool:
+    """Whether a run that counts epochs has made ``max_steps`` steps."""
+    return schedule.max_steps is not None and state.global_step >= schedule.max_steps
 
 
 def is_total_reached(schedule: Schedule, state: TrainingState, cursor: Cursor) -> bool:

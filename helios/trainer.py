@@ -32,7 +32,7 @@ from helios.start.objects import (
     Roots,
     check_subjects,
 )
-from helios.start.options import Options
+from helios.start.options import NO_LENGTH, Options
 from helios.start.replay import find_replay
 from helios.start.replay_range import ReplayOptions
 from helios.start.run import Run, only_call
@@ -59,11 +59,16 @@ class Trainer:
         run_name: name of logs and checkpoints; by default the model's ``save_name``.
         train_unit: unit of ``total_steps`` and the frequencies: epochs or optimizer steps, which
             ``"iteration"`` and ``"step"`` both mean.
-        total_steps: length of the run in that unit; ``float("inf")`` for no limit.
-        valid_frequency: validate every N units; ``None`` for never.
-        chkpt_frequency: write a checkpoint every N units; needs ``chkpt_root``.
-        print_frequency: log losses every N iterations, as ``current_iteration`` counts them. If it
-            is unset, the log has a line about every 30 seconds.
+        total_steps: length of the run in that unit; ``float("inf")`` for no limit. New scripts pass
+            ``max_epochs`` or ``max_steps``; beside ``total_steps``, ``"auto"`` means never.
+        valid_frequency: validate every N epochs or steps; ``None`` for never. ``"auto"`` is every
+            epoch.
+        chkpt_frequency: write a checkpoint every N epochs or steps, or every ``"10min"``; needs
+            ``chkpt_root``. ``"auto"`` is after each epoch and validation, and at least every ten
+            minutes.
+        print_frequency: log losses every N iterations, as ``current_iteration`` counts them.
+            ``"auto"`` is every 50 for TensorBoard and loggers, and about every 30 seconds on the
+            screen.
         accumulation_steps: micro-batches per optimizer step.
         enable_cudnn_benchmark: let cuDNN benchmark its algorithms, in training only.
         enable_deterministic: require deterministic algorithms, on the CPU too.
@@ -82,11 +87,14 @@ class Trainer:
         import_prefix: prefix of its modules.
         print_banner: log what the run is: versions, device, plan, model and data, at its first
             start.
+        max_epochs: length of the run in epochs, which frequencies count then.
+        max_steps: length in optimizer steps; beside ``max_epochs``, what comes first ends the run.
         engine: your own engine, with its device.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: the type of the parameters, autocast, or
             autocast with loss scaling.
         plugins: plugins to register, in this order.
-        store: how checkpoints are written and kept.
+        store: how checkpoints are written and kept. Beside ``max_epochs`` or ``max_steps``,
+            ``None`` keeps the newest three, and the best by ``EarlyStopping``.
         signals: signals on which ``fit`` saves and ends, and how; ``None`` for ``Signals()``.
         num_replicas: data-parallel replicas, which define the run; ``None`` for the number of
             processes. Fixed at the first start.
@@ -140,10 +148,10 @@ class Trainer:
         self,
         run_name: str = "",
         train_unit: TrainingUnit | Literal["epoch", "iteration", "step"] = TrainingUnit.EPOCH,
-        total_steps: float = 0,
-        valid_frequency: int | None = None,
-        chkpt_frequency: int | None = None,
-        print_frequency: int | None = None,
+        total_steps: float = NO_LENGTH,
+        valid_frequency: int | Literal["auto"] | None = "auto",
+        chkpt_frequency: int | str | None = "auto",
+        print_frequency: int | Literal["auto"] | None = "auto",
         accumulation_steps: int = 1,
         enable_cudnn_benchmark: bool = False,
         enable_deterministic: bool = False,
@@ -162,6 +170,8 @@ class Trainer:
         import_prefix: str = "",
         print_banner: bool = True,
         *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
         engine: Engine | None = None,
         precision: Precision | Literal["fp32", "bf16", "fp16"] | None = None,
         plugins: Sequence[Plugin] = (),
@@ -506,6 +516,8 @@ class Trainer:
         assert self.model is not None
         assert self.datamodule is not None
         is_fit = phase is Phase.TRAINING
+        if is_fit:
+            self._options.require_length()
         self._trained = None if is_fit else self._trained
         self._run = Run(
             phase,

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from helios.checkpoint.store import CheckpointStore
+from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.core.plain_values import flatten_params
 from helios.core.rng import get_default_seed
 from helios.counters import Phase, TrainingUnit
@@ -25,12 +26,20 @@ from helios.engines.engine import Engine
 from helios.engines.numerics import require_deterministic_cublas
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
+from helios.plugins.early_stopping import EarlyStopping
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
 from helios.start.signals import Signals
 from helios.storage.local_paths import as_local_path
 
 _LOGGER = logging.getLogger(__name__)
+
+_AUTO_SECONDS, _AUTO_LOGS, _AUTO_KEPT = 600, 50, 3
+_STEPS_OF_STREAMS = 1000
+"""Steps between two validations if nobody knows how many an epoch has."""
+
+NO_LENGTH = 0.0
+"""The default of ``total_steps``, for which ``fit`` asks; a 0 that was passed is another object."""
 
 PARAMS = "params."
 """What stands before the name of a parameter in ``allow_changes``."""
@@ -43,6 +52,12 @@ def allows(allowed: str, param: str) -> bool:
 
 def _refusal(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
     return ArgumentError(f"Trainer({name}=...) must be {rule}, got {value!r}. {remedy}")
+
+
+def read_seconds(value: object) -> int:
+    """Return the seconds of a time such as ``"10min"``, ``"90s"`` or ``"2h"``; 0 for no time."""
+    found = _TIMES.fullmatch(value) if isinstance(value, str) else None
+    return 0 if found is None else int(found[1]) * _SECONDS[found[2]]
 
 
 class Scope(Enum):
@@ -156,10 +171,22 @@ _UNIT = _must_be(
 )
 _TOTAL = _must_be(
     "a non-negative int or inf",
-    lambda value: _is_natural(value) or value == math.inf,
+    lambda value: value is NO_LENGTH or _is_natural(value) or value == math.inf,
     remedy="Pass e.g. 10, or float('inf').",
 )
 _COUNT = _must_be("None or a positive int", _none_or(_is_count))
+AUTO = "auto"
+"""Leaves a frequency to its default: never beside ``total_steps``, else as docs/start.md says."""
+_TIMES = re.compile(r"(\d+) ?(s|min|h)")
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_FREQUENCY = _must_be(
+    'a positive int, None for never, or "auto"',
+    lambda value: value is None or value == AUTO or _is_count(value),
+)
+_SAVES = _must_be(
+    'a positive int, a time such as "10min", None for never, or "auto"',
+    lambda value: value in (None, AUTO) or _is_count(value) or bool(read_seconds(value)),
+)
 _PATIENCE = _must_be("None or a non-negative int", _none_or(_is_natural))
 _NATURAL = _must_be("a non-negative int", _is_natural)
 _WINDOW = _must_be("a positive int", _is_count)
@@ -255,12 +282,16 @@ class Options:
     train_unit: TrainingUnit = option(
         TrainingUnit.EPOCH, _UNIT, RUN, "unit of ``total_steps`` and the frequencies"
     )
-    total_steps: float = option(0, _TOTAL, END, "length of the run in that unit")
-    valid_frequency: int | None = option(None, _COUNT, START, "validate every N units")
-    chkpt_frequency: int | None = option(
-        None, _COUNT, START, "write a checkpoint every N units", needs="chkpt_root"
+    total_steps: float = option(NO_LENGTH, _TOTAL, END, "length of the run in that unit")
+    valid_frequency: int | str | None = option(
+        AUTO, _FREQUENCY, START, "validate every N epochs or steps"
     )
-    print_frequency: int | None = option(None, _COUNT, START, "log losses every N iterations")
+    chkpt_frequency: int | str | None = option(
+        AUTO, _SAVES, START, "write a checkpoint every N epochs or steps", needs="chkpt_root"
+    )
+    print_frequency: int | str | None = option(
+        AUTO, _FREQUENCY, START, "log losses every N iterations"
+    )
     accumulation_steps: int = option(1, _WINDOW, RUN, "micro-batches per optimizer step")
     enable_cudnn_benchmark: bool = option(
         False,
@@ -298,6 +329,12 @@ class Options:
     import_prefix: str = option("", _TEXT, NONE, "prefix of its modules", idle_without="src_root")
     print_banner: bool = option(True, _FLAG, NONE, "log what the run is")
     _: KW_ONLY
+    max_epochs: int | None = option(
+        None, _COUNT, START, "length of the run in epochs", excludes=("total_steps", "train_unit")
+    )
+    max_steps: int | None = option(
+        None, _COUNT, END, "length in optimizer steps", excludes=("total_steps", "train_unit")
+    )
     engine: Engine | None = option(None, _ENGINE, START, "your own engine")
     precision: Precision | None = option(
         None, _PRECISION, RUN, '``"fp32"``, ``"bf16"`` or ``"fp16"``', excludes=("engine",)
@@ -353,8 +390,10 @@ class Options:
             ArgumentError: if a value is invalid.
             UsageError: if ``use_cpu=False`` finds no GPU.
         """
-        it = cls(**{name: row.check(name, given[name]) for name, row in ROWS.items()})
+        values = {name: row.check(name, given[name]) for name, row in ROWS.items()}
+        it = cls(**values)
         it._check_relations()
+        it = cls(**{**values, **it._find_length()})
         it._check_combinations()
         if it.gpu_ids and it.enable_deterministic:
             require_deterministic_cublas()
@@ -370,12 +409,38 @@ class Options:
     def _check_relations(self) -> None:
         for name, row in ROWS.items():
             for other in row.excludes:
-                if self._differs(name) and getattr(self, other):
+                if self._differs(name) and self._differs(other):
                     rule = f"{getattr(Options, name)} with {other} set"
                     raise _refusal(name, rule, getattr(self, name), "Omit one of them.")
             if row.needs and self._differs(name) and getattr(self, row.needs) is None:
                 rule, remedy = f"a folder with {name} set", f"Pass {row.needs}=Path(...)."
                 raise _refusal(row.needs, rule, None, remedy)
+
+    def _find_length(self) -> dict[str, Any]:
+        """Return unit and length, as they follow from the new names, or the old frequencies."""
+        if self.has_new_length:
+            unit = TrainingUnit.EPOCH if self.max_epochs is not None else TrainingUnit.ITERATION
+            total = self.max_steps if self.max_epochs is None else self.max_epochs
+            return {"train_unit": unit, "total_steps": total}
+        names = ("valid_frequency", "chkpt_frequency", "print_frequency")
+        return {name: None for name in names if getattr(self, name) == AUTO}
+
+    @property
+    def has_new_length(self) -> bool:
+        """Whether the length is set by ``max_epochs`` or ``max_steps``."""
+        return self.max_epochs is not None or self.max_steps is not None
+
+    def require_length(self) -> None:
+        """Refuse a training whose length is not set.
+
+        Raises:
+            ArgumentError: if no length is set.
+        """
+        if self.total_steps is NO_LENGTH:
+            raise ArgumentError(
+                "Trainer(...) must say how long a run is, got neither max_epochs nor max_steps. "
+                "Pass e.g. max_epochs=10."
+            )
 
     def _check_combinations(self) -> None:
         if self.total_steps == math.inf and self.early_stop_cycles == 0:
@@ -400,6 +465,9 @@ class Options:
     def plain(self, name: str) -> Any:
         """Return an option as processes compare it, and as checkpoints hold it."""
         value = self.seed if name == "random_seed" else getattr(self, name)
+        if name == "max_steps" and self.max_epochs is None:
+            # It is total_steps then.
+            return None
         if isinstance(value, TrainingUnit):
             return value.name.lower()
         if isinstance(value, Precision):
@@ -422,17 +490,51 @@ class Options:
         return self.nproc is not None or len(self.gpu_ids) > 1
 
     @property
-    def schedule(self) -> Schedule:
-        """The options that decide when something happens."""
+    def limits(self) -> Schedule:
+        """What ends the run; :meth:`plan` knows the frequencies, too."""
+        return self.plan(None, has_validation=False)
+
+    def plan(self, num_batches: int | None, *, has_validation: bool) -> Schedule:
+        """Return the options that decide when something happens.
+
+        Args:
+            num_batches: the batches of an epoch; ``None`` if unknown.
+            has_validation: whether there is validation data.
+        """
+        is_by_epoch = self.train_unit is TrainingUnit.EPOCH
+        every = 1 if is_by_epoch else None
+        if not is_by_epoch and num_batches is not None:
+            every = max(1, num_batches // self.accumulation_steps)
+        valid, chkpt, shown = self.valid_frequency, self.chkpt_frequency, self.print_frequency
+        if valid == AUTO:
+            valid = (every or _STEPS_OF_STREAMS) if has_validation else None
         return Schedule(
             unit=self.train_unit,
             total_steps=self.total_steps,
-            valid_frequency=self.valid_frequency,
-            chkpt_frequency=self.chkpt_frequency,
-            print_frequency=self.print_frequency,
+            max_steps=None if self.max_epochs is None else self.max_steps,
+            valid_frequency=valid if isinstance(valid, int) else None,
+            chkpt_frequency=every if chkpt == AUTO else chkpt if isinstance(chkpt, int) else None,
+            save_seconds=_AUTO_SECONDS if chkpt == AUTO else read_seconds(chkpt) or None,
+            saves_validated=chkpt == AUTO,
+            print_frequency=shown if isinstance(shown, int) else _AUTO_LOGS if shown else None,
+            shows_by_time=shown in (None, AUTO),
             accumulation_steps=self.accumulation_steps,
             early_stop_cycles=self.early_stop_cycles,
         )
+
+    def store_for(self, plugins: Iterable[Plugin]) -> CheckpointStore:
+        """Return how checkpoints are kept: beside ``max_epochs`` or ``max_steps``, not all of them.
+
+        Args:
+            plugins: those of the run, of which one ``EarlyStopping`` says which score is best.
+        """
+        if self.store is not None:
+            return self.store
+        if not self.has_new_length:
+            return CheckpointStore()
+        rules = {each.monitored for each in plugins if isinstance(each, EarlyStopping)}
+        best = KeepBest(1, *rules.pop()) if len(rules) == 1 else None
+        return CheckpointStore(keep_last=_AUTO_KEPT, keep_best=best)
 
     @property
     def seed(self) -> int:

@@ -265,6 +265,9 @@ class Run:
         check_plugins(self.plugins)
         check_model_state(self.model)
         self.team = Replicas(self.info.world_size, self.info)
+        if self.phase is Phase.TRAINING:
+            store = self.options.store_for(self.plugins.values())
+            self.options = dataclasses.replace(self.options, store=store)
         self.engine = _make_engine(self.options, device_for(self.options, launch))
         self.engine.replicas = Replicas()
         if num_replicas:

@@ -109,7 +109,7 @@ def _is_still_finished(options: Options, record: Record, reason: str) -> bool:
     if is_limit(reason) and not cursor.stop_reason:
         # The mark may have been made with a smaller total than that of the checkpoint.
         state = TrainingState(**record.training_state)
-        return bool(find_limit(options.schedule, state, cursor))
+        return bool(find_limit(options.limits, state, cursor))
     return not is_extended(options, stored)
 
 
@@ -117,7 +117,7 @@ def has_ended(options: Options, record: Record) -> bool:
     """Whether nothing is left to train, also if a kill has prevented the mark that says so."""
     state, cursor = TrainingState(**record.training_state), Cursor(**record.cursor)
     is_stopped = cursor.stop_reason and not is_extended(options, record.options)
-    return bool(is_stopped or find_limit(options.schedule, state, cursor))
+    return bool(is_stopped or find_limit(options.limits, state, cursor))
 
 
 def note_limits(options: Options, stored: Mapping[str, Any]) -> list[str]:

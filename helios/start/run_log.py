@@ -108,21 +108,28 @@ def describe_signal(*, saves: bool) -> str:
 
 
 def describe_run(
-    model: Model, sources: Mapping[Phase, Sequence[Source]], options: Options, engine: Engine
+    model: Model,
+    sources: Mapping[Phase, Sequence[Source]],
+    options: Options,
+    schedule: Schedule,
+    engine: Engine,
 ) -> dict[str, str]:
     """Return lines for the banner, by label: plan, model and data."""
     return {
-        "plan": _describe_plan(options, sources, engine),
+        "plan": _describe_plan(options, schedule, sources, engine),
         "model": describe_model(model),
         "data": describe_data(sources),
     }
 
 
 def _describe_plan(
-    options: Options, sources: Mapping[Phase, Sequence[Source]], engine: Engine
+    options: Options,
+    schedule: Schedule,
+    sources: Mapping[Phase, Sequence[Source]],
+    engine: Engine,
 ) -> str:
     """Return in a line how long the run is, how large its steps are, and what is due when."""
-    schedule, source = options.schedule, sources[Phase.TRAINING][0]
+    source = sources[Phase.TRAINING][0]
     total, unit = schedule.total_steps, "epoch" if schedule.is_by_epoch else "step"
     length = f"unlimited {unit}s" if total == math.inf else count_text(int(total), unit)
     num_batches = source.num_batches()
@@ -139,9 +146,11 @@ def _describe_plan(
         factors.append(count_text(replicas.num_replicas, "replica"))
     if size or len(factors) > 1:
         length = f"{length} ({' x '.join(factors)})"
+    if schedule.max_steps is not None:
+        length = f"{length}, at most {count_text(schedule.max_steps, 'step')}"
     validated = schedule.valid_frequency if Phase.VALIDATION in sources else None
     missing = "chkpt_root" if options.chkpt_root is None else "chkpt_frequency"
-    saved = _every(schedule.chkpt_frequency, unit) if options.can_save else ""
+    saved = _describe_saves(schedule, unit) if options.can_save else ""
     return ", ".join(
         [
             length,
@@ -154,6 +163,15 @@ def _describe_plan(
 
 def _every(frequency: int | None, unit: str) -> str:
     return f"every {unit}" if frequency == 1 else f"every {frequency} {unit}s"
+
+
+def _describe_saves(schedule: Schedule, unit: str) -> str:
+    parts = []
+    if schedule.chkpt_frequency is not None:
+        parts.append(_every(schedule.chkpt_frequency, unit))
+    if schedule.save_seconds is not None:
+        parts.append(f"every {format_seconds(schedule.save_seconds)}")
+    return " and ".join(parts)
 
 
 def describe_model(model: Model) -> str:
@@ -312,8 +330,8 @@ def warn_of_idle_options(
     """
     if schedule.total_steps == 0:
         _LOGGER.warning(
-            "Trainer(total_steps=0) trains nothing: fit makes no step. Pass the number of epochs, "
-            'or that of steps with train_unit="iteration".'
+            "Trainer(total_steps=0) trains nothing: fit makes no step. Pass max_epochs or "
+            "max_steps."
         )
     validates = schedule.valid_frequency is not None
     if validates and not has_validation:

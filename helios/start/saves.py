@@ -117,7 +117,7 @@ class Saves:
             metrics=as_numbers(self._model.metrics) if record.has_validated else {},
             averages=self._scored_averages if record.has_validated else [],
             changes=self._changes,
-            is_by_epoch=self._run.options.schedule.is_by_epoch,
+            is_by_epoch=self._run.options.limits.is_by_epoch,
         )
         path = folder.path_of(stem, is_sharded=self._replicas.share is not None)
         types = self._model.types_for_safe_load()
@@ -143,7 +143,7 @@ class Saves:
         """
         folder = self._origin.folder
         # A run that only loads has trained beside the checkpoint, which is not the end of its run.
-        if folder is None or self._run.options.schedule.chkpt_frequency is None:
+        if folder is None or not self._run.options.can_save:
             return
 
         def conclude(newest: Path | None) -> None:

@@ -25,6 +25,7 @@ from helios.ledger.run_file import without_secret_words
 from helios.listeners import Recorder, RunListener
 from helios.loops.loop import LoopStates
 from helios.model.schedulers import Schedulers
+from helios.schedule import Schedule
 from helios.session import Session
 from helios.start import run_identity, run_log
 from helios.start.best_score import find_best_rule, require_one_mode
@@ -148,12 +149,13 @@ def set_up_training(
     run.set_up(is_inference=False, is_resumed=record is not None)
     source = _open_training_source(run)
     has_validation = run.open_source(Phase.VALIDATION) is not None
+    schedule = options.plan(source.num_batches(), has_validation=has_validation)
     run.find_owners(source)
     if origin.folder is not None:
         run.owners.limit(origin.folder.options.max_plain_bytes)
     run.require_alike_setup()
     store = options.store if options.can_save else None
-    warn_of_idle_options(options.schedule, store, run.model, has_validation=has_validation)
+    warn_of_idle_options(schedule, store, run.model, has_validation=has_validation)
     findings = determine_trust(source, record, can_save=options.can_save)
     stranded = find_stranded_generators(source)
     findings.add_missing(stranded)
@@ -189,8 +191,8 @@ def set_up_training(
         machine=machine,
         listeners=listeners,
     )
-    _show_banner(run, origin, level)
-    run_log.say_how_schedulers_step(run.model, schedulers, options.schedule)
+    _show_banner(run, origin, level, schedule)
+    run_log.say_how_schedulers_step(run.model, schedulers, schedule)
     what = run_log.describe_signal(saves=options.can_save)
     session = Session(
         model=run.model,
@@ -198,7 +200,7 @@ def set_up_training(
         hooks=run.hooks,
         display=run.display,
         seed=options.seed,
-        schedule=options.schedule,
+        schedule=schedule,
         sources=run.sources,
         plugins=run.plugins,
         schedulers=schedulers,
@@ -248,9 +250,7 @@ def _open_training_source(run: Run) -> Source:
             f"{type(run.datamodule).__name__} must have training data for fit, got none. "
             "Assign self._train_dataset in setup()."
         )
-    check_training_source(
-        source, can_save=options.can_save, is_by_epoch=options.schedule.is_by_epoch
-    )
+    check_training_source(source, can_save=options.can_save, is_by_epoch=options.limits.is_by_epoch)
     source.skip_numbers(options.skip_batches)
     return source
 
@@ -308,7 +308,7 @@ def _describe_start(
     }
 
 
-def _show_banner(run: Run, origin: Origin, level: Reproducibility) -> None:
+def _show_banner(run: Run, origin: Origin, level: Reproducibility, schedule: Schedule) -> None:
     options, replicas, loaded = run.options, run.replicas, origin.loaded
     if loaded is None and options.random_seed is None:
         run_log.say_what_does_not_seed(run.torch_seed, options.seed)
@@ -318,7 +318,7 @@ def _show_banner(run: Run, origin: Origin, level: Reproducibility) -> None:
         {
             "run": run.name,
             "seed": options.describe_seed(),
-            **describe_run(run.model, run.sources, options, run.engine),
+            **describe_run(run.model, run.sources, options, schedule, run.engine),
             "processes": f"{count}, {count_text(replicas.num_replicas, 'replica')}",
             **level.describe_shortfall(),
         },

@@ -19,8 +19,8 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _OF_OTHER_TRAINERS = """
-max_epochs epochs num_epochs n_epochs num_train_epochs: total_steps, which counts epochs by default
-max_steps num_steps num_iterations max_iters steps: total_steps with train_unit="iteration"
+epochs num_epochs n_epochs num_train_epochs: max_epochs
+num_steps num_iterations max_iters steps: max_steps
 max_time: plugins=[TimeLimit(...)]
 accelerator device devices num_gpus use_gpu: use_cpu and gpus; nproc is the number of processes
 strategy num_nodes world_size num_processes ddp: nproc, num_replicas, sharding; or torchrun
@@ -34,13 +34,13 @@ gradient_clip_val max_grad_norm grad_clip: clip_norm
 gradient_clip_algorithm: clip_norm or clip_value
 check_val_every_n_epoch val_check_interval eval_steps eval_frequency val_frequency: valid_frequency
 save_steps save_frequency save_every: chkpt_frequency
-enable_checkpointing: chkpt_root and chkpt_frequency, which are off by default
+enable_checkpointing: chkpt_root
 save_total_limit: store=CheckpointStore(keep_last=...)
 save_top_k monitor load_best_model_at_end keep_best: store=CheckpointStore(keep_best=KeepBest(...))
 log_every_n_steps logging_steps log_frequency: print_frequency
 limit_train_batches limit_val_batches overfit_batches: batch_limits={Phase.TRAINING: 10, ...}
 limit_test_batches limit_predict_batches: batch_limits={Phase.TRAINING: 10, ...}
-fast_dev_run: batch_limits={Phase.TRAINING: 10, ...} and total_steps=1
+fast_dev_run: batch_limits={Phase.TRAINING: 10, ...} and max_epochs=1
 num_sanity_val_steps: sanity_steps
 deterministic: enable_deterministic
 benchmark: enable_cudnn_benchmark

@@ -91,7 +91,7 @@ class ProgressDisplay(Display):
         self._next_text = 0.0 if bars.is_drawn else math.inf
         self.viewers = (
             *((Viewer.BAR,) if bars.is_drawn else ()),
-            *(() if schedule.logs else (Viewer.LINE,)),
+            *((Viewer.LINE,) if schedule.shows_by_time else ()),
         )
 
     def epoch_opened(self, epoch: int, num_batches: int | None, step: int) -> None:
@@ -122,9 +122,10 @@ class ProgressDisplay(Display):
             if self._bars.is_drawn:
                 self._bars.advance("steps")
         now = self._clock()
-        if logged is not None:
-            self._write_line(logged)
-        elif now >= self._next_line and not self._schedule.logs:
+        if not self._schedule.shows_by_time:
+            if logged is not None:
+                self._write_line(logged)
+        elif now >= self._next_line:
             self._write_line(losses.pop_means(Viewer.LINE))
         if now >= self._next_text:
             texts = [*_describe(losses.pop_means(Viewer.BAR)), peak_text(find_peak_memory())]

@@ -55,7 +55,7 @@ def test_the_defaults_are_accepted_without_a_word(caplog: pytest.LogCaptureFixtu
     arguments = make()
     assert arguments.seed == 6691
     assert arguments.gpu_ids == []
-    assert arguments.schedule == Schedule()
+    assert arguments.limits == Schedule(shows_by_time=True)
     assert not arguments.can_save
     assert caplog.records == []
 
@@ -110,7 +110,7 @@ def test_determinism_on_a_gpu_is_refused_where_it_is_too_late(
 
 MEANT = {
     "keep_best": "store=CheckpointStore(keep_best=",
-    "max_epochs": "total_steps, which counts epochs",
+    "num_train_epochs": "max_epochs",
     "accelerator": "use_cpu and gpus",
     "callbacks": "plugins",
     "default_root_dir": "chkpt_root",
@@ -118,7 +118,7 @@ MEANT = {
     "max_time": "plugins=[TimeLimit(",
     "learning_rate": "setup() of the model",
     "total_step": "total_steps?",
-    "epocs": "total_steps, which counts epochs",
+    "epocs": "max_epochs",
 }
 
 
@@ -133,12 +133,12 @@ def test_an_unknown_argument_names_the_one_that_is_meant(name: str) -> None:
 @pytest.mark.shows("U32")
 def test_all_unknown_names_are_in_one_error() -> None:
     with pytest.raises(ArgumentTypeError) as caught:
-        helios.Trainer(max_epochs=3, total_steps=1, callbacks=[], xyzzy=1)  # type: ignore[call-arg]
+        helios.Trainer(epochs=3, total_steps=1, callbacks=[], xyzzy=1)  # type: ignore[call-arg]
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     for line, texts in zip(
         lines,
-        (("'max_epochs'", "total_steps"), ("'callbacks'", "plugins"), ("'xyzzy'", "help(")),
+        (("'epochs'", "max_epochs"), ("'callbacks'", "plugins"), ("'xyzzy'", "help(")),
         strict=True,
     ):
         assert all(text in line for text in texts)

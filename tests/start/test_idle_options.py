@@ -94,5 +94,5 @@ def test_a_rule_for_the_best_without_validations_is_named(
 
 @pytest.mark.shows("U27")
 def test_a_training_of_no_steps_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Trainer(use_cpu=True, print_banner=False).fit(Line("line"), Numbers())
+    assert Trainer(total_steps=0, use_cpu=True, print_banner=False).fit(Line("line"), Numbers())
     assert "Trainer(total_steps=0) trains nothing" in capsys.readouterr().err

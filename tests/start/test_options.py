@@ -27,6 +27,7 @@ BAD: dict[str, Any] = {
     **dict.fromkeys(("enable_file_logging", "capture_warnings", "enable_progress_bar"), None),
     **dict.fromkeys(("valid_frequency", "chkpt_frequency", "print_frequency"), 0),
     **dict.fromkeys(("accumulation_steps", "num_replicas", "nproc"), 0),
+    **dict.fromkeys(("max_epochs", "max_steps"), 0),
     **dict.fromkeys(("clip_norm", "clip_value", "hang_timeout"), -1.0),
     **dict.fromkeys(("init", "on_incomplete", "ledger", "sharding"), "maybe"),
     **dict.fromkeys(("early_stop_cycles", "sanity_steps", "max_restarts", "random_seed"), -1),
@@ -57,6 +58,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "import_prefix": {"import_prefix": "src", "src_root": Path()},
     "train_unit": {"train_unit": "epoch"},
     "total_steps": {"total_steps": 3},
+    "max_epochs": {"max_epochs": 3},
+    "max_steps": {"max_epochs": 3, "max_steps": 3},
     "valid_frequency": {"valid_frequency": 3},
     "chkpt_frequency": {**_SAVES, "chkpt_frequency": 3},
     "print_frequency": {"print_frequency": 3},
@@ -100,6 +103,7 @@ REFUSED_BY_NAME = {"run_name", "params"}
 LEAVES_THE_RUN = {"chkpt_root", "resume"}
 """Another value does not continue the run from its newest checkpoint."""
 ELSEWHERE = {
+    *("max_epochs", "max_steps"),
     *("num_replicas", "nproc", "sharding", "gpus", "reproducibility"),
     *("src_root", "import_prefix"),
 }
@@ -107,7 +111,8 @@ ELSEWHERE = {
 
 
 def make(**options: Any) -> Options:
-    return helios.Trainer(**{"train_unit": "iteration", "use_cpu": True, **options})._options
+    given = {} if options.keys() & {"max_epochs", "max_steps"} else {"train_unit": "iteration"}
+    return helios.Trainer(**{"use_cpu": True, **given, **options})._options
 
 
 def test_each_option_has_a_bad_value_and_another_one_here() -> None:
@@ -127,8 +132,8 @@ def test_the_signature_and_the_docstring_of_the_trainer_are_those_of_the_options
         assert re.match(rf"{re.escape(ROWS[name].summary)}[:;,.]", text), name
 
 
-PUBLISHED = """run_name='' train_unit=<TrainingUnit.EPOCH: 1> total_steps=0 valid_frequency=None
-chkpt_frequency=None print_frequency=None accumulation_steps=1 enable_cudnn_benchmark=False
+PUBLISHED = """run_name='' train_unit=<TrainingUnit.EPOCH: 1> total_steps=0.0 valid_frequency='auto'
+chkpt_frequency='auto' print_frequency='auto' accumulation_steps=1 enable_cudnn_benchmark=False
 enable_deterministic=False early_stop_cycles=None use_cpu=None gpus=None random_seed=None
 enable_tensorboard=False enable_file_logging=False capture_warnings=False enable_progress_bar=False
 chkpt_root=None log_path=None run_path=None src_root=None import_prefix='' print_banner=True"""
